@@ -1,0 +1,38 @@
+"""All that is found out about a model before anything is decided."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from splitc.compiler.blocks import Partition, find_blocks
+from splitc.compiler.costs import Costs
+from splitc.compiler.graph import Graph, open_graph
+from splitc.compiler.shapes import Shape, bound_sizes, infer_shapes, input_shapes
+from splitc.compiler.states import find_states, growing_symbols
+from splitc.runtime.manifest import State
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """A model's graph, its input shapes as bound, its costs with them, its states and its blocks."""
+
+    graph: Graph
+    shapes: Mapping[str, Shape]
+    costs: Costs
+    states: tuple[State, ...]
+    partition: Partition
+
+
+def analyze(path: Path, shapes: Mapping[str, Shape], wanted_blocks: int) -> Analysis:
+    """Open the model and find its blocks, at least `wanted_blocks` where it can be cut that finely.
+
+    Raises ModelError for a model that can't be used, MisuseError for shapes that are not its own.
+    """
+    graph = open_graph(path)
+    infer_shapes(graph.model)
+    states = find_states(graph)
+    bound = input_shapes(graph.model, shapes, growing_symbols(graph, states))
+    costs = Costs(graph, bound_sizes(graph.model, bound))
+    return Analysis(graph, bound, costs, tuple(states), find_blocks(graph, costs, wanted_blocks))

@@ -1,0 +1,90 @@
+"""What a graph's nodes cost with its shapes bound: floating point operations, weight bytes, bytes of values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import onnx_ir as ir
+
+from splitc.compiler.graph import Graph, subgraphs
+from splitc.compiler.shapes import Shape, tensor_bytes
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Sizes and work of a graph. `shapes` are the bound shapes of its values by name."""
+
+    graph: Graph
+    shapes: Mapping[str, Shape]
+
+    def value_bytes(self, value: ir.Value) -> int:
+        """Bytes of a value: from its bound shape, or of the stored tensor for a weight."""
+        if value.const_value is not None:
+            return value.const_value.nbytes
+        return tensor_bytes(value, self.shapes.get(value.name or ""))
+
+    def weight_bytes(self, nodes: Iterable[ir.Node]) -> int:
+        """Bytes of the weights that the nodes read, each counted once."""
+        return sum(value.const_value.nbytes for value in self.weights(nodes) if value.const_value is not None)
+
+    def weights(self, nodes: Iterable[ir.Node]) -> list[ir.Value]:
+        """The weights that the nodes read, each once."""
+        return list(dict.fromkeys(weight for node in nodes for weight in self.graph.weights(node)))
+
+    def flops(self, node: ir.Node) -> int:
+        """Floating point operations of a node; see `node_flops`."""
+        return self._flops[node]
+
+    @cached_property
+    def _flops(self) -> dict[ir.Node, int]:
+        return {node: node_flops(node, self.shapes) for node in self.graph.nodes}
+
+
+def node_flops(node: ir.Node, shapes: Mapping[str, Shape]) -> int:
+    """Floating point operations of one node with bound shapes: 2 M N K for a product, one an element for the rest.
+
+    A node with subgraphs costs what its most expensive one does, once. Unknown shapes count as one element.
+    """
+    inner = [sum(node_flops(n, shapes) for n in graph) for graph in subgraphs(node)]
+    if inner:
+        return max(inner)
+    inputs = [_shape(value, shapes) for value in node.inputs]
+    output = _shape(node.outputs[0] if node.outputs else None, shapes)
+    elements = math.prod(output)
+    if node.op_type in ("MatMul", "MatMulInteger", "QLinearMatMul", "FusedMatMul") and inputs[0]:
+        return 2 * elements * inputs[0][-1]
+    if node.op_type == "Gemm" and inputs[0]:
+        return 2 * elements * inputs[0][0 if node.attributes.get_int("transA", 0) else -1]
+    if node.op_type == "MatMulNBits":
+        return 2 * elements * node.attributes.get_int("K", 1)
+    if node.op_type in ("Conv", "ConvInteger", "QLinearConv"):
+        kernel = inputs[3 if node.op_type == "QLinearConv" else 1]
+        return 2 * elements * math.prod(kernel[1:])
+    if node.op_type == "ConvTranspose":
+        return 2 * math.prod(inputs[0]) * math.prod(inputs[1][1:])
+    if node.op_type in ("LSTM", "GRU", "RNN") and len(inputs[0]) == 3:
+        # Every step and batch row multiplies with the input weights and with the recurrent ones.
+        return 2 * math.prod(inputs[0][:2]) * (math.prod(inputs[1]) + math.prod(inputs[2]))
+    if node.op_type in ("Attention", "GroupQueryAttention", "MultiHeadAttention", "DecoderMaskedMultiHeadAttention"):
+        return _attention_flops(node, shapes, output)
+    return elements
+
+
+def _attention_flops(node: ir.Node, shapes: Mapping[str, Shape], output: Shape) -> int:
+    """Queries times keys and scores times values: 2 x 2 x elements x keys; and the projection where one is fused in."""
+    weight = _shape(node.inputs[1], shapes) if len(node.inputs) > 1 else ()
+    projection = 2 * math.prod(output[:-1]) * math.prod(weight) if len(weight) == 2 else 0
+    # Keys come from this call and from the cache: the longest of what goes in and out.
+    lengths = [shape[-2] for shape in (_shape(v, shapes) for v in (*node.inputs, *node.outputs)) if len(shape) >= 3]
+    return 4 * math.prod(output) * max(lengths, default=1) + projection
+
+
+def _shape(value: ir.Value | None, shapes: Mapping[str, Shape]) -> Shape:
+    if value is None:
+        return ()
+    if value.const_value is not None:
+        return tuple(value.const_value.shape.numpy())
+    return shapes.get(value.name or "", ())

@@ -1,0 +1,173 @@
+"""Open a model lazily, bring it into the one form that the other passes expect, and say what its nodes read."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import google.protobuf.message
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
+
+from splitc.runtime.errors import SplitcError
+
+
+class ModelError(SplitcError):
+    """The model file is missing, damaged, or holds what splitc or the engine can't take."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A model's main graph, normalized, with what each node reads.
+
+    `reads` maps a node to the values of the main graph that it needs: its inputs and what its subgraphs capture.
+    The normal form: functions inlined, nodes in topological order and all of them needed, constants and the
+    subgraphs' initializers are initializers of the main graph, no initializer is an input, and every output has a
+    node of its own.
+    """
+
+    path: Path
+    model: ir.Model
+    reads: Mapping[ir.Node, tuple[ir.Value, ...]]
+
+    @property
+    def graph(self) -> ir.Graph:
+        return self.model.graph
+
+    @property
+    def nodes(self) -> tuple[ir.Node, ...]:
+        return tuple(self.reads)
+
+    def weights(self, node: ir.Node) -> list[ir.Value]:
+        """The initializers that a node reads."""
+        return [value for value in self.reads[node] if value.is_initializer()]
+
+
+def open_graph(path: Path) -> Graph:
+    """Open and check a model. Weights stay on disk.
+
+    Raises ModelError when the file is missing or no ONNX model, when external data is missing, too short or outside
+    the model's folder, and for operators that ONNX Runtime does not know.
+    """
+    model = _load(path)
+    check_external_data(model, path)
+    _normalize(model)
+    _check_operators(model)
+    return Graph(path, model, {node: tuple(_reads(node)) for node in model.graph})
+
+
+def _load(path: Path) -> ir.Model:
+    if not path.is_file():
+        raise ModelError(f"no such model file: {path}")
+    try:
+        model = ir.load(path)
+    except (google.protobuf.message.DecodeError, ValueError, TypeError, KeyError) as error:
+        raise ModelError(f"{path} is not an ONNX model ({error})") from error
+    if not model.graph.outputs or not model.opset_imports:
+        raise ModelError(f"{path} is not an ONNX model (it has no graph outputs)")
+    return model
+
+
+def initializers(model: ir.Model) -> Iterator[ir.Value]:
+    """The initializers of the model's graph and of all subgraphs."""
+    return itertools.chain.from_iterable(graph.initializers.values() for graph in model.graphs())
+
+
+def check_external_data(model: ir.Model, path: Path) -> None:
+    """Raise ModelError unless each external tensor lies, whole, in a file below the model's folder."""
+    folder = path.parent.resolve()
+    sizes: dict[str, int] = {}
+    for value in initializers(model):
+        tensor = value.const_value
+        if not isinstance(tensor, ir.ExternalTensor):
+            continue
+        location = str(tensor.location)
+        if location not in sizes:
+            file = (folder / location).resolve()
+            # A model is data from elsewhere: it must not make us copy /etc/passwd into a package.
+            if not file.is_relative_to(folder):
+                raise ModelError(f"{path}: weight '{value.name}' lies in '{location}', outside the model's folder")
+            if not file.is_file():
+                raise ModelError(f"{path}: the external data file {file} is missing (it holds weight '{value.name}')")
+            sizes[location] = file.stat().st_size
+        end = (tensor.offset or 0) + tensor.nbytes
+        if end > sizes[location]:
+            raise ModelError(
+                f"{path}: the external data file {folder / location} is too short: weight '{value.name}' "
+                f"ends at byte {end:,}, and the file has {sizes[location]:,}"
+            )
+
+
+def _normalize(model: ir.Model) -> None:
+    steps = [
+        passes.InlinePass(),
+        passes.RemoveInitializersFromInputsPass(),
+        passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        passes.LiftSubgraphInitializersToMainGraphPass(),
+        passes.RemoveUnusedNodesPass(),
+        passes.OutputFixPass(),
+    ]
+    for step in steps:
+        step(model)
+    _name_initializer_outputs(model.graph)
+    if not _is_sorted(model.graph):
+        passes.TopologicalSortPass()(model)
+
+
+def _name_initializer_outputs(graph: ir.Graph) -> None:
+    """Put an Identity between an output and the initializer that it is, so that some node produces each output."""
+    for index, value in enumerate(graph.outputs):
+        if value.producer() is None:
+            node = ir.node("Identity", [value])
+            graph.append(node)
+            output = node.outputs[0]
+            name, value.name = value.name, f"{value.name}_initializer"
+            output.name, output.type, output.shape = name, value.type, value.shape
+            graph.outputs[index] = output
+
+
+def _is_sorted(graph: ir.Graph) -> bool:
+    seen: set[ir.Node] = set()
+    for node in graph:
+        if any((producer := value.producer()) is not None and producer not in seen for value in _reads(node)):
+            return False
+        seen.add(node)
+    return True
+
+
+def subgraphs(node: ir.Node) -> Iterator[ir.Graph]:
+    """The graphs that are a node's attributes: the branches of an If, the body of a Loop or Scan."""
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            yield attribute.as_graph()
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            yield from attribute.as_graphs()
+
+
+def _reads(node: ir.Node) -> Iterator[ir.Value]:
+    """The values of a node's own graph that it and its subgraphs read, each once."""
+    inner = (n for graph in subgraphs(node) for n in ir.traversal.RecursiveGraphIterator(graph))
+    named = (value for graph in subgraphs(node) for value in graph.outputs)
+    read = itertools.chain(node.inputs, *(n.inputs for n in inner), named)
+    return iter(dict.fromkeys(value for value in read if value is not None and value.graph is node.graph))
+
+
+def _check_operators(model: ir.Model) -> None:
+    """Raise ModelError for the operators that ONNX Runtime has no schema of."""
+    known = {(schema.domain, schema.name) for schema in onnxruntime_build.get_all_operator_schema()}
+    for node in model.graph.all_nodes():
+        domain = "" if node.domain == "ai.onnx" else node.domain
+        if (domain, node.op_type) not in known:
+            operator = f"{domain}.{node.op_type}" if domain else node.op_type
+            raise ModelError(
+                f"{describe_node(node)} is the operator {operator}, which ONNX Runtime does not know"
+                + ("" if domain in {d for d, _ in known} else f" (nor any of the domain '{domain}')")
+            )
+
+
+def describe_node(node: ir.Node) -> str:
+    """A node for people: its name, or what it produces where it has none."""
+    return f"node '{node.name}'" if node.name else f"the {node.op_type} node that makes '{node.outputs[0].name}'"

@@ -1,0 +1,120 @@
+"""Shapes of a graph's values: symbolic ones for the files that are written, and bound ones for what they cost."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Optional
+
+import onnx_ir as ir
+from onnx_shape_inference import OpUsageError, ShapeInferenceError, infer_symbolic_shapes
+
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.session import format_shape
+
+logger = logging.getLogger(__name__)
+
+Shape = tuple[int, ...]
+
+# A dimension that nothing binds gets this size; the first one of an input, as a rule the batch, gets 1 as in trtexec.
+DEFAULT_LENGTH = 16
+
+
+def parse_shapes(texts: Sequence[str]) -> dict[str, Shape]:
+    """Shapes from `name:1x16` or polygraphy's `name:[1,16]`. A scalar is `name:[]`. Raises MisuseError."""
+    shapes = {}
+    for text in texts:
+        name, _, sizes = text.rpartition(":")
+        numbers = re.split(r"[x,]", sizes.strip().strip("[]").replace(" ", ""))
+        if not name or not all(number.isdigit() for number in numbers if number):
+            raise MisuseError(f"can't read the shape '{text}': write NAME:1x16 or NAME:[1,16]")
+        shapes[name] = tuple(int(number) for number in numbers if number)
+    return shapes
+
+
+def infer_shapes(model: ir.Model) -> None:
+    """Give every value the symbolic shape and the type that follow from the inputs, in place.
+
+    The file's own annotations are dropped first: exporters write wrong ones. Where inference fails, shapes stay
+    unknown, which later passes allow for; but an output keeps what the file says.
+    """
+    declared = {value: value.shape for value in model.graph.outputs}
+    for node in model.graph.all_nodes():
+        for value in node.outputs:
+            value.shape = None
+    try:
+        infer_symbolic_shapes(model, warn_on_missing=False)
+    except (ShapeInferenceError, OpUsageError) as error:
+        logger.info("shape inference stopped early: %s", error)
+    for value, shape in declared.items():
+        if value.shape is None:
+            value.shape = shape
+
+
+def input_shapes(model: ir.Model, given: Mapping[str, Shape], past: frozenset[str]) -> dict[str, Shape]:
+    """A size for every dimension of every input, from the shapes that the user gave.
+
+    What is not given is bound through the symbols that inputs share; a symbol in `past` (the length of a cache) is
+    0, else an input's first dimension is 1 and any other DEFAULT_LENGTH. Raises MisuseError for a shape of an input
+    that is not there, or that contradicts the model.
+    """
+    inputs = {value.name or "": value for value in model.graph.inputs}
+    bindings: dict[str, int] = {}
+    for name, shape in given.items():
+        if name not in inputs:
+            raise MisuseError(f"--shapes names '{name}', and the model has no such input: it has {', '.join(inputs)}")
+        declared = inputs[name].shape
+        if declared is None:
+            continue
+        same_rank = len(declared) == len(shape)
+        if not same_rank or any(isinstance(want, int) and want != size for want, size in zip(declared, shape)):
+            want = format_shape([size if isinstance(size, int) else size.value for size in declared])
+            raise MisuseError(f"--shapes gives '{name}' as {format_shape(shape)}, and the model takes {want}")
+        bindings.update({d.value: s for d, s in zip(declared, shape) if isinstance(d, ir.SymbolicDim) and d.value})
+    return {
+        name: given[name] if name in given else _bind_input(value, bindings, past) for name, value in inputs.items()
+    }
+
+
+def _bind_input(value: ir.Value, bindings: Mapping[str, int], past: frozenset[str]) -> Shape:
+    sizes = []
+    for axis, size in enumerate(value.shape or ()):
+        default = 1 if axis == 0 else DEFAULT_LENGTH
+        if isinstance(size, int):
+            sizes.append(size)
+        elif size.value is None:
+            sizes.append(default)
+        elif size.value in bindings:
+            sizes.append(bindings[size.value])
+        else:
+            # A dimension may be an expression: "past_length + sequence_length".
+            known = {name: bindings.get(name, 0 if name in past else default) for name in size.free_symbols()}
+            sizes.append(int(size.evaluate(known)))
+    return tuple(sizes)
+
+
+def bound_sizes(model: ir.Model, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """The shape of every value of the main graph, by name, with the inputs' shapes bound to `shapes`.
+
+    A size that depends on data (NonZero), or that inference can't follow, counts as 1. Values of unknown rank are
+    left out.
+    """
+    bound = model.clone()
+    for value in bound.graph.inputs:
+        value.shape = ir.Shape(shapes[value.name or ""])
+    infer_shapes(bound)
+    values = [*bound.graph.inputs, *(value for node in bound.graph for value in node.outputs)]
+    return {
+        value.name: tuple(size if isinstance(size, int) else 1 for size in value.shape)
+        for value in values
+        if value.name and value.shape is not None
+    }
+
+
+def tensor_bytes(value: ir.Value, shape: Optional[Shape]) -> int:
+    """Bytes of a value with a bound shape; 0 where shape or type is not known."""
+    if shape is None or value.dtype is None or value.dtype == ir.DataType.STRING:
+        return 0
+    return math.ceil(math.prod(shape) * value.dtype.bitwidth / 8)

@@ -1,0 +1,1 @@
+"""How a model becomes rank graphs, one module a split mode."""

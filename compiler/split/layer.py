@@ -1,0 +1,226 @@
+"""Layer split: contiguous blocks to each stage, and the graph that each stage runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Optional, Union
+
+import numpy as np
+import onnx_ir as ir
+
+from splitc.compiler.blocks import Block, Partition
+from splitc.compiler.graph import Graph
+
+Place = tuple[ir.Value, int]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one device group runs, in terms of the whole model's values.
+
+    `nodes` are those of its blocks and the free ones that they need, in the model's order. `feeds` are inputs of the
+    model, `receives` are values that earlier stages send, `sends` what later stages need of this one, `outputs` are
+    outputs of the model. `borrowed` are shape vectors of values that the stage does not see: it reads the same sizes
+    off values that it does.
+    """
+
+    blocks: tuple[Block, ...]
+    nodes: tuple[ir.Node, ...]
+    feeds: tuple[ir.Value, ...]
+    receives: tuple[ir.Value, ...]
+    sends: tuple[ir.Value, ...]
+    outputs: tuple[ir.Value, ...]
+    borrowed: tuple[ir.Value, ...]
+
+
+def split_layers(graph: Graph, partition: Partition, ends: Sequence[int]) -> list[Stage]:
+    """Stages of consecutive blocks. `ends` are, for each stage, the number of its last block plus one.
+
+    What only stands on free nodes (a mask that is an output) is made by the first stage.
+    """
+    home = {
+        node: number
+        for number, (start, end) in enumerate(zip([0, *ends], ends))
+        for block in partition.blocks[start:end]
+        for node in block.nodes
+    }
+    outputs: list[list[ir.Value]] = [[] for _ in ends]
+    for value in graph.graph.outputs:
+        producer = value.producer()
+        assert producer is not None, "every output has a node of its own in a normalized graph"
+        outputs[home.get(producer, 0)].append(value)
+    spans = [
+        _Span.of(graph, partition.shapes, home, number, partition.blocks[start:end], outputs[number])
+        for number, (start, end) in enumerate(zip([0, *ends], ends))
+    ]
+    wanted = {value for span in spans for value in span.receives}
+    return [
+        Stage(
+            blocks=span.blocks,
+            nodes=span.nodes,
+            feeds=tuple(value for value in graph.graph.inputs if value in span.feeds),
+            receives=span.receives,
+            sends=tuple(value for node in span.nodes if home.get(node) == number for value in node.outputs if value in wanted),
+            outputs=tuple(outputs[number]),
+            borrowed=span.borrowed,
+        )
+        for number, span in enumerate(spans)
+    ]
+
+
+@dataclass(frozen=True)
+class _Span:
+    """What one stage computes and what that needs from outside, before it is known what others need of it."""
+
+    blocks: tuple[Block, ...]
+    nodes: tuple[ir.Node, ...]
+    feeds: frozenset[ir.Value]
+    receives: tuple[ir.Value, ...]
+    borrowed: tuple[ir.Value, ...]
+
+    @classmethod
+    def of(
+        cls,
+        graph: Graph,
+        shapes: frozenset[ir.Node],
+        home: dict[ir.Node, int],
+        number: int,
+        blocks: tuple[Block, ...],
+        outputs: list[ir.Value],
+    ) -> _Span:
+        """Walk upstream from the blocks' nodes and the outputs, through free nodes, as far as other stages' values."""
+        own = {node for block in blocks for node in block.nodes}
+        nodes: set[ir.Node] = set()
+        feeds: dict[ir.Value, None] = {}
+        receives: dict[ir.Value, None] = {}
+        shape_nodes: list[ir.Node] = []
+        stack = [*own, *(producer for value in outputs if (producer := value.producer()) is not None)]
+        while stack:
+            node = stack.pop()
+            if node in nodes:
+                continue
+            nodes.add(node)
+            if node in shapes:
+                shape_nodes.append(node)
+                continue
+            for value in graph.reads[node]:
+                producer = value.producer()
+                if producer is None:
+                    if not value.is_initializer():
+                        feeds[value] = None
+                elif home.get(producer, number) == number:
+                    stack.append(producer)
+                else:
+                    receives[value] = None
+        # A free Shape node stays where what it reads is there anyway; elsewhere its result is borrowed.
+        borrowed = []
+        for node in shape_nodes:
+            value = node.inputs[0]
+            assert value is not None
+            if value.producer() not in nodes and value not in feeds and value not in receives:
+                nodes.discard(node)
+                borrowed.append(node.outputs[0])
+        order = {node: index for index, node in enumerate(graph.nodes)}
+        return cls(
+            blocks,
+            tuple(sorted(nodes, key=order.__getitem__)),
+            frozenset([*feeds, *_missing_sizes(graph, borrowed, [*receives, *feeds])]),
+            tuple(sorted(receives, key=lambda value: (home[_producer(value)], order[_producer(value)], value.index()))),
+            tuple(sorted(borrowed, key=lambda value: order[_producer(value)])),
+        )
+
+
+def _producer(value: ir.Value) -> ir.Node:
+    producer = value.producer()
+    assert producer is not None
+    return producer
+
+
+def _missing_sizes(graph: Graph, borrowed: Sequence[ir.Value], seen: Sequence[ir.Value]) -> list[ir.Value]:
+    """The model's inputs that a stage needs only because their sizes are found nowhere else."""
+    needed = []
+    for value in borrowed:
+        for size in _borrowed_shape(value):
+            if not isinstance(size, int) and _find_size(size, [*seen, *needed]) is None:
+                place = _find_size(size, graph.graph.inputs)
+                assert place is not None, "a shape is only free when the inputs have its sizes"
+                needed.append(place[0])
+    return needed
+
+
+def _borrowed_shape(value: ir.Value) -> list[Union[int, ir.SymbolicDim]]:
+    """The sizes that a Shape node gives, which may be a part of the shape that it reads (`start` and `end`)."""
+    node = _producer(value)
+    source = node.inputs[0]
+    assert source is not None and source.shape is not None
+    return list(source.shape)[node.attributes.get_int("start", 0) : node.attributes.get_int("end", None)]
+
+
+def _find_size(size: ir.SymbolicDim, values: Sequence[ir.Value]) -> Optional[Place]:
+    """The first value with an axis of this size, and the axis."""
+    for value in values:
+        for axis, other in enumerate(value.shape or ()):
+            if other == size:
+                return value, axis
+    return None
+
+
+def stage_graph(graph: Graph, stage: Stage) -> ir.Graph:
+    """The stage as a graph of its own: inputs are what it is fed and receives, outputs the model's and what it sends."""
+    inputs = [*stage.feeds, *stage.receives]
+    outputs = list(dict.fromkeys([*stage.outputs, *stage.sends]))
+    weights = dict.fromkeys(value for node in stage.nodes for value in graph.weights(node))
+    view = ir.GraphView(
+        [*inputs, *stage.borrowed],
+        outputs,
+        nodes=stage.nodes,
+        initializers=tuple(weights),
+        opset_imports=graph.graph.opset_imports,
+        name=graph.graph.name,
+        doc_string=graph.graph.doc_string,
+        metadata_props=graph.graph.metadata_props,
+    )
+    result = view.clone()
+    _compute_borrowed(result, stage, inputs)
+    return result
+
+
+def _compute_borrowed(result: ir.Graph, stage: Stage, inputs: Sequence[ir.Value]) -> None:
+    """Make each borrowed shape vector from the sizes of the stage's inputs, and take it off the inputs."""
+    own = dict(zip(inputs, result.inputs))
+    nodes: list[ir.Node] = []
+    for original, placeholder in zip(stage.borrowed, result.inputs[len(inputs) :]):
+        pieces = []
+        for size in _borrowed_shape(original):
+            if isinstance(size, int):
+                pieces.append(_constant(result, np.array([size]), nodes))
+                continue
+            place = _find_size(size, inputs)
+            assert place is not None
+            shape = ir.node("Shape", [own[place[0]]])
+            piece = ir.node("Gather", [shape.outputs[0], _constant(result, np.array([place[1]]), nodes)])
+            nodes += [shape, piece]
+            pieces.append(piece.outputs[0])
+        joined = ir.node("Concat", pieces, {"axis": 0})
+        nodes.append(joined)
+        placeholder.replace_all_uses_with(joined.outputs[0])
+        joined.outputs[0].type = ir.TensorType(ir.DataType.INT64)
+    if not nodes:
+        return
+    del result.inputs[len(inputs) :]
+    for number, node in enumerate(nodes):
+        node.name = f"splitc_sizes_{number}"
+        for value in node.outputs:
+            value.name = f"splitc_sizes_{number}"
+    first = result[0] if len(result) else None
+    if first is None:
+        result.extend(nodes)
+    else:
+        result.insert_before(first, nodes)
+
+
+def _constant(result: ir.Graph, array: np.ndarray, nodes: list[ir.Node]) -> ir.Value:
+    node = ir.node("Constant", [], {"value": ir.tensor(array.astype(np.int64))})
+    nodes.append(node)
+    return node.outputs[0]

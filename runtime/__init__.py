@@ -1,0 +1,21 @@
+"""Load a package that `splitc compile` wrote, and run its engines as one model. Needs neither onnx nor onnx_ir."""
+
+from splitc.runtime.errors import (
+    DoesNotFitError,
+    FeedError,
+    MisuseError,
+    OutputsDifferError,
+    PackageError,
+    SplitcError,
+)
+from splitc.runtime.session import Session
+
+__all__ = [
+    "DoesNotFitError",
+    "FeedError",
+    "MisuseError",
+    "OutputsDifferError",
+    "PackageError",
+    "Session",
+    "SplitcError",
+]

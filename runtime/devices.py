@@ -1,0 +1,89 @@
+"""Device names, the devices of this machine, and their memory.
+
+`cpu0`, `cpu1`, ... are as many as a user asks for: each is one rank with its share of the cores and of the memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import psutil
+
+from splitc.runtime.errors import MisuseError
+
+KINDS = ("cpu",)
+_NAME = re.compile(r"(?P<kind>[a-z]+):?(?P<index>\d+)")
+_COUNT = re.compile(r"(?P<count>\d+)x(?P<kind>[a-z]+)")
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device by kind and index; prints as `cpu0`."""
+
+    kind: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.index}"
+
+
+@dataclass(frozen=True)
+class DeviceStatus:
+    """What a device offers now. Memory in bytes; the CPU devices share theirs and their cores."""
+
+    name: str
+    description: str
+    total_bytes: int
+    free_bytes: int
+
+
+def parse_devices(texts: Sequence[str]) -> list[Device]:
+    """The devices named by `-d` values, in order: `cpu0`, `CPU:0`, `cpu0&cpu1`, `3xcpu`. One may be named twice.
+
+    Raises MisuseError for a name that is none, saying which there are.
+    """
+    devices: list[Device] = []
+    for text in texts:
+        for name in re.split(r"[&,]", text):
+            devices += _parse_one(name.strip())
+    if not devices:
+        raise MisuseError("no device given: name them with -d, as in -d cpu0 -d cpu1 or -d 2xcpu")
+    return devices
+
+
+def _parse_one(name: str) -> list[Device]:
+    lowered = name.lower()
+    many = _COUNT.fullmatch(lowered)
+    if many and many["kind"] in KINDS and int(many["count"]) > 0:
+        return [Device(many["kind"], index) for index in range(int(many["count"]))]
+    one = _NAME.fullmatch(lowered)
+    if one and one["kind"] in KINDS:
+        return [Device(one["kind"], int(one["index"]))]
+    raise MisuseError(
+        f"unknown device '{name}': there are cpu0, cpu1, ... (as many as you ask for; 3xcpu is short for the first three)"
+    )
+
+
+def list_devices() -> list[DeviceStatus]:
+    """The devices of this machine. All CPU devices are one line, since they share one memory."""
+    memory = psutil.virtual_memory()
+    return [DeviceStatus("cpu0, cpu1, ...", f"{cores()} cores", memory.total, memory.available)]
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    process = psutil.Process()
+    # Not every platform can pin a process (macOS has no affinity).
+    return len(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else psutil.cpu_count() or 1
+
+
+def threads_for(devices: Sequence[Device], threads: int | None) -> int:
+    """Threads of one CPU device: what was asked, else an equal share of the cores, at least one."""
+    return threads or max(1, cores() // max(1, len(devices)))
+
+
+def free_bytes(devices: Sequence[Device]) -> list[int]:
+    """Free memory of each rank's device, where ranks on one memory get equal parts of it."""
+    return [psutil.virtual_memory().available // len(devices) for _ in devices]

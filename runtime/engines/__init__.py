@@ -1,0 +1,33 @@
+"""What the runtime asks of an engine, whatever built it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Engine(Protocol):
+    """One compiled piece of a model, loaded on its device."""
+
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+
+    def run(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Run on values of the backend that loaded it, named as in `inputs`; returns those named in `outputs`."""
+
+
+class Backend(Protocol):
+    """Loads engines on one device, and moves arrays to it and from it."""
+
+    def load(self, path: Path) -> Engine:
+        """Load the engine file at `path`. Raises PackageError when it can't be."""
+
+    def upload(self, array: npt.NDArray[Any]) -> Any:
+        """The array as a value that the backend's engines take."""
+
+    def download(self, value: Any) -> npt.NDArray[np.generic]:
+        """A value of the backend's engines as an array."""

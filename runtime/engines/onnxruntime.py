@@ -1,0 +1,76 @@
+"""Engines that are ONNX files, run by ONNX Runtime on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
+
+from splitc.runtime.errors import PackageError
+
+# What InferenceSession raises for a file that it can't take; it has no common base but Exception.
+LOAD_ERRORS = (
+    ort_errors.Fail,
+    ort_errors.InvalidArgument,
+    ort_errors.InvalidGraph,
+    ort_errors.InvalidProtobuf,
+    ort_errors.NoModel,
+    ort_errors.NoSuchFile,
+    ort_errors.NotImplemented,
+    ort_errors.RuntimeException,
+)
+
+
+def open_session(path: Path, threads: int) -> ort.InferenceSession:
+    """An ONNX Runtime session on the CPU with `threads` threads. Raises PackageError when the file can't be loaded."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3  # its warnings speak of what its optimizer did, which is no news to our user
+    # The stages of one process take turns: a stage that is done must not keep spinning on the cores of the next.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    try:
+        return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except LOAD_ERRORS as error:
+        raise PackageError(f"ONNX Runtime can't load {path}: {error}") from error
+
+
+class OnnxRuntimeEngine:
+    """One ONNX file in a session of its own. Values are OrtValues, which pass between sessions without a copy."""
+
+    def __init__(self, session: ort.InferenceSession) -> None:
+        self._session = session
+        self.inputs = [value.name for value in session.get_inputs()]
+        self.outputs = [value.name for value in session.get_outputs()]
+
+    def run(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        binding = self._session.io_binding()
+        for name in self.inputs:
+            binding.bind_ortvalue_input(name, values[name])
+        for name in self.outputs:
+            binding.bind_output(name)
+        self._session.run_with_iobinding(binding)
+        return dict(zip(self.outputs, binding.get_outputs()))
+
+
+class OnnxRuntimeBackend:
+    """ONNX Runtime's CPU provider with a number of threads an engine."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+
+    def load(self, path: Path) -> OnnxRuntimeEngine:
+        return OnnxRuntimeEngine(open_session(path, self._threads))
+
+    def upload(self, array: npt.NDArray[Any]) -> ort.OrtValue:
+        # On the CPU the OrtValue keeps the array and shares its memory.
+        return ort.OrtValue.ortvalue_from_numpy(np.asarray(array, order="C"))
+
+    def download(self, value: ort.OrtValue) -> npt.NDArray[np.generic]:
+        array: npt.NDArray[np.generic] = value.numpy()
+        return array

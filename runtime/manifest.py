@@ -1,0 +1,186 @@
+"""The package's manifest: its schema, how it is read, and how the package's files are verified against it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Optional, Union
+
+import msgspec
+from msgspec import Struct
+
+from splitc.runtime.errors import PackageError
+from splitc.runtime.program import Step
+
+SCHEMA = 1
+FILE_NAME = "manifest.json"
+
+
+class Fill(Struct, frozen=True):
+    """How to make up a sensible array for an input: `normal`, `ones`, `zeros`, `positions`, or `index` below `below`."""
+
+    kind: str
+    below: int = 0
+
+
+class Tensor(Struct, frozen=True):
+    """An input or output of the model. `dtype` is numpy's name; a dimension is a number, a symbol, or unknown.
+
+    `sample_shape` has a number for every dimension: the sizes that were planned for.
+    """
+
+    name: str
+    dtype: str
+    shape: list[Union[int, str, None]]
+    sample_shape: Optional[list[int]] = None
+    fill: Optional[Fill] = None
+
+
+class State(Struct, frozen=True):
+    """A model input that is meant to be fed with an output of the step before (a past and its present)."""
+
+    input: str
+    output: str
+
+
+class EngineFile(Struct, frozen=True):
+    """An engine of a rank: its file, relative to the package, and the names that it takes and gives."""
+
+    path: str
+    inputs: list[str]
+    outputs: list[str]
+
+
+class Rank(Struct, frozen=True):
+    """One worker on one device: what it loads, what it runs, and what that was predicted to hold, in bytes."""
+
+    device: str
+    blocks: list[str]
+    engines: list[EngineFile]
+    program: list[Step]
+    inputs: list[str]
+    outputs: list[str]
+    weights_bytes: int
+    activation_bytes: int
+    cache_bytes: int
+
+
+class Cut(Struct, frozen=True):
+    """What crosses from all earlier stages into those after the cut, in bytes a run for the planned shapes."""
+
+    values: list[str]
+    bytes: int
+
+
+class Source(Struct, frozen=True):
+    """The model that the package was made from. `sha256` is that of its ONNX file, without external data."""
+
+    name: str
+    sha256: str
+
+
+class UnsplitWeight(Struct, frozen=True):
+    """A weight that a split mode had to leave whole on each rank."""
+
+    name: str
+    bytes: int
+    reason: str
+
+
+class File(Struct, frozen=True):
+    """A file of the package, its size and hash, to be verified before it is loaded."""
+
+    path: str
+    bytes: int
+    sha256: str
+
+
+class Manifest(Struct, frozen=True):
+    """All that the runtime knows of a package. Threads are those of each CPU device; None divides the cores."""
+
+    schema: int
+    splitc: str
+    source: Source
+    split_mode: str
+    engine: str
+    number_type: str
+    threads: Optional[int]
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    states: list[State]
+    blocks: list[str]
+    ranks: list[Rank]
+    cuts: list[Cut]
+    collectives: int
+    unsplit: list[UnsplitWeight]
+    files: list[File]
+
+
+class _Version(Struct, frozen=True):
+    schema: int
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The manifest as indented JSON, the same bytes each time."""
+    return msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
+
+
+def read_manifest(package: Path) -> Manifest:
+    """Read a package's manifest. Raises PackageError when there is none, or one that this version can't read."""
+    path = package / FILE_NAME
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        what = "has no manifest.json, so it is no package" if package.is_dir() else "does not exist"
+        raise PackageError(f"{package} {what}; make one with 'splitc compile'") from None
+    except OSError as error:
+        raise PackageError(f"can't read {path}: {error.strerror}") from error
+    try:
+        # The version first: a newer schema must be named as such, not as a field that is missing.
+        schema = msgspec.json.decode(text, type=_Version).schema
+        if schema != SCHEMA:
+            raise PackageError(
+                f"{path} has schema version {schema}, and this splitc reads version {SCHEMA}: "
+                + ("upgrade splitc" if schema > SCHEMA else "compile the model again")
+            )
+        return msgspec.json.decode(text, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise PackageError(f"{path} is damaged ({error}): compile the model again") from error
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def describe_files(package: Path, paths: Iterable[Path]) -> list[File]:
+    """Entries for files of the package, read in parallel (hashing leaves the interpreter's lock)."""
+    ordered = sorted(paths)
+    with ThreadPoolExecutor() as pool:
+        hashes = list(pool.map(hash_file, ordered))
+    return [
+        File(path.relative_to(package).as_posix(), path.stat().st_size, digest) for path, digest in zip(ordered, hashes)
+    ]
+
+
+def verify_files(package: Path, files: Iterable[File]) -> None:
+    """Compare the package's files with the manifest. Raises PackageError naming the first that differs, and how."""
+
+    def verify(file: File) -> None:
+        path = package / file.path
+        if not path.is_file():
+            raise PackageError(f"{path} is missing: the package is incomplete, compile the model again")
+        size = path.stat().st_size
+        if size != file.bytes:
+            raise PackageError(f"{path} has {size:,} bytes, its manifest says {file.bytes:,}: compile the model again")
+        if hash_file(path) != file.sha256:
+            raise PackageError(f"{path} was changed since it was compiled (its SHA-256 differs from the manifest's)")
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(verify, files))

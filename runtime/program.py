@@ -1,0 +1,103 @@
+"""A rank's program: a list of steps, and the loop that runs them for one request.
+
+Values are whatever the rank's backend makes of arrays (`splitc.runtime.engines`); the loop only passes them on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Union
+
+from msgspec import Struct
+
+from splitc.runtime.engines import Engine
+from splitc.runtime.transport import Transport
+
+
+class Receive(Struct, frozen=True, tag="receive"):
+    """Take `value` from the rank `source`."""
+
+    value: str
+    source: int
+
+
+class Run(Struct, frozen=True, tag="run"):
+    """Run the rank's engine of this number on the values that it names, and keep what it returns."""
+
+    engine: int
+
+
+class Send(Struct, frozen=True, tag="send"):
+    """Give `value` to the rank `target`."""
+
+    value: str
+    target: int
+
+
+Step = Union[Receive, Run, Send]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Stands for a value that was not computed, so that ranks further on are released rather than left to wait."""
+
+    error: BaseException
+
+
+@dataclass(frozen=True)
+class Span:
+    """One step as it ran: times in seconds of time.perf_counter."""
+
+    step: Step
+    start: float
+    end: float
+
+
+def execute(
+    steps: Sequence[Step], engines: Sequence[Engine], transport: Transport, feeds: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[Span]]:
+    """Run the steps on the rank's feeds. Returns every value still held at the end, and when each step ran.
+
+    When a step fails, the rest of the program is still walked: what others send is taken, what others wait for is
+    sent as a Failure. So one bad request leaves every channel as it found it. The first error is raised at the end.
+    """
+    values: dict[str, Any] = dict(feeds)
+    last_use = _last_uses(steps, engines)
+    spans = []
+    failure: Failure | None = None
+    for number, step in enumerate(steps):
+        start = time.perf_counter()
+        if isinstance(step, Receive):
+            received = transport.receive(step.source, step.value)
+            if isinstance(received, Failure):
+                failure = failure or received
+            values[step.value] = received
+        elif isinstance(step, Send):
+            transport.send(step.target, step.value, failure or values[step.value])
+        elif failure is None:
+            engine = engines[step.engine]
+            try:
+                values.update(engine.run({name: values[name] for name in engine.inputs}))
+            except Exception as error:  # whatever an engine raises belongs to this request
+                failure = Failure(error)
+        spans.append(Span(step, start, time.perf_counter()))
+        for name in last_use.get(number, ()):
+            values.pop(name, None)
+    if failure is not None:
+        raise failure.error
+    return values, spans
+
+
+def _last_uses(steps: Sequence[Step], engines: Sequence[Engine]) -> dict[int, list[str]]:
+    """For each step the received values that no later step reads, so that their memory can go."""
+    received = {step.value for step in steps if isinstance(step, Receive)}
+    last: dict[str, int] = {}
+    for number, step in enumerate(steps):
+        names = engines[step.engine].inputs if isinstance(step, Run) else [step.value]
+        last.update({name: number for name in names if name in received})
+    uses: dict[int, list[str]] = {}
+    for name, number in last.items():
+        uses.setdefault(number, []).append(name)
+    return uses

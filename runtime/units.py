@@ -1,0 +1,38 @@
+"""Bytes and seconds as people write and read them."""
+
+from __future__ import annotations
+
+import re
+from typing import Optional
+
+from splitc.runtime.errors import MisuseError
+
+_SCALES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from `20GiB`, `500MB`, `1.5g` or a plain number; units with an i are powers of 1024. Raises MisuseError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
+    if not match or match[2] not in _SCALES:
+        raise MisuseError(f"can't read '{text}' as an amount of memory: write 20GiB, 500MB or a number of bytes")
+    return int(float(match[1]) * _SCALES[match[2]])
+
+
+def format_bytes(count: Optional[int]) -> str:
+    """Bytes for people: `1.50 GiB`; None is no limit."""
+    if count is None:
+        return "no limit"
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """A time for people: `12.3 ms`."""
+    for scale, unit in ((1, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
