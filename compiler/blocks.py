@@ -38,7 +38,9 @@ ALIKE_AT_ENDS = 0.5
 MOST_BLOCKS = 128
 
 # Operators whose result must not be computed twice.
-RANDOM = frozenset({"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"})
+RANDOM = frozenset(
+    {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
+)
 
 
 @dataclass(frozen=True)
@@ -241,16 +243,17 @@ def find_repetition(spine: Sequence[ir.Node], gaps: Sequence[Gap]) -> Optional[R
     segments = [tuple(node.op_type for node in spine[start:end]) for start, end in zip(places, places[1:])]
     options: list[tuple[int, ...]] = []
     for kind in (kind for kind, count in Counter(segments).items() if count > 1):
-        found = [index for index, other in enumerate(segments) if other == kind]
-        spacing = Counter(after - before for before, after in zip(found, found[1:])).most_common(1)[0][0]
+        at = [index for index, other in enumerate(segments) if other == kind]
+        spacing = Counter(after - before for before, after in zip(at, at[1:])).most_common(1)[0][0]
         # The first and the last block may be too unlike the others to hold a segment of just this kind.
-        ending = (found[0] - spacing + 1, *(index + 1 for index in found), found[-1] + spacing + 1)
-        beginning = (found[0] - spacing, *found, found[-1] + spacing)
+        ending = (at[0] - spacing + 1, *(index + 1 for index in at), at[-1] + spacing + 1)
+        beginning = (at[0] - spacing, *at, at[-1] + spacing)
         options += [tuple(bound for bound in each if 0 <= bound <= len(segments)) for each in (ending, beginning)]
     widths = [0, *(gap.bytes for gap in gaps), 0]
+    repetitions = [_measure(bounds, segments, widths) for bounds in options]
     return max(
-        (found for bounds in options if (found := _measure(bounds, segments, widths)).alike > 1),
-        key=lambda found: (found.alike, found.shared, -found.crossing),
+        (each for each in repetitions if each.alike > 1),
+        key=lambda each: (each.alike, each.shared, -each.crossing),
         default=None,
     )
 

@@ -131,7 +131,8 @@ def _manifest(plan: Plan, engines: list[m.EngineFile], files: list[m.File], thre
         states=list(analysis.states),
         blocks=[block.name for block in analysis.partition.blocks],
         ranks=[
-            _rank(rank, engine, program) for rank, engine, program in zip(plan.ranks, engines, layer_programs(plan.ranks))
+            _rank(rank, engine, program)
+            for rank, engine, program in zip(plan.ranks, engines, layer_programs(plan.ranks))
         ],
         cuts=[m.Cut(_names(cut.values), cut.bytes) for cut in plan.cuts],
         collectives=0,
@@ -173,7 +174,9 @@ def layer_programs(ranks: Sequence[RankPlan]) -> list[list[Step]]:
 
 def _tensor(value: ir.Value) -> m.Tensor:
     if not isinstance(value.type, ir.TensorType):
-        raise SplitcError(f"'{value.name}' is a {value.type}, and splitc takes models whose inputs and outputs are tensors")
+        raise SplitcError(
+            f"'{value.name}' is a {value.type}, and splitc takes models whose inputs and outputs are tensors"
+        )
     sizes = [size if isinstance(size, int) else size.value for size in value.shape or ()]
     return m.Tensor(value.name or "", str(value.type.dtype.numpy()), sizes)
 
@@ -185,7 +188,7 @@ def _input(analysis: Analysis, value: ir.Value) -> m.Tensor:
 
 
 def number_type(analysis: Analysis) -> str:
-    """The least precise type that holds a tenth of the weights or more: how closely outputs can be expected to agree."""
+    """The least precise type that holds a tenth of the weights or more; outputs can't agree more closely than it."""
     sizes: dict[str, int] = {}
     for weight in analysis.costs.weights(analysis.graph.nodes):
         if weight.dtype is not None:

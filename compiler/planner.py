@@ -48,7 +48,7 @@ def plan_stages(costs: StageCosts, targets: Sequence[Target]) -> list[int]:
         )
 
     def relative(start: int, end: int, target: Target) -> float:
-        if end <= start or target.budget is not None and costs.memory(start, end) > target.budget:
+        if end <= start or (target.budget is not None and costs.memory(start, end) > target.budget):
             return math.inf
         return costs.load(start, end) / target.share
 
@@ -71,9 +71,7 @@ def _least_maximum(table: list[list[list[float]]], count: int) -> float:
     return best[count]
 
 
-def _fewest_bytes(
-    table: list[list[list[float]]], count: int, most: float, cut: Callable[[int], int]
-) -> list[int]:
+def _fewest_bytes(table: list[list[list[float]]], count: int, most: float, cut: Callable[[int], int]) -> list[int]:
     """The ends of the stages with the fewest bytes cut, none loaded more than `most`."""
     best: list[tuple[float, list[int]]] = [(0, [])] + [(math.inf, [])] * count
     for loads in table:
@@ -97,9 +95,7 @@ def explain_misfit(costs: StageCosts, targets: Sequence[Target]) -> str:
     lines = []
     for target in targets:
         end = start
-        while end < len(costs.names) and (
-            target.budget is None or costs.memory(start, end + 1) <= target.budget
-        ):
+        while end < len(costs.names) and (target.budget is None or costs.memory(start, end + 1) <= target.budget):
             end += 1
         held = costs.memory(start, end) if end > start else 0
         held_names = f"{costs.names[start]} to {costs.names[end - 1]}" if end > start else "no block"
@@ -109,11 +105,12 @@ def explain_misfit(costs: StageCosts, targets: Sequence[Target]) -> str:
     needed = costs.memory(0, len(costs.names))
     if start < len(costs.names):
         rest = costs.memory(start, len(costs.names))
-        first = f"'{costs.names[start]}' ({format_bytes(costs.memory(start, start + 1))}) is the first block that does not fit"
-        lines.append(f"{first}; {format_bytes(rest)} are left without a place.")
+        size = format_bytes(costs.memory(start, start + 1))
+        lines.append(f"  The first block that does not fit is {costs.names[start]}, of {size}.")
+        lines.append(f"  {format_bytes(rest)} are left without a place.")
     else:
         # Filled in order everything fits, but then some device is left empty.
-        lines.append("There are more devices than the model needs in this order; name fewer.")
+        lines.append("  There are more devices than the model needs in this order; name fewer.")
     return (
         f"the model needs {format_bytes(needed)} and the devices have {format_bytes(available)}"
         + (f", {format_bytes(needed - available)} short" if needed > available else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from typing import Optional
@@ -91,7 +92,7 @@ def _bind_input(value: ir.Value, bindings: Mapping[str, int], past: frozenset[st
         else:
             # A dimension may be an expression: "past_length + sequence_length".
             known = {name: bindings.get(name, 0 if name in past else default) for name in size.free_symbols()}
-            sizes.append(int(size.evaluate(known)))
+            sizes.append(operator.index(size.evaluate(known)))  # type: ignore[arg-type]  # nothing is left open
     return tuple(sizes)
 
 

@@ -50,7 +50,7 @@ def _inputs_upstream(graph: Graph, output: ir.Value) -> Iterator[tuple[int, ir.V
 
 
 def _is_alike(past: ir.Value, present: ir.Value) -> bool:
-    """Same type and rank, of at least two axes, and the same fixed sizes but for one that grows, which is not the last."""
+    """Same type, rank (two or more) and fixed sizes, but for one that grows, which is not the last."""
     if past.dtype != present.dtype or past.shape is None or present.shape is None:
         return False
     if len(past.shape) != len(present.shape) or len(past.shape) < 2:

@@ -62,7 +62,7 @@ def _parse_one(name: str) -> list[Device]:
     if one and one["kind"] in KINDS:
         return [Device(one["kind"], int(one["index"]))]
     raise MisuseError(
-        f"unknown device '{name}': there are cpu0, cpu1, ... (as many as you ask for; 3xcpu is short for the first three)"
+        f"unknown device '{name}': there are cpu0, cpu1, ... as many as you ask for (3xcpu is the first three)"
     )
 
 

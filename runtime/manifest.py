@@ -19,7 +19,7 @@ FILE_NAME = "manifest.json"
 
 
 class Fill(Struct, frozen=True):
-    """How to make up a sensible array for an input: `normal`, `ones`, `zeros`, `positions`, or `index` below `below`."""
+    """How to make up a sensible array for an input: `normal`, `ones`, `positions`, or `index` below `below`."""
 
     kind: str
     below: int = 0

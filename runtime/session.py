@@ -158,7 +158,9 @@ def check_feeds(feeds: Mapping[str, npt.ArrayLike], inputs: Sequence[Tensor]) ->
     """The feeds as arrays. Raises FeedError when a name, a number type or a shape is not what the inputs say."""
     known = [tensor.name for tensor in inputs]
     if missing := [name for name in known if name not in feeds]:
-        raise FeedError(f"no array for the input{'s' * (len(missing) > 1)} {', '.join(missing)}; the model takes {_list(inputs)}")
+        raise FeedError(
+            f"no array for the input{'s' * (len(missing) > 1)} {', '.join(missing)}; the model takes {_list(inputs)}"
+        )
     if extra := [name for name in feeds if name not in known]:
         raise FeedError(f"the model has no input {', '.join(extra)}; it takes {_list(inputs)}")
     arrays = {tensor.name: np.asarray(feeds[tensor.name]) for tensor in inputs}
@@ -166,13 +168,10 @@ def check_feeds(feeds: Mapping[str, npt.ArrayLike], inputs: Sequence[Tensor]) ->
         array = arrays[tensor.name]
         if str(array.dtype) != tensor.dtype:
             raise FeedError(f"input '{tensor.name}' is {array.dtype}, and the model takes {tensor.dtype}")
-        fits = len(array.shape) == len(tensor.shape) and all(
-            not isinstance(want, int) or have == want for have, want in zip(array.shape, tensor.shape)
-        )
-        if not fits:
-            raise FeedError(
-                f"input '{tensor.name}' has shape {format_shape(array.shape)}, and the model takes {format_shape(tensor.shape)}"
-            )
+        sizes = zip(array.shape, tensor.shape)
+        if array.ndim != len(tensor.shape) or any(isinstance(want, int) and have != want for have, want in sizes):
+            want, have = format_shape(tensor.shape), format_shape(array.shape)
+            raise FeedError(f"input '{tensor.name}' has shape {have}, and the model takes {want}")
     return arrays
 
 

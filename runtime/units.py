@@ -19,15 +19,17 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(count: Optional[int]) -> str:
-    """Bytes for people: `1.50 GiB`; None is no limit."""
+    """Bytes for people, in three digits: `1.50 GiB`, `167 MiB`; None is no limit."""
     if count is None:
         return "no limit"
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
+    size, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        # 999.5 and more would be printed as 1000.
+        if abs(size) < 999.5 or unit == "TiB":
+            break
         size /= 1024
-    return f"{size:.2f} TiB"
+    digits = 0 if unit == "B" or abs(size) >= 99.95 else 1 if abs(size) >= 9.995 else 2
+    return f"{size:.{digits}f} {unit}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -61,7 +61,9 @@ def split_layers(graph: Graph, partition: Partition, ends: Sequence[int]) -> lis
             nodes=span.nodes,
             feeds=tuple(value for value in graph.graph.inputs if value in span.feeds),
             receives=span.receives,
-            sends=tuple(value for node in span.nodes if home.get(node) == number for value in node.outputs if value in wanted),
+            sends=tuple(
+                value for node in span.nodes if home.get(node) == number for value in node.outputs if value in wanted
+            ),
             outputs=tuple(outputs[number]),
             borrowed=span.borrowed,
         )
@@ -116,8 +118,7 @@ class _Span:
         # A free Shape node stays where what it reads is there anyway; elsewhere its result is borrowed.
         borrowed = []
         for node in shape_nodes:
-            value = node.inputs[0]
-            assert value is not None
+            (value,) = graph.reads[node]
             if value.producer() not in nodes and value not in feeds and value not in receives:
                 nodes.discard(node)
                 borrowed.append(node.outputs[0])
@@ -139,7 +140,7 @@ def _producer(value: ir.Value) -> ir.Node:
 
 def _missing_sizes(graph: Graph, borrowed: Sequence[ir.Value], seen: Sequence[ir.Value]) -> list[ir.Value]:
     """The model's inputs that a stage needs only because their sizes are found nowhere else."""
-    needed = []
+    needed: list[ir.Value] = []
     for value in borrowed:
         for size in _borrowed_shape(value):
             if not isinstance(size, int) and _find_size(size, [*seen, *needed]) is None:
@@ -167,7 +168,7 @@ def _find_size(size: ir.SymbolicDim, values: Sequence[ir.Value]) -> Optional[Pla
 
 
 def stage_graph(graph: Graph, stage: Stage) -> ir.Graph:
-    """The stage as a graph of its own: inputs are what it is fed and receives, outputs the model's and what it sends."""
+    """The stage as a graph of its own, from what it is fed and receives to the model's outputs and what it sends."""
     inputs = [*stage.feeds, *stage.receives]
     outputs = list(dict.fromkeys([*stage.outputs, *stage.sends]))
     weights = dict.fromkeys(value for node in stage.nodes for value in graph.weights(node))

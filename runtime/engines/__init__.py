@@ -13,8 +13,13 @@ import numpy.typing as npt
 class Engine(Protocol):
     """One compiled piece of a model, loaded on its device."""
 
-    inputs: Sequence[str]
-    outputs: Sequence[str]
+    @property
+    def inputs(self) -> Sequence[str]:
+        """Names of the values that it takes."""
+
+    @property
+    def outputs(self) -> Sequence[str]:
+        """Names of the values that it gives."""
 
     def run(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Run on values of the backend that loaded it, named as in `inputs`; returns those named in `outputs`."""

@@ -1,0 +1,276 @@
+"""The commands that need a package or nothing: devices, run, check, bench, inspect."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Optional
+
+import typer
+from rich.table import Table
+
+from splitc.runtime import arrays
+from splitc.runtime.bench import BenchResult, bench
+from splitc.runtime.compare import Difference, compare
+from splitc.runtime.devices import list_devices
+from splitc.runtime.engines.onnxruntime import OnnxRuntimeBackend
+from splitc.runtime.errors import MisuseError, OutputsDifferError
+from splitc.runtime.manifest import Manifest, read_manifest
+from splitc.runtime.session import Session, format_shape
+from splitc.runtime.terminal import out, print_json, table
+from splitc.runtime.units import format_bytes, format_seconds
+from splitc.runtime.version import VERSION
+
+app = typer.Typer(
+    name="splitc",
+    help="Split one ONNX model over several devices, offline, and run the pieces as one model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+PACKAGE = typer.Argument(help="The package's folder.", metavar="PACKAGE")
+JSON = typer.Option(False, "--json", help="Print the result as JSON on standard output.")
+THREADS = typer.Option(
+    None, "--threads", min=1, help="Threads of each CPU device. Default: the package's, else the cores divided."
+)
+VERIFY = typer.Option(True, "--verify/--no-verify", help="Compare the files' hashes with the manifest before loading.")
+INPUTS = typer.Option(
+    None, "--inputs", help="Arrays by input name: .npz, a folder of .npy, or polygraphy's JSON. Default: made up."
+)
+SEED = typer.Option(0, "--seed", help="Seed of made-up inputs.")
+
+
+def _version(show: bool) -> None:
+    if show:
+        out.print(f"splitc {VERSION}")
+        raise typer.Exit
+
+
+def _list_devices(show: bool) -> None:
+    if show:
+        devices(as_json=False)
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+    listing: bool = typer.Option(
+        False, "--list-devices", callback=_list_devices, is_eager=True, help="The same as the command devices."
+    ),
+) -> None:
+    """Options of the program itself."""
+
+
+@app.command()
+def devices(as_json: bool = JSON) -> None:
+    """List the devices of this machine, with their memory."""
+    found = list_devices()
+    if as_json:
+        print_json(found)
+        return
+    rows = table("device", "what", "memory", "free", right=("memory", "free"))
+    for device in found:
+        rows.add_row(device.name, device.description, *map(format_bytes, (device.total_bytes, device.free_bytes)))
+    out.print(rows)
+
+
+@app.command()
+def run(
+    package: Path = PACKAGE,
+    inputs: Path = typer.Option(
+        ..., "--inputs", help="Arrays by input name: .npz, a folder of .npy, polygraphy's JSON."
+    ),
+    outputs: Path = typer.Option(..., "--outputs", help="Where the outputs go: .npz, or .json for polygraphy's JSON."),
+    threads: Optional[int] = THREADS,
+    verify: bool = VERIFY,
+    as_json: bool = JSON,
+) -> None:
+    """Run a package once, from a file of inputs to a file of outputs."""
+    feeds = arrays.load_arrays(inputs)
+    with Session(package, threads=threads, verify=verify) as session:
+        results = session.run(feeds)
+    arrays.save_arrays(outputs, results)
+    if as_json:
+        print_json({name: {"dtype": str(array.dtype), "shape": array.shape} for name, array in results.items()})
+        return
+    rows = table("output", "type", "shape")
+    for name, array in results.items():
+        rows.add_row(name, str(array.dtype), format_shape(array.shape))
+    out.print(rows)
+
+
+@app.command()
+def check(
+    package: Path = PACKAGE,
+    model: Path = typer.Option(..., "--model", "-m", help="The unsplit ONNX model."),
+    inputs: Optional[Path] = INPUTS,
+    rtol: Optional[float] = typer.Option(None, "--rtol", help="Tolerance relative to each output's largest value."),
+    atol: Optional[float] = typer.Option(None, "--atol", help="Absolute tolerance, added to that."),
+    seed: int = SEED,
+    threads: Optional[int] = THREADS,
+    verify: bool = VERIFY,
+    as_json: bool = JSON,
+) -> None:
+    """Compare a package with the unsplit model on the same inputs. Exit code 4 when an output differs."""
+    if not model.is_file():
+        raise MisuseError(f"no such model file: {model}")
+    with Session(package, threads=threads, verify=verify) as session:
+        feeds = arrays.load_arrays(inputs) if inputs else arrays.make_inputs(session.inputs, seed)
+        actual = session.run(feeds)
+        backend = OnnxRuntimeBackend(session.threads * len(session.manifest.ranks))
+        engine = backend.load(model)
+        whole = engine.run({name: backend.upload(feeds[name]) for name in engine.inputs})
+        expected = {name: backend.download(value) for name, value in whole.items()}
+        found = compare(expected, actual, number_type=session.manifest.number_type, rtol=rtol, atol=atol)
+    if as_json:
+        print_json(found)
+    else:
+        out.print(_differences_table(found))
+    if failed := [difference.name for difference in found if not difference.passed]:
+        raise OutputsDifferError(f"{len(failed)} of {len(found)} outputs differ beyond tolerance: {', '.join(failed)}")
+    if not as_json:
+        out.print(f"[green]{len(found)} of {len(found)} outputs agree[/] with {model.name}")
+
+
+# Outputs that `check` lists one by one, the worst first; a decoder has two for each layer.
+LISTED = 12
+
+
+def _differences_table(found: list[Difference]) -> Table:
+    numbers = ("largest error", "relative", "expected", "got")
+    rows = table("output", *numbers[:2], "at", *numbers[2:], "", right=numbers)
+    worst = sorted(found, key=lambda difference: (difference.passed, -difference.relative))
+    listed = [difference for number, difference in enumerate(worst) if number < LISTED or not difference.passed]
+    for difference in listed:
+        verdict = "[green]agrees[/]" if difference.passed else f"[bold red]differs[/] {difference.problem or ''}"
+        errors = (f"{difference.absolute:.2e}", f"{difference.relative:.2e}")
+        values = (f"{difference.expected:.6g}", f"{difference.actual:.6g}")
+        rows.add_row(difference.name, *errors, ",".join(map(str, difference.where)), *values, verdict)
+    if len(found) > len(listed):
+        rows.add_row(f"... and {len(found) - len(listed)} more that agree")
+    return rows
+
+
+@app.command("bench")
+def bench_command(
+    package: Path = PACKAGE,
+    baseline: Optional[Path] = typer.Option(
+        None, "--baseline", help="The unsplit model, timed in turns with the package."
+    ),
+    baseline_threads: Optional[int] = typer.Option(
+        None, "--baseline-threads", min=1, help="Threads of the unsplit model. Default: those of all ranks together."
+    ),
+    inputs: Optional[Path] = INPUTS,
+    runs: int = typer.Option(50, "--runs", min=1, help="Timed runs."),
+    warmup: int = typer.Option(5, "--warmup", min=0, help="Runs before that."),
+    seed: int = SEED,
+    threads: Optional[int] = THREADS,
+    verify: bool = VERIFY,
+    as_json: bool = JSON,
+) -> None:
+    """Time a package: latency, and how long each rank was busy and waiting."""
+    if baseline and not baseline.is_file():
+        raise MisuseError(f"no such model file: {baseline}")
+    with Session(package, threads=threads, verify=verify) as session:
+        feeds = arrays.load_arrays(inputs) if inputs else arrays.make_inputs(session.inputs, seed)
+        result = bench(session, feeds, baseline=baseline, baseline_threads=baseline_threads, runs=runs, warmup=warmup)
+    if as_json:
+        print_json(result)
+    else:
+        _print_bench(result)
+
+
+def _print_bench(result: BenchResult) -> None:
+    rows = table("", "threads", "median", "90 %", right=("median", "90 %"))
+    own, other = result.package, result.baseline
+    threads = f"{len(result.ranks)} x {result.threads}"
+    rows.add_row("package", threads, format_seconds(own.median), format_seconds(own.p90))
+    if other:
+        threads = str(result.baseline_threads)
+        rows.add_row("unsplit", threads, format_seconds(other.median), format_seconds(other.p90))
+    out.print(f"{own.runs} runs", rows, sep="\n", end="")
+    rows = table("rank", "device", "busy", "waiting", right=("busy", "waiting"))
+    for number, rank in enumerate(result.ranks):
+        rows.add_row(str(number), rank.device, format_seconds(rank.busy), format_seconds(rank.waiting))
+    out.print(rows)
+    if result.ratio:
+        out.print(f"The package takes [bold]{result.ratio:.3f}[/] times as long as the unsplit model.")
+
+
+@app.command()
+def inspect(package: Path = PACKAGE, as_json: bool = JSON) -> None:
+    """Show what a package holds: ranks, blocks, memory, what crosses the cuts."""
+    manifest = read_manifest(package)
+    if as_json:
+        print_json(describe(manifest))
+    else:
+        _print_manifest(manifest)
+
+
+def describe(manifest: Manifest) -> dict[str, object]:
+    """The facts of a package that `inspect --json` prints."""
+    return {
+        "split_mode": manifest.split_mode,
+        "engine": manifest.engine,
+        "source": manifest.source,
+        "number_type": manifest.number_type,
+        "blocks": len(manifest.blocks),
+        "inputs": manifest.inputs,
+        "outputs": manifest.outputs,
+        "states": manifest.states,
+        "ranks": [
+            {
+                "device": rank.device,
+                "blocks": rank.blocks,
+                "weights_bytes": rank.weights_bytes,
+                "activation_bytes": rank.activation_bytes,
+                "cache_bytes": rank.cache_bytes,
+                "engines": rank.engines,
+            }
+            for rank in manifest.ranks
+        ],
+        "cut_bytes": [cut.bytes for cut in manifest.cuts],
+        "cuts": manifest.cuts,
+        "collectives": manifest.collectives,
+        "unsplit": manifest.unsplit,
+    }
+
+
+def _print_manifest(manifest: Manifest) -> None:
+    out.print(
+        f"[bold]{manifest.source.name}[/], split by {manifest.split_mode} into {len(manifest.ranks)} ranks "
+        f"of {len(manifest.blocks)} blocks, {manifest.engine} engines, {manifest.number_type}"
+    )
+    rows = table("rank", "blocks", *RANK_SIZES, right=RANK_SIZES)
+    for number, rank in enumerate(manifest.ranks):
+        sizes = map(format_bytes, (rank.weights_bytes, rank.activation_bytes, rank.cache_bytes))
+        rows.add_row(f"{number} {rank.device}", block_range(rank.blocks), *sizes)
+    out.print(rows)
+    print_cuts([(cut.values, cut.bytes) for cut in manifest.cuts])
+    out.print()
+    rows = table("", "name", "type", "shape")
+    for kind, tensors in (("input", manifest.inputs), ("output", manifest.outputs)):
+        for tensor in tensors:
+            rows.add_row(kind, tensor.name, tensor.dtype, format_shape(tensor.shape))
+    out.print(rows)
+    if manifest.states:
+        out.print(
+            f"{len(manifest.states)} states: " + ", ".join(f"{s.input} -> {s.output}" for s in manifest.states[:4])
+        )
+
+
+RANK_SIZES = ("weights", "activation", "cache")
+
+
+def print_cuts(cuts: Sequence[tuple[Sequence[str], int]]) -> None:
+    """What crosses each cut between two ranks."""
+    for number, (names, size) in enumerate(cuts):
+        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        out.print(f"cut {number}-{number + 1}: {format_bytes(size)} a run ({listed or 'nothing'})")
+
+
+def block_range(blocks: list[str]) -> str:
+    """Blocks of a rank in few words: `layers.0..layers.5 (6)`."""
+    return blocks[0] if len(blocks) == 1 else f"{blocks[0]}..{blocks[-1]} ({len(blocks)})"

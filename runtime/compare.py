@@ -1,0 +1,96 @@
+"""Compare a package's outputs with those of the unsplit model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import numpy as np
+import numpy.typing as npt
+
+# How far outputs may be off, relative to the largest value of each: a few times what ONNX Runtime's own optimizations
+# move an unsplit model's (5e-6 in float32, 4e-4 in float16, 8e-4 in int8, 7e-3 in int4).
+RELATIVE = {
+    "float64": 1e-6,
+    "float32": 1e-4,
+    "float16": 4e-3,
+    "bfloat16": 3e-2,
+    "int8": 2e-2,
+    "int4": 3e-2,
+    "int2": 1e-1,
+}
+ABSOLUTE = 1e-6
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one output is off.
+
+    `absolute` is the largest error, found at the index `where`; `relative` is that over the largest expected value.
+    `problem` says what makes the arrays incomparable: a shape, a number type, or a NaN in one of them.
+    """
+
+    name: str
+    absolute: float
+    relative: float
+    where: tuple[int, ...]
+    expected: float
+    actual: float
+    passed: bool
+    problem: Optional[str] = None
+
+
+def compare(
+    expected: Mapping[str, npt.NDArray[Any]],
+    actual: Mapping[str, npt.NDArray[Any]],
+    *,
+    number_type: str = "float32",
+    rtol: Optional[float] = None,
+    atol: Optional[float] = None,
+) -> list[Difference]:
+    """Compare output by output. One passes when its largest error is at most `atol` + `rtol` x its largest value.
+
+    The default tolerances are those of `number_type`. Whole numbers and truth values must be equal.
+    """
+    rtol = RELATIVE.get(number_type, RELATIVE["float32"]) if rtol is None else rtol
+    atol = ABSOLUTE if atol is None else atol
+    return [_difference(name, array, actual.get(name), rtol, atol) for name, array in expected.items()]
+
+
+def _difference(
+    name: str, expected: npt.NDArray[Any], actual: Optional[npt.NDArray[Any]], rtol: float, atol: float
+) -> Difference:
+    if actual is None:
+        return _incomparable(name, "it is missing")
+    if expected.shape != actual.shape:
+        return _incomparable(name, f"its shape is {actual.shape}, expected {expected.shape}")
+    if expected.dtype != actual.dtype:
+        return _incomparable(name, f"its type is {actual.dtype}, expected {expected.dtype}")
+    if not expected.size:
+        return Difference(name, 0.0, 0.0, (), 0.0, 0.0, True)
+    wide_expected, wide_actual = expected.astype(np.float64), actual.astype(np.float64)
+    # Equal infinities, and NaN on both sides, are agreement; NaN on one side is not.
+    with np.errstate(invalid="ignore"):
+        error = np.abs(wide_expected - wide_actual)
+    same = (wide_expected == wide_actual) | (np.isnan(wide_expected) & np.isnan(wide_actual))
+    error = np.where(same, 0.0, np.where(np.isnan(error), np.inf, error))
+    where = tuple(int(i) for i in np.unravel_index(int(np.argmax(error)), error.shape))
+    finite = np.abs(wide_expected[np.isfinite(wide_expected)])
+    largest = float(finite.max()) if finite.size else 0.0
+    absolute = float(error[where])
+    exact = not np.issubdtype(expected.dtype, np.inexact)
+    return Difference(
+        name,
+        absolute,
+        absolute / largest if largest else absolute,
+        where,
+        float(wide_expected[where]),
+        float(wide_actual[where]),
+        passed=absolute <= (0.0 if exact else atol + rtol * largest),
+        problem="NaN or infinity in one of them only" if np.isinf(absolute) else None,
+    )
+
+
+def _incomparable(name: str, problem: str) -> Difference:
+    return Difference(name, np.inf, np.inf, (), np.nan, np.nan, False, problem)

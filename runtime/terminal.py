@@ -1,0 +1,57 @@
+"""What the command line shares: consoles, JSON output, and how failures end it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from splitc.runtime.errors import SplitcError
+
+# Results go to standard output, all else to standard error.
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+
+def table(*columns: str, right: Sequence[str] = ()) -> Table:
+    """A table without frames; the columns named in `right` hold numbers. What is too wide is folded, never cut off."""
+    result = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold dim")
+    for name in columns:
+        number = name in right
+        result.add_column(name, justify="right" if number else "left", overflow="fold", no_wrap=number)
+    return result
+
+
+def print_json(result: Any) -> None:
+    """A result as indented JSON on standard output."""
+    sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+
+
+def run_app(app: typer.Typer) -> NoReturn:
+    """Run the command line. A user's mistake ends in one message and its exit code, without a traceback."""
+    # A killed compile must clean up after itself as an interrupted one does.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        app()
+    except SplitcError as error:
+        err.print(f"[bold red]error:[/] {_escape(str(error))}", soft_wrap=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        err.print("interrupted")
+        sys.exit(128 + signal.SIGINT)
+    except BrokenPipeError:  # the reader of our output (head, less) has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    sys.exit(0)
+
+
+def _escape(text: str) -> str:
+    """Keep rich from reading shapes such as [1,16] as markup."""
+    return text.replace("[", r"\[")
