@@ -28,7 +28,7 @@ from splitc.compiler.liveness import Liveness, liveness
 FREE_SHARE = 0.01
 FREE_WEIGHT_BYTES = 64 << 20
 # A node is heavy when it holds at least this share of the model's weights or work; cuts lie between heavy nodes.
-HEAVY_SHARE = 0.001
+HEAVY_SHARE = 1e-4
 # Gaps are equally narrow when their live bytes differ by no more than this factor.
 LEVEL = 1.25
 # Blocks are alike when they have this share of their operators in common: the first and the last often differ a bit.

@@ -135,7 +135,7 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
 
 def _print_plan(plan: Plan) -> None:
     """Who holds what, against the budgets, and what crosses the cuts."""
-    rows = table("rank", "blocks", *RANK_SIZES, "of the budget", "", right=RANK_SIZES)
+    rows = table("rank", "blocks", *RANK_SIZES, "budget", " ", right=(*RANK_SIZES, " "))
     for number, rank in enumerate(plan.ranks):
         memory = rank.memory
         rows.add_row(

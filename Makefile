@@ -1,0 +1,30 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint clean
+
+# The demo: a trained model, split over two CPU devices, run on real text and checked.
+demo: $(VENV)/demo.done
+	@$(BIN)/python -m models.demo
+
+# The whole check: lint, types, tests.
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/test.done
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	MYPYPATH=$(VENV)/types $(BIN)/mypy -p splitc.compiler -p splitc.runtime
+
+# The folders' names are not the packages' (compiler is splitc.compiler): mypy finds them through links.
+$(VENV)/%.done: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[$*]'
+	mkdir -p $(VENV)/types/splitc
+	ln -sfn $(CURDIR)/compiler $(VENV)/types/splitc/compiler
+	ln -sfn $(CURDIR)/runtime $(VENV)/types/splitc/runtime
+	touch $@
+
+clean:
+	rm -rf $(VENV) .cache build *.egg-info

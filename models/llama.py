@@ -1,0 +1,264 @@
+"""A decoder of any size, with past and present of its cache as inputs and outputs, as an exporter would write it.
+
+    python models/llama.py -o llama.onnx --layers 16 --hidden 2048 --heads 32 --kv-heads 8 \\
+        --feed-forward 5632 --vocabulary 32000 --dtype fp16
+
+Weights are random, seeded by their names, and scaled so that activations keep their size from layer to layer. With
+--sparse they are zeros in a sparse file: a model of 139 GB takes a second and no disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional
+
+import numpy as np
+import onnx_ir as ir
+
+from models.writer import Writer, save
+
+DTYPES = {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16}
+EPSILON = 1e-5
+ROTARY_BASE = 10000.0
+# Experts that each token goes to.
+CHOSEN = 2
+
+
+@dataclass(frozen=True)
+class Size:
+    """The dimensions of a decoder."""
+
+    layers: int = 2
+    hidden: int = 256
+    heads: int = 8
+    kv_heads: int = 4
+    feed_forward: int = 688
+    vocabulary: int = 2000
+    dtype: ir.DataType = ir.DataType.FLOAT
+    experts: int = 0
+
+    @property
+    def head(self) -> int:
+        """The size of one head."""
+        return self.hidden // self.heads
+
+
+def build(size: Size) -> ir.Model:
+    """The decoder as a model. Its weights are made when they are written, one at a time."""
+    return Decoder(size).build()
+
+
+def save_sparse(model: ir.Model, path: Path) -> None:
+    """Write the model with a data file that has its full size but holds nothing, so that it takes no disk."""
+    data = f"{path.name}.data"
+    offset = 0
+    for value in model.graph.initializers.values():
+        tensor = value.const_value
+        assert tensor is not None and value.dtype is not None
+        value.const_value = ir.ExternalTensor(
+            data, offset, tensor.nbytes, value.dtype, shape=tensor.shape, name=value.name or "", base_dir=path.parent
+        )
+        offset += tensor.nbytes
+    with (path.parent / data).open("wb") as file:
+        file.truncate(offset)
+    ir.save(model, path)
+
+
+class Decoder:
+    """Writes the decoder's graph."""
+
+    def __init__(self, size: Size) -> None:
+        self.size = size
+        self.writer = Writer()
+
+    def build(self) -> ir.Model:
+        w, size = self.writer, self.size
+        ids = w.input("input_ids", ir.DataType.INT64, ["batch", "sequence"])
+        mask = w.input("attention_mask", ir.DataType.INT64, ["batch", "past + sequence"])
+        positions = w.input("position_ids", ir.DataType.INT64, ["batch", "sequence"])
+        cache = ["batch", size.kv_heads, "past", size.head]
+        past = [
+            [w.input(f"past_key_values.{layer}.{part}", size.dtype, cache) for part in ("key", "value")]
+            for layer in range(size.layers)
+        ]
+        presents = []
+        with w.scope("model"):
+            with w.scope("embed_tokens"):
+                hidden = w.op(
+                    "Gather", self.weight("model.embed_tokens.weight", size.vocabulary, size.hidden, std=1.0), ids
+                )
+            bias = self.attention_bias(mask, positions)
+            cosine, sine = self.rotary(positions)
+            for layer in range(size.layers):
+                with w.scope(f"layers.{layer}"):
+                    hidden, present = self.layer(f"model.layers.{layer}", hidden, past[layer], bias, (cosine, sine))
+                presents.append(present)
+            hidden = self.norm("model.norm", hidden)
+        with w.scope("lm_head"):
+            logits = w.op("MatMul", hidden, self.weight("lm_head.weight", size.hidden, size.vocabulary))
+        w.output(logits, "logits", size.dtype, ["batch", "sequence", size.vocabulary])
+        cache[2] = "past + sequence"
+        for layer, pair in enumerate(presents):
+            for value, part in zip(pair, ("key", "value")):
+                w.output(value, f"present.{layer}.{part}", size.dtype, cache)
+        return w.model()
+
+    def weight(self, name: str, *shape: int, std: Optional[float] = None) -> ir.Value:
+        """A random weight; the default spread keeps the size of what is multiplied with it."""
+        spread = 1 / math.sqrt(shape[-2]) if std is None else std
+
+        def make() -> ir.TensorProtocol:
+            generator = np.random.default_rng(zlib.crc32(name.encode()))
+            array = generator.standard_normal(shape, dtype=np.float32) * np.float32(spread)
+            return ir.tensor(array.astype(self.size.dtype.numpy()))
+
+        return self.writer.weight(name, ir.LazyTensor(make, self.size.dtype, ir.Shape(shape), name=name))
+
+    def cast(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+        return value if self.size.dtype == ir.DataType.FLOAT else self.writer.op("Cast", value, to=dtype)
+
+    def attention_bias(self, mask: ir.Value, positions: ir.Value) -> ir.Value:
+        """0 where a query may look, the smallest number where not: [batch, 1, sequence, past + sequence]."""
+        w = self.writer
+        total = w.op("Shape", mask, start=1, end=2)
+        length = w.op("Shape", positions, start=1, end=2)
+        zero, one = w.constant(0, np.int64), w.constant(1, np.int64)
+        axis = w.constant([0], np.int64)
+        keys = w.op("Range", zero, w.op("Squeeze", total, axis), one)
+        new = w.op("Range", zero, w.op("Squeeze", length, axis), one)
+        queries = w.op("Add", new, w.op("Sub", total, length))
+        causal = w.op("LessOrEqual", keys, w.op("Unsqueeze", queries, w.constant([1], np.int64)))
+        present = w.op("Cast", w.op("Unsqueeze", mask, w.constant([1, 2], np.int64)), to=ir.DataType.BOOL)
+        dtype = self.size.dtype.numpy()
+        allowed = w.op("And", causal, present)
+        return w.op("Where", allowed, w.constant(0, dtype), w.constant(np.finfo(dtype).min, dtype))
+
+    def rotary(self, positions: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Cosines and sines of the rotary embedding: [batch, 1, sequence, head]."""
+        w = self.writer
+        with w.scope("rotary_emb"):
+            steps = np.arange(0, self.size.head, 2, dtype=np.float32) / self.size.head
+            frequencies = w.constant(np.concatenate([ROTARY_BASE**-steps] * 2), np.float32)
+            wide = w.op("Unsqueeze", w.op("Cast", positions, to=ir.DataType.FLOAT), w.constant([1, 3], np.int64))
+            angles = w.op("Mul", wide, frequencies)
+            cosine, sine = w.op("Cos", angles), w.op("Sin", angles)
+            return self.cast(cosine, self.size.dtype), self.cast(sine, self.size.dtype)
+
+    def norm(self, name: str, value: ir.Value) -> ir.Value:
+        """RMS norm, in float32 whatever the model's type."""
+        w = self.writer
+        scale = w.weight(f"{name}.weight", ir.tensor(np.ones(self.size.hidden, self.size.dtype.numpy())))
+        with w.scope(name.rpartition(".")[2]):
+            wide = self.cast(value, ir.DataType.FLOAT)
+            mean = w.op("ReduceMean", w.op("Pow", wide, w.constant(2, np.float32)), axes=[-1], keepdims=1)
+            root = w.op("Sqrt", w.op("Add", mean, w.constant(EPSILON, np.float32)))
+            normed = self.cast(w.op("Div", wide, root), self.size.dtype)
+            return w.op("Mul", normed, scale)
+
+    def layer(
+        self, name: str, hidden: ir.Value, past: Sequence[ir.Value], bias: ir.Value, rotary: tuple[ir.Value, ir.Value]
+    ) -> tuple[ir.Value, list[ir.Value]]:
+        w = self.writer
+        with w.scope("self_attn"):
+            normed = self.norm(f"{name}.input_layernorm", hidden)
+            attended, present = self.attention(f"{name}.self_attn", normed, past, bias, rotary)
+        hidden = w.op("Add", hidden, attended)
+        normed = self.norm(f"{name}.post_attention_layernorm", hidden)
+        with w.scope("mlp"):
+            feed = self.experts if self.size.experts else self.feed_forward
+            return w.op("Add", hidden, feed(f"{name}.mlp", normed)), present
+
+    def attention(
+        self, name: str, normed: ir.Value, past: Sequence[ir.Value], bias: ir.Value, rotary: tuple[ir.Value, ir.Value]
+    ) -> tuple[ir.Value, list[ir.Value]]:
+        w, size = self.writer, self.size
+
+        def project(part: str, heads: int) -> ir.Value:
+            product = w.op("MatMul", normed, self.weight(f"{name}.{part}_proj.weight", size.hidden, heads * size.head))
+            split = w.op("Reshape", product, w.constant([0, 0, heads, size.head], np.int64))
+            return w.op("Transpose", split, perm=[0, 2, 1, 3])
+
+        query = self.rotate(project("q", size.heads), rotary)
+        key = w.op("Concat", past[0], self.rotate(project("k", size.kv_heads), rotary), axis=2)
+        value = w.op("Concat", past[1], project("v", size.kv_heads), axis=2)
+        every_key, every_value = self.repeat(key), self.repeat(value)
+        scores = w.op("MatMul", query, w.op("Transpose", every_key, perm=[0, 1, 3, 2]))
+        scaled = w.op("Mul", scores, w.constant(1 / math.sqrt(size.head), size.dtype.numpy()))
+        attended = w.op("MatMul", w.op("Softmax", w.op("Add", scaled, bias), axis=-1), every_value)
+        joined = w.op(
+            "Reshape", w.op("Transpose", attended, perm=[0, 2, 1, 3]), w.constant([0, 0, size.hidden], np.int64)
+        )
+        return w.op("MatMul", joined, self.out_weight(f"{name}.o_proj.weight", size.hidden)), [key, value]
+
+    def out_weight(self, name: str, width: int) -> ir.Value:
+        """A weight that writes to the residual stream: smaller, the more layers add to it."""
+        return self.weight(name, width, self.size.hidden, std=1 / math.sqrt(2 * self.size.layers * width))
+
+    def rotate(self, value: ir.Value, rotary: tuple[ir.Value, ir.Value]) -> ir.Value:
+        w, half = self.writer, self.size.head // 2
+        axis = w.constant([3], np.int64)
+        low = w.op("Slice", value, w.constant([0], np.int64), w.constant([half], np.int64), axis)
+        high = w.op("Slice", value, w.constant([half], np.int64), w.constant([2 * half], np.int64), axis)
+        turned = w.op("Concat", w.op("Neg", high), low, axis=-1)
+        return w.op("Add", w.op("Mul", value, rotary[0]), w.op("Mul", turned, rotary[1]))
+
+    def repeat(self, value: ir.Value) -> ir.Value:
+        """Each key-value head for all query heads of its group."""
+        w, size = self.writer, self.size
+        if size.heads == size.kv_heads:
+            return value
+        group = size.heads // size.kv_heads
+        shape = w.op("Shape", value)
+        batch, length = (w.op("Slice", shape, w.constant([i], np.int64), w.constant([i + 1], np.int64)) for i in (0, 2))
+        kv_heads, head = w.constant([size.kv_heads], np.int64), w.constant([size.head], np.int64)
+        wide = w.op("Concat", batch, kv_heads, w.constant([group], np.int64), length, head, axis=0)
+        expanded = w.op("Expand", w.op("Unsqueeze", value, w.constant([2], np.int64)), wide)
+        return w.op("Reshape", expanded, w.constant([0, size.heads, -1, size.head], np.int64))
+
+    def feed_forward(self, name: str, normed: ir.Value) -> ir.Value:
+        w, size = self.writer, self.size
+        gate = w.op("MatMul", normed, self.weight(f"{name}.gate_proj.weight", size.hidden, size.feed_forward))
+        up = w.op("MatMul", normed, self.weight(f"{name}.up_proj.weight", size.hidden, size.feed_forward))
+        inner = w.op("Mul", w.op("Mul", gate, w.op("Sigmoid", gate)), up)
+        return w.op("MatMul", inner, self.out_weight(f"{name}.down_proj.weight", size.feed_forward))
+
+    def experts(self, name: str, normed: ir.Value) -> ir.Value:
+        """A mixture of experts, all computed as one batch of products, weighted by the router's choice of two."""
+        w, size = self.writer, self.size
+        count, inner_size = size.experts, size.feed_forward
+        scores = w.op("MatMul", normed, self.weight(f"{name}.gate.weight", size.hidden, count))
+        values, chosen = w.ops("TopK", scores, w.constant([CHOSEN], np.int64), outputs=2, axis=-1)
+        nothing = w.op("Mul", scores, w.constant(0, size.dtype.numpy()))
+        weights = w.op("ScatterElements", nothing, chosen, w.op("Softmax", values, axis=-1), axis=-1)
+        # [batch, 1, sequence, hidden] x [experts, hidden, inner] -> [batch, experts, sequence, inner]
+        every = w.op("Unsqueeze", normed, w.constant([1], np.int64))
+        gate = w.op("MatMul", every, self.weight(f"{name}.experts.gate_proj", count, size.hidden, inner_size))
+        up = w.op("MatMul", every, self.weight(f"{name}.experts.up_proj", count, size.hidden, inner_size))
+        inner = w.op("Mul", w.op("Mul", gate, w.op("Sigmoid", gate)), up)
+        std = 1 / math.sqrt(2 * size.layers * inner_size)
+        outer = w.op("MatMul", inner, self.weight(f"{name}.experts.down_proj", count, inner_size, size.hidden, std=std))
+        by_expert = w.op("Unsqueeze", w.op("Transpose", weights, perm=[0, 2, 1]), w.constant([3], np.int64))
+        return w.op("ReduceSum", w.op("Mul", outer, by_expert), w.constant([1], np.int64), keepdims=0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path, required=True, help="the ONNX file to write")
+    for name in ("layers", "hidden", "heads", "kv_heads", "feed_forward", "vocabulary", "experts"):
+        option = "--" + name.replace("_", "-")
+        parser.add_argument(option, type=int, default=getattr(Size, name), help=f"default {getattr(Size, name)}")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
+    parser.add_argument("--sparse", action="store_true", help="zeros in a sparse file instead of random weights")
+    options = vars(parser.parse_args())
+    output, sparse = options.pop("output"), options.pop("sparse")
+    options["dtype"] = DTYPES[options["dtype"]]
+    (save_sparse if sparse else save)(build(Size(**options)), output)
+
+
+if __name__ == "__main__":
+    main()
