@@ -9,7 +9,7 @@ from pathlib import Path
 from splitc.compiler.blocks import Partition, find_blocks
 from splitc.compiler.costs import Costs
 from splitc.compiler.graph import Graph, open_graph
-from splitc.compiler.shapes import Shape, bound_sizes, infer_shapes, input_shapes
+from splitc.compiler.shapes import Shape, bind_shapes, infer_shapes, input_shapes
 from splitc.compiler.states import find_states, growing_symbols
 from splitc.runtime.manifest import State
 
@@ -34,5 +34,5 @@ def analyze(path: Path, shapes: Mapping[str, Shape], wanted_blocks: int) -> Anal
     infer_shapes(graph.model)
     states = find_states(graph)
     bound = input_shapes(graph.model, shapes, growing_symbols(graph, states))
-    costs = Costs(graph, bound_sizes(graph.model, bound))
+    costs = Costs(graph, bind_shapes(graph.model, bound))
     return Analysis(graph, bound, costs, tuple(states), find_blocks(graph, costs, wanted_blocks))

@@ -56,11 +56,13 @@ class Block:
 class Partition:
     """A graph's blocks in order, and the free nodes, which belong to no block.
 
+    `finest` says that every gap bounds a block, rather than what repeats.
     `upstream` maps each node of a block to the free nodes that it stands on. `shapes` are the free Shape nodes whose
     sizes are all sizes of the model's inputs, so that they do not stand on what they read.
     """
 
     blocks: tuple[Block, ...]
+    finest: bool
     free: frozenset[ir.Node]
     shapes: frozenset[ir.Node]
     upstream: Mapping[ir.Node, frozenset[ir.Node]]
@@ -79,10 +81,11 @@ def find_blocks(graph: Graph, costs: Costs, wanted: int = 1) -> Partition:
     upstream = find_upstream(graph, free, shapes, spine)
     gaps = find_gaps(costs, spine, live, upstream)
     blocks = _repeated_blocks(spine, gaps)
-    if len(blocks) < wanted or not blocks:
+    finest = len(blocks) < wanted or not blocks
+    if finest:
         widest_last = sorted(gaps, key=lambda gap: gap.bytes)
         blocks = _plain_blocks(spine, sorted(gap.last for gap in widest_last[: MOST_BLOCKS - 1]))
-    return Partition(tuple(blocks), free, shapes, upstream)
+    return Partition(tuple(blocks), finest, free, shapes, upstream)
 
 
 def find_free(graph: Graph, costs: Costs, shapes: frozenset[ir.Node]) -> frozenset[ir.Node]:

@@ -18,15 +18,21 @@ from splitc.runtime.terminal import err, out, print_json, run_app, table
 from splitc.runtime.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from splitc.compiler.plan import Plan
+    from splitc.compiler.plan import Plan, Request
 
 MODEL = typer.Argument(help="The ONNX model.", metavar="MODEL")
 DEVICE = typer.Option(
-    ..., "--device", "-d", help='A device, repeatable: -d cpu0 -d cpu1. Several at once: "cpu0&cpu1", 3xcpu.'
+    [], "--device", "-d", help='A device, repeatable: -d cpu0 -d cpu1. Several at once: "cpu0&cpu1", 3xcpu.'
 )
 SPLIT_MODE = typer.Option("layer", "--split-mode", help="layer: consecutive blocks to each device.")
+OBJECTIVE = typer.Option(
+    "throughput", "--objective", help="throughput: the slowest stage as fast as can be. latency: the sum of all stages."
+)
+SPREAD = typer.Option(False, "--spread", help="Use every device, even where fewer would do.")
 TENSOR_SPLIT = typer.Option(
-    None, "--tensor-split", help="Each device's share, as in 3,1. Default: in proportion to the budgets."
+    None,
+    "--tensor-split",
+    help="Each device's share of the weights, as in 3,1. Default: what makes the objective best.",
 )
 MEMORY = typer.Option(
     [],
@@ -35,6 +41,8 @@ MEMORY = typer.Option(
 )
 HEADROOM = typer.Option("1GiB", "--headroom", help="Memory to leave free.")
 SHAPES = typer.Option([], "--shapes", help="An input's shape to plan for, repeatable: ids:1x16 or ids:[1,16].")
+PROFILE = typer.Option(False, "--profile", help="Measure each block's time instead of estimating it.")
+THREADS = typer.Option(None, "--threads", min=1, help="Threads of each CPU device. Default: the cores divided.")
 
 
 def main() -> NoReturn:
@@ -45,75 +53,104 @@ def main() -> NoReturn:
 @app.command()
 def plan(
     model: Path = MODEL,
+    output: Optional[Path] = typer.Option(None, "--output", "-o", help="Write the plan here, to edit and compile it."),
     device: list[str] = DEVICE,
     split_mode: str = SPLIT_MODE,
+    objective: str = OBJECTIVE,
+    spread: bool = SPREAD,
     tensor_split: Optional[str] = TENSOR_SPLIT,
     memory: list[str] = MEMORY,
     headroom: str = HEADROOM,
     shapes: list[str] = SHAPES,
+    profile: bool = PROFILE,
+    threads: Optional[int] = THREADS,
     as_json: bool = JSON,
 ) -> None:
     """Show which device would hold what, against its budget. Nothing is built."""
-    decided = _plan(model, device, split_mode, tensor_split, memory, headroom, shapes)
+    from splitc.compiler.plan import plan_model
+    from splitc.compiler.plan_file import to_file, write_plan
+
+    request = _request(split_mode, objective, spread, tensor_split, memory, headroom, shapes, profile, threads)
+    decided = plan_model(model, parse_devices(device), request)
+    if output:
+        write_plan(decided, output)
     if as_json:
-        print_json(_describe(decided))
-    else:
-        _print_plan(decided)
+        print_json(to_file(decided))
+        return
+    _print_plan(decided)
+    if output:
+        out.print(f"wrote [bold]{output}[/]: splitc compile {model} --plan {output} -o PACKAGE")
 
 
 @app.command("compile")
 def compile_command(
     model: Path = MODEL,
     package: Path = typer.Option(..., "--output", "-o", help="The package's folder, which must not exist yet."),
+    plan_path: Optional[Path] = typer.Option(
+        None, "--plan", help="A plan from 'splitc plan -o', which then decides instead of the options below."
+    ),
     device: list[str] = DEVICE,
     split_mode: str = SPLIT_MODE,
+    objective: str = OBJECTIVE,
+    spread: bool = SPREAD,
     tensor_split: Optional[str] = TENSOR_SPLIT,
     memory: list[str] = MEMORY,
     headroom: str = HEADROOM,
     shapes: list[str] = SHAPES,
-    threads: Optional[int] = typer.Option(
-        None, "--threads", min=1, help="Threads of each CPU device, for the package."
-    ),
+    profile: bool = PROFILE,
+    threads: Optional[int] = THREADS,
     force: bool = typer.Option(False, "--force", help="Replace a package that is there."),
     as_json: bool = JSON,
 ) -> None:
     """Split a model over devices and write the package that runs it."""
-    # Imported here, as in _plan: a machine that only runs packages has no onnx.
+    # Imported here, as in plan: a machine that only runs packages has no onnx.
     from splitc.compiler.package import check_target, compile_model
+    from splitc.compiler.plan import plan_model
+    from splitc.compiler.plan_file import plan_from_file, to_file
 
     check_target(package, force)
-    decided = _plan(model, device, split_mode, tensor_split, memory, headroom, shapes)
+    if plan_path:
+        if device or tensor_split or memory or shapes:
+            raise MisuseError("--plan has the devices, shares, budgets and shapes: edit it, or leave it out")
+        decided = plan_from_file(model, plan_path)
+    else:
+        request = _request(split_mode, objective, spread, tensor_split, memory, headroom, shapes, profile, threads)
+        decided = plan_model(model, parse_devices(device), request)
     if not as_json:
         _print_plan(decided)
     with _progress(sum(rank.memory.weights for rank in decided.ranks)) as progress:
         manifest = compile_model(decided, package, threads=threads, force=force, progress=progress)
     if as_json:
-        print_json(_describe(decided))
+        print_json(to_file(decided))
     else:
         size = sum(file.bytes for file in manifest.files)
         out.print(f"wrote [bold]{package}[/]: {len(manifest.ranks)} ranks, {format_bytes(size)}")
 
 
-def _plan(
-    model: Path,
-    device: list[str],
+def _request(
     split_mode: str,
+    objective: str,
+    spread: bool,
     tensor_split: Optional[str],
     memory: list[str],
     headroom: str,
     shapes: list[str],
-) -> Plan:
-    from splitc.compiler.plan import plan_model
+    profile: bool,
+    threads: Optional[int],
+) -> Request:
+    from splitc.compiler.plan import Request
     from splitc.compiler.shapes import parse_shapes
 
-    return plan_model(
-        model,
-        parse_devices(device),
+    return Request(
         split_mode=split_mode,
+        objective=objective,
         shapes=parse_shapes(shapes),
         tensor_split=_parse_shares(tensor_split),
         memory=memory,
         headroom=parse_bytes(headroom),
+        spread=spread,
+        profile=profile,
+        threads=threads,
     )
 
 
@@ -135,37 +172,23 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
 
 def _print_plan(plan: Plan) -> None:
     """Who holds what, against the budgets, and what crosses the cuts."""
-    rows = table("rank", "blocks", *RANK_SIZES, "budget", " ", right=(*RANK_SIZES, " "))
+    rows = table("rank", "blocks", *RANK_SIZES, "budget", " ", "time", right=(*RANK_SIZES, " ", "time"))
+    all_seconds = sum(rank.seconds for rank in plan.ranks) or 1.0
     for number, rank in enumerate(plan.ranks):
         memory = rank.memory
         rows.add_row(
             f"{number} {rank.device}",
             block_range([block.name for block in rank.stage.blocks]),
             *map(format_bytes, (memory.weights, memory.activations, memory.cache)),
-            ProgressBar(total=max(1, rank.budget), completed=memory.total, width=10),
+            ProgressBar(total=max(1, rank.budget), completed=memory.total, width=8),
             f"{memory.total / max(1, rank.budget):.0%} of {format_bytes(rank.budget)}",
+            f"{rank.seconds / all_seconds:.0%}",
         )
     out.print(rows)
     print_cuts([([value.name or "" for value in cut.values], cut.bytes) for cut in plan.cuts])
-
-
-def _describe(plan: Plan) -> dict[str, object]:
-    """The plan as `--json` prints it."""
-    return {
-        "split_mode": plan.split_mode,
-        "shapes": plan.analysis.shapes,
-        "blocks": len(plan.analysis.partition.blocks),
-        "ranks": [
-            {
-                "device": str(rank.device),
-                "budget_bytes": rank.budget,
-                "blocks": [block.name for block in rank.stage.blocks],
-                "weights_bytes": rank.memory.weights,
-                "activation_bytes": rank.memory.activations,
-                "cache_bytes": rank.memory.cache,
-            }
-            for rank in plan.ranks
-        ],
-        "cut_bytes": [cut.bytes for cut in plan.cuts],
-        "cuts": [{"values": [value.name for value in cut.values], "bytes": cut.bytes} for cut in plan.cuts],
-    }
+    again = [rank.repeated for rank in plan.ranks[1:] if rank.repeated.nodes]
+    if again:
+        nodes, weights = sum(each.nodes for each in again), sum(each.weights for each in again)
+        out.print(f"computed again rather than sent: {nodes} cheap nodes, {format_bytes(weights)} of weights repeated")
+    for warning in plan.warnings:
+        err.print(f"[yellow]warning:[/] {warning}")

@@ -10,15 +10,37 @@ from functools import cached_property
 import onnx_ir as ir
 
 from splitc.compiler.graph import Graph, subgraphs
-from splitc.compiler.shapes import Shape, tensor_bytes
+from splitc.compiler.shapes import BoundShapes, Shape, tensor_bytes
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a device does in a second: floating point operations, and bytes that it reads from or writes to memory."""
+
+    flops: float
+    bytes: float
+
+    @property
+    def name(self) -> str:
+        """For people: what the estimate assumes."""
+        return f"{self.flops / 1e9:.0f} GFLOP/s and {self.bytes / 1e9:.0f} GB/s"
+
+
+# Orders of magnitude, for the shares of time that stages take; a profile measures instead. One CPU core with AVX2.
+NOMINAL = {"cpu": Speed(5e10, 1.5e10)}
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Sizes and work of a graph. `shapes` are the bound shapes of its values by name."""
+    """Sizes and work of a graph with its inputs' shapes bound."""
 
     graph: Graph
-    shapes: Mapping[str, Shape]
+    bound: BoundShapes
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        """The bound shapes of values by name."""
+        return self.bound.shapes
 
     def value_bytes(self, value: ir.Value) -> int:
         """Bytes of a value: from its bound shape, or of the stored tensor for a weight."""
@@ -37,6 +59,19 @@ class Costs:
     def flops(self, node: ir.Node) -> int:
         """Floating point operations of a node; see `node_flops`."""
         return self._flops[node]
+
+    def seconds(self, node: ir.Node, speed: Speed) -> float:
+        """Estimated time of a node: it computes or it moves bytes, whichever takes longer (the roofline model).
+
+        A lookup reads as many bytes of its table as it gives.
+        """
+        given = sum(map(self.value_bytes, node.outputs))
+        reads = self.graph.reads[node]
+        if node.op_type in ("Gather", "GatherElements", "GatherND", "Slice", "Shape"):
+            moved = 2 * given
+        else:
+            moved = given + sum(map(self.value_bytes, reads))
+        return max(self.flops(node) / speed.flops, moved / speed.bytes)
 
     @cached_property
     def _flops(self) -> dict[ir.Node, int]:

@@ -9,8 +9,9 @@ from pathlib import Path
 import onnx_ir as ir
 
 from splitc.compiler.analysis import Analysis, analyze
-from splitc.compiler.memory import StageMemory, stage_memory
-from splitc.compiler.planner import StageCosts, Target, plan_stages
+from splitc.compiler.costs import NOMINAL
+from splitc.compiler.memory import RangeMemory, StageMemory, stage_memory
+from splitc.compiler.planner import OBJECTIVES, Assignment, StageCosts, Target, plan_stages
 from splitc.compiler.shapes import Shape
 from splitc.compiler.split.layer import Stage, split_layers
 from splitc.runtime.devices import Device, free_bytes
@@ -21,13 +22,27 @@ DEFAULT_HEADROOM = 1 << 30
 
 
 @dataclass(frozen=True)
+class Repeated:
+    """What a stage computes again although an earlier one has it, since that is cheaper than to send it."""
+
+    nodes: int
+    flops: int
+    weights: int
+
+
+@dataclass(frozen=True)
 class RankPlan:
-    """One rank: its device, the bytes that it may use, its stage, and what that is predicted to hold."""
+    """One rank: its device, the bytes that it may use, its stage, and what that is predicted to hold and to take.
+
+    `seconds` is the stage's time a run, measured or, as a rule, estimated.
+    """
 
     device: Device
     budget: int
     stage: Stage
     memory: StageMemory
+    seconds: float
+    repeated: Repeated
 
 
 @dataclass(frozen=True)
@@ -40,45 +55,96 @@ class CutPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The decisions for one model: its ranks in pipeline order, and the cuts between them."""
+    """The decisions for one model: its ranks in pipeline order, the cuts between them, and what a user should know."""
 
     analysis: Analysis
     split_mode: str
+    objective: str
+    profiled: bool
     ranks: tuple[RankPlan, ...]
     cuts: tuple[CutPlan, ...]
+    warnings: tuple[str, ...]
 
 
-def plan_model(
-    model: Path,
-    devices: Sequence[Device],
-    *,
-    split_mode: str = "layer",
-    shapes: Mapping[str, Shape] | None = None,
-    tensor_split: Sequence[float] | None = None,
-    memory: Sequence[str] = (),
-    headroom: int = DEFAULT_HEADROOM,
-) -> Plan:
+@dataclass(frozen=True)
+class Request:
+    """What a user asks of a plan.
+
+    `tensor_split` gives the devices' shares of the weights on any scale. `memory` is budgets as the command line takes
+    them (`4GiB`, `cpu0=4GiB`); without, a device's budget is its free memory less `headroom` bytes. `spread` gives
+    every device a stage, even where fewer would do. `profile` measures blocks on the device instead of estimating.
+    """
+
+    split_mode: str = "layer"
+    objective: str = "throughput"
+    shapes: Mapping[str, Shape] | None = None
+    tensor_split: Sequence[float] | None = None
+    memory: Sequence[str] = ()
+    headroom: int = DEFAULT_HEADROOM
+    spread: bool = False
+    profile: bool = False
+    threads: int | None = None
+
+
+def plan_model(model: Path, devices: Sequence[Device], request: Request = Request()) -> Plan:
     """Decide which blocks of the model each device holds.
 
-    `tensor_split` gives the devices' shares on any scale, else they follow the budgets. `memory` is budgets as the
-    command line takes them (`4GiB`, `cpu0=4GiB`); without, a device's budget is its free memory less `headroom`.
-
-    Raises MisuseError for arguments that contradict each other or the model, ModelError for a model that can't be
-    used, DoesNotFitError when the devices can't hold it.
+    Raises MisuseError for a request that contradicts itself or the model, ModelError for a model that can't be used,
+    DoesNotFitError when the devices can't hold it.
     """
-    if split_mode != "layer":
-        raise MisuseError(f"unknown split mode '{split_mode}': there is layer")
-    analysis = analyze(model, shapes or {}, len(devices))
-    budgets = find_budgets(devices, memory, headroom)
-    shares = _shares(tensor_split, budgets)
+    if request.split_mode != "layer":
+        raise MisuseError(f"unknown split mode '{request.split_mode}': there is layer")
+    if request.objective not in OBJECTIVES:
+        raise MisuseError(f"unknown objective '{request.objective}': there are {', '.join(OBJECTIVES)}")
+    budgets = find_budgets(devices, request.memory, request.headroom)
+    analysis = analyze(model, request.shapes or {}, len(devices))
+    seconds = block_seconds(analysis, devices, request)
+    memory = RangeMemory(analysis.costs, analysis.states, analysis.partition)
+    shares = _shares(request.tensor_split, len(devices))
+    costs = StageCosts(
+        names=[block.name for block in analysis.partition.blocks],
+        # Shares that a user gives are of the weights: that is what he sees fill his devices.
+        load=memory.weights if request.tensor_split else lambda start, end: sum(seconds[start:end]),
+        memory=memory.total,
+        cut=memory.cut_bytes.__getitem__,
+        link=lambda _: 0.0,  # CPU devices share their memory
+    )
     targets = [Target(str(device), share, budget) for device, share, budget in zip(devices, shares, budgets)]
-    ends = plan_stages(_stage_costs(analysis), targets)
-    stages = split_layers(analysis.graph, analysis.partition, ends)
+    spread = request.spread or request.tensor_split is not None
+    chosen = plan_stages(costs, targets, objective=request.objective, spread=spread)
+    return make_plan(analysis, [devices[each.target] for each in chosen], chosen, budgets, seconds, request)
+
+
+def make_plan(
+    analysis: Analysis,
+    devices: Sequence[Device],
+    chosen: Sequence[Assignment],
+    budgets: Sequence[int],
+    seconds: Sequence[float],
+    request: Request,
+) -> Plan:
+    """The plan that puts the chosen runs of blocks on the devices, one each, with all that follows from that."""
+    stages = split_layers(analysis.graph, analysis.partition, [each.end for each in chosen])
     ranks = [
-        RankPlan(device, budget, stage, stage_memory(analysis, stage))
-        for device, budget, stage in zip(devices, budgets, stages)
+        RankPlan(
+            device,
+            budgets[each.target],
+            stage,
+            stage_memory(analysis.costs, analysis.states, stage),
+            sum(seconds[each.start : each.end]),
+            _repeated(analysis, stages, number),
+        )
+        for number, (device, each, stage) in enumerate(zip(devices, chosen, stages))
     ]
-    return Plan(analysis, split_mode, tuple(ranks), tuple(_cuts(analysis, stages)))
+    return Plan(
+        analysis,
+        request.split_mode,
+        request.objective,
+        request.profile,
+        tuple(ranks),
+        tuple(_cuts(analysis, stages)),
+        tuple(_warnings(analysis, ranks)),
+    )
 
 
 def find_budgets(devices: Sequence[Device], memory: Sequence[str], headroom: int) -> list[int]:
@@ -89,50 +155,39 @@ def find_budgets(devices: Sequence[Device], memory: Sequence[str], headroom: int
         name, _, amount = text.rpartition("=")
         if name and name not in names:
             raise MisuseError(f"--memory names '{name}', and the devices are {', '.join(names)}")
-        budgets = [
-            parse_bytes(amount) if not name or name == other else budget for other, budget in zip(names, budgets)
-        ]
+        size = parse_bytes(amount)
+        budgets = [size if not name or name == other else budget for other, budget in zip(names, budgets)]
     return budgets
 
 
-def _shares(tensor_split: Sequence[float] | None, budgets: Sequence[int]) -> list[float]:
+def _shares(tensor_split: Sequence[float] | None, count: int) -> list[float]:
     if tensor_split is None:
-        return [max(1, budget) for budget in budgets]
-    if len(tensor_split) != len(budgets):
-        raise MisuseError(f"--tensor-split has {len(tensor_split)} shares, and there are {len(budgets)} devices")
+        return [1.0] * count
+    if len(tensor_split) != count:
+        raise MisuseError(f"--tensor-split has {len(tensor_split)} shares, and there are {count} devices")
     if min(tensor_split) <= 0:
         raise MisuseError("--tensor-split takes shares above 0: leave a device out with -d to give it nothing")
     return list(tensor_split)
 
 
-def _stage_costs(analysis: Analysis) -> StageCosts:
-    """Costs of runs of blocks, from sums over blocks; weights that blocks share count once in a stage."""
-    blocks = analysis.partition.blocks
+def block_seconds(analysis: Analysis, devices: Sequence[Device], request: Request) -> list[float]:
+    """The time of each block, measured where the request says so."""
+    if request.profile:
+        from splitc.compiler.profile import measure_blocks
+
+        return measure_blocks(analysis, devices, request.threads)
+    speed = NOMINAL[devices[0].kind]
+    return [sum(analysis.costs.seconds(node, speed) for node in block.nodes) for block in analysis.partition.blocks]
+
+
+def _repeated(analysis: Analysis, stages: Sequence[Stage], number: int) -> Repeated:
+    """What stage `number` has in common with those before it: free nodes, and weights that more than one reads."""
     costs = analysis.costs
-    first_block = {node: number for number, block in enumerate(blocks) for node in block.nodes}
-    weights = [costs.weights(analysis.partition.with_free(block)) for block in blocks]
-    weight_bytes: dict[tuple[int, int], int] = {}
-    for start in range(len(blocks)):
-        seen: set[ir.Value] = set()
-        total = 0
-        for end in range(start, len(blocks)):
-            new = [weight for weight in weights[end] if weight not in seen]
-            seen.update(new)
-            total += sum(costs.value_bytes(weight) for weight in new)
-            weight_bytes[start, end + 1] = total
-    crossing = [0] * (len(blocks) + 1)
-    for node, number in first_block.items():
-        for value in node.outputs:
-            last = max((first_block.get(user, number) for user in value.consumers()), default=number)
-            for cut in range(number + 1, last + 1):
-                crossing[cut] += costs.value_bytes(value)
-    peaks = [max((sum(map(costs.value_bytes, node.outputs)) for node in block.nodes), default=0) for block in blocks]
-    return StageCosts(
-        names=[block.name for block in blocks],
-        load=lambda start, end: weight_bytes[start, end],
-        memory=lambda start, end: weight_bytes[start, end] + max(peaks[start:end]) + crossing[start] + crossing[end],
-        cut=lambda number: crossing[number],
-    )
+    before = {node for stage in stages[:number] for node in stage.nodes}
+    again = [node for node in stages[number].nodes if node in before]
+    held = set(costs.weights(before))
+    weights = sum(costs.value_bytes(weight) for weight in costs.weights(stages[number].nodes) if weight in held)
+    return Repeated(len(again), sum(map(costs.flops, again)), weights)
 
 
 def _cuts(analysis: Analysis, stages: Sequence[Stage]) -> list[CutPlan]:
@@ -143,3 +198,16 @@ def _cuts(analysis: Analysis, stages: Sequence[Stage]) -> list[CutPlan]:
         values = dict.fromkeys(value for stage in stages[number:] for value in stage.receives if value in made)
         cuts.append(CutPlan(tuple(values), sum(map(analysis.costs.value_bytes, values))))
     return cuts
+
+
+def _warnings(analysis: Analysis, ranks: Sequence[RankPlan]) -> list[str]:
+    """What makes the plan's numbers less than certain."""
+    found = []
+    if uncertain := sorted(analysis.costs.bound.uncertain):
+        found.append(
+            f"the sizes of {len(uncertain)} values depend on data ({uncertain[0]}, ...): memory and time are too low"
+        )
+    for number, rank in enumerate(ranks):
+        if rank.memory.total > rank.budget:
+            found.append(f"rank {number} needs more than the budget of {rank.device}")
+    return found

@@ -7,11 +7,13 @@ import math
 import operator
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Optional
 
 import onnx_ir as ir
 from onnx_shape_inference import OpUsageError, ShapeInferenceError, infer_symbolic_shapes
 
+from splitc.compiler.fold import fold_shapes, take_branches
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.session import format_shape
 
@@ -96,22 +98,30 @@ def _bind_input(value: ir.Value, bindings: Mapping[str, int], past: frozenset[st
     return tuple(sizes)
 
 
-def bound_sizes(model: ir.Model, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """The shape of every value of the main graph, by name, with the inputs' shapes bound to `shapes`.
+@dataclass(frozen=True)
+class BoundShapes:
+    """Shapes of values by name. A size that depends on data (NonZero) counts as 1 and makes the value `uncertain`."""
 
-    A size that depends on data (NonZero), or that inference can't follow, counts as 1. Values of unknown rank are
-    left out.
-    """
+    shapes: Mapping[str, Shape]
+    uncertain: frozenset[str]
+
+
+def bind_shapes(model: ir.Model, inputs: Mapping[str, Shape]) -> BoundShapes:
+    """The shape of every value of the main graph, with those of the inputs bound to `inputs`."""
     bound = model.clone()
     for value in bound.graph.inputs:
-        value.shape = ir.Shape(shapes[value.name or ""])
+        value.shape = ir.Shape(inputs[value.name or ""])
     infer_shapes(bound)
+    # What inference finds lets more of the shape arithmetic be computed, and the other way round.
+    while fold_shapes(bound.graph) + take_branches(bound.graph):
+        infer_shapes(bound)
     values = [*bound.graph.inputs, *(value for node in bound.graph for value in node.outputs)]
-    return {
-        value.name: tuple(size if isinstance(size, int) else 1 for size in value.shape)
-        for value in values
-        if value.name and value.shape is not None
-    }
+    named = {value.name: value for value in values if value.name}
+    shapes = {name: value.shape for name, value in named.items() if value.shape is not None}
+    return BoundShapes(
+        {name: tuple(size if isinstance(size, int) else 1 for size in shape) for name, shape in shapes.items()},
+        frozenset(name for name in named if name not in shapes or not shapes[name].is_static()),
+    )
 
 
 def tensor_bytes(value: ir.Value, shape: Optional[Shape]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +57,21 @@ def save_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
 def make_inputs(inputs: list[Tensor], seed: int = 0) -> dict[str, Array]:
     """Seeded arrays in the shapes that the package was planned for, filled as the compiler found sensible."""
     generator = np.random.default_rng(seed)
-    return {tensor.name: _fill(tensor, generator) for tensor in inputs}
+    return {
+        tensor.name: fill_array(tensor.fill or Fill("normal"), tensor.dtype, tensor.sample_shape or (), generator)
+        for tensor in inputs
+    }
 
 
-def _fill(tensor: Tensor, generator: np.random.Generator) -> Array:
-    shape = tuple(tensor.sample_shape or ())
-    fill = tensor.fill or Fill("normal")
-    dtype = np.dtype(tensor.dtype)
+def fill_array(fill: Fill, dtype: str, shape: Sequence[int], generator: np.random.Generator) -> Array:
+    """An array of this type and shape, filled as `fill` says."""
+    shape = tuple(shape)
     if fill.kind == "ones":
-        return np.ones(shape, dtype)
-    if fill.kind == "positions":
-        return np.broadcast_to(np.arange(shape[-1] if shape else 1), shape).astype(dtype)
-    if fill.kind == "index":
-        return np.asarray(generator.integers(0, fill.below, shape)).astype(dtype)
-    return np.asarray(generator.standard_normal(shape)).astype(dtype)
+        array: Array = np.ones(shape)
+    elif fill.kind == "positions":
+        array = np.broadcast_to(np.arange(shape[-1] if shape else 1), shape)
+    elif fill.kind == "index":
+        array = np.asarray(generator.integers(0, fill.below, shape))
+    else:
+        array = np.asarray(generator.standard_normal(shape))
+    return array.astype(np.dtype(dtype))

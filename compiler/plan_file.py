@@ -1,0 +1,205 @@
+"""`plan.json`: the plan as a file that a person may edit. To move a block, change its number under `blocks`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Optional
+
+import msgspec
+from msgspec import Struct
+
+from splitc.compiler.analysis import analyze
+from splitc.compiler.plan import Plan, Request, block_seconds, make_plan
+from splitc.compiler.planner import Assignment
+from splitc.runtime.devices import parse_devices
+from splitc.runtime.errors import DoesNotFitError, MisuseError
+from splitc.runtime.manifest import Source, hash_file
+from splitc.runtime.units import format_bytes
+
+SCHEMA = 1
+# Weights below this many bytes are not listed.
+LISTED = 64 << 10
+
+
+class RankEntry(Struct, frozen=True):
+    """A rank: its device and budget, which an editor may change, and what was predicted, which is for reading only."""
+
+    device: str
+    budget_bytes: int
+    weights_bytes: int = 0
+    activation_bytes: int = 0
+    cache_bytes: int = 0
+    total_bytes: int = 0
+    seconds: float = 0.0
+
+
+class CutEntry(Struct, frozen=True):
+    """What crosses a cut, for reading only."""
+
+    bytes: int
+    values: list[str]
+
+
+class WeightEntry(Struct, frozen=True):
+    """Where a weight ends up, for reading only: on more than one rank when several read it."""
+
+    bytes: int
+    ranks: list[int]
+    split: str
+
+
+class PlanFile(Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of plan.json. `blocks` maps every block, in the model's order, to the number of its rank.
+
+    `finest` says that the model is cut wherever it can be, instead of into the blocks that repeat.
+    """
+
+    schema: int
+    source: Source
+    split_mode: str
+    objective: str
+    shapes: dict[str, list[int]]
+    ranks: list[RankEntry]
+    finest: bool
+    blocks: dict[str, int]
+    cuts: list[CutEntry] = []
+    warnings: list[str] = []
+    weights: dict[str, WeightEntry] = {}
+
+
+def to_file(plan: Plan) -> PlanFile:
+    """The plan as it is written."""
+    analysis = plan.analysis
+    graph = analysis.graph
+    weights: dict[str, WeightEntry] = {}
+    for number, rank in enumerate(plan.ranks):
+        for weight in analysis.costs.weights(rank.stage.nodes):
+            size = analysis.costs.value_bytes(weight)
+            if size >= LISTED:
+                entry = weights.setdefault(weight.name or "", WeightEntry(size, [], "whole"))
+                entry.ranks.append(number)
+    return PlanFile(
+        schema=SCHEMA,
+        source=Source(graph.path.name, hash_file(graph.path)),
+        split_mode=plan.split_mode,
+        objective=plan.objective,
+        shapes={name: list(shape) for name, shape in analysis.shapes.items()},
+        ranks=[
+            RankEntry(
+                str(rank.device),
+                rank.budget,
+                rank.memory.weights,
+                rank.memory.activations,
+                rank.memory.cache,
+                rank.memory.total,
+                round(rank.seconds, 9),
+            )
+            for rank in plan.ranks
+        ],
+        finest=analysis.partition.finest,
+        blocks={block.name: number for number, rank in enumerate(plan.ranks) for block in rank.stage.blocks},
+        cuts=[CutEntry(cut.bytes, [value.name or "" for value in cut.values]) for cut in plan.cuts],
+        warnings=list(plan.warnings),
+        weights=weights,
+    )
+
+
+def write_plan(plan: Plan, path: Path) -> None:
+    """Write plan.json, all of it or nothing. Raises MisuseError when it can't be written."""
+    aside = path.with_name(f".{path.name}.partial")
+    try:
+        aside.write_bytes(msgspec.json.format(msgspec.json.encode(to_file(plan)), indent=2) + b"\n")
+        aside.replace(path)
+    except OSError as error:
+        raise MisuseError(f"can't write the plan to {path}: {error.strerror}") from error
+
+
+def read_plan(path: Path) -> PlanFile:
+    """Read plan.json. Raises MisuseError when it is no plan, of another schema, or names a block twice."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
+        return msgspec.convert(content, PlanFile)
+    except FileNotFoundError:
+        raise MisuseError(f"no such plan: {path}") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, msgspec.ValidationError) as error:
+        raise MisuseError(f"{path} is no plan: {error}") from error
+    except _Duplicate as error:
+        raise MisuseError(f'{path} has the line "{error.args[0]}" twice') from None
+
+
+class _Duplicate(Exception):
+    """A key that stands twice in one object; json would keep the last without a word."""
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise _Duplicate(f"{key}: {value}")
+        result[key] = value
+    return result
+
+
+# As many blocks as no model has: asks for the finest ones.
+ALL = 1 << 30
+
+
+def plan_from_file(model: Path, path: Path) -> Plan:
+    """The plan that a file describes, for the model that it was made for.
+
+    Raises MisuseError when the file is no plan or contradicts the model, DoesNotFitError when a rank's stage needs
+    more than its budget.
+    """
+    file = read_plan(path)
+    if file.schema != SCHEMA:
+        raise MisuseError(
+            f"{path} has schema version {file.schema}, and this splitc reads version {SCHEMA}: plan again"
+        )
+    if model.is_file() and hash_file(model) != file.source.sha256:
+        raise MisuseError(
+            f"{path} was made for another model ({file.source.name}, SHA-256 {file.source.sha256[:12]}...)"
+        )
+    shapes = {name: tuple(shape) for name, shape in file.shapes.items()}
+    analysis = analyze(model, shapes, ALL if file.finest else 1)
+    chosen = assignments(file, [block.name for block in analysis.partition.blocks])
+    devices = parse_devices([rank.device for rank in file.ranks])
+    request = Request(split_mode=file.split_mode, objective=file.objective)
+    seconds = block_seconds(analysis, devices, request)
+    budgets = [rank.budget_bytes for rank in file.ranks]
+    plan = make_plan(analysis, [devices[each.target] for each in chosen], chosen, budgets, seconds, request)
+    for rank in plan.ranks:
+        if rank.memory.total > rank.budget:
+            need, have = format_bytes(rank.memory.total), format_bytes(rank.budget)
+            first, last = rank.stage.blocks[0].name, rank.stage.blocks[-1].name
+            raise DoesNotFitError(
+                f"{path} puts {first} to {last} on {rank.device}, which needs {need} and may use {have}: "
+                "move blocks to other ranks, or raise its budget_bytes"
+            )
+    return plan
+
+
+def assignments(file: PlanFile, names: Sequence[str]) -> list[Assignment]:
+    """The stages that the plan's blocks make. Raises MisuseError naming the line that contradicts the model."""
+    for name, rank in file.blocks.items():
+        if name not in names:
+            raise MisuseError(f'the plan has the line "{name}: {rank}", and the model has no such block')
+        if not 0 <= rank < len(file.ranks):
+            raise MisuseError(f'the plan has the line "{name}: {rank}", and it has ranks 0 to {len(file.ranks) - 1}')
+    if missing := [name for name in names if name not in file.blocks]:
+        raise MisuseError(f'the plan leaves out the block {missing[0]}: add a line for it under "blocks"')
+    stages: list[Assignment] = []
+    for index, name in enumerate(names):
+        rank = file.blocks[name]
+        last: Optional[Assignment] = stages[-1] if stages else None
+        if last and rank < last.target:
+            raise MisuseError(
+                f'the plan has the line "{name}: {rank}" after a block on rank {last.target}: '
+                "ranks hold consecutive blocks, in their order"
+            )
+        if last and rank == last.target:
+            stages[-1] = Assignment(rank, last.start, index + 1)
+        else:
+            stages.append(Assignment(rank, index, index + 1))
+    return stages

@@ -1,0 +1,106 @@
+"""Measure what each block takes on its device, instead of estimating it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, Optional
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+import onnxruntime as ort
+
+from splitc.compiler.analysis import Analysis
+from splitc.compiler.build.onnxruntime import write_engine
+from splitc.compiler.fills import find_fill
+from splitc.compiler.split.layer import Stage, split_layers, stage_graph
+from splitc.runtime.arrays import fill_array
+from splitc.runtime.devices import Device, threads_for
+from splitc.runtime.engines.onnxruntime import OnnxRuntimeBackend
+from splitc.runtime.manifest import Fill
+
+WARMUP, RUNS = 2, 7
+
+
+def cache_file() -> Path:
+    """Where measured times are kept, by the content of what was measured."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "splitc" / "block_seconds.json"
+
+
+def measure_blocks(analysis: Analysis, devices: Sequence[Device], threads: Optional[int]) -> list[float]:
+    """Median seconds of each block by itself, with the bound shapes and made-up inputs.
+
+    Blocks with the same content (operators, attributes, shapes, types) are measured once, on this machine for ever:
+    the times are kept in `cache_file()`.
+    """
+    count = threads_for(devices, threads)
+    stages = split_layers(analysis.graph, analysis.partition, range(1, len(analysis.partition.blocks) + 1))
+    path = cache_file()
+    known: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
+    keys = [_content(analysis, stage, count) for stage in stages]
+    for key, stage in zip(keys, stages):
+        if key not in known:
+            known[key] = _measure(analysis, stage, count)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            aside = path.with_suffix(f".{os.getpid()}")
+            aside.write_text(json.dumps(known, indent=1))
+            aside.replace(path)
+    return [known[key] for key in keys]
+
+
+def _content(analysis: Analysis, stage: Stage, threads: int) -> str:
+    """A hash of all that a block's time depends on, in which names have no part."""
+    shapes = analysis.costs.shapes
+    lines = [platform.node(), platform.processor(), ort.__version__, str(threads)]
+    for node in stage.nodes:
+        values = [*analysis.graph.reads[node], *node.outputs]
+        attributes = sorted((name, str(attribute.value)) for name, attribute in node.attributes.items())
+        lines.append(repr((node.domain, node.op_type, attributes, [_signature(value, shapes) for value in values])))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _signature(value: ir.Value, shapes: Any) -> str:
+    shape = tuple(value.const_value.shape.numpy()) if value.const_value is not None else shapes.get(value.name)
+    return f"{value.dtype}{shape}"
+
+
+def _measure(analysis: Analysis, stage: Stage, threads: int) -> float:
+    with tempfile.TemporaryDirectory(prefix="splitc-profile-") as folder:
+        path = Path(folder) / "block.onnx"
+        write_engine(stage_graph(analysis.graph, stage), analysis.graph.model, path, lambda _: None)
+        backend = OnnxRuntimeBackend(threads)
+        engine = backend.load(path)
+        feeds = {name: backend.upload(array) for name, array in _inputs(analysis, [*stage.feeds, *stage.receives])}
+        seconds = []
+        for _ in range(WARMUP + RUNS):
+            start = time.perf_counter()
+            engine.run(feeds)
+            seconds.append(time.perf_counter() - start)
+    return median(seconds[WARMUP:])
+
+
+def _inputs(analysis: Analysis, values: Iterable[ir.Value]) -> Iterable[tuple[str, npt.NDArray[Any]]]:
+    """Arrays for a block's inputs. Integers that other blocks make are 0 here, which is valid as any index."""
+    generator = np.random.default_rng(0)
+    for value in values:
+        assert value.dtype is not None
+        dtype = str(value.dtype.numpy())
+        shape = analysis.costs.shapes.get(value.name or "", ())
+        whole = not value.dtype.is_floating_point()
+        fill = (
+            find_fill(analysis.graph, value)
+            if value.is_graph_input()
+            else Fill("index", 1)
+            if whole
+            else Fill("normal")
+        )
+        yield value.name or "", fill_array(fill, dtype, shape, generator)
