@@ -1,7 +1,6 @@
 """Blocks: where a model may be cut, found from its structure.
 
-1. Most of what a graph computes flows through its *spine*. What is cheap to compute from the model's inputs and from
-   constants (masks, rotary tables, shape arithmetic) is *free*: any stage that needs it computes it again.
+1. Most of what a graph computes flows through its *spine*: all that is not free (`splitc.compiler.free`).
 2. In the spine, written in an order in which few bytes are live, the *gaps* between heavy nodes are where it may be
    cut, each at the place where the fewest bytes cross.
 3. The narrowest gaps make segments (attention parts, feed-forward parts), and segments that repeat make blocks.
@@ -20,27 +19,22 @@ from typing import Optional
 import onnx_ir as ir
 
 from splitc.compiler.costs import Costs
+from splitc.compiler.free import find_free, find_shapes, find_upstream
 from splitc.compiler.graph import Graph
 from splitc.compiler.liveness import Liveness, liveness
 
-# A value is free when all that it is computed from costs at most this share of the model, and no more than this
-# many bytes of weights: what K stages repeat then stays small beside what they are.
-FREE_SHARE = 0.01
-FREE_WEIGHT_BYTES = 64 << 20
-# A node is heavy when it holds at least this share of the model's weights or work; cuts lie between heavy nodes.
+# A node is heavy when it holds this share of the model's weights, or does this share of its products and convolutions.
+# Cuts lie between heavy nodes.
 HEAVY_SHARE = 1e-4
 # Gaps are equally narrow when their live bytes differ by no more than this factor.
 LEVEL = 1.25
 # Blocks are alike when they have this share of their operators in common: the first and the last often differ a bit.
 ALIKE = 0.75
 ALIKE_AT_ENDS = 0.5
+# A model is made of blocks that repeat when this share of its nodes is what they have in common.
+REPEATED_SHARE = 2 / 3
 # Blocks that the planner has to choose from, at most, where nothing repeats.
 MOST_BLOCKS = 128
-
-# Operators whose result must not be computed twice.
-RANDOM = frozenset(
-    {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
-)
 
 
 @dataclass(frozen=True)
@@ -86,58 +80,6 @@ def find_blocks(graph: Graph, costs: Costs, wanted: int = 1) -> Partition:
         widest_last = sorted(gaps, key=lambda gap: gap.bytes)
         blocks = _plain_blocks(spine, sorted(gap.last for gap in widest_last[: MOST_BLOCKS - 1]))
     return Partition(tuple(blocks), finest, free, shapes, upstream)
-
-
-def find_free(graph: Graph, costs: Costs, shapes: frozenset[ir.Node]) -> frozenset[ir.Node]:
-    """The nodes whose whole ancestry is cheap, so that each stage may compute them again (see FREE_SHARE).
-
-    What depends on weights alone (a transposed or dequantized weight) is free whatever it costs: the engine folds it.
-    So are the Shape nodes `shapes`: a stage that lacks the value finds its sizes elsewhere.
-    """
-    most_flops = FREE_SHARE * sum(costs.flops(node) for node in graph.nodes)
-    most_bytes = min(FREE_SHARE * costs.weight_bytes(graph.nodes), FREE_WEIGHT_BYTES)
-    # For each free node, those that must be computed for it. Empty where nothing is computed at run time.
-    cones: dict[ir.Node, frozenset[ir.Node]] = {}
-    constant: set[ir.Node] = set()
-    for node in graph.nodes:
-        if node in shapes:
-            cones[node] = frozenset()
-            continue
-        producers = [producer for value in graph.reads[node] if (producer := value.producer()) is not None]
-        if node.op_type in RANDOM or not all(producer in cones for producer in producers):
-            continue
-        if all(value.is_initializer() or value.producer() in constant for value in graph.reads[node]):
-            constant.add(node)
-            cones[node] = frozenset()
-            continue
-        cone = frozenset((node,)).union(*(cones[producer] for producer in producers))
-        if sum(map(costs.flops, cone)) <= most_flops and costs.weight_bytes(cone) <= most_bytes:
-            cones[node] = cone
-    return frozenset(cones)
-
-
-def find_upstream(
-    graph: Graph, free: frozenset[ir.Node], shapes: frozenset[ir.Node], spine: Sequence[ir.Node]
-) -> dict[ir.Node, frozenset[ir.Node]]:
-    """For each node of the spine the free nodes above it."""
-    cones: dict[ir.Node, frozenset[ir.Node]] = {}
-    for node in graph.nodes:
-        producers = (value.producer() for value in graph.reads[node])
-        above = frozenset[ir.Node]().union(*(cones[p] for p in producers if p in free))
-        cones[node] = above if node not in free else frozenset([node]) if node in shapes else above | {node}
-    return {node: cones[node] for node in spine}
-
-
-def find_shapes(graph: Graph) -> frozenset[ir.Node]:
-    """The Shape nodes all of whose sizes are numbers or sizes of the model's inputs."""
-    inputs = (size for value in graph.graph.inputs for size in value.shape or ())
-    known = {size.value for size in inputs if isinstance(size, ir.SymbolicDim) and size.value}
-
-    def is_known(value: Optional[ir.Value]) -> bool:
-        shape = value.shape if value is not None else None
-        return shape is not None and all(isinstance(size, int) or size.value in known for size in shape)
-
-    return frozenset(node for node in graph.nodes if node.op_type == "Shape" and is_known(node.inputs[0]))
 
 
 def order_spine(graph: Graph, costs: Costs, free: frozenset[ir.Node]) -> list[ir.Node]:
@@ -186,10 +128,12 @@ def find_gaps(
     costs: Costs, spine: Sequence[ir.Node], live: Liveness, upstream: Mapping[ir.Node, frozenset[ir.Node]]
 ) -> list[Gap]:
     """The narrowest place between each two heavy nodes that follow each other."""
-    flops = [costs.flops(node) for node in spine]
+    products = [costs.flops(node) if costs.is_product(node) else 0 for node in spine]
     weights = [costs.weight_bytes([node, *upstream[node]]) for node in spine]
-    most_flops, most_weights = HEAVY_SHARE * sum(flops), HEAVY_SHARE * sum(weights)
-    marks = [index for index in range(len(spine)) if flops[index] > most_flops or weights[index] > most_weights]
+    most_flops, most_weights = HEAVY_SHARE * sum(products), HEAVY_SHARE * sum(weights)
+    marks = [index for index in range(len(spine)) if products[index] > most_flops or weights[index] > most_weights]
+    if len(marks) < 2:  # nothing but light nodes: any place is as good
+        marks = list(range(len(spine)))
     gaps = []
     for before, after in zip(marks, marks[1:]):
         width = min(live.bytes[before + 1 : after + 1])
@@ -214,7 +158,7 @@ class Repetition:
 
 
 def _repeated_blocks(spine: Sequence[ir.Node], gaps: Sequence[Gap]) -> list[Block]:
-    """Prologue, repeated blocks and epilogue; nothing where what repeats is less than half of the spine.
+    """Prologue, repeated blocks and epilogue; nothing where too little repeats (see REPEATED_SHARE).
 
     Only narrow gaps may delimit a block. How narrow is not known beforehand, so the limit goes up until about as much
     of the spine repeats as ever will: at the width of the residual stream, as a rule.
@@ -228,9 +172,11 @@ def _repeated_blocks(spine: Sequence[ir.Node], gaps: Sequence[Gap]) -> list[Bloc
             if repetition := find_repetition(spine, narrow):
                 found.append((repetition, narrow))
     most = max((repetition.covered for repetition, _ in found), default=0)
-    if 2 * most < len(spine) or not most:
+    if not found:
         return []
     repetition, narrow = next(each for each in found if each[0].covered >= 0.9 * most)
+    if repetition.shared < REPEATED_SHARE * len(spine):
+        return []
     # A cut goes to the end of a level stretch: a norm stays with the addition before it, as fusions want it.
     places = [0, *(gap.last for gap in narrow), len(spine)]
     return _name_blocks(spine, [places[bound] for bound in repetition.bounds])

@@ -60,6 +60,11 @@ class Costs:
         """Floating point operations of a node; see `node_flops`."""
         return self._flops[node]
 
+    def is_product(self, node: ir.Node) -> bool:
+        """Whether a node does more than go over its elements, as products and convolutions do."""
+        elements = sum(math.prod(self.shapes.get(value.name or "", ())) for value in node.outputs)
+        return self.flops(node) > 2 * elements
+
     def seconds(self, node: ir.Node, speed: Speed) -> float:
         """Estimated time of a node: it computes or it moves bytes, whichever takes longer (the roofline model).
 

@@ -17,8 +17,8 @@ from splitc.runtime.errors import DoesNotFitError, MisuseError
 from splitc.runtime.units import format_bytes
 
 OBJECTIVES = ("throughput", "latency")
-# Loads that differ by less than this share are the same: estimates are not that good.
-EVEN = 1e-6
+# Loads that differ by less than this share are the same.
+SAME = 1e-9
 
 Floats = npt.NDArray[np.float64]
 
@@ -57,9 +57,16 @@ class Assignment:
 
 
 def plan_stages(
-    costs: StageCosts, targets: Sequence[Target], *, objective: str = "throughput", spread: bool = False
+    costs: StageCosts,
+    targets: Sequence[Target],
+    *,
+    objective: str = "throughput",
+    spread: bool = False,
+    slack: float = 0.0,
 ) -> list[Assignment]:
     """The best stages, in order. With `spread` every target gets one.
+
+    For throughput the slowest stage may be slower than need be by the share `slack`, where that saves stages or bytes.
 
     Raises DoesNotFitError when no way to cut fits the budgets, MisuseError for `spread` over more targets than blocks.
     """
@@ -76,7 +83,8 @@ def plan_stages(
         best = _search(loads, np.add, links, spread)
     else:
         slowest = _search(loads, np.maximum, links, spread)
-        best = slowest and _most_even(loads, links, [costs.cut(i) for i in range(count)], slowest[0], spread)
+        cut_bytes = [costs.cut(i) for i in range(count)]
+        best = slowest and _most_even(loads, links, cut_bytes, slowest[0] * (1 + slack), spread)
     if best is None:
         raise DoesNotFitError(explain_misfit(costs, targets))
     return best[1]
@@ -138,7 +146,7 @@ def _most_even(
     loads: Floats, links: Floats, cut_bytes: Sequence[int], slowest: float, spread: bool
 ) -> tuple[float, list[Assignment]] | None:
     """Of the chains with no stage or link slower than `slowest`: the fewest stages, then bytes, then the most even."""
-    limit = slowest * (1 + EVEN)
+    limit = slowest * (1 + SAME)
     size = 1.0 + sum(cut_bytes)
     # A stage outweighs all bytes, and bytes outweigh the squares of the loads, which add up to one a stage at most.
     evenness = (loads / max(limit, np.finfo(float).tiny)) ** 2 / (len(loads) + 1)

@@ -1,0 +1,93 @@
+"""Small models, and what the tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from models.llama import Size, build
+from models.writer import save
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.runtime import Session
+from splitc.runtime.devices import parse_devices
+
+Array = npt.NDArray[Any]
+Arrays = dict[str, Array]
+
+DECODER = Size(layers=4, hidden=64, heads=4, kv_heads=2, feed_forward=160, vocabulary=96)
+
+
+@pytest.fixture(scope="session")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A decoder of four layers with its weights beside it."""
+    path = tmp_path_factory.mktemp("decoder") / "decoder.onnx"
+    save(build(DECODER), path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def package(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The decoder as a package of three stages."""
+    path = tmp_path_factory.mktemp("package") / "decoder"
+    compile_model(plan_model(decoder, parse_devices(["3xcpu"])), path)
+    return path
+
+
+def decoder_feeds(batch: int = 2, new: int = 3, past: int = 5) -> Arrays:
+    """Feeds for the decoder, from a seed."""
+    generator = np.random.default_rng(0)
+    cache = (batch, DECODER.kv_heads, past, DECODER.head)
+    feeds: Arrays = {
+        "input_ids": generator.integers(0, DECODER.vocabulary, (batch, new)),
+        "attention_mask": np.ones((batch, past + new), np.int64),
+        "position_ids": np.broadcast_to(np.arange(past, past + new), (batch, new)).copy(),
+    }
+    for layer in range(DECODER.layers):
+        for part in ("key", "value"):
+            feeds[f"past_key_values.{layer}.{part}"] = generator.standard_normal(cache).astype(np.float32)
+    return feeds
+
+
+def run_whole(model: Path, feeds: Mapping[str, Array]) -> Arrays:
+    """What ONNX Runtime gives for the unsplit model."""
+    session = ort.InferenceSession(str(model), providers=["CPUExecutionProvider"])
+    used = {value.name: feeds[value.name] for value in session.get_inputs()}
+    return dict(zip((value.name for value in session.get_outputs()), session.run(None, used)))
+
+
+def run_split(model: Path, folder: Path, devices: str, feeds: Mapping[str, Array], **request: Any) -> Arrays:
+    """What a package made of the model gives."""
+    shapes = {name: array.shape for name, array in feeds.items()}
+    plan = plan_model(model, parse_devices([devices]), Request(shapes=shapes, **request))
+    compile_model(plan, folder, force=True)
+    with Session(folder) as session:
+        return session.run(feeds)
+
+
+def assert_close(actual: Mapping[str, Array], expected: Mapping[str, Array], tolerance: float = 1e-5) -> None:
+    """Same names, types, shapes, and values within `tolerance` of each output's largest."""
+    assert list(actual) == list(expected)
+    for name, array in expected.items():
+        assert actual[name].dtype == array.dtype
+        assert actual[name].shape == array.shape
+        largest = float(np.abs(array).max()) if array.size and array.dtype != np.bool_ else 0.0
+        np.testing.assert_allclose(actual[name], array, rtol=0, atol=tolerance * largest, err_msg=name)
+
+
+@pytest.fixture
+def write_model(tmp_path: Path) -> Callable[[str], Path]:
+    """Write a model given in ONNX's text form; the weights that it declares are random where it gives no values."""
+
+    def write(text: str) -> Path:
+        path = tmp_path / "model.onnx"
+        ir.save(ir.from_onnx_text(text), path)
+        return path
+
+    return write

@@ -1,0 +1,40 @@
+import pytest
+
+from splitc.runtime.devices import list_devices, parse_devices, threads_for
+from splitc.runtime.errors import MisuseError
+
+
+@pytest.mark.parametrize(
+    ("texts", "names"),
+    [
+        (["cpu0", "cpu1"], ["cpu0", "cpu1"]),
+        (["cpu0&cpu1"], ["cpu0", "cpu1"]),
+        (["cpu:0", "CPU1"], ["cpu0", "cpu1"]),
+        (["3xcpu"], ["cpu0", "cpu1", "cpu2"]),
+        (["cpu4", "cpu4"], ["cpu4", "cpu4"]),
+    ],
+)
+def test_names_are_read_as_users_write_them(texts: list[str], names: list[str]) -> None:
+    assert [str(device) for device in parse_devices(texts)] == names
+
+
+@pytest.mark.parametrize("text", ["cup0", "cpu", "0xcpu", "xcpu", "cpu-1", ""])
+def test_unknown_name_says_which_exist(text: str) -> None:
+    with pytest.raises(MisuseError, match="there are cpu0, cpu1"):
+        parse_devices([text])
+
+
+def test_no_device_says_how_to_name_one() -> None:
+    with pytest.raises(MisuseError, match="-d cpu0"):
+        parse_devices([])
+
+
+def test_threads_are_divided_unless_given() -> None:
+    devices = parse_devices(["1000xcpu"])
+    assert threads_for(devices, None) == 1
+    assert threads_for(devices, 3) == 3
+
+
+def test_machine_has_memory() -> None:
+    (cpu,) = list_devices()
+    assert 0 < cpu.free_bytes <= cpu.total_bytes
