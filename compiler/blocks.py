@@ -94,7 +94,8 @@ def order_spine(graph: Graph, costs: Costs, free: frozenset[ir.Node]) -> list[ir
 
 
 def _live(graph: Graph, costs: Costs, spine: Sequence[ir.Node]) -> Liveness:
-    return liveness(spine, graph.reads.__getitem__, costs.value_bytes)
+    # A value of unknown size counts as one byte, so that it is not taken for nothing.
+    return liveness(spine, graph.reads.__getitem__, lambda value: max(1, costs.value_bytes(value)))
 
 
 def _depth_first(graph: Graph, free: frozenset[ir.Node]) -> list[ir.Node]:

@@ -44,13 +44,20 @@ class Costs:
 
     def value_bytes(self, value: ir.Value) -> int:
         """Bytes of a value: from its bound shape, or of the stored tensor for a weight."""
-        if value.const_value is not None:
-            return value.const_value.nbytes
-        return tensor_bytes(value, self.shapes.get(value.name or ""))
+        size = self._bytes.get(value)
+        if size is None:
+            tensor = value.const_value
+            size = tensor.nbytes if tensor is not None else tensor_bytes(value, self.shapes.get(value.name or ""))
+            self._bytes[value] = size
+        return size
+
+    @cached_property
+    def _bytes(self) -> dict[ir.Value, int]:
+        return {}
 
     def weight_bytes(self, nodes: Iterable[ir.Node]) -> int:
         """Bytes of the weights that the nodes read, each counted once."""
-        return sum(value.const_value.nbytes for value in self.weights(nodes) if value.const_value is not None)
+        return sum(map(self.value_bytes, self.weights(nodes)))
 
     def weights(self, nodes: Iterable[ir.Node]) -> list[ir.Value]:
         """The weights that the nodes read, each once."""

@@ -1,4 +1,4 @@
-"""Free nodes: what is cheap to compute from the model's inputs and from constants (masks, rotary tables, shape arithmetic).
+"""Free nodes: what is cheap to compute from the model's inputs and from constants: masks, rotary tables, shapes.
 
 Any stage that needs a free value computes it again, so that it does not cross a cut.
 """

@@ -20,10 +20,14 @@ class Interval:
 
 @dataclass(frozen=True)
 class Liveness:
-    """The values that cross each gap of a sequence of nodes, and their bytes."""
+    """The values that cross each gap of a sequence of nodes, and their bytes.
+
+    `running` is, for each node, the bytes alive while it runs: what crosses the gap before it, and what it makes.
+    """
 
     crossing: tuple[tuple[Interval, ...], ...]
     bytes: tuple[int, ...]
+    running: tuple[int, ...]
 
 
 def liveness(
@@ -31,10 +35,7 @@ def liveness(
     reads: Callable[[ir.Node], Iterable[ir.Value]],
     size: Callable[[ir.Value], int],
 ) -> Liveness:
-    """Liveness of what the nodes make for each other; what comes from elsewhere does not count.
-
-    A value of unknown size counts as one byte, so that it is not taken for nothing.
-    """
+    """Liveness of what the nodes make for each other; what comes from elsewhere does not count."""
     position = {node: index for index, node in enumerate(nodes)}
     death: dict[ir.Value, int] = {}
     for index, node in enumerate(nodes):
@@ -45,7 +46,9 @@ def liveness(
     for value, end in death.items():
         producer = value.producer()
         assert producer is not None
-        interval = Interval(value, max(1, size(value)), position[producer], end)
+        interval = Interval(value, size(value), position[producer], end)
         for gap in range(interval.birth + 1, end + 1):
             crossing[gap].append(interval)
-    return Liveness(tuple(map(tuple, crossing)), tuple(sum(i.bytes for i in gap) for gap in crossing))
+    alive = [sum(interval.bytes for interval in gap) for gap in crossing]
+    running = [before + sum(map(size, node.outputs)) for before, node in zip(alive, nodes)]
+    return Liveness(tuple(map(tuple, crossing)), tuple(alive), tuple(running))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -41,7 +42,7 @@ def stage_memory(costs: Costs, states: Sequence[State], stage: Stage) -> StageMe
     return StageMemory(
         weights=costs.weight_bytes(stage.nodes),
         activations=sum(costs.value_bytes(value) for value in ends if value.name not in names)
-        + max(inside.bytes, default=0),
+        + max(inside.running, default=0),
         cache=sum(costs.value_bytes(value) for value in ends if value.name in names),
     )
 
@@ -60,52 +61,52 @@ class RangeMemory:
     def __init__(self, costs: Costs, states: Sequence[State], partition: Partition) -> None:
         self._costs = costs
         blocks = partition.blocks
-        home = {node: number for number, block in enumerate(blocks) for node in block.nodes}
         names = state_names(states)
+        outputs = frozenset(costs.graph.graph.outputs)
         self._weights = [frozenset(costs.weights(partition.with_free(block))) for block in blocks]
         self._weight_bytes: dict[tuple[int, int], int] = {}
-        self._cache = [0] * len(blocks)
-        self._ends = [0] * len(blocks)
-        self.cut_bytes = [0] * (len(blocks) + 1)
         self._free = [self._free_values(block.nodes, partition) for block in blocks]
-        outputs = frozenset(costs.graph.graph.outputs)
+        # What the caller feeds a block and gets from it.
+        self._cache, self._ends = [0] * len(blocks), [0] * len(blocks)
         for number, block in enumerate(blocks):
-            nodes = partition.with_free(block)
-            feeds = {value for node in nodes for value in costs.graph.reads[node] if value.is_graph_input()}
-            made = {value for node in block.nodes for value in node.outputs if value in outputs}
-            for value in feeds | made:
+            reads = {value for node in partition.with_free(block) for value in costs.graph.reads[node]}
+            made = {value for node in block.nodes for value in node.outputs}
+            for value in {value for value in reads if value.is_graph_input()} | (made & outputs):
                 held = self._cache if value.name in names else self._ends
                 held[number] += costs.value_bytes(value)
-        for value, (first, last) in self._block_spans(home).items():
-            for cut in range(first + 1, last + 1):
-                self.cut_bytes[cut] += costs.value_bytes(value)
-        self._peaks = self._block_peaks(partition, home)
-
-    def _block_spans(self, home: Mapping[ir.Node, int]) -> dict[ir.Value, tuple[int, int]]:
-        """For each value that a block makes, its block and the last one that reads it."""
-        spans: dict[ir.Value, tuple[int, int]] = {}
-        for node, number in home.items():
-            for value in self._costs.graph.reads[node]:
-                producer = value.producer()
-                if producer is not None and producer in home:
-                    first, last = spans.get(value, (home[producer], 0))
-                    spans[value] = first, max(last, number)
-        return spans
+        home = {node: number for number, block in enumerate(blocks) for node in block.nodes}
+        # What crosses each cut: the value, the block that makes it, and those that read it.
+        self._crossing: list[list[tuple[ir.Value, int, set[int]]]] = [[] for _ in range(len(blocks) + 1)]
+        for value, (maker, readers) in self._uses(home).items():
+            for cut in range(maker + 1, max(readers) + 1):
+                self._crossing[cut].append((value, maker, readers))
+        self.cut_bytes = [sum(costs.value_bytes(value) for value, _, _ in crossing) for crossing in self._crossing]
+        passing = {value for crossing in self._crossing for value, _, _ in crossing}
+        self._inside = self._peaks_inside(partition, passing | outputs)
 
     def _free_values(self, nodes: Iterable[ir.Node], partition: Partition) -> frozenset[ir.Value]:
         """What free nodes make that the blocks' nodes read: it may live as long as the stage."""
         reads = (value for node in nodes for value in self._costs.graph.reads[node])
         return frozenset(value for value in reads if value.producer() in partition.free)
 
-    def _block_peaks(self, partition: Partition, home: Mapping[ir.Node, int]) -> list[int]:
-        """For each block the most bytes that are alive within it, what passes by included."""
-        spine = [node for block in partition.blocks for node in block.nodes]
-        live = liveness(spine, self._costs.graph.reads.__getitem__, self._costs.value_bytes).bytes
-        peaks = [0] * len(partition.blocks)
-        for position, node in enumerate(spine):
-            after = live[position + 1] if position + 1 < len(live) else 0
-            peaks[home[node]] = max(peaks[home[node]], live[position], after)
-        return peaks
+    def _uses(self, home: Mapping[ir.Node, int]) -> dict[ir.Value, tuple[int, set[int]]]:
+        """For each value that a block makes that block, and those that read it."""
+        uses: dict[ir.Value, tuple[int, set[int]]] = {}
+        for node, number in home.items():
+            for value in self._costs.graph.reads[node]:
+                producer = value.producer()
+                if producer is not None and producer in home:
+                    uses.setdefault(value, (home[producer], set()))[1].add(number)
+        return uses
+
+    def _peaks_inside(self, partition: Partition, ends: AbstractSet[ir.Value]) -> list[int]:
+        """For each block the most bytes alive of what is made and read in it alone."""
+
+        def size(value: ir.Value) -> int:
+            return 0 if value in ends else self._costs.value_bytes(value)
+
+        reads = self._costs.graph.reads.__getitem__
+        return [max(liveness(block.nodes, reads, size).running, default=0) for block in partition.blocks]
 
     def weights(self, start: int, end: int) -> int:
         """Bytes of the weights of the blocks from `start` to before `end`; one that several read counts once."""
@@ -120,7 +121,14 @@ class RangeMemory:
 
     def total(self, start: int, end: int) -> int:
         """Bytes of weights, cache and activations of the blocks from `start` to before `end`."""
+        size = self._costs.value_bytes
         free = frozenset[ir.Value]().union(*self._free[start:end])
-        held = sum(self._ends[start:end]) + self.cut_bytes[start] + self.cut_bytes[end]
-        activations = held + max(self._peaks[start:end]) + sum(map(self._costs.value_bytes, free))
+        held = {value for value, _, readers in self._crossing[start] if any(start <= r < end for r in readers)}
+        held |= {value for value, maker, _ in self._crossing[end] if maker >= start}
+        running = 0
+        for number in range(start, end):
+            inner = [cut for cut in (number, number + 1) if start < cut < end]
+            passing = {value for cut in inner for value, maker, _ in self._crossing[cut] if maker >= start}
+            running = max(running, self._inside[number] + sum(map(size, passing - held)))
+        activations = sum(self._ends[start:end]) + running + sum(map(size, free | held))
         return self.weights(start, end) + sum(self._cache[start:end]) + activations

@@ -113,7 +113,7 @@ def bind_shapes(model: ir.Model, inputs: Mapping[str, Shape]) -> BoundShapes:
         value.shape = ir.Shape(inputs[value.name or ""])
     infer_shapes(bound)
     # What inference finds lets more of the shape arithmetic be computed, and the other way round.
-    while fold_shapes(bound.graph) + take_branches(bound.graph):
+    while not _is_known(bound.graph) and fold_shapes(bound.graph) + take_branches(bound.graph):
         infer_shapes(bound)
     values = [*bound.graph.inputs, *(value for node in bound.graph for value in node.outputs)]
     named = {value.name: value for value in values if value.name}
@@ -122,6 +122,10 @@ def bind_shapes(model: ir.Model, inputs: Mapping[str, Shape]) -> BoundShapes:
         {name: tuple(size if isinstance(size, int) else 1 for size in shape) for name, shape in shapes.items()},
         frozenset(name for name in named if name not in shapes or not shapes[name].is_static()),
     )
+
+
+def _is_known(graph: ir.Graph) -> bool:
+    return all(value.shape is not None and value.shape.is_static() for node in graph for value in node.outputs)
 
 
 def tensor_bytes(value: ir.Value, shape: Optional[Shape]) -> int:

@@ -191,6 +191,7 @@ def _compute_borrowed(result: ir.Graph, stage: Stage, inputs: Sequence[ir.Value]
     """Make each borrowed shape vector from the sizes of the stage's inputs, and take it off the inputs."""
     own = dict(zip(inputs, result.inputs))
     nodes: list[ir.Node] = []
+    renamed: dict[ir.Value, str] = {}
     for original, placeholder in zip(stage.borrowed, result.inputs[len(inputs) :]):
         pieces = []
         for size in _borrowed_shape(original):
@@ -205,15 +206,17 @@ def _compute_borrowed(result: ir.Graph, stage: Stage, inputs: Sequence[ir.Value]
             pieces.append(piece.outputs[0])
         joined = ir.node("Concat", pieces, {"axis": 0})
         nodes.append(joined)
-        placeholder.replace_all_uses_with(joined.outputs[0])
         joined.outputs[0].type = ir.TensorType(ir.DataType.INT64)
+        placeholder.replace_all_uses_with(joined.outputs[0], replace_graph_outputs=True)
+        if joined.outputs[0].is_graph_output():
+            renamed[joined.outputs[0]] = original.name or ""
     if not nodes:
         return
     del result.inputs[len(inputs) :]
     for number, node in enumerate(nodes):
         node.name = f"splitc_sizes_{number}"
         for value in node.outputs:
-            value.name = f"splitc_sizes_{number}"
+            value.name = renamed.get(value, f"splitc_sizes_{number}")
     first = result[0] if len(result) else None
     if first is None:
         result.extend(nodes)

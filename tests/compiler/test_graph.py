@@ -121,7 +121,9 @@ def test_captured_values_are_read(write_model: WriteModel) -> None:
         """<ir_version: 8, opset_import: ["" : 17]>
         g (float[2] x, bool c) => (float[2] y) <float[2] w = {1, 2}>
         { a = Neg(x)
-          y = If(c) < then_branch = t () => (float[2] u) { u = Add(a, w) }, else_branch = e () => (float[2] v) { v = Identity(a) } > }"""
+          y = If(c) <
+            then_branch = t () => (float[2] u) { u = Add(a, w) },
+            else_branch = e () => (float[2] v) { v = Identity(a) } > }"""
     )
     graph = open_graph(path)
     assert {value.name for value in graph.reads[graph.nodes[-1]]} == {"a", "w", "c"}

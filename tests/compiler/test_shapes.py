@@ -78,7 +78,8 @@ def test_branch_that_is_not_taken_does_not_matter(write_model: WriteModel) -> No
     """Squeeze of an axis that has one element only when the other branch is taken."""
     path = write_model(
         """<ir_version: 8, opset_import: ["" : 17]>
-        g (float["n", 3] x) => (float["k"] y) <int64 zero = {0}, int64 one = {1}, int64[1] axis = {0}, int64[1] flat = {-1}>
+        g (float["n", 3] x) => (float["k"] y)
+        <int64 zero = {0}, int64 one = {1}, int64[1] axis = {0}, int64[1] flat = {-1}>
         { s = Shape(x)
           n = Gather(s, zero)
           single = Equal(n, one)

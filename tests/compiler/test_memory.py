@@ -1,0 +1,59 @@
+"""What a stage is predicted to hold, against sizes counted by hand and against the planner's bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from splitc.compiler import Request, plan_model
+from splitc.compiler.analysis import analyze
+from splitc.compiler.memory import RangeMemory, stage_memory
+from splitc.compiler.split.layer import split_layers
+from splitc.runtime.devices import parse_devices
+from splitc.runtime.errors import DoesNotFitError
+
+
+def test_sizes_are_those_counted_by_hand(write_model: Callable[[str], Path]) -> None:
+    """x [4, 8] -> a [4, 16] -> b [4, 16] -> y [4, 2], in float32: a and b live together, beside x and y throughout."""
+    path = write_model(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        g (float["n", 8] x) => (float["n", 2] y) <int64[2] sizes = {2, 14}>
+        { a = Concat <axis = 1> (x, x)
+          b = Softmax(a)
+          y, rest = Split <axis = 1> (b, sizes) }"""
+    )
+    analysis = analyze(path, {"x": (4, 8)}, 1)
+    (stage,) = split_layers(analysis.graph, analysis.partition, [len(analysis.partition.blocks)])
+    memory = stage_memory(analysis.costs, analysis.states, stage)
+    assert memory.weights == 2 * 8
+    assert memory.cache == 0
+    assert memory.activations == 4 * 8 * 4 + 4 * 2 * 4 + 2 * (4 * 16 * 4)
+
+
+def test_cache_is_both_past_and_present(decoder: Path) -> None:
+    shapes = {"input_ids": (2, 3), "past_key_values.0.key": (2, 2, 5, 16)}
+    plan = plan_model(decoder, parse_devices(["2xcpu"]), Request(shapes=shapes))
+    one_layer = 2 * (2 * 2 * (5 + 8) * 16 * 4)
+    assert [rank.memory.cache for rank in plan.ranks] == [2 * one_layer, 2 * one_layer]
+
+
+def test_bound_for_the_planner_is_never_too_small(decoder: Path) -> None:
+    analysis = analyze(decoder, {"input_ids": (2, 16)}, 12)
+    quick = RangeMemory(analysis.costs, analysis.states, analysis.partition)
+    count = len(analysis.partition.blocks)
+    for start in range(count):
+        for end in range(start + 1, count + 1):
+            ends = sorted({start, end, count} - {0})
+            stage = split_layers(analysis.graph, analysis.partition, ends)[ends.index(end)]
+            exact = stage_memory(analysis.costs, analysis.states, stage)
+            assert exact.weights == quick.weights(start, end)
+            assert exact.total <= quick.total(start, end) <= 2 * exact.total + 4096
+
+
+def test_longer_inputs_need_more_and_may_not_fit(decoder: Path) -> None:
+    devices = parse_devices(["2xcpu"])
+    assert plan_model(decoder, devices, Request(memory=["1MiB"], shapes={"input_ids": (1, 16)})).ranks
+    with pytest.raises(DoesNotFitError, match="the first block that does not fit|The first block that does not fit"):
+        plan_model(decoder, devices, Request(memory=["1MiB"], shapes={"input_ids": (8, 512)}))
