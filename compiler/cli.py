@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Callable, NoReturn, Optional
 
 import typer
+from rich.bar import Bar
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.progress_bar import ProgressBar
 
 from splitc.runtime.cli import JSON, RANK_SIZES, app, block_range, print_cuts
 from splitc.runtime.devices import parse_devices
@@ -172,19 +172,26 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
 
 def _print_plan(plan: Plan) -> None:
     """Who holds what, against the budgets, and what crosses the cuts."""
-    rows = table("rank", "blocks", *RANK_SIZES, "budget", " ", "time", right=(*RANK_SIZES, " ", "time"))
+    rows = table("rank", "blocks", *RANK_SIZES, "of budget", "", "time", right=(*RANK_SIZES, "", "time"))
     all_seconds = sum(rank.seconds for rank in plan.ranks) or 1.0
     for number, rank in enumerate(plan.ranks):
-        memory = rank.memory
+        memory, budget = rank.memory, max(1, rank.budget)
         rows.add_row(
             f"{number} {rank.device}",
             block_range([block.name for block in rank.stage.blocks]),
             *map(format_bytes, (memory.weights, memory.activations, memory.cache)),
-            ProgressBar(total=max(1, rank.budget), completed=memory.total, width=8),
-            f"{memory.total / max(1, rank.budget):.0%} of {format_bytes(rank.budget)}",
+            Bar(size=budget, begin=0, end=memory.total, width=9),
+            f"{memory.total / budget:.0%}",
             f"{rank.seconds / all_seconds:.0%}",
         )
+    memories = [rank.memory for rank in plan.ranks]
+    totals = (sum(m.weights for m in memories), sum(m.activations for m in memories), sum(m.cache for m in memories))
+    rows.add_row("all", "", *map(format_bytes, totals), style="dim")
     out.print(rows)
+    budgets = {str(rank.device): format_bytes(rank.budget) for rank in plan.ranks}
+    same = len(set(budgets.values())) == 1
+    listed = f"{next(iter(budgets.values()))} each" if same else ", ".join(f"{d} {b}" for d, b in budgets.items())
+    out.print(f"budget: {listed}")
     print_cuts([([value.name or "" for value in cut.values], cut.bytes) for cut in plan.cuts])
     again = [rank.repeated for rank in plan.ranks[1:] if rank.repeated.nodes]
     if again:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from typing import Optional
 
 import numpy as np
 import onnx_ir as ir
+
+if __package__ in (None, ""):  # run as a script: its siblings are not on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from models.writer import Writer, save
 

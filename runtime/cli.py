@@ -190,7 +190,8 @@ def _print_bench(result: BenchResult) -> None:
     if other:
         threads = str(result.baseline_threads)
         rows.add_row("unsplit", threads, format_seconds(other.median), format_seconds(other.p90))
-    out.print(f"{own.runs} runs", rows, sep="\n", end="")
+    out.print(f"{own.runs} runs")
+    out.print(rows)
     rows = table("rank", "device", "busy", "waiting", right=("busy", "waiting"))
     for number, rank in enumerate(result.ranks):
         rows.add_row(str(number), rank.device, format_seconds(rank.busy), format_seconds(rank.waiting))
@@ -261,7 +262,7 @@ def _print_manifest(manifest: Manifest) -> None:
         )
 
 
-RANK_SIZES = ("weights", "activation", "cache")
+RANK_SIZES = ("weights", "activ.", "cache")
 
 
 def print_cuts(cuts: Sequence[tuple[Sequence[str], int]]) -> None:

@@ -15,9 +15,18 @@ from rich.table import Table
 
 from splitc.runtime.errors import SplitcError
 
+# Of output that goes to a file or another program, where nothing limits it.
+WIDE = 200
+
+
+def _console(*, stderr: bool) -> Console:
+    console = Console(stderr=stderr, highlight=False)
+    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=WIDE)
+
+
 # Results go to standard output, all else to standard error.
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+out = _console(stderr=False)
+err = _console(stderr=True)
 
 
 def table(*columns: str, right: Sequence[str] = ()) -> Table:

@@ -1,0 +1,118 @@
+"""Writing packages: whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from splitc.compiler import Plan, compile_model, package, plan_model
+from splitc.runtime import MisuseError, Session, SplitcError
+from splitc.runtime.devices import parse_devices
+from splitc.runtime.manifest import read_manifest
+from tests.conftest import assert_close, decoder_feeds, run_whole
+
+
+@pytest.fixture(scope="module")
+def plan(decoder: Path) -> Plan:
+    return plan_model(decoder, parse_devices(["2xcpu"]))
+
+
+def test_manifest_says_what_was_decided(decoder: Path, plan: Plan, tmp_path: Path) -> None:
+    compile_model(plan, tmp_path / "package", threads=3)
+    manifest = read_manifest(tmp_path / "package")
+    assert manifest.threads == 3
+    assert manifest.number_type == "float32"
+    assert manifest.blocks == ["prologue", "layers.0", "layers.1", "layers.2", "layers.3", "epilogue"]
+    assert [rank.device for rank in manifest.ranks] == ["cpu0", "cpu1"]
+    assert [rank.weights_bytes for rank in manifest.ranks] == [rank.memory.weights for rank in plan.ranks]
+    assert len(manifest.states) == 8
+    assert {file.path for file in manifest.files} == {
+        f"rank{number}/stage{number}.{ending}" for number in (0, 1) for ending in ("onnx", "weights")
+    }
+    with Session(tmp_path / "package") as session:
+        assert session.threads == 3
+
+
+def test_existing_path_is_kept_unless_forced(decoder: Path, plan: Plan, tmp_path: Path) -> None:
+    target = tmp_path / "package"
+    compile_model(plan, target)
+    before = (target / "manifest.json").stat().st_ino
+    with pytest.raises(MisuseError, match="exists already: choose another name, or replace it with --force"):
+        compile_model(plan, target)
+    assert (target / "manifest.json").stat().st_ino == before
+    compile_model(plan, target, force=True)
+    assert (target / "manifest.json").stat().st_ino != before
+    assert [path.name for path in tmp_path.iterdir()] == ["package"]
+
+
+def test_force_does_not_replace_what_is_no_package(plan: Plan, tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    with pytest.raises(MisuseError, match="is no package, so --force does not replace it"):
+        compile_model(plan, tmp_path / "thesis", force=True)
+
+
+def test_missing_folder_is_named(plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(MisuseError, match="there is no folder .*none"):
+        compile_model(plan, tmp_path / "none" / "package")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143), RuntimeError("a bug")])
+def test_interrupted_compile_leaves_nothing(plan: Plan, tmp_path: Path, error: BaseException) -> None:
+    def interrupt(_: int) -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        compile_model(plan, tmp_path / "package", progress=interrupt)
+    assert not list(tmp_path.iterdir())
+
+
+def test_interrupted_replacement_leaves_the_old_package(plan: Plan, decoder: Path, tmp_path: Path) -> None:
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
+    compile_model(plan, tmp_path / "package")
+    with pytest.raises(KeyboardInterrupt):
+        compile_model(plan, tmp_path / "package", force=True, progress=interrupt)
+    feeds = decoder_feeds()
+    with Session(tmp_path / "package") as session:
+        assert_close(session.run(feeds), run_whole(decoder, feeds))
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next(plan: Plan, tmp_path: Path) -> None:
+    (tmp_path / ".package.partial-abc").mkdir()
+    compile_model(plan, tmp_path / "package")
+    assert [path.name for path in tmp_path.iterdir()] == ["package"]
+
+
+def test_disk_that_is_too_small_is_noticed_before(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(SplitcError, match="has 1000 B free|0.98 KiB free, and the package needs"):
+        compile_model(plan, tmp_path / "package")
+    assert not list(tmp_path.iterdir())
+
+
+def test_disk_that_fills_up_leaves_nothing(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_engine(_graph: Any, _source: Any, path: Path, _progress: Any) -> None:
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(package, "write_engine", write_engine)
+    with pytest.raises(SplitcError, match="is full: the package needs .*. Nothing was written"):
+        compile_model(plan, tmp_path / "package")
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_with_spaces_and_other_letters(decoder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "mes modèles 模型"
+    shutil.copytree(decoder.parent, folder)
+    plan = plan_model(folder / "decoder.onnx", parse_devices(["2xcpu"]))
+    compile_model(plan, folder / "le paquet ü")
+    feeds = decoder_feeds()
+    with Session(folder / "le paquet ü") as session:
+        assert_close(session.run(feeds), run_whole(decoder, feeds))

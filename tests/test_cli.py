@@ -1,0 +1,141 @@
+"""The command as a user runs it: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from models.llama import Size, build
+from models.writer import save
+from tests.conftest import assert_close, decoder_feeds, run_whole
+
+SPLITC = str(Path(sys.executable).with_name("splitc"))
+
+
+def splitc(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run splitc; it must end with `code`, and never with a traceback."""
+    result = subprocess.run([SPLITC, *map(str, arguments)], capture_output=True, text=True, timeout=120)
+    assert "Traceback" not in result.stderr
+    assert result.returncode == code, result.stderr
+    return result
+
+
+def test_compile_run_check_bench_inspect(decoder: Path, tmp_path: Path) -> None:
+    package, feeds = tmp_path / "package", decoder_feeds()
+    compiled = splitc("compile", decoder, "-o", package, "-d", "cpu0", "-d", "cpu1", "--shapes", "input_ids:2x3")
+    assert "prologue..layers.1 (3)" in compiled.stdout
+    assert "cut 0-1" in compiled.stdout
+    np.savez(tmp_path / "in.npz", **feeds)
+    splitc("run", package, "--inputs", tmp_path / "in.npz", "--outputs", tmp_path / "out.npz")
+    assert_close(dict(np.load(tmp_path / "out.npz")), run_whole(decoder, feeds))
+    assert "9 of 9 outputs agree" in splitc("check", package, "--model", decoder).stdout
+    assert "times as long as the unsplit model" in splitc("bench", package, "--baseline", decoder, "--runs", 3).stdout
+    assert "split by layer into 2 ranks" in splitc("inspect", package).stdout
+
+
+def test_results_as_json(decoder: Path, package: Path, tmp_path: Path) -> None:
+    facts = json.loads(splitc("inspect", package, "--json").stdout)
+    assert facts["split_mode"] == "layer"
+    assert facts["blocks"] == 6
+    assert len(facts["ranks"]) == 3
+    assert facts["cut_bytes"] == [16 * 64 * 4] * 2
+    assert {"device", "weights_bytes", "activation_bytes", "cache_bytes", "blocks", "engines"} <= set(facts["ranks"][0])
+    assert (facts["collectives"], facts["unsplit"], facts["engine"]) == (0, [], "onnxruntime")
+    assert json.loads(splitc("devices", "--json").stdout)[0]["total_bytes"] > 0
+    assert json.loads(splitc("plan", decoder, "-d", "2xcpu", "--json").stdout)["blocks"]["layers.3"] == 1
+    checked = json.loads(splitc("check", package, "-m", decoder, "--json").stdout)
+    assert all(output["passed"] for output in checked)
+    timed = json.loads(splitc("bench", package, "--runs", 2, "--json").stdout)
+    assert [rank["device"] for rank in timed["ranks"]] == ["cpu0", "cpu1", "cpu2"]
+    result = splitc("compile", decoder, "-o", tmp_path / "p", "-d", "cpu0&cpu1", "--json")
+    assert json.loads(result.stdout)["split_mode"] == "layer"
+
+
+def test_plan_is_edited_and_compiled(decoder: Path, tmp_path: Path) -> None:
+    plan, package = tmp_path / "plan.json", tmp_path / "package"
+    splitc("plan", decoder, "-d", "3xcpu", "-o", plan)
+    plan.write_text(plan.read_text().replace('"layers.1": 1', '"layers.1": 0'))
+    splitc("compile", decoder, "--plan", plan, "-o", package)
+    assert json.loads(splitc("inspect", package, "--json").stdout)["ranks"][0]["blocks"][-1] == "layers.1"
+
+
+def test_outputs_that_differ_end_with_4(package: Path, tmp_path: Path) -> None:
+    model = build(Size(layers=4, hidden=64, heads=4, kv_heads=2, feed_forward=160, vocabulary=96))
+    weight = model.graph.initializers["model.layers.2.mlp.up_proj.weight"]
+    weight.const_value = ir.tensor(np.zeros((64, 160), np.float32), name=weight.name)
+    save(model, tmp_path / "other.onnx")
+    result = splitc("check", package, "--model", tmp_path / "other.onnx", code=4)
+    assert "outputs differ beyond tolerance: logits" in " ".join(result.stderr.split())
+    assert "differs" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["compile", "none.onnx", "-o", "p", "-d", "cpu0"], 1, "no such model file"),
+        (["compile", "MODEL", "-o", "p", "-d", "gpu7"], 2, "unknown device 'gpu7': there are cpu0"),
+        (["compile", "MODEL", "-o", "p"], 2, "no device given"),
+        (["compile", "MODEL", "-o", "p", "-d", "500xcpu", "--spread"], 2, "500 devices, and the model can be cut into"),
+        (["compile", "MODEL", "-o", "p", "-d", "2xcpu", "--memory", "100KiB"], 3, "the devices have 200 KiB"),
+        (["compile", "MODEL", "-o", "p", "-d", "2xcpu", "--memory", "cpu7=1GiB"], 2, "the devices are cpu0, cpu1"),
+        (["compile", "MODEL", "-o", "p", "-d", "2xcpu", "--memory", "much"], 2, "as an amount of memory"),
+        (["compile", "MODEL", "-o", "p", "-d", "cpu0", "--shapes", "idz:1x2"], 2, "the model has no such input"),
+        (["compile", "MODEL", "-o", "p", "-d", "cpu0", "--shapes", "1x2"], 2, "write NAME:1x16"),
+        (["compile", "MODEL", "-o", "PACKAGE", "-d", "cpu0"], 2, "exists already"),
+        (["compile", "MODEL", "-o", "p", "-d", "2xcpu", "--tensor-split", "1,2,3"], 2, "3 shares, and there are 2"),
+        (["compile", "MODEL", "-o", "p", "-d", "2xcpu", "--tensor-split", "1,x"], 2, "one number a device"),
+        (["compile", "MODEL", "-o", "p", "-d", "2xcpu", "--split-mode", "diagonal"], 2, "unknown split mode"),
+        (["compile", "MODEL", "-o", "p", "-d", "cpu0", "--plan", "plan.json"], 2, "--plan has the devices"),
+        (["compile", "MODEL", "-o", "p", "--plan", "plan.json"], 2, "no such plan"),
+        (["plan", "MODEL", "-d", "cpu0", "--objective", "beauty"], 2, "unknown objective"),
+        (["run", "none", "--inputs", "x.npz", "--outputs", "y.npz"], 2, "no such file: x.npz"),
+        (["inspect", "none"], 1, "none does not exist"),
+        (["check", "PACKAGE", "--model", "none.onnx"], 2, "no such model file"),
+        (["frobnicate"], 2, "No such command"),
+    ],
+)
+def test_mistakes_end_in_one_message(
+    decoder: Path, package: Path, tmp_path: Path, arguments: list[str], code: int, message: str
+) -> None:
+    places = {"MODEL": decoder, "PACKAGE": package, "p": tmp_path / "p"}
+    result = splitc(*(places.get(word, word) for word in arguments), code=code)
+    assert message in " ".join(result.stderr.replace("│", " ").split())
+    assert not (tmp_path / "p").exists()
+
+
+def test_killed_compile_leaves_no_package(tmp_path: Path) -> None:
+    """A model large enough that the signal comes while its weights are written."""
+    save(build(Size(layers=6, hidden=1024, heads=8, kv_heads=8, feed_forward=4096)), tmp_path / "model.onnx")
+    command = [SPLITC, "compile", str(tmp_path / "model.onnx"), "-o", str(tmp_path / "package"), "-d", "2xcpu"]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        while not list(tmp_path.glob(".package.partial-*/rank0/*")) and process.poll() is None:
+            time.sleep(0.001)
+        process.send_signal(number)
+        _, error = process.communicate(timeout=60)
+        assert process.returncode != 0
+        assert "Traceback" not in error
+        assert not (tmp_path / "package").exists()
+        # Nothing can be done about SIGKILL: the next compile clears up.
+        assert number == signal.SIGKILL or not list(tmp_path.glob(".package*"))
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data", "package"]
+
+
+def test_damaged_package_is_refused(package: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(package, copy)
+    (copy / "rank1" / "stage1.weights").write_bytes(b"short")
+    np.savez(tmp_path / "in.npz", **decoder_feeds())
+    result = splitc("run", copy, "--inputs", tmp_path / "in.npz", "--outputs", tmp_path / "out.npz", code=1)
+    assert "stage1.weights has 5 bytes, its manifest says" in " ".join(result.stderr.split())
+    assert not (tmp_path / "out.npz").exists()

@@ -1,0 +1,95 @@
+"""The makers of models make models that run, and that are what they say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+from models.llama import DTYPES, Size, build
+from models.writer import save
+from tests.conftest import run_split, run_whole
+
+LLAMA = str(Path(__file__).parents[1] / "models" / "llama.py")
+SMALL = [
+    "--layers",
+    "2",
+    "--hidden",
+    "64",
+    "--heads",
+    "4",
+    "--kv-heads",
+    "2",
+    "--feed-forward",
+    "96",
+    "--vocabulary",
+    "80",
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("experts", [0, 4])
+def test_decoder_runs_and_splits(tmp_path: Path, dtype: str, experts: int) -> None:
+    size = Size(hidden=64, feed_forward=96, vocabulary=80, heads=4, kv_heads=2, dtype=DTYPES[dtype], experts=experts)
+    save(build(size), tmp_path / "model.onnx")
+    onnx.checker.check_model(str(tmp_path / "model.onnx"), full_check=True)
+    feeds: dict[str, np.ndarray] = {
+        "input_ids": np.array([[1, 2, 3]]),
+        "attention_mask": np.ones((1, 3), np.int64),
+        "position_ids": np.array([[0, 1, 2]]),
+    }
+    for layer in range(2):
+        for part in ("key", "value"):
+            feeds[f"past_key_values.{layer}.{part}"] = np.zeros((1, 2, 0, 16), size.dtype.numpy())
+    whole = run_whole(tmp_path / "model.onnx", feeds)
+    assert 0.1 < np.abs(whole["logits"].astype(np.float32)).std() < 10
+    split = run_split(tmp_path / "model.onnx", tmp_path / "package", "2xcpu", feeds)
+    np.testing.assert_allclose(split["logits"], whole["logits"], rtol=0, atol=2e-2 if dtype == "fp16" else 1e-5)
+
+
+def test_cache_continues_where_it_was(tmp_path: Path) -> None:
+    """Three tokens at once give what one after the other gives, with presents fed back as pasts."""
+    save(build(Size(hidden=64, feed_forward=96, vocabulary=80, heads=4, kv_heads=2)), tmp_path / "model.onnx")
+    names = [f"past_key_values.{layer}.{part}" for layer in range(2) for part in ("key", "value")]
+    empty = {name: np.zeros((1, 2, 0, 16), np.float32) for name in names}
+    ids = np.array([[7, 8, 9]])
+
+    def feed(start: int, end: int, cache: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        places = np.arange(start, end)[None]
+        return {
+            "input_ids": ids[:, start:end],
+            "attention_mask": np.ones((1, end), np.int64),
+            "position_ids": places,
+            **cache,
+        }
+
+    at_once = run_whole(tmp_path / "model.onnx", feed(0, 3, empty))
+    cache = empty
+    for place in range(3):
+        step = run_whole(tmp_path / "model.onnx", feed(place, place + 1, cache))
+        cache = {name: step[name.replace("past_key_values", "present")] for name in names}
+        np.testing.assert_allclose(step["logits"][:, 0], at_once["logits"][:, place], rtol=0, atol=1e-5)
+
+
+def test_sparse_model_has_its_size_but_takes_no_disk(tmp_path: Path) -> None:
+    path = tmp_path / "sparse.onnx"
+    command = [sys.executable, LLAMA, "-o", str(path), "--layers", "8", "--hidden", "4096", "--heads", "32", "--sparse"]
+    subprocess.run(command, check=True, cwd=Path(LLAMA).parents[1])
+    data = path.with_name("sparse.onnx.data").stat()
+    assert data.st_size > 1 << 30
+    assert data.st_blocks * 512 < 1 << 20
+    held = sum(value.const_value.nbytes for value in ir.load(path).graph.initializers.values() if value.const_value)
+    assert held == data.st_size
+
+
+def test_weights_are_the_same_each_time(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        command = [sys.executable, LLAMA, "-o", str(tmp_path / name / "m.onnx"), *SMALL]
+        subprocess.run(command, check=True, cwd=Path(LLAMA).parents[1])
+    assert (tmp_path / "a" / "m.onnx.data").read_bytes() == (tmp_path / "b" / "m.onnx.data").read_bytes()
