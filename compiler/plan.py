@@ -19,8 +19,9 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.units import parse_bytes
 
 DEFAULT_HEADROOM = 1 << 30
-# How much slower the slowest stage may be for fewer bytes cut: estimated times are not known better than that.
-SLACK = 0.02
+# How much slower the slowest stage may be for fewer bytes cut and more even memory: times are not known better than
+# that, where they were measured and where they are estimated.
+SLACK_MEASURED, SLACK_ESTIMATED = 0.02, 0.1
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,8 @@ def plan_model(model: Path, devices: Sequence[Device], request: Request = Reques
     )
     targets = [Target(str(device), share, budget) for device, share, budget in zip(devices, shares, budgets)]
     spread = request.spread or request.tensor_split is not None
-    chosen = plan_stages(costs, targets, objective=request.objective, spread=spread, slack=SLACK)
+    slack = SLACK_MEASURED if request.profile else SLACK_ESTIMATED
+    chosen = plan_stages(costs, targets, objective=request.objective, spread=spread, slack=slack)
     return make_plan(analysis, [devices[each.target] for each in chosen], chosen, budgets, seconds, request)
 
 

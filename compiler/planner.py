@@ -2,7 +2,7 @@
 
 Devices are taken in the order in which the user named them, each for one stage at most. Two objectives: `throughput`
 makes the slowest stage (or link) as fast as can be, `latency` the sum of all. Among plans as good, the one with the
-fewest stages, then the fewest bytes cut, then the most even loads.
+fewest stages; then the one with the fewest bytes cut and the most even use of memory, in one sum.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def plan_stages(
 ) -> list[Assignment]:
     """The best stages, in order. With `spread` every target gets one.
 
-    For throughput the slowest stage may be slower than need be by the share `slack`, where that saves stages or bytes.
+    For throughput the slowest stage may be slower than need be by the share `slack`, where that saves stages, cut bytes
+    or unevenness.
 
     Raises DoesNotFitError when no way to cut fits the budgets, MisuseError for `spread` over more targets than blocks.
     """
@@ -79,15 +80,17 @@ def plan_stages(
     work = np.array([[costs.load(i, j) if j > i else np.inf for j in range(count + 1)] for i in range(count)])
     loads = np.where(fits, work[None] / np.array([target.speed for target in targets])[:, None, None], np.inf)
     links = np.array([0.0] + [costs.link(costs.cut(i)) for i in range(1, count)])
-    if objective == "latency":
-        best = _search(loads, np.add, links, spread)
-    else:
-        slowest = _search(loads, np.maximum, links, spread)
-        cut_bytes = [costs.cut(i) for i in range(count)]
-        best = slowest and _most_even(loads, links, cut_bytes, slowest[0] * (1 + slack), spread)
-    if best is None:
+    combine = np.add if objective == "latency" else np.maximum
+    by_stages = _search(loads, combine, links)
+    if spread:
+        by_stages = {stages: chain for stages, chain in by_stages.items() if stages == len(targets)}
+    if not by_stages:
         raise DoesNotFitError(explain_misfit(costs, targets))
-    return best[1]
+    best = min(chain.cost for chain in by_stages.values())
+    stages = min(stages for stages, chain in by_stages.items() if chain.cost <= best * (1 + SAME))
+    if objective == "latency":
+        return by_stages[stages].assignments
+    return _most_even(costs, loads, links, best * (1 + max(slack, SAME)))[stages].assignments
 
 
 def _fitting(costs: StageCosts, start: int, target: Target) -> npt.NDArray[np.bool_]:
@@ -103,56 +106,66 @@ def _fitting(costs: StageCosts, start: int, target: Target) -> npt.NDArray[np.bo
     return fits
 
 
-def _search(
-    loads: Floats, combine: Callable[[Floats, Floats], Floats], links: Floats, spread: bool
-) -> tuple[float, list[Assignment]] | None:
-    """The cheapest chain of stages over all blocks, where a chain costs its stages and links, combined.
+@dataclass(frozen=True)
+class _Chain:
+    """Stages over all blocks, and what they cost."""
+
+    cost: float
+    assignments: list[Assignment]
+
+
+def _search(loads: Floats, combine: Callable[[Floats, Floats], Floats], links: Floats) -> dict[int, _Chain]:
+    """For each number of stages the cheapest chain of so many, where a chain costs its stages and links, combined.
 
     `loads[k, i, j]` is the cost of the blocks from i to before j on target k; `links[i]` that of the cut before i.
-    Returns None when every chain is infinitely expensive.
+    Numbers of stages for which every chain is infinitely expensive are left out.
     """
     targets, count, _ = loads.shape
-    # cost[k, j]: the best chain for the blocks before j that ends with target k; came[k, j]: its last stage.
-    cost = np.full((targets, count + 1), np.inf)
-    came: dict[tuple[int, int], tuple[int, int]] = {}
-    for k in range(targets):
-        if k == 0 or not spread:
-            cost[k] = loads[k, 0]
-            came.update({(k, j): (-1, 0) for j in range(count + 1) if np.isfinite(cost[k, j])})
-        for before in range(k - 1 if spread else 0, k):
-            if before < 0:
-                continue
-            reached = combine(cost[before, :count], links)
-            chains = combine(np.broadcast_to(reached[:, None], loads[k].shape), loads[k])
-            start = chains.argmin(axis=0)
-            best = chains[start, np.arange(count + 1)]
-            for j in np.flatnonzero(best < cost[k]):
-                cost[k, j] = best[j]
-                came[k, int(j)] = (before, int(start[j]))
-    ends = cost[-1:] if spread else cost
-    last = int(ends[:, count].argmin()) + (targets - len(ends))
-    if not np.isfinite(cost[last, count]):
-        return None
+    ends = np.arange(count + 1)
+    # cost[s, k, j]: the best chain of s + 1 stages for the blocks before j, the last of them on target k.
+    cost = np.full((targets, targets, count + 1), np.inf)
+    # came[s, k, j]: the target of the stage before the last one, and the last one's first block.
+    came = np.zeros((targets, targets, count + 1, 2), dtype=int)
+    cost[0] = loads[:, 0]
+    for stages in range(1, targets):
+        for k in range(stages, targets):
+            for before in range(stages - 1, k):
+                reached = combine(cost[stages - 1, before, :count], links)
+                chains = combine(np.broadcast_to(reached[:, None], loads[k].shape), loads[k])
+                start = chains.argmin(axis=0)
+                better = chains[start, ends] < cost[stages, k]
+                cost[stages, k, better] = chains[start, ends][better]
+                came[stages, k, better, 0] = before
+                came[stages, k, better, 1] = start[better]
+    found = {}
+    for stages in range(targets):
+        last = int(cost[stages, :, count].argmin())
+        if np.isfinite(cost[stages, last, count]):
+            found[stages + 1] = _Chain(float(cost[stages, last, count]), _trace(came, stages, last, count))
+    return found
+
+
+def _trace(came: npt.NDArray[np.int_], stages: int, target: int, end: int) -> list[Assignment]:
     chain: list[Assignment] = []
-    k, end = last, count
-    while k >= 0:
-        before, start_block = came[k, end]
-        chain.append(Assignment(k, start_block, end))
-        k, end = before, start_block
-    return float(cost[last, count]), chain[::-1]
+    for number in range(stages, -1, -1):
+        before, start = map(int, came[number, target, end]) if number else (0, 0)
+        chain.append(Assignment(target, start, end))
+        target, end = before, start
+    return chain[::-1]
 
 
-def _most_even(
-    loads: Floats, links: Floats, cut_bytes: Sequence[int], slowest: float, spread: bool
-) -> tuple[float, list[Assignment]] | None:
-    """Of the chains with no stage or link slower than `slowest`: the fewest stages, then bytes, then the most even."""
-    limit = slowest * (1 + SAME)
-    size = 1.0 + sum(cut_bytes)
-    # A stage outweighs all bytes, and bytes outweigh the squares of the loads, which add up to one a stage at most.
-    evenness = (loads / max(limit, np.finfo(float).tiny)) ** 2 / (len(loads) + 1)
-    chosen = np.where(loads <= limit, size + evenness, np.inf)
-    bytes_cut = np.where(links <= limit, np.array(cut_bytes, dtype=float), np.inf)
-    return _search(chosen, np.add, bytes_cut, spread)
+def _most_even(costs: StageCosts, loads: Floats, links: Floats, slowest: float) -> dict[int, _Chain]:
+    """For each number of stages the chain with the fewest bytes cut and the most even use of memory.
+
+    No stage or link is slower than `slowest`. What is least is bytes cut + squares of the stages' bytes / all bytes:
+    its second term has its minimum where all stages hold the same.
+    """
+    count = len(costs.names)
+    all_bytes = max(1, costs.memory(0, count))
+    cut_bytes = np.array([0.0] + [costs.cut(i) for i in range(1, count)])
+    held = np.array([[costs.memory(i, j) if j > i else 0 for j in range(count + 1)] for i in range(count)], dtype=float)
+    uneven = np.where(loads <= slowest, held**2 / all_bytes, np.inf)
+    return _search(uneven, np.add, np.where(links <= slowest, cut_bytes, np.inf))
 
 
 def explain_misfit(costs: StageCosts, targets: Sequence[Target]) -> str:
