@@ -1,0 +1,1 @@
+"""Engine files from stage graphs, one module an engine kind."""
