@@ -104,10 +104,14 @@ def plan_model(model: Path, devices: Sequence[Device], request: Request = Reques
     seconds = block_seconds(analysis, devices, request)
     memory = RangeMemory(analysis.costs, analysis.states, analysis.partition)
     shares = _shares(request.tensor_split, len(devices))
+
+    def load(start: int, end: int) -> float:
+        # Shares that users give are of the weights: that is what they see fill their devices.
+        return memory.weights(start, end) if request.tensor_split else sum(seconds[start:end])
+
     costs = StageCosts(
         names=[block.name for block in analysis.partition.blocks],
-        # Shares that a user gives are of the weights: that is what he sees fill his devices.
-        load=memory.weights if request.tensor_split else lambda start, end: sum(seconds[start:end]),
+        load=load,
         memory=memory.total,
         cut=memory.cut_bytes.__getitem__,
         link=lambda _: 0.0,  # CPU devices share their memory

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-# Weights below this many bytes stay in the ONNX file, where ONNX Runtime's constant folding and shape inference see them.
+# Smaller weights stay in the ONNX file, where constant folding and shape inference see them.
 SMALL = 1024
 
 

@@ -196,12 +196,12 @@ def _compute_borrowed(result: ir.Graph, stage: Stage, inputs: Sequence[ir.Value]
         pieces = []
         for size in _borrowed_shape(original):
             if isinstance(size, int):
-                pieces.append(_constant(result, np.array([size]), nodes))
+                pieces.append(_constant(size, nodes))
                 continue
             place = _find_size(size, inputs)
             assert place is not None
             shape = ir.node("Shape", [own[place[0]]])
-            piece = ir.node("Gather", [shape.outputs[0], _constant(result, np.array([place[1]]), nodes)])
+            piece = ir.node("Gather", [shape.outputs[0], _constant(place[1], nodes)])
             nodes += [shape, piece]
             pieces.append(piece.outputs[0])
         joined = ir.node("Concat", pieces, {"axis": 0})
@@ -224,7 +224,7 @@ def _compute_borrowed(result: ir.Graph, stage: Stage, inputs: Sequence[ir.Value]
         result.insert_before(first, nodes)
 
 
-def _constant(result: ir.Graph, array: np.ndarray, nodes: list[ir.Node]) -> ir.Value:
-    node = ir.node("Constant", [], {"value": ir.tensor(array.astype(np.int64))})
+def _constant(number: int, nodes: list[ir.Node]) -> ir.Value:
+    node = ir.node("Constant", [], {"value": ir.tensor(np.array([number], np.int64))})
     nodes.append(node)
     return node.outputs[0]
