@@ -106,8 +106,9 @@ def plan_model(model: Path, devices: Sequence[Device], request: Request = Reques
     shares = _shares(request.tensor_split, len(devices))
 
     def load(start: int, end: int) -> float:
-        # Shares that users give are of the weights: that is what they see fill their devices.
-        return memory.weights(start, end) if request.tensor_split else sum(seconds[start:end])
+        if request.tensor_split:  # users' shares are of the weights: that is what they see fill their devices
+            return memory.weights(start, end)
+        return sum(seconds[start:end])
 
     costs = StageCosts(
         names=[block.name for block in analysis.partition.blocks],
