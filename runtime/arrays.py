@@ -50,7 +50,7 @@ def save_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
             polygraphy_json.save_json([dict(arrays)], str(aside))
         else:
             with aside.open("wb") as file:
-                np.savez(file, allow_pickle=False, **arrays)
+                np.savez(file, **arrays)
         aside.replace(path)
 
 

@@ -97,7 +97,7 @@ def test_branch_that_is_not_taken_does_not_matter(write_model: WriteModel) -> No
 def test_sizes_that_depend_on_data_are_uncertain(write_model: WriteModel) -> None:
     path = write_model(
         """<ir_version: 8, opset_import: ["" : 17]>
-        g (float[4] x) => (int64[1, "k"] y) { i = NonZero(x)
+        g (float[4] x) => (int64["one", "k"] y) { i = NonZero(x)
           y = Neg(i) }"""
     )
     graph = open_graph(path)
