@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Optional
 
 import onnx_ir as ir
-from onnx_shape_inference import OpUsageError, ShapeInferenceError, infer_symbolic_shapes
 
 from splitc.compiler.fold import fold_shapes, take_branches
+from splitc.compiler.inference import OpUsageError, ShapeInferenceError, infer_symbolic_shapes
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.session import format_shape
 

@@ -73,15 +73,15 @@ def test_branch_captures_values_and_weights_of_other_stages(tmp_path: Path) -> N
     path = build_text_model(
         tmp_path,
         """<ir_version: 8, opset_import: ["" : 17]>
-        g (float["n", 4] x, bool c) => (float["n", 4] y)
+        g (float[n, 4] x, bool c) => (float[n, 4] y)
         <float[4, 4] a = {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}, float[4, 4] b = {2,3,4,5,6,7,8,9,1,2,3,4,5,6,7,8},
          float[4, 4] d = {1,0,2,0,1,0,2,0,1,0,2,0,1,0,2,0}>
         { p = MatMul(x, a)
           q = MatMul(p, b)
           r = If(c) <
-            then_branch = t () => (float["n", 4] u) { k = MatMul(q, d)
+            then_branch = t () => (float[n, 4] u) { k = MatMul(q, d)
               u = Add(k, p) },
-            else_branch = e () => (float["n", 4] v) { v = Sub(q, p) } >
+            else_branch = e () => (float[n, 4] v) { v = Sub(q, p) } >
           y = MatMul(r, d) }""",
     )
     for condition in (True, False):
@@ -93,7 +93,7 @@ def test_output_that_stands_on_free_nodes_alone_is_made(tmp_path: Path) -> None:
     path = build_text_model(
         tmp_path,
         """<ir_version: 8, opset_import: ["" : 17]>
-        g (float["n", 4] x) => (float["n", 4] y, int64[2] s, float["n", 4] x2)
+        g (float[n, 4] x) => (float[n, 4] y, int64[2] s, float[n, 4] x2)
         <float[4, 4] a = {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}, float[4, 4] b = {2,3,4,5,6,7,8,9,1,2,3,4,5,6,7,8}>
         { p = MatMul(x, a)
           y = MatMul(p, b)

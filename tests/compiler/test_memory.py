@@ -19,7 +19,7 @@ def test_sizes_are_those_counted_by_hand(write_model: Callable[[str], Path]) -> 
     """x [4, 8] -> a [4, 16] -> b [4, 16] -> y [4, 2], in float32: a and b live together, beside x and y throughout."""
     path = write_model(
         """<ir_version: 8, opset_import: ["" : 17]>
-        g (float["n", 8] x) => (float["n", 2] y) <int64[2] sizes = {2, 14}>
+        g (float[n, 8] x) => (float[n, 2] y) <int64[2] sizes = {2, 14}>
         { a = Concat <axis = 1> (x, x)
           b = Softmax(a)
           y, rest = Split <axis = 1> (b, sizes) }"""

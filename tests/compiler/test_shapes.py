@@ -60,7 +60,7 @@ def test_shape_arithmetic_is_computed_where_inference_gives_up(write_model: Writ
     """The way TorchScript expands: a target with -1 for the sizes that stay, and a Where that puts those in."""
     path = write_model(
         """<ir_version: 8, opset_import: ["" : 17]>
-        g (float["n", 1] x, int64["n", "m"] like) => (float["a", "b"] y)
+        g (float[n, 1] x, int64[n, m] like) => (float[a, b] y)
         <int64[2] target = {-1, 4}, int64[1] two = {2}, int64 minus = {-1}>
         { ones = ConstantOfShape <value = int64[1] {1}> (two)
           wild = Mul(ones, minus)
@@ -78,14 +78,14 @@ def test_branch_that_is_not_taken_does_not_matter(write_model: WriteModel) -> No
     """Squeeze of an axis that has one element only when the other branch is taken."""
     path = write_model(
         """<ir_version: 8, opset_import: ["" : 17]>
-        g (float["n", 3] x) => (float["k"] y)
+        g (float[n, 3] x) => (float[k] y)
         <int64 zero = {0}, int64 one = {1}, int64[1] axis = {0}, int64[1] flat = {-1}>
         { s = Shape(x)
           n = Gather(s, zero)
           single = Equal(n, one)
           z = If(single) <
-            then_branch = t () => (float["k"] u) { u = Squeeze(x, axis) },
-            else_branch = e () => (float["k"] v) { v = Reshape(x, flat) } >
+            then_branch = t () => (float[k] u) { u = Squeeze(x, axis) },
+            else_branch = e () => (float[k] v) { v = Reshape(x, flat) } >
           y = Neg(z) }"""
     )
     graph = open_graph(path)
@@ -97,7 +97,7 @@ def test_branch_that_is_not_taken_does_not_matter(write_model: WriteModel) -> No
 def test_sizes_that_depend_on_data_are_uncertain(write_model: WriteModel) -> None:
     path = write_model(
         """<ir_version: 8, opset_import: ["" : 17]>
-        g (float[4] x) => (int64["one", "k"] y) { i = NonZero(x)
+        g (float[4] x) => (int64[one, k] y) { i = NonZero(x)
           y = Neg(i) }"""
     )
     graph = open_graph(path)

@@ -22,7 +22,7 @@ def test_each_past_finds_its_present(decoder: Path) -> None:
 def test_recurrent_state_is_found_and_a_plain_output_is_not(write_model: Callable[[str], Path]) -> None:
     path = write_model(
         """<ir_version: 8, opset_import: ["" : 17]>
-        g (float["t", 1, 4] x, float[1, 1, 2] h) => (float["t", 1, 1, 2] y, float[1, 1, 2] hn)
+        g (float[t, 1, 4] x, float[1, 1, 2] h) => (float[t, 1, 1, 2] y, float[1, 1, 2] hn)
         <float[1, 2, 4] w = {1,2,3,4,5,6,7,8}, float[1, 2, 2] r = {1,2,3,4}>
         { y, hn = RNN <hidden_size = 2> (x, w, r, , , h) }"""
     )
