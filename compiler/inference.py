@@ -24,6 +24,8 @@ class _WithUnions(type):
 _STAND_IN = _WithUnions("object", (object,), {})
 
 with mock.patch.object(builtins, "object", _STAND_IN) if sys.version_info < (3, 10) else contextlib.nullcontext():
-    from onnx_shape_inference import OpUsageError, ShapeInferenceError, infer_symbolic_shapes
+    from onnx_shape_inference import OpUsageError, ShapeInferenceError, infer_symbolic_shapes, registry
+
+    registry.collect()  # imports its rules, which it would do when first used
 
 __all__ = ["OpUsageError", "ShapeInferenceError", "infer_symbolic_shapes"]

@@ -50,7 +50,7 @@ def save_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
             polygraphy_json.save_json([dict(arrays)], str(aside))
         else:
             with aside.open("wb") as file:
-                np.savez(file, **arrays)
+                np.savez(file, **arrays)  # type: ignore[arg-type]  # newer numpy has an argument beside
         aside.replace(path)
 
 
