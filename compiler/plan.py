@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx_ir as ir
@@ -15,13 +17,15 @@ from splitc.compiler.planner import OBJECTIVES, Assignment, StageCosts, Target, 
 from splitc.compiler.shapes import Shape
 from splitc.compiler.split.layer import Stage, split_layers
 from splitc.runtime.devices import Device, free_bytes
-from splitc.runtime.errors import MisuseError
+from splitc.runtime.errors import DoesNotFitError, MisuseError
 from splitc.runtime.units import parse_bytes
 
 DEFAULT_HEADROOM = 1 << 30
 # How much slower the slowest stage may be for fewer bytes cut and more even memory: times are not known better than
 # that, where they were measured and where they are estimated.
 SLACK_MEASURED, SLACK_ESTIMATED = 0.02, 0.1
+# How many times its share of the weights (as budgets go) a device may hold, for the sake of speed.
+UNEVEN = 1.6
 
 
 @dataclass(frozen=True)
@@ -113,15 +117,33 @@ def plan_model(model: Path, devices: Sequence[Device], request: Request = Reques
     costs = StageCosts(
         names=[block.name for block in analysis.partition.blocks],
         load=load,
+        weights=memory.weights,
         memory=memory.total,
         cut=memory.cut_bytes.__getitem__,
         link=lambda _: 0.0,  # CPU devices share their memory
     )
     targets = [Target(str(device), share, budget) for device, share, budget in zip(devices, shares, budgets)]
+    chosen = _choose(costs, targets, request)
+    return make_plan(analysis, [devices[each.target] for each in chosen], chosen, budgets, seconds, request)
+
+
+def _choose(costs: StageCosts, targets: Sequence[Target], request: Request) -> list[Assignment]:
+    """The planner's choice; for throughput, with the weights spread evenly enough (see UNEVEN).
+
+    In a convolutional network the first stages take the time and the last hold the weights: going by time alone, one
+    device would be full and the others empty. Where blocks are too large for the limit, it is raised until they fit.
+    """
     spread = request.spread or request.tensor_split is not None
     slack = SLACK_MEASURED if request.profile else SLACK_ESTIMATED
-    chosen = plan_stages(costs, targets, objective=request.objective, spread=spread, slack=slack)
-    return make_plan(analysis, [devices[each.target] for each in chosen], chosen, budgets, seconds, request)
+    uneven = UNEVEN if request.objective == "throughput" and not request.tensor_split else math.inf
+    weights, available = costs.weights(0, len(costs.names)), sum(target.budget or 0 for target in targets)
+    while uneven < len(targets):
+        share = uneven * weights / max(1, available)
+        limited = [replace(target, most_weights=int(share * (target.budget or 0))) for target in targets]
+        with contextlib.suppress(DoesNotFitError):
+            return plan_stages(costs, limited, objective=request.objective, spread=spread, slack=slack)
+        uneven *= 1.25
+    return plan_stages(costs, targets, objective=request.objective, spread=spread, slack=slack)
 
 
 def make_plan(

@@ -2,7 +2,7 @@
 
 Devices are taken in the order in which the user named them, each for one stage at most. Two objectives: `throughput`
 makes the slowest stage (or link) as fast as can be, `latency` the sum of all. Among plans as good, the one with the
-fewest stages; then the one with the fewest bytes cut and the most even use of memory, in one sum.
+fewest stages; then the one with the fewest bytes cut and the most evenly spread weights, in one sum.
 """
 
 from __future__ import annotations
@@ -25,23 +25,29 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Target:
-    """A device to plan for. Its loads go by `speed`; `budget` is in bytes, or None when nothing is known of it."""
+    """A device to plan for. Its loads go by `speed`; `budget` is in bytes, or None when nothing is known of it.
+
+    `most_weights` limits the bytes of weights by themselves.
+    """
 
     device: str
     speed: float
     budget: int | None
+    most_weights: int | None = None
 
 
 @dataclass(frozen=True)
 class StageCosts:
     """What the planner asks of the blocks from number `start` to before number `end`.
 
-    `load` is the time that they take on a device of speed 1 (or any other quantity that adds up), `memory` the bytes
-    that they hold, `cut` the bytes that cross before block i, and `link` the time for so many bytes to cross.
+    `load` is the time that they take on a device of speed 1 (or any other quantity that adds up), `weights` the bytes
+    of their weights and `memory` all bytes that they hold, `cut` the bytes that cross before block i, and `link` the
+    time for so many bytes to cross.
     """
 
     names: Sequence[str]
     load: Callable[[int, int], float]
+    weights: Callable[[int, int], int]
     memory: Callable[[int, int], int]
     cut: Callable[[int], int]
     link: Callable[[int], float]
@@ -97,12 +103,13 @@ def _fitting(costs: StageCosts, start: int, target: Target) -> npt.NDArray[np.bo
     """For each end whether the blocks from `start` fit the target. More blocks never need less."""
     count = len(costs.names)
     fits = np.ones(count + 1, dtype=bool)
-    if target.budget is not None:
-        low, high = start, count
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if costs.memory(start, middle) <= target.budget else (low, middle - 1)
-        fits[low + 1 :] = False
+    for limit, measure in ((target.budget, costs.memory), (target.most_weights, costs.weights)):
+        if limit is not None:
+            low, high = start, count
+            while low < high:
+                middle = (low + high + 1) // 2
+                low, high = (middle, high) if measure(start, middle) <= limit else (low, middle - 1)
+            fits[low + 1 :] = False
     return fits
 
 
@@ -155,15 +162,17 @@ def _trace(came: npt.NDArray[np.int_], stages: int, target: int, end: int) -> li
 
 
 def _most_even(costs: StageCosts, loads: Floats, links: Floats, slowest: float) -> dict[int, _Chain]:
-    """For each number of stages the chain with the fewest bytes cut and the most even use of memory.
+    """For each number of stages the chain with the fewest bytes cut and the most evenly spread weights.
 
-    No stage or link is slower than `slowest`. What is least is bytes cut + squares of the stages' bytes / all bytes:
+    No stage or link is slower than `slowest`. Least is bytes cut + squares of the stages' weights / all weights:
     its second term has its minimum where all stages hold the same.
     """
     count = len(costs.names)
-    all_bytes = max(1, costs.memory(0, count))
+    all_bytes = max(1, costs.weights(0, count))
     cut_bytes = np.array([0.0] + [costs.cut(i) for i in range(1, count)])
-    held = np.array([[costs.memory(i, j) if j > i else 0 for j in range(count + 1)] for i in range(count)], dtype=float)
+    held = np.array(
+        [[costs.weights(i, j) if j > i else 0 for j in range(count + 1)] for i in range(count)], dtype=float
+    )
     uneven = np.where(loads <= slowest, held**2 / all_bytes, np.inf)
     return _search(uneven, np.add, np.where(links <= slowest, cut_bytes, np.inf))
 

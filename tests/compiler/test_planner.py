@@ -20,6 +20,7 @@ def make_costs(
     return StageCosts(
         names=[f"b{index}" for index in range(len(loads))],
         load=lambda start, end: sum(loads[start:end]),
+        weights=lambda start, end: sum(sizes[start:end]),
         memory=lambda start, end: sum(sizes[start:end]),
         cut=lambda number: cuts[number],
         link=lambda count: count / bandwidth,
