@@ -12,6 +12,11 @@ import onnx_ir as ir
 from splitc.compiler.graph import Graph, subgraphs
 from splitc.compiler.shapes import BoundShapes, Shape, tensor_bytes
 
+# Operators whose result must not be computed twice.
+RANDOM = frozenset(
+    {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
+)
+
 
 @dataclass(frozen=True)
 class Speed:
@@ -25,6 +30,9 @@ class Speed:
         """For people: what the estimate assumes."""
         return f"{self.flops / 1e9:.0f} GFLOP/s and {self.bytes / 1e9:.0f} GB/s"
 
+
+# Of what could be computed once: weights are kept small for as long as possible, and random numbers are to differ.
+KEPT = frozenset({"DequantizeLinear", *RANDOM})
 
 # Orders of magnitude, for the shares of time that stages take; a profile measures instead. One CPU core with AVX2.
 NOMINAL = {"cpu": Speed(5e10, 1.5e10)}
@@ -43,13 +51,28 @@ class Costs:
         return self.bound.shapes
 
     def value_bytes(self, value: ir.Value) -> int:
-        """Bytes of a value: from its bound shape, or of the stored tensor for a weight."""
+        """Bytes of a value: from its bound shape, or of the stored tensor for a weight.
+
+        What is computed from weights alone counts nothing: an engine computes it once, and keeps it instead of them.
+        """
         size = self._bytes.get(value)
         if size is None:
             tensor = value.const_value
-            size = tensor.nbytes if tensor is not None else tensor_bytes(value, self.shapes.get(value.name or ""))
+            folded = value.producer() in self.constant
+            size = tensor.nbytes if tensor else 0 if folded else tensor_bytes(value, self.shapes.get(value.name or ""))
             self._bytes[value] = size
         return size
+
+    @cached_property
+    def constant(self) -> frozenset[ir.Node]:
+        """The nodes that compute from weights alone, but those that engines leave for each run."""
+        found: set[ir.Node] = set()
+        for node in self.graph.nodes:
+            if node.op_type not in KEPT and all(
+                v.is_initializer() or v.producer() in found for v in self.graph.reads[node]
+            ):
+                found.add(node)
+        return frozenset(found)
 
     @cached_property
     def _bytes(self) -> dict[ir.Value, int]:

@@ -10,7 +10,7 @@ from typing import Optional
 
 import onnx_ir as ir
 
-from splitc.compiler.costs import Costs
+from splitc.compiler.costs import RANDOM, Costs
 from splitc.compiler.graph import Graph
 
 # A value is free when all that it is computed from costs at most this share of the model, and no more than this
@@ -21,10 +21,6 @@ FREE_WEIGHT_BYTES = 64 << 20
 # there: blocks are smaller, as a rule, and what several blocks share is read over a longer stretch.
 WEIGHT_FREE = 1024
 LOCAL_SHARE = 0.25
-# Operators whose result must not be computed twice.
-RANDOM = frozenset(
-    {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
-)
 
 
 def find_free(graph: Graph, costs: Costs, shapes: frozenset[ir.Node]) -> frozenset[ir.Node]:

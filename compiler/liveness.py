@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -22,7 +23,8 @@ class Interval:
 class Liveness:
     """The values that cross each gap of a sequence of nodes, and their bytes.
 
-    `running` is, for each node, the bytes alive while it runs: what crosses the gap before it, and what it makes.
+    `running` is, for each node, the bytes alive while it runs: what crosses the gap before it and what it makes. A node
+    that goes over its elements writes its result over an input of the same size that nothing reads any more.
     """
 
     crossing: tuple[tuple[Interval, ...], ...]
@@ -50,5 +52,24 @@ def liveness(
         for gap in range(interval.birth + 1, end + 1):
             crossing[gap].append(interval)
     alive = [sum(interval.bytes for interval in gap) for gap in crossing]
-    running = [before + sum(map(size, node.outputs)) for before, node in zip(alive, nodes)]
+    dying = [{interval.value for interval in gap if interval.death == index} for index, gap in enumerate(crossing)]
+    running = [
+        before + sum(map(size, node.outputs)) * (not _is_in_place(node, last, size))
+        for before, node, last in zip(alive, nodes, dying)
+    ]
     return Liveness(tuple(map(tuple, crossing)), tuple(alive), tuple(running))
+
+
+# Operators that engines run in place, or whose result is but another view of their input.
+IN_PLACE = frozenset(
+    """
+    Abs Add Cast Clip Div Erf Exp Flatten Gelu HardSigmoid HardSwish Identity LeakyRelu Log Mul Neg Pow Relu Reshape
+    Sigmoid Softmax Sqrt Squeeze Sub Tanh Unsqueeze Where
+    """.split()  # noqa: SIM905  # as a list it would take a page
+)
+
+
+def _is_in_place(node: ir.Node, dying: AbstractSet[ir.Value], size: Callable[[ir.Value], int]) -> bool:
+    """Whether the node's result takes the place of an input."""
+    result = size(node.outputs[0])
+    return node.op_type in IN_PLACE and any(v in dying and size(v) == result for v in node.inputs if v is not None)

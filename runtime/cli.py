@@ -16,6 +16,7 @@ from splitc.runtime.devices import list_devices
 from splitc.runtime.engines.onnxruntime import OnnxRuntimeBackend
 from splitc.runtime.errors import MisuseError, OutputsDifferError
 from splitc.runtime.manifest import Manifest, read_manifest
+from splitc.runtime.measure import RankMemory, measure_memory
 from splitc.runtime.session import Session, format_shape
 from splitc.runtime.terminal import out, print_json, table
 from splitc.runtime.units import format_bytes, format_seconds
@@ -37,6 +38,9 @@ THREADS = typer.Option(
 VERIFY = typer.Option(True, "--verify/--no-verify", help="Compare the files' hashes with the manifest before loading.")
 INPUTS = typer.Option(
     None, "--inputs", help="Arrays by input name: .npz, a folder of .npy, or polygraphy's JSON. Default: made up."
+)
+MEASURE = typer.Option(
+    True, "--memory/--no-memory", help="Measure each rank's memory, in a process of its own, beside the prediction."
 )
 SEED = typer.Option(0, "--seed", help="Seed of made-up inputs.")
 
@@ -109,6 +113,7 @@ def check(
     rtol: Optional[float] = typer.Option(None, "--rtol", help="Tolerance relative to each output's largest value."),
     atol: Optional[float] = typer.Option(None, "--atol", help="Absolute tolerance, added to that."),
     seed: int = SEED,
+    memory: bool = MEASURE,
     threads: Optional[int] = THREADS,
     verify: bool = VERIFY,
     as_json: bool = JSON,
@@ -124,10 +129,13 @@ def check(
         whole = engine.run({name: backend.upload(feeds[name]) for name in engine.inputs})
         expected = {name: backend.download(value) for name, value in whole.items()}
         found = compare(expected, actual, number_type=session.manifest.number_type, rtol=rtol, atol=atol)
+    measured = measure_memory(package, session.threads, feeds) if memory else []
     if as_json:
-        print_json(found)
+        print_json({"outputs": found, "memory": measured})
     else:
         out.print(_differences_table(found))
+        if measured:
+            _print_memory(measured)
     if failed := [difference.name for difference in found if not difference.passed]:
         raise OutputsDifferError(f"{len(failed)} of {len(found)} outputs differ beyond tolerance: {', '.join(failed)}")
     if not as_json:
@@ -166,6 +174,7 @@ def bench_command(
     runs: int = typer.Option(50, "--runs", min=1, help="Timed runs."),
     warmup: int = typer.Option(5, "--warmup", min=0, help="Runs before that."),
     seed: int = SEED,
+    memory: bool = MEASURE,
     threads: Optional[int] = THREADS,
     verify: bool = VERIFY,
     as_json: bool = JSON,
@@ -176,10 +185,24 @@ def bench_command(
     with Session(package, threads=threads, verify=verify) as session:
         feeds = arrays.load_arrays(inputs) if inputs else arrays.make_inputs(session.inputs, seed)
         result = bench(session, feeds, baseline=baseline, baseline_threads=baseline_threads, runs=runs, warmup=warmup)
+    measured = measure_memory(package, session.threads, feeds) if memory else []
     if as_json:
-        print_json(result)
-    else:
-        _print_bench(result)
+        print_json({"time": result, "memory": measured})
+        return
+    _print_bench(result)
+    if measured:
+        _print_memory(measured)
+
+
+def _print_memory(found: Sequence[RankMemory]) -> None:
+    """Each rank's memory, measured beside the prediction."""
+    sizes = ("weights", "loaded", "predicted", "peak")
+    rows = table("rank", *sizes, right=sizes)
+    for number, rank in enumerate(found):
+        numbers = (rank.predicted_weights, rank.loaded, rank.predicted_total, rank.peak)
+        rows.add_row(f"{number} {rank.device}", *map(format_bytes, numbers))
+    out.print(rows)
+    out.print("weights and predicted are the plan's; loaded and peak were measured, the engine's own memory included.")
 
 
 def _print_bench(result: BenchResult) -> None:

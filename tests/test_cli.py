@@ -53,9 +53,11 @@ def test_results_as_json(decoder: Path, package: Path, tmp_path: Path) -> None:
     assert json.loads(splitc("devices", "--json").stdout)[0]["total_bytes"] > 0
     assert json.loads(splitc("plan", decoder, "-d", "2xcpu", "--json").stdout)["blocks"]["layers.3"] == 1
     checked = json.loads(splitc("check", package, "-m", decoder, "--json").stdout)
-    assert all(output["passed"] for output in checked)
+    assert all(output["passed"] for output in checked["outputs"])
+    assert [rank["predicted_weights"] for rank in checked["memory"]] == [r["weights_bytes"] for r in facts["ranks"]]
+    assert all(rank["peak"] >= rank["loaded"] > 0 for rank in checked["memory"])
     timed = json.loads(splitc("bench", package, "--runs", 2, "--json").stdout)
-    assert [rank["device"] for rank in timed["ranks"]] == ["cpu0", "cpu1", "cpu2"]
+    assert [rank["device"] for rank in timed["time"]["ranks"]] == ["cpu0", "cpu1", "cpu2"]
     result = splitc("compile", decoder, "-o", tmp_path / "p", "-d", "cpu0&cpu1", "--json")
     assert json.loads(result.stdout)["split_mode"] == "layer"
 

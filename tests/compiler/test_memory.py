@@ -16,7 +16,7 @@ from splitc.runtime.errors import DoesNotFitError
 
 
 def test_sizes_are_those_counted_by_hand(write_model: Callable[[str], Path]) -> None:
-    """x [4, 8] -> a [4, 16] -> b [4, 16] -> y [4, 2], in float32: a and b live together, beside x and y throughout."""
+    """x [4, 8] -> a [4, 16] -> b in its place -> y [4, 2] and rest [4, 14], float32; x and y are always there."""
     path = write_model(
         """<ir_version: 8, opset_import: ["" : 17]>
         g (float[n, 8] x) => (float[n, 2] y) <int64[2] sizes = {2, 14}>
@@ -29,7 +29,7 @@ def test_sizes_are_those_counted_by_hand(write_model: Callable[[str], Path]) -> 
     memory = stage_memory(analysis.costs, analysis.states, stage)
     assert memory.weights == 2 * 8
     assert memory.cache == 0
-    assert memory.activations == 4 * 8 * 4 + 4 * 2 * 4 + 2 * (4 * 16 * 4)
+    assert memory.activations == 4 * 8 * 4 + 4 * 2 * 4 + (4 * 16 * 4 + 4 * 14 * 4)
 
 
 def test_cache_is_both_past_and_present(decoder: Path) -> None:
