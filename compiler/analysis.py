@@ -8,7 +8,7 @@ from pathlib import Path
 
 from splitc.compiler.blocks import Partition, find_blocks
 from splitc.compiler.costs import Costs
-from splitc.compiler.graph import Graph, open_graph
+from splitc.compiler.graph import Graph, ModelError, describe_node, open_graph, subgraphs
 from splitc.compiler.shapes import Shape, bind_shapes, infer_shapes, input_shapes
 from splitc.compiler.states import find_states, growing_symbols
 from splitc.runtime.manifest import State
@@ -23,6 +23,24 @@ class Analysis:
     costs: Costs
     states: tuple[State, ...]
     partition: Partition
+
+
+# A control flow node that holds more than this share of the weights makes a split pointless.
+INDIVISIBLE = 0.9
+
+
+def check_divisible(analysis: Analysis) -> None:
+    """Raise ModelError when the model is inside one If, Loop or Scan, which can't be cut, as merged decoders are."""
+    costs, partition = analysis.costs, analysis.partition
+    whole = costs.weight_bytes(analysis.graph.nodes)
+    for node in (node for block in partition.blocks for node in block.nodes if any(subgraphs(node))):
+        inside = costs.weight_bytes([node, *partition.upstream[node]])
+        if inside > INDIVISIBLE * whole:
+            raise ModelError(
+                f"{describe_node(node)}, of kind {node.op_type}, holds {inside / whole:.0%} of the model's weights, "
+                "and splitc does not cut inside control flow: export the model without it (a merged decoder as one model "
+                "with past and one without), or name one device"
+            )
 
 
 def analyze(path: Path, shapes: Mapping[str, Shape], wanted_blocks: int) -> Analysis:

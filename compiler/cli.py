@@ -14,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from splitc.runtime.cli import JSON, RANK_SIZES, app, block_range, print_cuts
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.terminal import err, out, print_json, run_app, table
+from splitc.runtime.terminal import err, out, print_json, print_warning, run_app, table
 from splitc.runtime.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -99,6 +99,9 @@ def compile_command(
     shapes: list[str] = SHAPES,
     profile: bool = PROFILE,
     threads: Optional[int] = THREADS,
+    weights: str = typer.Option(
+        "copy", "--weights", help="copy: into the package. link: hard links to the model's data files, nothing copied."
+    ),
     force: bool = typer.Option(False, "--force", help="Replace a package that is there."),
     as_json: bool = JSON,
 ) -> None:
@@ -119,12 +122,15 @@ def compile_command(
     if not as_json:
         _print_plan(decided)
     with _progress(sum(rank.memory.weights for rank in decided.ranks)) as progress:
-        manifest = compile_model(decided, package, threads=threads, force=force, progress=progress)
+        manifest = compile_model(
+            decided, package, weights=weights, threads=threads, force=force, progress=progress, warn=print_warning
+        )
     if as_json:
         print_json(to_file(decided))
     else:
-        size = sum(file.bytes for file in manifest.files)
-        out.print(f"wrote [bold]{package}[/]: {len(manifest.ranks)} ranks, {format_bytes(size)}")
+        size = format_bytes(sum(file.bytes for file in manifest.files if file.sha256 is not None))
+        linked = ", beside links to the model's data" if any(file.sha256 is None for file in manifest.files) else ""
+        out.print(f"wrote [bold]{package}[/]: {len(manifest.ranks)} ranks, {size}{linked}")
 
 
 def _request(
@@ -198,4 +204,4 @@ def _print_plan(plan: Plan) -> None:
         nodes, weights = sum(each.nodes for each in again), sum(each.weights for each in again)
         out.print(f"computed again rather than sent: {nodes} cheap nodes, {format_bytes(weights)} of weights repeated")
     for warning in plan.warnings:
-        err.print(f"[yellow]warning:[/] {warning}")
+        print_warning(warning)

@@ -13,7 +13,7 @@ from typing import Callable, Optional, Union
 import onnx_ir as ir
 
 from splitc.compiler.analysis import Analysis
-from splitc.compiler.build.onnxruntime import write_engine
+from splitc.compiler.build.onnxruntime import write_engine, write_linked_engine
 from splitc.compiler.fills import find_fill
 from splitc.compiler.plan import Plan, RankPlan
 from splitc.compiler.split.layer import Stage, stage_graph
@@ -22,6 +22,8 @@ from splitc.runtime.errors import MisuseError, SplitcError
 from splitc.runtime.program import Receive, Run, Send, Step
 from splitc.runtime.units import format_bytes
 from splitc.runtime.version import VERSION
+
+WEIGHTS = ("copy", "link")
 
 
 def check_target(target: Path, force: bool) -> None:
@@ -38,28 +40,42 @@ def compile_model(
     plan: Plan,
     package: Union[str, Path],
     *,
+    weights: str = "copy",
     threads: Optional[int] = None,
     force: bool = False,
     progress: Callable[[int], None] = lambda _: None,
+    warn: Callable[[str], None] = lambda _: None,
 ) -> m.Manifest:
     """Build what `plan` says and write it to the folder `package`, replacing a package that is there with `force`.
 
-    `threads` is recorded as the number for each CPU device. `progress` is told the bytes of weights as they are
-    written. Either the whole package is written or nothing. Raises MisuseError when `package` can't be written to,
+    `weights` is `copy`, or `link` to refer into hard links of the model's own data files instead of copying it: the
+    package then changes when they are written to in place. `threads` is recorded as the number for each CPU device.
+    `progress` is told the bytes of weights as they are written, `warn` what is not as asked. Either the whole package
+    is written or nothing. Raises MisuseError when `package` can't be written to,
     SplitcError when the disk is full.
     """
     target = Path(package)
     check_target(target, force)
-    needed = sum(rank.memory.weights for rank in plan.ranks)
+    if weights not in WEIGHTS:
+        raise MisuseError(f"unknown --weights '{weights}': there are {', '.join(WEIGHTS)}")
+    needed = sum(rank.memory.weights for rank in plan.ranks) if weights == "copy" else 0
     with _full_disk_explained(target, needed), _written_aside(target) as folder:
-        files = []
+        files: list[Path] = []
+        links: list[Path] = []
         engines = []
         for number, rank in enumerate(plan.ranks):
             path = folder / f"rank{number}" / f"stage{number}.onnx"
-            write_engine(stage_graph(plan.analysis.graph, rank.stage), plan.analysis.graph.model, path, progress)
+            graph, model = stage_graph(plan.analysis.graph, rank.stage), plan.analysis.graph.model
+            if weights == "copy":
+                write_engine(graph, model, path, progress)
+            else:
+                linked, copied = write_linked_engine(graph, model, path, progress)
+                links += linked
+                if copied:
+                    warn(f"{folder.parent} can't hold hard links to the model's data, so rank {number} has a copy")
             files += sorted(path.parent.iterdir())
             engines.append(_engine_file(folder, path, rank.stage))
-        manifest = _manifest(plan, engines, m.describe_files(folder, files), threads)
+        manifest = _manifest(plan, engines, m.describe_files(folder, files, links), threads)
         (folder / m.FILE_NAME).write_bytes(m.encode(manifest))
     return manifest
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from splitc.compiler.analysis import Analysis, analyze
+from splitc.compiler.analysis import Analysis, analyze, check_divisible
 from splitc.compiler.costs import NOMINAL
 from splitc.compiler.memory import RangeMemory, StageMemory, stage_memory
 from splitc.compiler.planner import OBJECTIVES, Assignment, StageCosts, Target, plan_stages
@@ -105,6 +105,8 @@ def plan_model(model: Path, devices: Sequence[Device], request: Request = Reques
         raise MisuseError(f"unknown objective '{request.objective}': there are {', '.join(OBJECTIVES)}")
     budgets = find_budgets(devices, request.memory, request.headroom)
     analysis = analyze(model, request.shapes or {}, len(devices))
+    if len(devices) > 1:
+        check_divisible(analysis)
     seconds = block_seconds(analysis, devices, request)
     memory = RangeMemory(analysis.costs, analysis.states, analysis.partition)
     shares = _shares(request.tensor_split, len(devices))

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from splitc.compiler.analysis import analyze
-from splitc.compiler.plan import Plan, Request, block_seconds, make_plan
+from splitc.compiler.plan import Plan, Repeated, Request, block_seconds, make_plan
 from splitc.compiler.planner import Assignment
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import DoesNotFitError, MisuseError
@@ -33,6 +33,7 @@ class RankEntry(Struct, frozen=True):
     cache_bytes: int = 0
     total_bytes: int = 0
     seconds: float = 0.0
+    repeated: Optional[Repeated] = None
 
 
 class CutEntry(Struct, frozen=True):
@@ -95,6 +96,7 @@ def to_file(plan: Plan) -> PlanFile:
                 rank.memory.cache,
                 rank.memory.total,
                 round(rank.seconds, 9),
+                rank.repeated,
             )
             for rank in plan.ranks
         ],

@@ -90,11 +90,14 @@ class UnsplitWeight(Struct, frozen=True):
 
 
 class File(Struct, frozen=True):
-    """A file of the package, its size and hash, to be verified before it is loaded."""
+    """A file of the package, its size and hash, to be verified before it is loaded.
+
+    A hard link to the model's own data has no hash: to read it would take as long as to copy it.
+    """
 
     path: str
     bytes: int
-    sha256: str
+    sha256: Optional[str]
 
 
 class Manifest(Struct, frozen=True):
@@ -159,11 +162,11 @@ def hash_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def describe_files(package: Path, paths: Iterable[Path]) -> list[File]:
+def describe_files(package: Path, paths: Iterable[Path], links: Iterable[Path] = ()) -> list[File]:
     """Entries for files of the package, read in parallel (hashing leaves the interpreter's lock)."""
-    ordered = sorted(paths)
+    ordered, unread = sorted(paths), frozenset(links)
     with ThreadPoolExecutor() as pool:
-        hashes = list(pool.map(hash_file, ordered))
+        hashes = list(pool.map(lambda path: None if path in unread else hash_file(path), ordered))
     return [
         File(path.relative_to(package).as_posix(), path.stat().st_size, digest) for path, digest in zip(ordered, hashes)
     ]
@@ -179,7 +182,7 @@ def verify_files(package: Path, files: Iterable[File]) -> None:
         size = path.stat().st_size
         if size != file.bytes:
             raise PackageError(f"{path} has {size:,} bytes, its manifest says {file.bytes:,}: compile the model again")
-        if hash_file(path) != file.sha256:
+        if file.sha256 is not None and hash_file(path) != file.sha256:
             raise PackageError(f"{path} was changed since it was compiled (its SHA-256 differs from the manifest's)")
 
     with ThreadPoolExecutor() as pool:

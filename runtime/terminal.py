@@ -43,6 +43,11 @@ def print_json(result: Any) -> None:
     sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
 
 
+def print_warning(text: str) -> None:
+    """Something that a user should know, on standard error."""
+    err.print(f"[yellow]warning:[/] {_escape(text)}", soft_wrap=True)
+
+
 def run_app(app: typer.Typer) -> NoReturn:
     """Run the command line. A user's mistake ends in one message and its exit code, without a traceback."""
     # A killed compile must clean up after itself as an interrupted one does.

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from models.writer import Writer, save
 from splitc.compiler import plan_model
 from splitc.compiler.analysis import analyze
+from splitc.compiler.graph import ModelError
 from splitc.compiler.split.layer import split_layers, stage_graph
 from splitc.runtime.devices import parse_devices
 from tests.conftest import Arrays, assert_close, decoder_feeds, run_split, run_whole
@@ -87,6 +88,25 @@ def test_branch_captures_values_and_weights_of_other_stages(tmp_path: Path) -> N
     for condition in (True, False):
         feeds: Arrays = {"x": np.ones((3, 4), np.float32), "c": np.array(condition)}
         assert_close(run_split(path, tmp_path / "package", "3xcpu", feeds, spread=True), run_whole(path, feeds))
+
+
+def test_model_inside_one_if_is_refused_with_the_reason(tmp_path: Path) -> None:
+    path = build_text_model(
+        tmp_path,
+        """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[n, 4] x, bool c) => (float[n, 4] y)
+        <float[4, 4] a = {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}, float[4, 4] b = {2,3,4,5,6,7,8,9,1,2,3,4,5,6,7,8}>
+        { y = If(c) <
+            then_branch = t () => (float[n, 4] u) { k = MatMul(x, a)
+              u = MatMul(k, b) },
+            else_branch = e () => (float[n, 4] v) { v = MatMul(x, b) } > }""",
+    )
+    with pytest.raises(
+        ModelError, match="of kind If, holds 100% of the model's weights, and splitc does not cut inside"
+    ):
+        plan_model(path, parse_devices(["2xcpu"]))
+    feeds: Arrays = {"x": np.ones((3, 4), np.float32), "c": np.array(True)}
+    assert_close(run_split(path, tmp_path / "package", "1xcpu", feeds), run_whole(path, feeds))
 
 
 def test_output_that_stands_on_free_nodes_alone_is_made(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
 import pytest
 
 from splitc.compiler import Plan, compile_model, package, plan_model
@@ -116,3 +117,70 @@ def test_names_with_spaces_and_other_letters(decoder: Path, tmp_path: Path) -> N
     feeds = decoder_feeds()
     with Session(folder / "le paquet ü") as session:
         assert_close(session.run(feeds), run_whole(decoder, feeds))
+
+
+def test_linked_weights_are_not_copied(decoder: Path, plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> None:
+    target = decoder.parent / "linked"
+    warnings: list[str] = []
+    manifest = compile_model(plan, target, weights="link", warn=warnings.append)
+    data = decoder.with_name("decoder.onnx.data")
+    for number in (0, 1):
+        assert (target / f"rank{number}" / "source0.weights").samefile(data)
+    assert sum(file.bytes for file in manifest.files if file.sha256) < 0.5 * data.stat().st_size
+    assert not warnings
+    feeds = decoder_feeds()
+    with Session(target) as session:
+        assert_close(session.run(feeds), run_whole(decoder, feeds))
+    shutil.rmtree(target)
+    assert data.exists()
+
+
+def test_links_that_cannot_be_are_copied_and_said_so(
+    decoder: Path, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link(*_: Any) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr("os.link", link)
+    warnings: list[str] = []
+    manifest = compile_model(plan, tmp_path / "package", weights="link", warn=warnings.append)
+    assert len(warnings) == 2
+    assert "rank 0 has a copy" in warnings[0]
+    assert all(file.sha256 for file in manifest.files)
+    feeds = decoder_feeds()
+    with Session(tmp_path / "package") as session:
+        assert_close(session.run(feeds), run_whole(decoder, feeds))
+
+
+def test_linked_weights_inside_the_model_file_are_written(decoder: Path, tmp_path: Path) -> None:
+    """A model without external data has nothing to link to."""
+    model = ir.load(decoder)
+    ir.external_data.load_to_model(model)
+    ir.save(model, tmp_path / "inside.onnx")
+    inside = plan_model(tmp_path / "inside.onnx", parse_devices(["2xcpu"]))
+    compile_model(inside, tmp_path / "package", weights="link")
+    feeds = decoder_feeds()
+    with Session(tmp_path / "package") as session:
+        assert_close(session.run(feeds), run_whole(decoder, feeds))
+
+
+def test_one_file_a_weight_in_folders_below(decoder: Path, tmp_path: Path) -> None:
+    """Thousands of external files, as some exporters write them, some in sub-folders."""
+    model = ir.load(decoder)
+    for number, value in enumerate(model.graph.initializers.values()):
+        tensor = value.const_value
+        assert tensor is not None
+        folder = tmp_path / f"part {number % 3}" / "ü"
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"part {number % 3}/ü/{number}.bin"
+        (tmp_path / name).write_bytes(tensor.tobytes())
+        value.const_value = ir.ExternalTensor(
+            name, 0, tensor.nbytes, tensor.dtype, shape=tensor.shape, name=value.name or "", base_dir=tmp_path
+        )
+    ir.save(model, tmp_path / "model.onnx")
+    feeds = decoder_feeds()
+    for weights in ("copy", "link"):
+        plan = plan_model(tmp_path / "model.onnx", parse_devices(["2xcpu"]))
+        compile_model(plan, tmp_path / weights, weights=weights)
+        with Session(tmp_path / weights) as session:
+            assert_close(session.run(feeds), run_whole(decoder, feeds))
