@@ -38,8 +38,8 @@ def check_divisible(analysis: Analysis) -> None:
         if inside > INDIVISIBLE * whole:
             raise ModelError(
                 f"{describe_node(node)}, of kind {node.op_type}, holds {inside / whole:.0%} of the model's weights, "
-                "and splitc does not cut inside control flow: export the model without it (a merged decoder as one model "
-                "with past and one without), or name one device"
+                "and splitc does not cut inside control flow: export the model without it (a merged decoder as one "
+                "model with past and one without), or name one device"
             )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -35,15 +35,25 @@ class RankTimes:
 
 
 @dataclass(frozen=True)
+class Baseline:
+    """The unsplit model with a number of threads.
+
+    `ratio` is the median, over neighbouring runs, of the package's time over the unsplit model's.
+    """
+
+    threads: int
+    latency: Latency
+    ratio: float
+
+
+@dataclass(frozen=True)
 class BenchResult:
-    """`ratio` is the median over pairs of neighbouring runs of the package's time over the unsplit model's."""
+    """A package's times, with `threads` on each rank, and those of the unsplit model if it ran too."""
 
     package: Latency
-    ranks: list[RankTimes]
     threads: int
-    baseline: Optional[Latency] = None
-    baseline_threads: Optional[int] = None
-    ratio: Optional[float] = None
+    ranks: list[RankTimes]
+    baselines: list[Baseline]
 
 
 def bench(
@@ -51,36 +61,42 @@ def bench(
     feeds: Mapping[str, npt.NDArray[Any]],
     *,
     baseline: Optional[Path] = None,
-    baseline_threads: Optional[int] = None,
+    baseline_threads: Sequence[int] = (),
     runs: int = 50,
     warmup: int = 5,
 ) -> BenchResult:
     """Time `runs` runs. With a baseline, package and unsplit model take turns, so that both see the same machine.
 
-    The unsplit model gets as many threads as all ranks together, unless `baseline_threads` says otherwise.
+    The unsplit model runs with as many threads as all ranks have together, and with as many as one rank has: while one
+    request passes through a layer split, one rank works at a time.
     """
-    threads = baseline_threads or session.threads * len(session.manifest.ranks)
-    run_baseline = _baseline(baseline, threads, feeds) if baseline else None
+    threads = baseline_threads or sorted({session.threads * len(session.manifest.ranks), session.threads}, reverse=True)
+    others = {count: _baseline(baseline, count, feeds) for count in threads} if baseline else {}
     spans: list[dict[int, list[Span]]] = []
-    own, other = [], []
+    own: list[float] = []
+    times: dict[int, list[float]] = {count: [] for count in others}
     for number in range(-warmup, runs):
         start = time.perf_counter()
         _, request_spans = session.run_timed(feeds)
-        middle = time.perf_counter()
-        if run_baseline:
-            run_baseline()
-        end = time.perf_counter()
+        took = time.perf_counter() - start
+        others_took = {count: _time(run) for count, run in others.items()}
         if number >= 0:
-            own.append(middle - start)
-            other.append(end - middle)
+            own.append(took)
             spans.append(request_spans)
-    ranks = [
-        _rank_times(rank.device, [each[number] for each in spans]) for number, rank in enumerate(session.manifest.ranks)
-    ]
-    if not run_baseline:
-        return BenchResult(_latency(own), ranks, session.threads)
-    ratio = float(np.median(np.array(own) / np.array(other)))
-    return BenchResult(_latency(own), ranks, session.threads, _latency(other), threads, ratio)
+            for count, other in others_took.items():
+                times[count].append(other)
+    return BenchResult(
+        _latency(own),
+        session.threads,
+        [_rank_times(rank.device, [each[n] for each in spans]) for n, rank in enumerate(session.manifest.ranks)],
+        [Baseline(n, _latency(took), float(np.median(np.array(own) / np.array(took)))) for n, took in times.items()],
+    )
+
+
+def _time(run: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
 
 
 def _baseline(path: Path, threads: int, feeds: Mapping[str, npt.NDArray[Any]]) -> Callable[[], None]:

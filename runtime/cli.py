@@ -167,8 +167,11 @@ def bench_command(
     baseline: Optional[Path] = typer.Option(
         None, "--baseline", help="The unsplit model, timed in turns with the package."
     ),
-    baseline_threads: Optional[int] = typer.Option(
-        None, "--baseline-threads", min=1, help="Threads of the unsplit model. Default: those of all ranks together."
+    baseline_threads: list[int] = typer.Option(
+        [],
+        "--baseline-threads",
+        min=1,
+        help="Threads of the unsplit model, repeatable. Default: all ranks', and one's.",
     ),
     inputs: Optional[Path] = INPUTS,
     runs: int = typer.Option(50, "--runs", min=1, help="Timed runs."),
@@ -206,21 +209,19 @@ def _print_memory(found: Sequence[RankMemory]) -> None:
 
 
 def _print_bench(result: BenchResult) -> None:
-    rows = table("", "threads", "median", "90 %", right=("median", "90 %"))
-    own, other = result.package, result.baseline
+    rows = table("", "threads", "median", "90 %", "package / unsplit", right=("median", "90 %", "package / unsplit"))
+    own = result.package
     threads = f"{len(result.ranks)} x {result.threads}"
     rows.add_row("package", threads, format_seconds(own.median), format_seconds(own.p90))
-    if other:
-        threads = str(result.baseline_threads)
-        rows.add_row("unsplit", threads, format_seconds(other.median), format_seconds(other.p90))
-    out.print(f"{own.runs} runs")
+    for other in result.baselines:
+        seconds = map(format_seconds, (other.latency.median, other.latency.p90))
+        rows.add_row("unsplit", str(other.threads), *seconds, f"{other.ratio:.3f}")
     out.print(rows)
-    rows = table("rank", "device", "busy", "waiting", right=("busy", "waiting"))
+    rows = table("rank", "busy", "waiting", right=("busy", "waiting"))
     for number, rank in enumerate(result.ranks):
-        rows.add_row(str(number), rank.device, format_seconds(rank.busy), format_seconds(rank.waiting))
+        rows.add_row(f"{number} {rank.device}", format_seconds(rank.busy), format_seconds(rank.waiting))
     out.print(rows)
-    if result.ratio:
-        out.print(f"The package takes [bold]{result.ratio:.3f}[/] times as long as the unsplit model.")
+    out.print(f"Medians of {own.runs} runs, one request at a time: one rank works while the others wait.")
 
 
 @app.command()

@@ -38,7 +38,8 @@ def test_compile_run_check_bench_inspect(decoder: Path, tmp_path: Path) -> None:
     splitc("run", package, "--inputs", tmp_path / "in.npz", "--outputs", tmp_path / "out.npz")
     assert_close(dict(np.load(tmp_path / "out.npz")), run_whole(decoder, feeds))
     assert "9 of 9 outputs agree" in splitc("check", package, "--model", decoder).stdout
-    assert "times as long as the unsplit model" in splitc("bench", package, "--baseline", decoder, "--runs", 3).stdout
+    timed = splitc("bench", package, "--baseline", decoder, "--runs", 3, "--threads", 2).stdout
+    assert [line.split()[1] for line in timed.splitlines() if line.startswith("unsplit")] == ["4", "2"]
     assert "split by layer into 2 ranks" in splitc("inspect", package).stdout
 
 
