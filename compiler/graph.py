@@ -24,6 +24,7 @@ class Graph:
     """A model's main graph, normalized, with what each node reads.
 
     `reads` maps a node to the values of the main graph that it needs: its inputs and what its subgraphs capture.
+    `annotated` are the shapes that the file itself gives for values between nodes, by name.
     The normal form: functions inlined, nodes in topological order and all of them needed, constants and the
     subgraphs' initializers are initializers of the main graph, no initializer is an input, and every output has a
     node of its own.
@@ -32,6 +33,7 @@ class Graph:
     path: Path
     model: ir.Model
     reads: Mapping[ir.Node, tuple[ir.Value, ...]]
+    annotated: Mapping[str, ir.Shape]
 
     @property
     def graph(self) -> ir.Graph:
@@ -56,7 +58,9 @@ def open_graph(path: Path) -> Graph:
     check_external_data(model, path)
     _normalize(model)
     _check_operators(model)
-    return Graph(path, model, {node: tuple(_reads(node)) for node in model.graph})
+    values = (value for node in model.graph for value in node.outputs)
+    annotated = {value.name: value.shape for value in values if value.name and value.shape is not None}
+    return Graph(path, model, {node: tuple(_reads(node)) for node in model.graph}, annotated)
 
 
 def _load(path: Path) -> ir.Model:
