@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 Shape = tuple[int, ...]
 
-# A dimension that nothing binds gets this size; the first one of an input, as a rule the batch, gets 1 as in trtexec.
-DEFAULT_LENGTH = 16
+# Sizes of what nothing binds: the first dimension of an input, as a rule the batch, and any other.
+DEFAULT_BATCH, DEFAULT_LENGTH = 1, 16
 
 
 def parse_shapes(texts: Sequence[str]) -> dict[str, Shape]:
@@ -59,9 +59,10 @@ def infer_shapes(model: ir.Model) -> None:
 def input_shapes(model: ir.Model, given: Mapping[str, Shape], past: frozenset[str]) -> dict[str, Shape]:
     """A size for every dimension of every input, from the shapes that the user gave.
 
-    What is not given is bound through the symbols that inputs share; a symbol in `past` (the length of a cache) is
-    0, else an input's first dimension is 1 and any other DEFAULT_LENGTH. Raises MisuseError for a shape of an input
-    that is not there, or that contradicts the model.
+    What is not given is bound through the symbols that inputs share; a symbol in `past` (the length of a cache) is 0.
+    Exporters give one length several symbols, so what is left gets the largest sizes given: of first dimensions for a
+    first dimension, of others for any other; or the defaults. Raises MisuseError for a shape of an input that is not
+    there, or that contradicts the model.
     """
     inputs = {value.name or "": value for value in model.graph.inputs}
     bindings: dict[str, int] = {}
@@ -76,15 +77,22 @@ def input_shapes(model: ir.Model, given: Mapping[str, Shape], past: frozenset[st
             want = format_shape([size if isinstance(size, int) else size.value for size in declared])
             raise MisuseError(f"--shapes gives '{name}' as {format_shape(shape)}, and the model takes {want}")
         bindings.update({d.value: s for d, s in zip(declared, shape) if isinstance(d, ir.SymbolicDim) and d.value})
-    return {
-        name: given[name] if name in given else _bind_input(value, bindings, past) for name, value in inputs.items()
+    free = {
+        (axis > 0, size)
+        for name, shape in given.items()
+        for axis, (declared, size) in enumerate(zip(inputs[name].shape or (), shape))
+        if isinstance(declared, ir.SymbolicDim) and declared.value not in past
     }
+    batch = max((size for later, size in free if not later), default=DEFAULT_BATCH)
+    length = max((size for later, size in free if later), default=DEFAULT_LENGTH)
+    unbound = {name: value for name, value in inputs.items() if name not in given}
+    return {**given, **{name: _bind_input(value, bindings, past, batch, length) for name, value in unbound.items()}}
 
 
-def _bind_input(value: ir.Value, bindings: Mapping[str, int], past: frozenset[str]) -> Shape:
+def _bind_input(value: ir.Value, bindings: Mapping[str, int], past: frozenset[str], batch: int, length: int) -> Shape:
     sizes = []
     for axis, size in enumerate(value.shape or ()):
-        default = 1 if axis == 0 else DEFAULT_LENGTH
+        default = length if axis else batch
         if isinstance(size, int):
             sizes.append(size)
         elif size.value is None:

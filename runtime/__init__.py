@@ -2,6 +2,7 @@
 
 from splitc.runtime.errors import (
     DoesNotFitError,
+    EngineError,
     FeedError,
     MisuseError,
     OutputsDifferError,
@@ -12,6 +13,7 @@ from splitc.runtime.session import Session
 
 __all__ = [
     "DoesNotFitError",
+    "EngineError",
     "FeedError",
     "MisuseError",
     "OutputsDifferError",

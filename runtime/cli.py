@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Optional
 
@@ -14,7 +15,7 @@ from splitc.runtime.bench import BenchResult, bench
 from splitc.runtime.compare import Difference, compare
 from splitc.runtime.devices import list_devices
 from splitc.runtime.engines.onnxruntime import OnnxRuntimeBackend
-from splitc.runtime.errors import MisuseError, OutputsDifferError
+from splitc.runtime.errors import EngineError, MisuseError, OutputsDifferError
 from splitc.runtime.manifest import Manifest, read_manifest
 from splitc.runtime.measure import RankMemory, measure_memory
 from splitc.runtime.session import Session, format_shape
@@ -123,7 +124,8 @@ def check(
         raise MisuseError(f"no such model file: {model}")
     with Session(package, threads=threads, verify=verify) as session:
         feeds = arrays.load_arrays(inputs) if inputs else arrays.make_inputs(session.inputs, seed)
-        actual = session.run(feeds)
+        with _made_up(not inputs):
+            actual = session.run(feeds)
         backend = OnnxRuntimeBackend(session.threads * len(session.manifest.ranks))
         engine = backend.load(model)
         whole = engine.run({name: backend.upload(feeds[name]) for name in engine.inputs})
@@ -140,6 +142,20 @@ def check(
         raise OutputsDifferError(f"{len(failed)} of {len(found)} outputs differ beyond tolerance: {', '.join(failed)}")
     if not as_json:
         out.print(f"[green]{len(found)} of {len(found)} outputs agree[/] with {model.name}")
+
+
+@contextmanager
+def _made_up(made_up: bool) -> Iterator[None]:
+    """Tell the user of made-up inputs what may be wrong with them when an engine fails."""
+    try:
+        yield
+    except EngineError as error:
+        if not made_up:
+            raise
+        raise EngineError(
+            f"{error}\nThe inputs were made up in the sizes that the package was planned for; these may not fit "
+            "together. Give --inputs, or compile with --shapes for every input."
+        ) from error
 
 
 # Outputs that `check` lists one by one, the worst first; a decoder has two for each layer.
@@ -187,7 +203,10 @@ def bench_command(
         raise MisuseError(f"no such model file: {baseline}")
     with Session(package, threads=threads, verify=verify) as session:
         feeds = arrays.load_arrays(inputs) if inputs else arrays.make_inputs(session.inputs, seed)
-        result = bench(session, feeds, baseline=baseline, baseline_threads=baseline_threads, runs=runs, warmup=warmup)
+        with _made_up(not inputs):
+            result = bench(
+                session, feeds, baseline=baseline, baseline_threads=baseline_threads, runs=runs, warmup=warmup
+            )
     measured = measure_memory(package, session.threads, feeds) if memory else []
     if as_json:
         print_json({"time": result, "memory": measured})

@@ -31,5 +31,9 @@ class PackageError(SplitcError):
     """A package is damaged, incomplete, or of a schema that this version can't read."""
 
 
+class EngineError(SplitcError):
+    """An engine failed on a request: its sizes do not fit together, or it ran out of memory."""
+
+
 class FeedError(MisuseError):
     """Inputs that a model does not take: a name missing or unknown, another number type, another shape."""

@@ -22,7 +22,10 @@ class Engine(Protocol):
         """Names of the values that it gives."""
 
     def run(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Run on values of the backend that loaded it, named as in `inputs`; returns those named in `outputs`."""
+        """Run on values of the backend that loaded it, named as in `inputs`; returns those named in `outputs`.
+
+        Raises EngineError when the engine fails.
+        """
 
 
 class Backend(Protocol):

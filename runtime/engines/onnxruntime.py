@@ -11,10 +11,12 @@ import numpy.typing as npt
 import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from splitc.runtime.errors import PackageError
+from splitc.runtime.errors import EngineError, PackageError
 
-# What InferenceSession raises for a file that it can't take; it has no common base but Exception.
-LOAD_ERRORS = (
+# What ONNX Runtime raises has no common base but Exception.
+ERRORS = (
+    RuntimeError,
+    ort_errors.EPFail,
     ort_errors.Fail,
     ort_errors.InvalidArgument,
     ort_errors.InvalidGraph,
@@ -31,19 +33,20 @@ def open_session(path: Path, threads: int) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
-    options.log_severity_level = 3  # its warnings speak of what its optimizer did, which is no news to our user
+    options.log_severity_level = 4  # errors come as exceptions, and warnings are about what its optimizer did
     # The stages of one process take turns: a stage that is done must not keep spinning on the cores of the next.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     try:
         return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    except LOAD_ERRORS as error:
+    except ERRORS as error:
         raise PackageError(f"ONNX Runtime can't load {path}: {error}") from error
 
 
 class OnnxRuntimeEngine:
     """One ONNX file in a session of its own. Values are OrtValues, which pass between sessions without a copy."""
 
-    def __init__(self, session: ort.InferenceSession) -> None:
+    def __init__(self, name: str, session: ort.InferenceSession) -> None:
+        self._name = name
         self._session = session
         self.inputs = [value.name for value in session.get_inputs()]
         self.outputs = [value.name for value in session.get_outputs()]
@@ -54,7 +57,10 @@ class OnnxRuntimeEngine:
             binding.bind_ortvalue_input(name, values[name])
         for name in self.outputs:
             binding.bind_output(name)
-        self._session.run_with_iobinding(binding)
+        try:
+            self._session.run_with_iobinding(binding)
+        except ERRORS as error:
+            raise EngineError(f"{self._name} failed: {error}") from error
         return dict(zip(self.outputs, binding.get_outputs()))
 
 
@@ -65,7 +71,7 @@ class OnnxRuntimeBackend:
         self._threads = threads
 
     def load(self, path: Path) -> OnnxRuntimeEngine:
-        return OnnxRuntimeEngine(open_session(path, self._threads))
+        return OnnxRuntimeEngine(path.name, open_session(path, self._threads))
 
     def upload(self, array: npt.NDArray[Any]) -> ort.OrtValue:
         # On the CPU the OrtValue keeps the array and shares its memory.

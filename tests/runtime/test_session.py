@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from splitc.runtime import FeedError, PackageError, Session, SplitcError
+from splitc.runtime import EngineError, FeedError, PackageError, Session, SplitcError
 from splitc.runtime.manifest import read_manifest
 from tests.conftest import assert_close, decoder_feeds, run_whole
 
@@ -78,7 +78,7 @@ def test_request_that_fails_in_an_engine_fails_alone(decoder: Path, package: Pat
     good = decoder_feeds()
     with Session(package) as session:
         for _ in range(3):
-            with pytest.raises(Exception, match="(?i)broadcast|dimension|shape"):
+            with pytest.raises(EngineError, match=r"stage\d.onnx failed: .*(?i:broadcast|dimension|shape)"):
                 session.run(bad)
             assert_close(session.run(good), run_whole(decoder, good))
 
