@@ -75,10 +75,10 @@ def plan_stages(
     For throughput the slowest stage may be slower than need be by the share `slack`, where that saves stages, cut bytes
     or unevenness.
 
-    Raises DoesNotFitError when no way to cut fits the budgets, MisuseError for `spread` over more targets than blocks.
+    Raises DoesNotFitError when no way to cut fits the budgets, MisuseError for more targets than blocks.
     """
     count = len(costs.names)
-    if spread and len(targets) > count:
+    if len(targets) > count:
         raise MisuseError(
             f"{len(targets)} devices, and the model can be cut into {count} pieces at most: name fewer devices with -d"
         )

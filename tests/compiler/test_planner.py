@@ -102,7 +102,7 @@ def test_faster_device_gets_more() -> None:
 def test_more_devices_than_blocks() -> None:
     targets = [Target(f"d{k}", 1.0, None) for k in range(4)]
     with pytest.raises(MisuseError, match="4 devices, and the model can be cut into 3 pieces at most"):
-        plan_stages(make_costs([1] * 3, [1] * 3, [0] * 3), targets, spread=True)
+        plan_stages(make_costs([1] * 3, [1] * 3, [0] * 3), targets)
 
 
 def test_misfit_is_accounted_for() -> None:
