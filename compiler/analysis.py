@@ -9,7 +9,7 @@ from pathlib import Path
 from splitc.compiler.blocks import Partition, find_blocks
 from splitc.compiler.costs import Costs
 from splitc.compiler.graph import Graph, ModelError, describe_node, open_graph, subgraphs
-from splitc.compiler.shapes import Shape, bind_shapes, infer_shapes, input_shapes
+from splitc.compiler.shapes import Shape, bind_shapes, infer_shapes, input_shapes, read_symbols, reconcile
 from splitc.compiler.states import find_states, growing_symbols
 from splitc.runtime.manifest import State
 
@@ -49,8 +49,10 @@ def analyze(path: Path, shapes: Mapping[str, Shape], wanted_blocks: int) -> Anal
     Raises ModelError for a model that can't be used, MisuseError for shapes that are not its own.
     """
     graph = open_graph(path)
+    read_symbols(graph.model)
     infer_shapes(graph.model)
     states = find_states(graph)
     bound = input_shapes(graph.model, shapes, growing_symbols(graph, states))
     costs = Costs(graph, bind_shapes(graph.model, bound))
+    reconcile(graph.model, costs.bound)
     return Analysis(graph, bound, costs, tuple(states), find_blocks(graph, costs, wanted_blocks))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
-import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Optional
+from typing import Optional, Union
 
 import onnx_ir as ir
+import sympy
 
 from splitc.compiler.fold import fold_shapes, take_branches
 from splitc.compiler.inference import OpUsageError, ShapeInferenceError, infer_symbolic_shapes
@@ -25,6 +26,14 @@ Shape = tuple[int, ...]
 DEFAULT_BATCH, DEFAULT_LENGTH = 1, 16
 
 
+@dataclass(frozen=True)
+class BoundShapes:
+    """Shapes of values by name. A size that depends on data (NonZero) counts as 1 and makes the value `uncertain`."""
+
+    shapes: Mapping[str, Shape]
+    uncertain: frozenset[str]
+
+
 def parse_shapes(texts: Sequence[str]) -> dict[str, Shape]:
     """Shapes from `name:1x16` or polygraphy's `name:[1,16]`. A scalar is `name:[]`. Raises MisuseError."""
     shapes = {}
@@ -35,6 +44,30 @@ def parse_shapes(texts: Sequence[str]) -> dict[str, Shape]:
             raise MisuseError(f"can't read the shape '{text}': write NAME:1x16 or NAME:[1,16]")
         shapes[name] = tuple(int(number) for number in numbers if number)
     return shapes
+
+
+def read_symbols(model: ir.Model) -> None:
+    """Make what the file says of inputs and outputs readable, in place: a dimension like `?` or -1 is an unknown one.
+
+    Each unknown size of an input gets a symbol of its own, so that it can be followed.
+    """
+    count = itertools.count()
+    for value in model.graph.inputs:
+        if value.shape is not None:
+            sizes = [size if _is_readable(size) else f"unknown_{next(count)}" for size in value.shape]
+            value.shape = ir.Shape(sizes)
+    for value in model.graph.outputs:
+        if value.shape is not None:
+            value.shape = ir.Shape([size if _is_readable(size) else None for size in value.shape])
+
+
+def _is_readable(size: Union[int, ir.SymbolicDim]) -> bool:
+    if isinstance(size, int):
+        return size >= 0
+    try:
+        return size.value is not None and size.free_symbols() is not None
+    except ValueError:  # no expression
+        return False
 
 
 def infer_shapes(model: ir.Model) -> None:
@@ -100,18 +133,48 @@ def _bind_input(value: ir.Value, bindings: Mapping[str, int], past: frozenset[st
         elif size.value in bindings:
             sizes.append(bindings[size.value])
         else:
-            # A dimension may be an expression: "past_length + sequence_length".
+            # A dimension may be an expression, "past_length + sequence_length", or look like one: "batch-size".
             known = {name: bindings.get(name, 0 if name in past else default) for name in size.free_symbols()}
-            sizes.append(operator.index(size.evaluate(known)))  # type: ignore[arg-type]  # nothing is left open
+            result = _evaluate(size, known)
+            # With names such as "batch-size" that gives no size of anything.
+            sizes.append(default if result is None or (result <= 0 and size.value not in past) else result)
     return tuple(sizes)
 
 
-@dataclass(frozen=True)
-class BoundShapes:
-    """Shapes of values by name. A size that depends on data (NonZero) counts as 1 and makes the value `uncertain`."""
+def _evaluate(size: ir.SymbolicDim, bindings: Mapping[str, int]) -> Optional[int]:
+    """The number that an expression gives with these symbols; None where it needs others."""
+    result = size.evaluate(bindings)
+    return int(result) if isinstance(result, (int, sympy.Integer)) else None
 
-    shapes: Mapping[str, Shape]
-    uncertain: frozenset[str]
+
+def reconcile(model: ir.Model, bound: BoundShapes) -> None:
+    """Forget, in place, the sizes of symbolic shapes that the bound ones contradict: inference is not always right.
+
+    A size that is wrong would be believed by engines, and by stages that read it elsewhere.
+    """
+    bindings: dict[str, int] = {}
+    for value in model.graph.inputs:
+        for size, number in zip(value.shape or (), bound.shapes[value.name or ""]):
+            if isinstance(size, ir.SymbolicDim) and size.value:
+                bindings[size.value] = number
+    for value in (value for node in model.graph for value in node.outputs):
+        numbers = bound.shapes.get(value.name or "")
+        if value.shape is None or numbers is None or value.name in bound.uncertain:
+            continue
+        if len(numbers) != len(value.shape):
+            value.shape = None
+            continue
+        value.shape = ir.Shape(
+            [size if _agrees(size, number, bindings) else None for size, number in zip(value.shape, numbers)]
+        )
+
+
+def _agrees(size: Union[int, ir.SymbolicDim], number: int, bindings: Mapping[str, int]) -> bool:
+    if isinstance(size, int):
+        return size == number
+    if size.value is None or size.value in bindings:
+        return bindings.get(size.value or "", number) == number
+    return _evaluate(size, bindings) in (number, None)
 
 
 def bind_shapes(model: ir.Model, inputs: Mapping[str, Shape]) -> BoundShapes:

@@ -3,8 +3,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import onnx
 import pytest
 
+from splitc.compiler.analysis import analyze
 from splitc.compiler.graph import open_graph
 from splitc.compiler.shapes import bind_shapes, infer_shapes, input_shapes, parse_shapes
 from splitc.compiler.states import find_states, growing_symbols
@@ -105,3 +107,40 @@ def test_sizes_that_depend_on_data_are_uncertain(write_model: WriteModel) -> Non
     bound = bind_shapes(graph.model, {"x": (4,)})
     assert bound.uncertain == {"i", "y"}
     assert bound.shapes["y"] == (1, 1)
+
+
+@pytest.mark.parametrize("size", ["?", "-1", "batch-size", "a.b.0"])
+def test_dimensions_as_exporters_write_them(write_model: WriteModel, size: str) -> None:
+    """Paddle writes `?` and -1 for what it does not know, others names that look like expressions."""
+    path = write_model(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[n, 4] x) => (float[n, 4] y) <float[4, 4] w = {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}> { y = MatMul(x, w) }"""
+    )
+    model = onnx.load(path)
+    for value in (*model.graph.input, *model.graph.output):
+        dimension = value.type.tensor_type.shape.dim[0]
+        if size == "-1":
+            dimension.dim_value = -1
+        else:
+            dimension.dim_param = size
+    onnx.save(model, path)
+    analysis = analyze(path, {}, 1)
+    assert analysis.shapes["x"] == (1, 4)
+    assert analyze(path, {"x": (7, 4)}, 1).costs.shapes["y"] == (7, 4)
+
+
+def test_size_that_inference_gets_wrong_is_forgotten(write_model: WriteModel) -> None:
+    """A slice to the end, written as some large number: inference takes that for the size when it does not know it."""
+    path = write_model(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[n, 4] x) => (float[m, 4] y)
+        <int64[1] zero = {0}, int64[1] far = {1000000000}, float[4, 4] w = {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}>
+        { p = MatMul(x, w)
+          s = Slice(p, zero, far, zero)
+          y = MatMul(s, w) }"""
+    )
+    analysis = analyze(path, {"x": (3, 4)}, 1)
+    (sliced,) = (node.outputs[0] for node in analysis.graph.nodes if node.op_type == "Slice")
+    assert sliced.shape is not None
+    assert 1000000000 not in list(sliced.shape)
+    assert analysis.costs.shapes["s"] == (3, 4)
