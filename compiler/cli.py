@@ -178,6 +178,8 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
 
 def _print_plan(plan: Plan) -> None:
     """Who holds what, against the budgets, and what crosses the cuts."""
+    from splitc.compiler.costs import NOMINAL
+
     rows = table("rank", "blocks", *RANK_SIZES, "of budget", "", "time", right=(*RANK_SIZES, "", "time"))
     all_seconds = sum(rank.seconds for rank in plan.ranks) or 1.0
     for number, rank in enumerate(plan.ranks):
@@ -197,7 +199,8 @@ def _print_plan(plan: Plan) -> None:
     budgets = {str(rank.device): format_bytes(rank.budget) for rank in plan.ranks}
     same = len(set(budgets.values())) == 1
     listed = f"{next(iter(budgets.values()))} each" if same else ", ".join(f"{d} {b}" for d, b in budgets.items())
-    out.print(f"budget: {listed}")
+    speed = "as measured" if plan.profiled else f"estimated for {NOMINAL[plan.ranks[0].device.kind].name}"
+    out.print(f"budget: {listed}; time: {speed}")
     print_cuts([([value.name or "" for value in cut.values], cut.bytes) for cut in plan.cuts])
     again = [rank.repeated for rank in plan.ranks[1:] if rank.repeated.nodes]
     if again:

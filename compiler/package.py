@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -51,8 +52,7 @@ def compile_model(
     `weights` is `copy`, or `link` to refer into hard links of the model's own data files instead of copying it: the
     package then changes when they are written to in place. `threads` is recorded as the number for each CPU device.
     `progress` is told the bytes of weights as they are written, `warn` what is not as asked. Either the whole package
-    is written or nothing. Raises MisuseError when `package` can't be written to,
-    SplitcError when the disk is full.
+    is written or nothing. Raises MisuseError when `package` can't be written to, SplitcError when the disk is full.
     """
     target = Path(package)
     check_target(target, force)
@@ -85,7 +85,7 @@ def _written_aside(target: Path) -> Iterator[Path]:
     """A new folder beside `target`, which takes its place if the block ends well and is removed if it does not."""
     parent = target.absolute().parent
     prefix = f".{target.name}.partial-"
-    for left in parent.glob(f"{prefix}*"):  # by a run that was killed
+    for left in parent.glob(f"{glob.escape(prefix)}*"):  # by a run that was killed
         shutil.rmtree(left, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     try:

@@ -16,7 +16,7 @@ from splitc.compiler.memory import RangeMemory, StageMemory, stage_memory
 from splitc.compiler.planner import OBJECTIVES, Assignment, StageCosts, Target, plan_stages
 from splitc.compiler.shapes import Shape
 from splitc.compiler.split.layer import Stage, split_layers
-from splitc.runtime.devices import Device, free_bytes
+from splitc.runtime.devices import Device, free_bytes, parse_devices
 from splitc.runtime.errors import DoesNotFitError, MisuseError
 from splitc.runtime.units import parse_bytes
 
@@ -93,8 +93,8 @@ class Request:
     threads: int | None = None
 
 
-def plan_model(model: Path, devices: Sequence[Device], request: Request = Request()) -> Plan:
-    """Decide which blocks of the model each device holds.
+def plan_model(model: str | Path, devices: Sequence[Device] | Sequence[str], request: Request = Request()) -> Plan:
+    """Decide which blocks of the model each device holds. `devices` may be names, as in `["cpu0", "cpu1"]`.
 
     Raises MisuseError for a request that contradicts itself or the model, ModelError for a model that can't be used,
     DoesNotFitError when the devices can't hold it.
@@ -103,8 +103,9 @@ def plan_model(model: Path, devices: Sequence[Device], request: Request = Reques
         raise MisuseError(f"unknown split mode '{request.split_mode}': there is layer")
     if request.objective not in OBJECTIVES:
         raise MisuseError(f"unknown objective '{request.objective}': there are {', '.join(OBJECTIVES)}")
+    devices = [each for name in devices for each in (parse_devices([name]) if isinstance(name, str) else [name])]
     budgets = find_budgets(devices, request.memory, request.headroom)
-    analysis = analyze(model, request.shapes or {}, len(devices))
+    analysis = analyze(Path(model), request.shapes or {}, len(devices))
     if len(devices) > 1:
         check_divisible(analysis)
     seconds = block_seconds(analysis, devices, request)

@@ -6,7 +6,7 @@ Values are whatever the rank's backend makes of arrays (`splitc.runtime.engines`
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Union
 
@@ -56,17 +56,21 @@ class Span:
 
 
 def execute(
-    steps: Sequence[Step], engines: Sequence[Engine], transport: Transport, feeds: Mapping[str, Any]
+    steps: Sequence[Step], engines: Sequence[Engine], transport: Transport, feeds: Callable[[], Mapping[str, Any]]
 ) -> tuple[dict[str, Any], list[Span]]:
-    """Run the steps on the rank's feeds. Returns every value still held at the end, and when each step ran.
+    """Run the steps on what `feeds` gives. Returns every value still held at the end, and when each step ran.
 
-    When a step fails, the rest of the program is still walked: what others send is taken, what others wait for is
+    When something fails, the rest of the program is still walked: what others send is taken, what others wait for is
     sent as a Failure. So one bad request leaves every channel as it found it. The first error is raised at the end.
     """
-    values: dict[str, Any] = dict(feeds)
+    values: dict[str, Any] = {}
     last_use = _last_uses(steps, engines)
     spans = []
     failure: Failure | None = None
+    try:
+        values.update(feeds())
+    except Exception as error:  # it belongs to this request, and the other ranks must not wait for what it was to give
+        failure = Failure(error)
     for number, step in enumerate(steps):
         start = time.perf_counter()
         if isinstance(step, Receive):

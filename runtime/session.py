@@ -75,7 +75,9 @@ class _Worker(threading.Thread):
                 request.finish(self._number, {}, [], error)
 
     def _run_request(self, request: Request) -> tuple[dict[str, Array], list[Span]]:
-        feeds = {name: self._backend.upload(request.feeds[name]) for name in self._rank.inputs}
+        def feeds() -> dict[str, Any]:
+            return {name: self._backend.upload(request.feeds[name]) for name in self._rank.inputs}
+
         values, spans = execute(self._rank.program, self._engines, self._transport, feeds)
         return {name: self._backend.download(values[name]) for name in self._rank.outputs}, spans
 
@@ -99,6 +101,8 @@ class Session:
         devices = [parse_devices([rank.device])[0] for rank in self.manifest.ranks]
         self.threads = threads_for(devices, threads or self.manifest.threads)
         self._closed = False
+        # All ranks must see requests in one order, whoever submits them: values of two requests have the same names.
+        self._order = threading.Lock()
         transports = connect(len(devices))
         self._workers = [
             _Worker(number, rank, self.package, OnnxRuntimeBackend(self.threads), transports[number])
@@ -129,8 +133,9 @@ class Session:
         if self._closed:
             raise SplitcError("the session is closed")
         request = Request(check_feeds(feeds, self.inputs), len(self._workers))
-        for worker in self._workers:
-            worker.requests.put(request)
+        with self._order:
+            for worker in self._workers:
+                worker.requests.put(request)
         outputs = request.future.result()
         return {tensor.name: outputs[tensor.name] for tensor in self.outputs}, request.spans
 
