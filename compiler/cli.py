@@ -204,7 +204,8 @@ def _print_plan(plan: Plan) -> None:
     print_cuts([([value.name or "" for value in cut.values], cut.bytes) for cut in plan.cuts])
     again = [rank.repeated for rank in plan.ranks[1:] if rank.repeated.nodes]
     if again:
-        nodes, weights = sum(each.nodes for each in again), sum(each.weights for each in again)
-        out.print(f"computed again rather than sent: {nodes} cheap nodes, {format_bytes(weights)} of weights repeated")
+        nodes = sum(each.nodes for each in again)
+        unsent, weights = (format_bytes(sum(getattr(each, n) for each in again)) for n in ("unsent", "weights"))
+        out.print(f"computed again: {nodes} cheap nodes, which spares {unsent} a run and repeats {weights} of weights")
     for warning in plan.warnings:
         print_warning(warning)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,13 +27,17 @@ def test_package_stays_dynamic(decoder: Path, package: Path, batch: int, new: in
         assert_close(session.run(feeds), run_whole(decoder, feeds))
 
 
-def test_runs_do_not_disturb_each_other(package: Path) -> None:
+def test_runs_do_not_disturb_each_other(package: Path, request: pytest.FixtureRequest) -> None:
     """Callers on several threads each get the answer to their own question, however they get in each other's way."""
     questions = [decoder_feeds(1, new) for new in range(1, 9)]
+    # Threads change over at almost any instruction, also between handing a request to one rank and to the next.
+    interval = sys.getswitchinterval()
+    request.addfinalizer(lambda: sys.setswitchinterval(interval))
+    sys.setswitchinterval(1e-6)
     with Session(package) as session:
         alone = [session.run(feeds) for feeds in questions]
         with ThreadPoolExecutor(len(questions)) as pool:
-            answers = list(pool.map(session.run, questions * 20))
+            answers = list(pool.map(session.run, questions * 40))
     for number, answer in enumerate(answers):
         assert_close(answer, alone[number % len(questions)], 0)
 
