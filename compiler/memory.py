@@ -17,15 +17,21 @@ from splitc.runtime.manifest import State
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of one stage. Cache is the states' inputs and outputs; activations are all other values at their peak."""
+    """Bytes of one stage. Cache is the states' inputs and outputs; activations are all other values at their peak.
+
+    `loading` is the largest weight of a product: ONNX Runtime rearranges weights one by one when it loads them, and for
+    a moment holds one of them twice.
+    """
 
     weights: int
     activations: int
     cache: int
+    loading: int
 
     @property
     def total(self) -> int:
-        return self.weights + self.activations + self.cache
+        """The most bytes at any time: while it loads or while it runs."""
+        return self.weights + max(self.activations + self.cache, self.loading)
 
 
 def stage_memory(costs: Costs, states: Sequence[State], stage: Stage) -> StageMemory:
@@ -44,7 +50,14 @@ def stage_memory(costs: Costs, states: Sequence[State], stage: Stage) -> StageMe
         activations=sum(costs.value_bytes(value) for value in ends if value.name not in names)
         + max(inside.running, default=0),
         cache=sum(costs.value_bytes(value) for value in ends if value.name in names),
+        loading=largest_product_weight(costs, stage.nodes),
     )
+
+
+def largest_product_weight(costs: Costs, nodes: Iterable[ir.Node]) -> int:
+    """Bytes of the largest weight that a product or convolution among the nodes reads."""
+    weights = (weight for node in nodes if costs.is_product(node) for weight in costs.graph.weights(node))
+    return max(map(costs.value_bytes, weights), default=0)
 
 
 def state_names(states: Iterable[State]) -> frozenset[str]:
@@ -65,6 +78,7 @@ class RangeMemory:
         outputs = frozenset(costs.graph.graph.outputs)
         self._weights = [frozenset(costs.weights(partition.with_free(block))) for block in blocks]
         self._weight_bytes: dict[tuple[int, int], int] = {}
+        self._loading = [largest_product_weight(costs, block.nodes) for block in blocks]
         self._free = [self._free_values(block.nodes, partition) for block in blocks]
         # What the caller feeds a block and gets from it.
         self._cache, self._ends = [0] * len(blocks), [0] * len(blocks)
@@ -125,10 +139,11 @@ class RangeMemory:
         free = frozenset[ir.Value]().union(*self._free[start:end])
         held = {value for value, _, readers in self._crossing[start] if any(start <= r < end for r in readers)}
         held |= {value for value, maker, _ in self._crossing[end] if maker >= start}
-        running = 0
+        peak = 0
         for number in range(start, end):
             inner = [cut for cut in (number, number + 1) if start < cut < end]
             passing = {value for cut in inner for value, maker, _ in self._crossing[cut] if maker >= start}
-            running = max(running, self._inside[number] + sum(map(size, passing - held)))
-        activations = sum(self._ends[start:end]) + running + sum(map(size, free | held))
-        return self.weights(start, end) + sum(self._cache[start:end]) + activations
+            peak = max(peak, self._inside[number] + sum(map(size, passing - held)))
+        activations = sum(self._ends[start:end]) + peak + sum(map(size, free | held))
+        running = activations + sum(self._cache[start:end])
+        return self.weights(start, end) + max(running, *self._loading[start:end])

@@ -168,6 +168,7 @@ def _rank(rank: RankPlan, engine: m.EngineFile, program: list[Step]) -> m.Rank:
         weights_bytes=rank.memory.weights,
         activation_bytes=rank.memory.activations,
         cache_bytes=rank.memory.cache,
+        total_bytes=rank.memory.total,
     )
 
 

@@ -271,6 +271,7 @@ def describe(manifest: Manifest) -> dict[str, object]:
                 "weights_bytes": rank.weights_bytes,
                 "activation_bytes": rank.activation_bytes,
                 "cache_bytes": rank.cache_bytes,
+                "total_bytes": rank.total_bytes,
                 "engines": rank.engines,
             }
             for rank in manifest.ranks

@@ -54,7 +54,10 @@ class EngineFile(Struct, frozen=True):
 
 
 class Rank(Struct, frozen=True):
-    """One worker on one device: what it loads, what it runs, and what that was predicted to hold, in bytes."""
+    """One worker on one device: what it loads, what it runs, and what that was predicted to hold, in bytes.
+
+    `total_bytes` is the most at any time, loading included, which may be more than the sum of the others.
+    """
 
     device: str
     blocks: list[str]
@@ -65,6 +68,7 @@ class Rank(Struct, frozen=True):
     weights_bytes: int
     activation_bytes: int
     cache_bytes: int
+    total_bytes: int
 
 
 class Cut(Struct, frozen=True):

@@ -102,8 +102,7 @@ def _measure_rank(
     save_arrays(
         outputs, {n: np.asarray(backend.download(v)) for n, v in values.items() if n in later and n not in arrays}
     )
-    total = rank.weights_bytes + rank.activation_bytes + rank.cache_bytes
-    return RankMemory(rank.device, max(0, loaded - before), max(0, peak - before), rank.weights_bytes, total)
+    return RankMemory(rank.device, max(0, loaded - before), max(0, peak - before), rank.weights_bytes, rank.total_bytes)
 
 
 def main() -> None:

@@ -32,6 +32,19 @@ def test_sizes_are_those_counted_by_hand(write_model: Callable[[str], Path]) -> 
     assert memory.activations == 4 * 8 * 4 + 4 * 2 * 4 + (4 * 16 * 4 + 4 * 14 * 4)
 
 
+def test_largest_weight_is_held_twice_while_it_is_loaded(write_model: Callable[[str], Path]) -> None:
+    ones = ",".join(["1"] * 64)
+    path = write_model(
+        f"""<ir_version: 8, opset_import: ["" : 17]>
+        g (float[n, 8] x) => (float[n, 8] y) <float[8, 8] w = {{{ones}}}> {{ y = MatMul(x, w) }}"""
+    )
+    (rank,) = plan_model(path, ["cpu0"], Request(shapes={"x": (1, 8)})).ranks
+    assert (rank.memory.weights, rank.memory.loading) == (256, 256)
+    assert rank.memory.total == 512
+    (rank,) = plan_model(path, ["cpu0"], Request(shapes={"x": (100, 8)})).ranks
+    assert rank.memory.total == 256 + 2 * 100 * 8 * 4
+
+
 def test_cache_is_both_past_and_present(decoder: Path) -> None:
     shapes = {"input_ids": (2, 3), "past_key_values.0.key": (2, 2, 5, 16)}
     plan = plan_model(decoder, parse_devices(["2xcpu"]), Request(shapes=shapes))
