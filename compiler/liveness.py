@@ -23,8 +23,8 @@ class Interval:
 class Liveness:
     """The values that cross each gap of a sequence of nodes, and their bytes.
 
-    `running` is, for each node, the bytes alive while it runs: what crosses the gap before it and what it makes. A node
-    that goes over its elements writes its result over an input of the same size that nothing reads any more.
+    `running` is, for each node, the bytes alive while it runs: what crosses the gap before it and what it makes. A view
+    of an input that nothing reads any more takes no bytes of its own.
     """
 
     crossing: tuple[tuple[Interval, ...], ...]
@@ -60,16 +60,12 @@ def liveness(
     return Liveness(tuple(map(tuple, crossing)), tuple(alive), tuple(running))
 
 
-# Operators that engines run in place, or whose result is but another view of their input.
-IN_PLACE = frozenset(
-    """
-    Abs Add Cast Clip Div Erf Exp Flatten Gelu HardSigmoid HardSwish Identity LeakyRelu Log Mul Neg Pow Relu Reshape
-    Sigmoid Softmax Sqrt Squeeze Sub Tanh Unsqueeze Where
-    """.split()  # noqa: SIM905  # as a list it would take a page
-)
+# Operators whose result is but another view of their input. Elementwise ones an engine may run in place too, but ONNX
+# Runtime does so only where it knows both shapes beforehand, which it seldom does.
+VIEWS = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
 
 
 def _is_in_place(node: ir.Node, dying: AbstractSet[ir.Value], size: Callable[[ir.Value], int]) -> bool:
-    """Whether the node's result takes the place of an input."""
-    result = size(node.outputs[0])
-    return node.op_type in IN_PLACE and any(v in dying and size(v) == result for v in node.inputs if v is not None)
+    """Whether the node's result takes the place of its input."""
+    source, result = node.inputs[0] if node.inputs else None, node.outputs[0]
+    return node.op_type in VIEWS and source in dying and source is not None and size(source) == size(result)

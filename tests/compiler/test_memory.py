@@ -16,20 +16,25 @@ from splitc.runtime.errors import DoesNotFitError
 
 
 def test_sizes_are_those_counted_by_hand(write_model: Callable[[str], Path]) -> None:
-    """x [4, 8] -> a [4, 16] -> b in its place -> y [4, 2] and rest [4, 14], float32; x and y are always there."""
+    """x [4, 8] -> a [4, 16] -> b [4, 16] -> v, a view of b -> y [4, 2] and rest [4, 14], in float32.
+
+    Most is alive while b is made of a: both, and x and y, which are there throughout.
+    """
     path = write_model(
         """<ir_version: 8, opset_import: ["" : 17]>
-        g (float[n, 8] x) => (float[n, 2] y) <int64[2] sizes = {2, 14}>
+        g (float[n, 8] x) => (float[n, 2] y) <int64[2] sizes = {2, 14}, int64[1] zero = {0}>
         { a = Concat <axis = 1> (x, x)
           b = Softmax(a)
-          y, rest = Split <axis = 1> (b, sizes) }"""
+          u = Unsqueeze(b, zero)
+          v = Squeeze(u, zero)
+          y, rest = Split <axis = 1> (v, sizes) }"""
     )
     analysis = analyze(path, {"x": (4, 8)}, 1)
     (stage,) = split_layers(analysis.graph, analysis.partition, [len(analysis.partition.blocks)])
     memory = stage_memory(analysis.costs, analysis.states, stage)
-    assert memory.weights == 2 * 8
+    assert memory.weights == 3 * 8
     assert memory.cache == 0
-    assert memory.activations == 4 * 8 * 4 + 4 * 2 * 4 + (4 * 16 * 4 + 4 * 14 * 4)
+    assert memory.activations == 4 * 8 * 4 + 4 * 2 * 4 + 2 * (4 * 16 * 4)
 
 
 def test_largest_weight_is_held_twice_while_it_is_loaded(write_model: Callable[[str], Path]) -> None:
