@@ -137,9 +137,12 @@ def find_gaps(
         marks = list(range(len(spine)))
     gaps = []
     for before, after in zip(marks, marks[1:]):
-        width = min(live.bytes[before + 1 : after + 1])
-        level = [index for index in range(before + 1, after + 1) if live.bytes[index] == width]
-        gaps.append(Gap(level[0], level[-1], width))
+        # What crosses a cut is declared in a file, so its type must be known.
+        typed = [i for i in range(before + 1, after + 1) if all(each.value.dtype for each in live.crossing[i])]
+        if typed:
+            width = min(live.bytes[index] for index in typed)
+            level = [index for index in typed if live.bytes[index] == width]
+            gaps.append(Gap(level[0], level[-1], width))
     return gaps
 
 

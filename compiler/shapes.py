@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -14,11 +13,9 @@ import onnx_ir as ir
 import sympy
 
 from splitc.compiler.fold import fold_shapes, take_branches
-from splitc.compiler.inference import OpUsageError, ShapeInferenceError, infer_symbolic_shapes
+from splitc.compiler.inference import infer_shapes_and_types
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.session import format_shape
-
-logger = logging.getLogger(__name__)
 
 Shape = tuple[int, ...]
 
@@ -80,10 +77,7 @@ def infer_shapes(model: ir.Model) -> None:
     for node in model.graph.all_nodes():
         for value in node.outputs:
             value.shape = None
-    try:
-        infer_symbolic_shapes(model, warn_on_missing=False)
-    except (ShapeInferenceError, OpUsageError) as error:
-        logger.info("shape inference stopped early: %s", error)
+    infer_shapes_and_types(model)
     for value, shape in declared.items():
         if value.shape is None:
             value.shape = shape

@@ -90,6 +90,28 @@ def test_branch_captures_values_and_weights_of_other_stages(tmp_path: Path) -> N
         assert_close(run_split(path, tmp_path / "package", "3xcpu", feeds, spread=True), run_whole(path, feeds))
 
 
+def test_loop_captures_values_and_weights_of_other_stages(tmp_path: Path) -> None:
+    path = build_text_model(
+        tmp_path,
+        """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[n, 4] x) => (float[n, 4] y)
+        <float[4, 4] a = {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}, float[4, 4] b = {2,3,4,5,6,7,8,9,1,2,3,4,5,6,7,8},
+         float[4, 4] d = {1,0,2,0,1,0,2,0,1,0,2,0,1,0,2,0}, int64 three = {3}>
+        { p = MatMul(x, a)
+          q = MatMul(p, b)
+          r = Loop(three, , q) <
+            body = t (int64 i, bool go, float[n, 4] h) => (bool on, float[n, 4] out) {
+              k = MatMul(h, d)
+              m = Add(k, p)
+              out = Tanh(m)
+              on = Identity(go) } >
+          y = MatMul(r, d) }""",
+    )
+    feeds: Arrays = {"x": np.ones((3, 4), np.float32)}
+    for devices in ("2xcpu", "3xcpu", "4xcpu"):
+        assert_close(run_split(path, tmp_path / "package", devices, feeds, spread=True), run_whole(path, feeds))
+
+
 def test_model_inside_one_if_is_refused_with_the_reason(tmp_path: Path) -> None:
     path = build_text_model(
         tmp_path,
