@@ -70,8 +70,7 @@ def find_blocks(graph: Graph, costs: Costs, wanted: int = 1) -> Partition:
     """The graph's blocks: the repeated ones if there are any, or finer ones where those are fewer than `wanted`."""
     shapes = find_shapes(graph)
     free = find_free(graph, costs, shapes)
-    spine = order_spine(graph, costs, free)
-    live = _live(graph, costs, spine)
+    spine, live = order_spine(graph, costs, free)
     upstream = find_upstream(graph, free, shapes, spine)
     gaps = find_gaps(costs, spine, live, upstream)
     blocks = _repeated_blocks(spine, gaps)
@@ -82,15 +81,17 @@ def find_blocks(graph: Graph, costs: Costs, wanted: int = 1) -> Partition:
     return Partition(tuple(blocks), finest, free, shapes, upstream)
 
 
-def order_spine(graph: Graph, costs: Costs, free: frozenset[ir.Node]) -> list[ir.Node]:
-    """The nodes that are not free, in topological order: the file's, unless depth first far fewer bytes are live.
+def order_spine(graph: Graph, costs: Costs, free: frozenset[ir.Node]) -> tuple[list[ir.Node], Liveness]:
+    """The nodes that are not free, in topological order, and what is live between them.
+
+    The order is the file's, unless depth first far fewer bytes are live.
 
     Exporters write a model in the order in which it was run, and that is a good one. Some tools don't keep it.
     """
     as_written = [node for node in graph.nodes if node not in free]
     depth_first = _depth_first(graph, free)
-    written, first = (sum(_live(graph, costs, order).bytes) for order in (as_written, depth_first))
-    return depth_first if 2 * first < written else as_written
+    written, first = (_live(graph, costs, order) for order in (as_written, depth_first))
+    return (depth_first, first) if 2 * sum(first.bytes) < sum(written.bytes) else (as_written, written)
 
 
 def _live(graph: Graph, costs: Costs, spine: Sequence[ir.Node]) -> Liveness:

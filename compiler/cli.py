@@ -12,7 +12,6 @@ from rich.bar import Bar
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from splitc.runtime.cli import JSON, RANK_SIZES, app, block_range, print_cuts
-from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.terminal import err, out, print_json, print_warning, run_app, table
 from splitc.runtime.units import format_bytes, parse_bytes
@@ -71,7 +70,7 @@ def plan(
     from splitc.compiler.plan_file import to_file, write_plan
 
     request = _request(split_mode, objective, spread, tensor_split, memory, headroom, shapes, profile, threads)
-    decided = plan_model(model, parse_devices(device), request)
+    decided = plan_model(model, device, request)
     if output:
         write_plan(decided, output)
     if as_json:
@@ -118,7 +117,7 @@ def compile_command(
         decided = plan_from_file(model, plan_path)
     else:
         request = _request(split_mode, objective, spread, tensor_split, memory, headroom, shapes, profile, threads)
-        decided = plan_model(model, parse_devices(device), request)
+        decided = plan_model(model, device, request)
     if not as_json:
         _print_plan(decided)
     with _progress(sum(rank.memory.weights for rank in decided.ranks)) as progress:

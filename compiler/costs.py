@@ -66,13 +66,7 @@ class Costs:
     @cached_property
     def constant(self) -> frozenset[ir.Node]:
         """The nodes that compute from weights alone, but those that engines leave for each run."""
-        found: set[ir.Node] = set()
-        for node in self.graph.nodes:
-            if node.op_type not in KEPT and all(
-                v.is_initializer() or v.producer() in found for v in self.graph.reads[node]
-            ):
-                found.add(node)
-        return frozenset(found)
+        return self.graph.constant_nodes(KEPT)
 
     @cached_property
     def _bytes(self) -> dict[ir.Value, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from splitc.compiler.graph import Graph
 from splitc.runtime.manifest import Fill
 
 # Operators whose input picks rows of another one: the input's number, and that of what it picks from.
@@ -18,7 +17,7 @@ LOOKUPS = {
 PASSING = frozenset({"Cast", "Flatten", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze", "Expand"})
 
 
-def find_fill(graph: Graph, value: ir.Value) -> Fill:
+def find_fill(value: ir.Value) -> Fill:
     """How to fill the input `value`.
 
     Indices stay below the rows of the tables that they pick from. Other integers are ones, as masks want it, but

@@ -31,26 +31,25 @@ def find_free(graph: Graph, costs: Costs, shapes: frozenset[ir.Node]) -> frozens
     """
     most_flops = FREE_SHARE * sum(costs.flops(node) for node in graph.nodes)
     most_bytes = min(FREE_SHARE * costs.weight_bytes(graph.nodes), FREE_WEIGHT_BYTES)
+    constant = graph.constant_nodes(RANDOM)
     # For each free node, those that must be computed for it. Empty where nothing is computed at run time.
     cones: dict[ir.Node, frozenset[ir.Node]] = {}
-    constant: set[ir.Node] = set()
+    weighty: set[ir.Node] = set()
     for node in graph.nodes:
-        if node in shapes:
+        if node in shapes or node in constant:
             cones[node] = frozenset()
             continue
         producers = [producer for value in graph.reads[node] if (producer := value.producer()) is not None]
         if node.op_type in RANDOM or not all(producer in cones for producer in producers):
             continue
-        if all(value.is_initializer() or value.producer() in constant for value in graph.reads[node]):
-            constant.add(node)
-            cones[node] = frozenset()
-            continue
         if costs.is_product(node) and graph.weights(node):
             continue  # that is what a model is made of, however little it is of a deep one
         cone = frozenset((node,)).union(*(cones[producer] for producer in producers))
-        if sum(map(costs.flops, cone)) <= most_flops and costs.weight_bytes(cone) <= most_bytes:
+        weights = costs.weight_bytes(cone)
+        if sum(map(costs.flops, cone)) <= most_flops and weights <= most_bytes:
             cones[node] = cone
-    weighty = {node for node, cone in cones.items() if costs.weight_bytes(cone) > WEIGHT_FREE}
+            if weights > WEIGHT_FREE:
+                weighty.add(node)
     return frozenset(cones) - (weighty & _read_in_one_place(graph, frozenset(cones)))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import google.protobuf.message
@@ -13,6 +14,7 @@ import onnx_ir.passes.common as passes
 from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
 
 from splitc.runtime.errors import SplitcError
+from splitc.runtime.manifest import Source, hash_file
 
 
 class ModelError(SplitcError):
@@ -39,9 +41,27 @@ class Graph:
     def graph(self) -> ir.Graph:
         return self.model.graph
 
-    @property
+    @cached_property
     def nodes(self) -> tuple[ir.Node, ...]:
         return tuple(self.reads)
+
+    @cached_property
+    def position(self) -> Mapping[ir.Node, int]:
+        """The place of each node in the model's order."""
+        return {node: index for index, node in enumerate(self.nodes)}
+
+    @cached_property
+    def source(self) -> Source:
+        """The model's file by name and hash."""
+        return Source(self.path.name, hash_file(self.path))
+
+    def constant_nodes(self, but: frozenset[str]) -> frozenset[ir.Node]:
+        """The nodes that compute from weights alone; operators of the kinds `but` count as something else."""
+        found: set[ir.Node] = set()
+        for node in self.nodes:
+            if node.op_type not in but and all(v.is_initializer() or v.producer() in found for v in self.reads[node]):
+                found.add(node)
+        return frozenset(found)
 
     def weights(self, node: ir.Node) -> list[ir.Value]:
         """The initializers that a node reads."""

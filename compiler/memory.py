@@ -41,7 +41,7 @@ def stage_memory(costs: Costs, states: Sequence[State], stage: Stage) -> StageMe
     value lives from the node that makes it to the last that reads it.
     """
     names = state_names(states)
-    ends = dict.fromkeys([*stage.feeds, *stage.receives, *stage.outputs, *stage.sends])
+    ends = dict.fromkeys([*stage.takes, *stage.gives])
     inside = liveness(
         stage.nodes, costs.graph.reads.__getitem__, lambda value: 0 if value in ends else costs.value_bytes(value)
     )

@@ -120,11 +120,7 @@ def _full_disk_explained(target: Path, needed: int) -> Iterator[None]:
 
 
 def _engine_file(folder: Path, path: Path, stage: Stage) -> m.EngineFile:
-    return m.EngineFile(
-        path.relative_to(folder).as_posix(),
-        inputs=_names([*stage.feeds, *stage.receives]),
-        outputs=_names(dict.fromkeys([*stage.outputs, *stage.sends])),
-    )
+    return m.EngineFile(path.relative_to(folder).as_posix(), _names(stage.takes), _names(stage.gives))
 
 
 def _names(values: Iterable[ir.Value]) -> list[str]:
@@ -137,7 +133,7 @@ def _manifest(plan: Plan, engines: list[m.EngineFile], files: list[m.File], thre
     return m.Manifest(
         schema=m.SCHEMA,
         splitc=VERSION,
-        source=m.Source(graph.path.name, m.hash_file(graph.path)),
+        source=graph.source,
         split_mode=plan.split_mode,
         engine="onnxruntime",
         number_type=number_type(analysis),
@@ -201,7 +197,7 @@ def _tensor(value: ir.Value) -> m.Tensor:
 def _input(analysis: Analysis, value: ir.Value) -> m.Tensor:
     tensor = _tensor(value)
     shape = list(analysis.shapes[tensor.name])
-    return m.Tensor(tensor.name, tensor.dtype, tensor.shape, shape, find_fill(analysis.graph, value))
+    return m.Tensor(tensor.name, tensor.dtype, tensor.shape, shape, find_fill(value))
 
 
 def number_type(analysis: Analysis) -> str:

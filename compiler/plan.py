@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import onnx_ir as ir
@@ -103,11 +104,11 @@ def plan_model(model: str | Path, devices: Sequence[Device] | Sequence[str], req
     Raises MisuseError for a request that contradicts itself or the model, ModelError for a model that can't be used,
     DoesNotFitError when the devices can't hold it.
     """
+    devices = parse_devices([str(device) for device in devices])
     if request.split_mode != "layer":
         raise MisuseError(f"unknown split mode '{request.split_mode}': there is layer")
     if request.objective not in OBJECTIVES:
         raise MisuseError(f"unknown objective '{request.objective}': there are {', '.join(OBJECTIVES)}")
-    devices = [each for name in devices for each in (parse_devices([name]) if isinstance(name, str) else [name])]
     budgets = find_budgets(devices, request.memory, request.headroom)
     analysis = analyze(Path(model), request.shapes or {}, len(devices))
     if len(devices) > 1:
@@ -125,7 +126,7 @@ def plan_model(model: str | Path, devices: Sequence[Device] | Sequence[str], req
         names=[block.name for block in analysis.partition.blocks],
         load=load,
         weights=memory.weights,
-        memory=memory.total,
+        memory=cache(memory.total),  # the search asks for the same runs again for each target
         cut=memory.cut_bytes.__getitem__,
         link=lambda _: 0.0,  # CPU devices share their memory
     )

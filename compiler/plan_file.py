@@ -83,7 +83,7 @@ def to_file(plan: Plan) -> PlanFile:
                 entry.ranks.append(number)
     return PlanFile(
         schema=SCHEMA,
-        source=Source(graph.path.name, hash_file(graph.path)),
+        source=graph.source,
         split_mode=plan.split_mode,
         objective=plan.objective,
         shapes={name: list(shape) for name, shape in analysis.shapes.items()},

@@ -79,7 +79,7 @@ def _measure(analysis: Analysis, stage: Stage, threads: int) -> float:
         write_engine(stage_graph(analysis.graph, stage), analysis.graph.model, path, lambda _: None)
         backend = OnnxRuntimeBackend(threads)
         engine = backend.load(path)
-        feeds = {name: backend.upload(array) for name, array in _inputs(analysis, [*stage.feeds, *stage.receives])}
+        feeds = {name: backend.upload(array) for name, array in _inputs(analysis, stage.takes)}
         seconds = []
         for _ in range(WARMUP + RUNS):
             start = time.perf_counter()
@@ -96,11 +96,5 @@ def _inputs(analysis: Analysis, values: Iterable[ir.Value]) -> Iterable[tuple[st
         dtype = str(value.dtype.numpy())
         shape = analysis.costs.shapes.get(value.name or "", ())
         whole = not value.dtype.is_floating_point()
-        fill = (
-            find_fill(analysis.graph, value)
-            if value.is_graph_input()
-            else Fill("index", 1)
-            if whole
-            else Fill("normal")
-        )
+        fill = find_fill(value) if value.is_graph_input() else Fill("index", 1) if whole else Fill("normal")
         yield value.name or "", fill_array(fill, dtype, shape, generator)

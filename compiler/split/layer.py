@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Optional, Union
 
 import numpy as np
@@ -33,6 +33,16 @@ class Stage:
     outputs: tuple[ir.Value, ...]
     borrowed: tuple[ir.Value, ...]
 
+    @property
+    def takes(self) -> tuple[ir.Value, ...]:
+        """What its engine takes: from the caller, then from other stages."""
+        return (*self.feeds, *self.receives)
+
+    @property
+    def gives(self) -> tuple[ir.Value, ...]:
+        """What its engine gives: to the caller, then to other stages, each value once."""
+        return tuple(dict.fromkeys((*self.outputs, *self.sends)))
+
 
 def split_layers(graph: Graph, partition: Partition, ends: Sequence[int]) -> list[Stage]:
     """Stages of consecutive blocks. `ends` are, for each stage, the number of its last block plus one.
@@ -50,86 +60,66 @@ def split_layers(graph: Graph, partition: Partition, ends: Sequence[int]) -> lis
         producer = value.producer()
         assert producer is not None, "every output has a node of its own in a normalized graph"
         outputs[home.get(producer, 0)].append(value)
-    spans = [
-        _Span.of(graph, partition.shapes, home, number, partition.blocks[start:end], outputs[number])
+    stages = [
+        _stage(graph, partition, home, number, partition.blocks[start:end], outputs[number])
         for number, (start, end) in enumerate(zip([0, *ends], ends))
     ]
-    wanted = {value for span in spans for value in span.receives}
+    wanted = {value for stage in stages for value in stage.receives}
     return [
-        Stage(
-            blocks=span.blocks,
-            nodes=span.nodes,
-            feeds=tuple(value for value in graph.graph.inputs if value in span.feeds),
-            receives=span.receives,
-            sends=tuple(
-                value for node in span.nodes if home.get(node) == number for value in node.outputs if value in wanted
-            ),
-            outputs=tuple(outputs[number]),
-            borrowed=span.borrowed,
-        )
-        for number, span in enumerate(spans)
+        replace(stage, sends=tuple(v for n in stage.nodes if home.get(n) == number for v in n.outputs if v in wanted))
+        for number, stage in enumerate(stages)
     ]
 
 
-@dataclass(frozen=True)
-class _Span:
-    """What one stage computes and what that needs from outside, before it is known what others need of it."""
+def _stage(
+    graph: Graph,
+    partition: Partition,
+    home: Mapping[ir.Node, int],
+    number: int,
+    blocks: tuple[Block, ...],
+    outputs: Sequence[ir.Value],
+) -> Stage:
+    """One stage, but for what it sends: upstream from its blocks and outputs, through free nodes, to other stages."""
+    nodes: set[ir.Node] = set()
+    feeds: dict[ir.Value, None] = {}
+    receives: dict[ir.Value, None] = {}
+    stack = [node for block in blocks for node in block.nodes] + [_producer(value) for value in outputs]
+    while stack:
+        node = stack.pop()
+        if node in nodes:
+            continue
+        nodes.add(node)
+        for value in () if node in partition.shapes else graph.reads[node]:
+            producer = value.producer()
+            if producer is None:
+                if not value.is_initializer():
+                    feeds[value] = None
+            elif home.get(producer, number) == number:
+                stack.append(producer)
+            else:
+                receives[value] = None
+    # A free Shape node stays where what it reads is there anyway; elsewhere its result is borrowed.
+    borrowed = []
+    for node in nodes & partition.shapes:
+        (value,) = graph.reads[node]
+        if value.producer() not in nodes and value not in feeds and value not in receives:
+            borrowed.append(node.outputs[0])
+    borrowed.sort(key=lambda value: graph.position[_producer(value)])
+    fed = {*feeds, *_missing_sizes(graph, borrowed, [*receives, *feeds])}
 
-    blocks: tuple[Block, ...]
-    nodes: tuple[ir.Node, ...]
-    feeds: frozenset[ir.Value]
-    receives: tuple[ir.Value, ...]
-    borrowed: tuple[ir.Value, ...]
+    def arrival(value: ir.Value) -> tuple[int, int, Optional[int]]:
+        producer = _producer(value)
+        return home[producer], graph.position[producer], value.index()
 
-    @classmethod
-    def of(
-        cls,
-        graph: Graph,
-        shapes: frozenset[ir.Node],
-        home: dict[ir.Node, int],
-        number: int,
-        blocks: tuple[Block, ...],
-        outputs: list[ir.Value],
-    ) -> _Span:
-        """Walk upstream from the blocks' nodes and the outputs, through free nodes, as far as other stages' values."""
-        own = {node for block in blocks for node in block.nodes}
-        nodes: set[ir.Node] = set()
-        feeds: dict[ir.Value, None] = {}
-        receives: dict[ir.Value, None] = {}
-        shape_nodes: list[ir.Node] = []
-        stack = [*own, *(producer for value in outputs if (producer := value.producer()) is not None)]
-        while stack:
-            node = stack.pop()
-            if node in nodes:
-                continue
-            nodes.add(node)
-            if node in shapes:
-                shape_nodes.append(node)
-                continue
-            for value in graph.reads[node]:
-                producer = value.producer()
-                if producer is None:
-                    if not value.is_initializer():
-                        feeds[value] = None
-                elif home.get(producer, number) == number:
-                    stack.append(producer)
-                else:
-                    receives[value] = None
-        # A free Shape node stays where what it reads is there anyway; elsewhere its result is borrowed.
-        borrowed = []
-        for node in shape_nodes:
-            (value,) = graph.reads[node]
-            if value.producer() not in nodes and value not in feeds and value not in receives:
-                nodes.discard(node)
-                borrowed.append(node.outputs[0])
-        order = {node: index for index, node in enumerate(graph.nodes)}
-        return cls(
-            blocks,
-            tuple(sorted(nodes, key=order.__getitem__)),
-            frozenset([*feeds, *_missing_sizes(graph, borrowed, [*receives, *feeds])]),
-            tuple(sorted(receives, key=lambda value: (home[_producer(value)], order[_producer(value)], value.index()))),
-            tuple(sorted(borrowed, key=lambda value: order[_producer(value)])),
-        )
+    return Stage(
+        blocks=blocks,
+        nodes=tuple(sorted(nodes - {_producer(value) for value in borrowed}, key=graph.position.__getitem__)),
+        feeds=tuple(value for value in graph.graph.inputs if value in fed),
+        receives=tuple(sorted(receives, key=arrival)),
+        sends=(),
+        outputs=tuple(outputs),
+        borrowed=tuple(borrowed),
+    )
 
 
 def _producer(value: ir.Value) -> ir.Node:
@@ -169,12 +159,10 @@ def _find_size(size: ir.SymbolicDim, values: Sequence[ir.Value]) -> Optional[Pla
 
 def stage_graph(graph: Graph, stage: Stage) -> ir.Graph:
     """The stage as a graph of its own, from what it is fed and receives to the model's outputs and what it sends."""
-    inputs = [*stage.feeds, *stage.receives]
-    outputs = list(dict.fromkeys([*stage.outputs, *stage.sends]))
     weights = dict.fromkeys(value for node in stage.nodes for value in graph.weights(node))
     view = ir.GraphView(
-        [*inputs, *stage.borrowed],
-        outputs,
+        [*stage.takes, *stage.borrowed],
+        stage.gives,
         nodes=stage.nodes,
         initializers=tuple(weights),
         opset_imports=graph.graph.opset_imports,
@@ -183,7 +171,7 @@ def stage_graph(graph: Graph, stage: Stage) -> ir.Graph:
         metadata_props=graph.graph.metadata_props,
     )
     result = view.clone()
-    _compute_borrowed(result, stage, inputs)
+    _compute_borrowed(result, stage)
     _forget_shapes(graph, result)
     return result
 
@@ -206,8 +194,9 @@ def _forget_shapes(graph: Graph, result: ir.Graph) -> None:
                 value.type = value.type if value.shape is not None else None
 
 
-def _compute_borrowed(result: ir.Graph, stage: Stage, inputs: Sequence[ir.Value]) -> None:
+def _compute_borrowed(result: ir.Graph, stage: Stage) -> None:
     """Make each borrowed shape vector from the sizes of the stage's inputs, and take it off the inputs."""
+    inputs = stage.takes
     own = dict(zip(inputs, result.inputs))
     nodes: list[ir.Node] = []
     renamed: dict[ir.Value, str] = {}

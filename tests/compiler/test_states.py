@@ -33,7 +33,7 @@ def test_recurrent_state_is_found_and_a_plain_output_is_not(write_model: Callabl
 
 def test_inputs_are_filled_by_what_the_graph_does_with_them(decoder: Path) -> None:
     graph = open_graph(decoder)
-    fills = {value.name: find_fill(graph, value) for value in graph.graph.inputs}
+    fills = {value.name: find_fill(value) for value in graph.graph.inputs}
     assert fills["input_ids"] == Fill("index", below=96)
     assert fills["attention_mask"] == Fill("ones")
     assert fills["position_ids"] == Fill("positions")
