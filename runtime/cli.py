@@ -123,8 +123,7 @@ def check(
     if not model.is_file():
         raise MisuseError(f"no such model file: {model}")
     with Session(package, threads=threads, verify=verify) as session:
-        feeds = arrays.load_arrays(inputs) if inputs else arrays.make_inputs(session.inputs, seed)
-        with _made_up(not inputs):
+        with _feeds(session, inputs, seed) as feeds:
             actual = session.run(feeds)
         backend = OnnxRuntimeBackend(session.threads * len(session.manifest.ranks))
         engine = backend.load(model)
@@ -145,13 +144,14 @@ def check(
 
 
 @contextmanager
-def _made_up(made_up: bool) -> Iterator[None]:
-    """Tell the user of made-up inputs what may be wrong with them when an engine fails."""
+def _feeds(session: Session, inputs: Optional[Path], seed: int) -> Iterator[dict[str, arrays.Array]]:
+    """Arrays for the session from a file, or made up; with those, an engine's failure says what may be wrong."""
+    if inputs:
+        yield arrays.load_arrays(inputs)
+        return
     try:
-        yield
+        yield arrays.make_inputs(session.inputs, seed)
     except EngineError as error:
-        if not made_up:
-            raise
         raise EngineError(
             f"{error}\nThe inputs were made up in the sizes that the package was planned for; these may not fit "
             "together. Give --inputs, or compile with --shapes for every input."
@@ -201,12 +201,10 @@ def bench_command(
     """Time a package: latency, and how long each rank was busy and waiting."""
     if baseline and not baseline.is_file():
         raise MisuseError(f"no such model file: {baseline}")
-    with Session(package, threads=threads, verify=verify) as session:
-        feeds = arrays.load_arrays(inputs) if inputs else arrays.make_inputs(session.inputs, seed)
-        with _made_up(not inputs):
-            result = bench(
-                session, feeds, baseline=baseline, baseline_threads=baseline_threads, runs=runs, warmup=warmup
-            )
+    with Session(package, threads=threads, verify=verify) as session, _feeds(session, inputs, seed) as feeds:
+        result = bench(
+            session, feeds, baseline=baseline, baseline_threads=baseline_threads, runs=runs, warmup=warmup
+        )
     measured = measure_memory(package, session.threads, feeds) if memory else []
     if as_json:
         print_json({"time": result, "memory": measured})

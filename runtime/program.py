@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Union
 
 from msgspec import Struct
@@ -55,23 +56,43 @@ class Span:
     end: float
 
 
+@dataclass(frozen=True)
+class Program:
+    """A rank's steps, and the engines that they run."""
+
+    steps: Sequence[Step]
+    engines: Sequence[Engine]
+
+    @cached_property
+    def last_uses(self) -> Mapping[int, Sequence[str]]:
+        """For each step the received values that no later step reads, so that their memory can go."""
+        received = {step.value for step in self.steps if isinstance(step, Receive)}
+        last: dict[str, int] = {}
+        for number, step in enumerate(self.steps):
+            names = self.engines[step.engine].inputs if isinstance(step, Run) else [step.value]
+            last.update({name: number for name in names if name in received})
+        uses: dict[int, list[str]] = {}
+        for name, number in last.items():
+            uses.setdefault(number, []).append(name)
+        return uses
+
+
 def execute(
-    steps: Sequence[Step], engines: Sequence[Engine], transport: Transport, feeds: Callable[[], Mapping[str, Any]]
+    program: Program, transport: Transport, feeds: Callable[[], Mapping[str, Any]]
 ) -> tuple[dict[str, Any], list[Span]]:
-    """Run the steps on what `feeds` gives. Returns every value still held at the end, and when each step ran.
+    """Run the program on what `feeds` gives. Returns every value still held at the end, and when each step ran.
 
     When something fails, the rest of the program is still walked: what others send is taken, what others wait for is
     sent as a Failure. So one bad request leaves every channel as it found it. The first error is raised at the end.
     """
     values: dict[str, Any] = {}
-    last_use = _last_uses(steps, engines)
     spans = []
     failure: Failure | None = None
     try:
         values.update(feeds())
     except Exception as error:  # it belongs to this request, and the other ranks must not wait for what it was to give
         failure = Failure(error)
-    for number, step in enumerate(steps):
+    for number, step in enumerate(program.steps):
         start = time.perf_counter()
         if isinstance(step, Receive):
             received = transport.receive(step.source, step.value)
@@ -81,27 +102,14 @@ def execute(
         elif isinstance(step, Send):
             transport.send(step.target, step.value, failure or values[step.value])
         elif failure is None:
-            engine = engines[step.engine]
+            engine = program.engines[step.engine]
             try:
                 values.update(engine.run({name: values[name] for name in engine.inputs}))
             except Exception as error:  # whatever an engine raises belongs to this request
                 failure = Failure(error)
         spans.append(Span(step, start, time.perf_counter()))
-        for name in last_use.get(number, ()):
+        for name in program.last_uses.get(number, ()):
             values.pop(name, None)
     if failure is not None:
         raise failure.error
     return values, spans
-
-
-def _last_uses(steps: Sequence[Step], engines: Sequence[Engine]) -> dict[int, list[str]]:
-    """For each step the received values that no later step reads, so that their memory can go."""
-    received = {step.value for step in steps if isinstance(step, Receive)}
-    last: dict[str, int] = {}
-    for number, step in enumerate(steps):
-        names = engines[step.engine].inputs if isinstance(step, Run) else [step.value]
-        last.update({name: number for name in names if name in received})
-    uses: dict[int, list[str]] = {}
-    for name, number in last.items():
-        uses.setdefault(number, []).append(name)
-    return uses

@@ -19,7 +19,7 @@ from splitc.runtime.engines import Backend
 from splitc.runtime.engines.onnxruntime import OnnxRuntimeBackend
 from splitc.runtime.errors import FeedError, SplitcError
 from splitc.runtime.manifest import Manifest, Rank, Tensor, read_manifest, verify_files
-from splitc.runtime.program import Span, execute
+from splitc.runtime.program import Program, Span, execute
 from splitc.runtime.transport import Transport
 from splitc.runtime.transport.local import connect
 
@@ -63,7 +63,7 @@ class _Worker(threading.Thread):
         self._number = number
         self._rank = rank
         self._backend = backend
-        self._engines = [backend.load(package / engine.path) for engine in rank.engines]
+        self._program = Program(rank.program, [backend.load(package / engine.path) for engine in rank.engines])
         self._transport = transport
 
     def run(self) -> None:
@@ -78,7 +78,7 @@ class _Worker(threading.Thread):
         def feeds() -> dict[str, Any]:
             return {name: self._backend.upload(request.feeds[name]) for name in self._rank.inputs}
 
-        values, spans = execute(self._rank.program, self._engines, self._transport, feeds)
+        values, spans = execute(self._program, self._transport, feeds)
         return {name: self._backend.download(values[name]) for name in self._rank.outputs}, spans
 
 

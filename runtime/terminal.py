@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import msgspec
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from splitc.runtime.errors import SplitcError
@@ -45,7 +46,7 @@ def print_json(result: Any) -> None:
 
 def print_warning(text: str) -> None:
     """Something that a user should know, on standard error."""
-    err.print(f"[yellow]warning:[/] {_escape(text)}", soft_wrap=True)
+    err.print(f"[yellow]warning:[/] {escape(text)}", soft_wrap=True)
 
 
 def run_app(app: typer.Typer) -> NoReturn:
@@ -55,7 +56,7 @@ def run_app(app: typer.Typer) -> NoReturn:
     try:
         app()
     except SplitcError as error:
-        err.print(f"[bold red]error:[/] {_escape(str(error))}", soft_wrap=True)
+        err.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         err.print("interrupted")
@@ -64,8 +65,3 @@ def run_app(app: typer.Typer) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     sys.exit(0)
-
-
-def _escape(text: str) -> str:
-    """Keep rich from reading shapes such as [1,16] as markup."""
-    return text.replace("[", r"\[")

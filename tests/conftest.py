@@ -83,7 +83,7 @@ def assert_close(actual: Mapping[str, Array], expected: Mapping[str, Array], tol
 
 @pytest.fixture
 def write_model(tmp_path: Path) -> Callable[[str], Path]:
-    """Write a model given in ONNX's text form; the weights that it declares are random where it gives no values."""
+    """Write a model given in ONNX's text form."""
 
     def write(text: str) -> Path:
         path = tmp_path / "model.onnx"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -39,11 +40,6 @@ def test_any_number_of_stages_gives_the_same(decoder: Path, tmp_path: Path, devi
     assert_close(run_split(decoder, tmp_path / "package", devices, feeds, spread=True), run_whole(decoder, feeds))
 
 
-def build_text_model(tmp_path: Path, text: str) -> Path:
-    ir.save(ir.from_onnx_text(text), tmp_path / "model.onnx")
-    return tmp_path / "model.onnx"
-
-
 def weight(name: str, *shape: int) -> ir.TensorProtocol:
     generator = np.random.default_rng(sum(name.encode()))
     return ir.tensor(generator.standard_normal(shape).astype(np.float32) / 8)
@@ -70,9 +66,8 @@ def test_shapes_of_what_a_stage_does_not_see_are_read_elsewhere(tmp_path: Path) 
     assert_close(actual, run_whole(tmp_path / "model.onnx", feeds))
 
 
-def test_branch_captures_values_and_weights_of_other_stages(tmp_path: Path) -> None:
-    path = build_text_model(
-        tmp_path,
+def test_branch_captures_values_and_weights_of_other_stages(write_model: Callable[[str], Path], tmp_path: Path) -> None:
+    path = write_model(
         """<ir_version: 8, opset_import: ["" : 17]>
         g (float[n, 4] x, bool c) => (float[n, 4] y)
         <float[4, 4] a = {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}, float[4, 4] b = {2,3,4,5,6,7,8,9,1,2,3,4,5,6,7,8},
@@ -90,9 +85,8 @@ def test_branch_captures_values_and_weights_of_other_stages(tmp_path: Path) -> N
         assert_close(run_split(path, tmp_path / "package", "3xcpu", feeds, spread=True), run_whole(path, feeds))
 
 
-def test_loop_captures_values_and_weights_of_other_stages(tmp_path: Path) -> None:
-    path = build_text_model(
-        tmp_path,
+def test_loop_captures_values_and_weights_of_other_stages(write_model: Callable[[str], Path], tmp_path: Path) -> None:
+    path = write_model(
         """<ir_version: 8, opset_import: ["" : 17]>
         g (float[n, 4] x) => (float[n, 4] y)
         <float[4, 4] a = {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}, float[4, 4] b = {2,3,4,5,6,7,8,9,1,2,3,4,5,6,7,8},
@@ -112,9 +106,8 @@ def test_loop_captures_values_and_weights_of_other_stages(tmp_path: Path) -> Non
         assert_close(run_split(path, tmp_path / "package", devices, feeds, spread=True), run_whole(path, feeds))
 
 
-def test_model_inside_one_if_is_refused_with_the_reason(tmp_path: Path) -> None:
-    path = build_text_model(
-        tmp_path,
+def test_model_inside_one_if_is_refused_with_the_reason(write_model: Callable[[str], Path], tmp_path: Path) -> None:
+    path = write_model(
         """<ir_version: 8, opset_import: ["" : 17]>
         g (float[n, 4] x, bool c) => (float[n, 4] y)
         <float[4, 4] a = {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}, float[4, 4] b = {2,3,4,5,6,7,8,9,1,2,3,4,5,6,7,8}>
@@ -131,9 +124,8 @@ def test_model_inside_one_if_is_refused_with_the_reason(tmp_path: Path) -> None:
     assert_close(run_split(path, tmp_path / "package", "1xcpu", feeds), run_whole(path, feeds))
 
 
-def test_output_that_stands_on_free_nodes_alone_is_made(tmp_path: Path) -> None:
-    path = build_text_model(
-        tmp_path,
+def test_output_that_stands_on_free_nodes_alone_is_made(write_model: Callable[[str], Path], tmp_path: Path) -> None:
+    path = write_model(
         """<ir_version: 8, opset_import: ["" : 17]>
         g (float[n, 4] x) => (float[n, 4] y, int64[2] s, float[n, 4] x2)
         <float[4, 4] a = {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}, float[4, 4] b = {2,3,4,5,6,7,8,9,1,2,3,4,5,6,7,8}>

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from splitc.runtime.program import Failure, Receive, Run, Send, execute
+from splitc.runtime.program import Failure, Program, Receive, Run, Send, execute
 from splitc.runtime.transport.local import connect
 
 
@@ -29,7 +29,9 @@ def test_value_is_received_computed_and_sent() -> None:
     first, middle, last = connect(3)
     first.send(1, "x", 20)
     steps = [Receive("x", 0), Run(0), Send("y", 2)]
-    values, spans = execute(steps, [FunctionEngine(["x", "w"], "y", lambda x, w: x + w)], middle, lambda: {"w": 1})
+    values, spans = execute(
+        Program(steps, [FunctionEngine(["x", "w"], "y", lambda x, w: x + w)]), middle, lambda: {"w": 1}
+    )
     assert last.receive(1, "y") == 21
     assert values["y"] == 21
     assert [span.step for span in spans] == steps
@@ -40,7 +42,7 @@ def test_received_value_is_let_go_after_its_last_use() -> None:
     first, second = connect(2)
     first.send(1, "x", 1)
     engines = [FunctionEngine(["x"], "y", lambda x: x), FunctionEngine(["y"], "z", lambda y: y)]
-    values, _ = execute([Receive("x", 0), Run(0), Run(1)], engines, second, dict)
+    values, _ = execute(Program([Receive("x", 0), Run(0), Run(1)], engines), second, dict)
     assert "x" not in values
     assert values["z"] == 1
 
@@ -52,10 +54,10 @@ def test_failure_reaches_those_who_wait_and_leaves_the_channels_clean() -> None:
         first.send(1, "a", value)
         first.send(1, "c", value)
     with pytest.raises(ValueError, match="out of memory"):
-        execute(steps, [FunctionEngine(["a"], "b", fail)], middle, lambda: {"d": 0})
+        execute(Program(steps, [FunctionEngine(["a"], "b", fail)]), middle, lambda: {"d": 0})
     assert isinstance(last.receive(1, "b"), Failure)
     assert isinstance(last.receive(1, "d"), Failure)
-    execute(steps, [FunctionEngine(["a"], "b", lambda a: a)], middle, lambda: {"d": 0})
+    execute(Program(steps, [FunctionEngine(["a"], "b", lambda a: a)]), middle, lambda: {"d": 0})
     assert last.receive(1, "b") == 2
 
 
@@ -64,7 +66,7 @@ def test_received_failure_is_raised_and_handed_on() -> None:
     first.send(1, "a", Failure(ValueError("stage 0")))
     engine = FunctionEngine(["a"], "b", fail)
     with pytest.raises(ValueError, match="stage 0"):
-        execute([Receive("a", 0), Run(0), Send("b", 2)], [engine], middle, dict)
+        execute(Program([Receive("a", 0), Run(0), Send("b", 2)], [engine]), middle, dict)
     assert isinstance(last.receive(1, "b"), Failure)
 
 
@@ -80,5 +82,5 @@ def test_failure_before_the_first_step_is_one_of_the_request_too() -> None:
     first.send(1, "a", 1)
     steps = [Receive("a", 0), Run(0), Send("b", 2)]
     with pytest.raises(ValueError, match="out of memory"):
-        execute(steps, [FunctionEngine(["a"], "b", lambda a: a)], middle, fail)
+        execute(Program(steps, [FunctionEngine(["a"], "b", lambda a: a)]), middle, fail)
     assert isinstance(last.receive(1, "b"), Failure)
