@@ -29,13 +29,15 @@ class Graph:
     `annotated` are the shapes that the file itself gives for values between nodes, by name.
     The normal form: functions inlined, nodes in topological order and all of them needed, constants and the
     subgraphs' initializers are initializers of the main graph, no initializer is an input, and every output has a
-    node of its own.
+    node of its own. An output that is an input has none: it is in `passed`, with its place among the outputs, and not
+    in the graph.
     """
 
     path: Path
     model: ir.Model
     reads: Mapping[ir.Node, tuple[ir.Value, ...]]
     annotated: Mapping[str, ir.Shape]
+    passed: tuple[tuple[int, ir.Value], ...]
 
     @property
     def graph(self) -> ir.Graph:
@@ -44,6 +46,14 @@ class Graph:
     @cached_property
     def nodes(self) -> tuple[ir.Node, ...]:
         return tuple(self.reads)
+
+    @cached_property
+    def outputs(self) -> tuple[ir.Value, ...]:
+        """The model's outputs as its users see them, those that are inputs included."""
+        values = list(self.graph.outputs)
+        for place, value in self.passed:
+            values.insert(place, value)
+        return tuple(values)
 
     @cached_property
     def position(self) -> Mapping[ir.Node, int]:
@@ -76,11 +86,11 @@ def open_graph(path: Path) -> Graph:
     """
     model = _load(path)
     check_external_data(model, path)
-    _normalize(model)
+    passed = _normalize(model)
     _check_operators(model)
     values = (value for node in model.graph for value in node.outputs)
     annotated = {value.name: value.shape for value in values if value.name and value.shape is not None}
-    return Graph(path, model, {node: tuple(_reads(node)) for node in model.graph}, annotated)
+    return Graph(path, model, {node: tuple(_reads(node)) for node in model.graph}, annotated, passed)
 
 
 def _load(path: Path) -> ir.Model:
@@ -125,10 +135,17 @@ def check_external_data(model: ir.Model, path: Path) -> None:
             )
 
 
-def _normalize(model: ir.Model) -> None:
+def _normalize(model: ir.Model) -> tuple[tuple[int, ir.Value], ...]:
+    """Bring the model into normal form, in place. Returns the outputs that are inputs, which are taken off."""
+    passes.InlinePass()(model)
+    passes.RemoveInitializersFromInputsPass()(model)
+    # Before the outputs are fixed: that would give such an input another name.
+    passed = tuple((place, value) for place, value in enumerate(model.graph.outputs) if value.is_graph_input())
+    for place, _ in reversed(passed):
+        del model.graph.outputs[place]
+    if not model.graph.outputs:
+        raise ModelError("the model computes nothing: all its outputs are inputs")
     steps = [
-        passes.InlinePass(),
-        passes.RemoveInitializersFromInputsPass(),
         passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
         passes.LiftSubgraphInitializersToMainGraphPass(),
         passes.RemoveUnusedNodesPass(),
@@ -139,6 +156,7 @@ def _normalize(model: ir.Model) -> None:
     _name_initializer_outputs(model.graph)
     if not _is_sorted(model.graph):
         passes.TopologicalSortPass()(model)
+    return passed
 
 
 def _name_initializer_outputs(graph: ir.Graph) -> None:

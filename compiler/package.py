@@ -139,7 +139,7 @@ def _manifest(plan: Plan, engines: list[m.EngineFile], files: list[m.File], thre
         number_type=number_type(analysis),
         threads=threads,
         inputs=[_input(analysis, value) for value in graph.graph.inputs],
-        outputs=[_tensor(value) for value in graph.graph.outputs],
+        outputs=[_tensor(value) for value in graph.outputs],
         states=list(analysis.states),
         blocks=[block.name for block in analysis.partition.blocks],
         ranks=[

@@ -202,9 +202,7 @@ def bench_command(
     if baseline and not baseline.is_file():
         raise MisuseError(f"no such model file: {baseline}")
     with Session(package, threads=threads, verify=verify) as session, _feeds(session, inputs, seed) as feeds:
-        result = bench(
-            session, feeds, baseline=baseline, baseline_threads=baseline_threads, runs=runs, warmup=warmup
-        )
+        result = bench(session, feeds, baseline=baseline, baseline_threads=baseline_threads, runs=runs, warmup=warmup)
     measured = measure_memory(package, session.threads, feeds) if memory else []
     if as_json:
         print_json({"time": result, "memory": measured})

@@ -105,15 +105,22 @@ def test_constants_and_overridable_initializers_become_weights(write_model: Writ
     assert {value.name for node in graph.nodes for value in graph.weights(node)} == {"w", "c"}
 
 
-def test_outputs_that_are_inputs_or_weights_get_a_node(write_model: WriteModel) -> None:
+def test_outputs_that_are_inputs_or_weights_keep_their_names(write_model: WriteModel) -> None:
     path = write_model(
         """<ir_version: 8, opset_import: ["" : 17]>
         g (float[2] x) => (float[2] x, float[2] w, float[2] y) <float[2] w = {1, 2}> { y = Add(x, w) }"""
     )
     graph = open_graph(path)
-    assert [value.name for value in graph.graph.outputs] == ["x", "w", "y"] or all(
-        value.producer() is not None for value in graph.graph.outputs
-    )
+    assert [value.name for value in graph.graph.inputs] == ["x"]
+    assert [value.name for value in graph.outputs] == ["x", "w", "y"]
+    assert [value.name for value in graph.graph.outputs] == ["w", "y"]
+    assert all(value.producer() is not None for value in graph.graph.outputs)
+
+
+def test_model_that_computes_nothing(write_model: WriteModel) -> None:
+    path = write_model('<ir_version: 8, opset_import: ["" : 17]> g (float[2] x) => (float[2] x) { }')
+    with pytest.raises(ModelError, match="all its outputs are inputs"):
+        open_graph(path)
 
 
 def test_captured_values_are_read(write_model: WriteModel) -> None:

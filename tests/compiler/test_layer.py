@@ -138,6 +138,22 @@ def test_output_that_stands_on_free_nodes_alone_is_made(write_model: Callable[[s
     assert_close(run_split(path, tmp_path / "package", "2xcpu", feeds, spread=True), run_whole(path, feeds))
 
 
+def test_output_that_is_an_input_is_handed_back_under_its_name(
+    write_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = write_model(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[n, 4] x, float[n] z) => (float[n] z, float[n, 4] y, float[n, 4] x)
+        <float[4, 4] a = {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}, float[4, 4] b = {2,3,4,5,6,7,8,9,1,2,3,4,5,6,7,8}>
+        { p = MatMul(x, a)
+          y = MatMul(p, b) }"""
+    )
+    feeds: Arrays = {"x": np.ones((3, 4), np.float32), "z": np.arange(3, dtype=np.float32)}
+    actual = run_split(path, tmp_path / "package", "2xcpu", feeds, spread=True)
+    assert_close(actual, run_whole(path, feeds))
+    assert not np.shares_memory(actual["x"], feeds["x"])
+
+
 def test_weight_that_several_stages_read_is_in_each_and_counted_in_each(tmp_path: Path) -> None:
     w = Writer()
     hidden = w.input("x", ir.DataType.FLOAT, ["n", 64])
