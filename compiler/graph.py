@@ -90,7 +90,7 @@ def open_graph(path: Path) -> Graph:
     _check_operators(model)
     values = (value for node in model.graph for value in node.outputs)
     annotated = {value.name: value.shape for value in values if value.name and value.shape is not None}
-    return Graph(path, model, {node: tuple(_reads(node)) for node in model.graph}, annotated, passed)
+    return Graph(path, model, {node: tuple(node_reads(node)) for node in model.graph}, annotated, passed)
 
 
 def _load(path: Path) -> ir.Model:
@@ -174,7 +174,7 @@ def _name_initializer_outputs(graph: ir.Graph) -> None:
 def _is_sorted(graph: ir.Graph) -> bool:
     seen: set[ir.Node] = set()
     for node in graph:
-        if any((producer := value.producer()) is not None and producer not in seen for value in _reads(node)):
+        if any((producer := value.producer()) is not None and producer not in seen for value in node_reads(node)):
             return False
         seen.add(node)
     return True
@@ -189,7 +189,7 @@ def subgraphs(node: ir.Node) -> Iterator[ir.Graph]:
             yield from attribute.as_graphs()
 
 
-def _reads(node: ir.Node) -> Iterator[ir.Value]:
+def node_reads(node: ir.Node) -> Iterator[ir.Value]:
     """The values of a node's own graph that it and its subgraphs read, each once."""
     inner = (n for graph in subgraphs(node) for n in ir.traversal.RecursiveGraphIterator(graph))
     named = (value for graph in subgraphs(node) for value in graph.outputs)

@@ -7,8 +7,9 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Optional, Union
+from typing import Any, Optional, Union
 
+import numpy.typing as npt
 import onnx_ir as ir
 import sympy
 
@@ -25,10 +26,14 @@ DEFAULT_BATCH, DEFAULT_LENGTH = 1, 16
 
 @dataclass(frozen=True)
 class BoundShapes:
-    """Shapes of values by name. A size that depends on data (NonZero) counts as 1 and makes the value `uncertain`."""
+    """Shapes of values by name. A size that depends on data (NonZero) counts as 1 and makes the value `uncertain`.
+
+    `constants` are the values that follow from the shapes: what shape arithmetic makes.
+    """
 
     shapes: Mapping[str, Shape]
     uncertain: frozenset[str]
+    constants: Mapping[str, npt.NDArray[Any]]
 
 
 def parse_shapes(texts: Sequence[str]) -> dict[str, Shape]:
@@ -178,7 +183,7 @@ def bind_shapes(model: ir.Model, inputs: Mapping[str, Shape]) -> BoundShapes:
         value.shape = ir.Shape(inputs[value.name or ""])
     infer_shapes(bound)
     # What inference finds lets more of the shape arithmetic be computed, and the other way round.
-    while not _is_known(bound.graph) and fold_shapes(bound.graph) + take_branches(bound.graph):
+    while fold_shapes(bound.graph) + take_branches(bound.graph) and not _is_known(bound.graph):
         infer_shapes(bound)
     values = [*bound.graph.inputs, *(value for node in bound.graph for value in node.outputs)]
     named = {value.name: value for value in values if value.name}
@@ -186,6 +191,7 @@ def bind_shapes(model: ir.Model, inputs: Mapping[str, Shape]) -> BoundShapes:
     return BoundShapes(
         {name: tuple(size if isinstance(size, int) else 1 for size in shape) for name, shape in shapes.items()},
         frozenset(name for name in named if name not in shapes or not shapes[name].is_static()),
+        {name: value.const_value.numpy() for name, value in named.items() if value.const_value is not None},
     )
 
 

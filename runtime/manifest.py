@@ -45,6 +45,24 @@ class State(Struct, frozen=True):
     output: str
 
 
+class AxisPart(Struct, frozen=True):
+    """A part of an axis, which is seen as a product of `sizes`, major first (-1: whatever is left).
+
+    `ranges` has for each of these the first and the one after the last that belong to the part; None means all.
+    """
+
+    axis: int
+    sizes: list[int]
+    ranges: list[Optional[tuple[int, int]]]
+
+
+class Part(Struct, frozen=True):
+    """The part of an input or output of the model that a rank takes or gives, where that is not all of it."""
+
+    name: str
+    axes: list[AxisPart]
+
+
 class EngineFile(Struct, frozen=True):
     """An engine of a rank: its file, relative to the package, and the names that it takes and gives."""
 

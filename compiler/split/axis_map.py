@@ -1,0 +1,91 @@
+"""The axes of a whole model: every value's factors, and what each node's rule said of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import numpy.typing as npt
+import onnx_ir as ir
+
+from splitc.compiler.graph import Graph
+from splitc.compiler.shapes import BoundShapes, Shape
+from splitc.compiler.split import axes as ax
+from splitc.compiler.split.axes import Pin
+from splitc.compiler.split.operation import Axes, Operation
+from splitc.compiler.split.rules import apply_rule
+
+
+@dataclass(frozen=True)
+class AxisMap:
+    """For each node its operation, in the model's order, and for each value that it makes or that is an input its axes.
+
+    What a node reads has its axes in `operations[node].inputs`: small weights have others at each use.
+    """
+
+    operations: Mapping[ir.Node, Operation]
+    axes: Mapping[ir.Value, Axes]
+
+    def weight_uses(self) -> Iterator[tuple[ir.Value, Axes]]:
+        """Each weight with its axes, once a use."""
+        for node, operation in self.operations.items():
+            for value, axes in zip(node.inputs, operation.inputs):
+                if value is not None and value.is_initializer():
+                    yield value, axes
+
+
+def find_axes(graph: Graph, bound: BoundShapes) -> AxisMap:
+    """Relate all axes of the model, node by node. `bound` should have unlike sizes for what is not alike."""
+    shared: dict[ir.Value, Axes] = {value: _fresh(bound.shapes.get(value.name or "")) for value in graph.graph.inputs}
+    operations: dict[ir.Node, Operation] = {}
+
+    def axes_of(value: Optional[ir.Value]) -> Axes:
+        if value is None:
+            return None
+        if not value.is_initializer():
+            return shared.get(value)
+        shape = _weight_shape(value)
+        if sum(size != 1 for size in shape) < 2:
+            # Exporters merge equal vectors: biases of zeros, norms of ones. Each use may be cut in another way.
+            return _fresh(shape)
+        return shared.setdefault(value, _fresh(shape))
+
+    for node in graph.nodes:
+        for value in node.outputs:
+            uncertain = value.name in bound.uncertain and bound.shapes.get(value.name or "") is None
+            shared[value] = None if uncertain else _fresh(bound.shapes.get(value.name or ""))
+        constants = [_constant(value, bound) for value in node.inputs]
+        operation = Operation(
+            node, [axes_of(value) for value in node.inputs], [axes_of(value) for value in node.outputs], constants
+        )
+        apply_rule(operation)
+        for value in graph.reads[node]:
+            if value not in node.inputs:  # a subgraph reads it
+                for axis in axes_of(value) or ():
+                    ax.pin(axis, Pin(node, "it is read inside control flow"))
+        operations[node] = operation
+    return AxisMap(operations, shared)
+
+
+def _fresh(shape: Optional[Shape]) -> Axes:
+    return None if shape is None else tuple(map(ax.new_axis, shape))
+
+
+def _weight_shape(value: ir.Value) -> Shape:
+    assert value.const_value is not None
+    return tuple(value.const_value.shape.numpy())
+
+
+def _constant(value: Optional[ir.Value], bound: BoundShapes) -> Optional[npt.NDArray[Any]]:
+    """What a value is known to be with the bound shapes, if it is a few whole numbers."""
+    if value is None:
+        return None
+    tensor = value.const_value
+    if tensor is not None and tensor.size <= LONGEST and tensor.dtype.is_integer():
+        return tensor.numpy()
+    return bound.constants.get(value.name or "")
+
+
+# Shape vectors are no longer than this.
+LONGEST = 64

@@ -1,0 +1,135 @@
+"""Where partial values are summed: what each rank has computed from its part of a contracted axis, added up."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from splitc.compiler.split import axes as ax
+from splitc.compiler.split.axes import Factor
+from splitc.compiler.split.axis_map import AxisMap
+from splitc.compiler.split.operation import Axes, Operation
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What is partial, and what is done about it.
+
+    `partial` maps each partial value to the atoms over which it is: ranks without a part of any have none of it.
+    `summed` are those that are added up right where they are made, in the model's order; the others are handed on as
+    they are. `once` maps a node to the inputs that only one rank may add to a partial result.
+    """
+
+    partial: Mapping[ir.Value, frozenset[Factor]]
+    summed: tuple[ir.Value, ...]
+    once: Mapping[ir.Node, frozenset[int]]
+
+
+def find_sums(
+    axis_map: AxisMap,
+    position: Mapping[ir.Node, int],
+    chosen: Collection[Factor],
+    start: Iterable[ir.Node],
+    size: Callable[[ir.Value], int],
+) -> Sums:
+    """Follow partial values from the nodes `start` that contract a chosen atom to where they must be whole.
+
+    A partial value goes through what is linear in it, and is summed at the last place before it is not: where it meets
+    a whole value (the residual), where more than one node reads it, where it would grow.
+    """
+    partial: dict[ir.Value, frozenset[Factor]] = {}
+    summed: dict[ir.Value, None] = {}
+    once: dict[ir.Node, frozenset[int]] = {}
+    queue = [(position[node], node) for node in start]
+    heapq.heapify(queue)
+    seen: set[ir.Node] = set()
+    while queue:
+        _, node = heapq.heappop(queue)
+        if node in seen:
+            continue
+        seen.add(node)
+        operation = axis_map.operations[node]
+        over = chosen_atoms([operation.contracted], chosen)
+        incoming = {
+            n: partial[v] for n, v in enumerate(node.inputs) if v is not None and v in partial and v not in summed
+        }
+        if incoming:
+            passing = _passes(operation, incoming, partial, chosen, size)
+            if passing is None:
+                for number in incoming:
+                    value = node.inputs[number]
+                    assert value is not None
+                    summed[value] = None
+            else:
+                over = frozenset().union(over, *incoming.values())
+                if passing:
+                    once[node] = passing
+        if over and operation.contracted and chosen_atoms([operation.contracted], chosen):
+            once[node] = once.get(node, frozenset()) | frozenset(n for n in operation.once if operation.has(n))
+        if not over:
+            continue
+        for value in node.outputs:
+            partial[value] = over
+            readers = [reader for reader, _ in value.uses()]
+            if len(readers) != 1 or value.is_graph_output() or readers[0].graph is not node.graph:
+                summed[value] = None
+            else:
+                heapq.heappush(queue, (position[readers[0]], readers[0]))
+    return Sums(partial, tuple(sorted(summed, key=lambda v: (position[_maker(v)], v.index() or 0))), once)
+
+
+def _maker(value: ir.Value) -> ir.Node:
+    node = value.producer()
+    assert node is not None
+    return node
+
+
+def chosen_atoms(axes: Axes, chosen: Collection[Factor]) -> frozenset[Factor]:
+    """The chosen atoms among the axes."""
+    return frozenset(atom for axis in axes or () for atom in ax.atoms(axis) if atom in chosen)
+
+
+def _passes(
+    operation: Operation,
+    incoming: Mapping[int, frozenset[Factor]],
+    partial: Mapping[ir.Value, frozenset[Factor]],
+    chosen: Collection[Factor],
+    size: Callable[[ir.Value], int],
+) -> frozenset[int] | None:
+    """Whether the node takes these partial inputs as they are: the inputs that only one rank adds, or None if not."""
+    node = operation.node
+    output = node.outputs[0]
+    sizes = [size(value) for number in incoming if (value := node.inputs[number]) is not None]
+    if size(output) > sum(sizes) or any(chosen_atoms(axes, chosen) for axes in operation.outputs):
+        return None
+    if chosen_atoms([operation.contracted], chosen) or len(node.outputs) > 1:
+        return None
+    given = frozenset(number for number, value in enumerate(node.inputs) if value is not None)
+    additive = bool(operation.once)
+    # Only an addition goes on when a rank has no part of one of its inputs.
+    if len(set(incoming.values())) > 1 and not additive:
+        return None
+    if any(together & given == incoming.keys() for together in operation.linear):
+        return frozenset()
+    rest = given - incoming.keys()
+    if additive and rest <= operation.once and size(output) == max(sizes):
+        if all(_is_weight(operation, number) for number in rest) or _meets_partial(output, partial):
+            return rest
+    return None
+
+
+def _is_weight(operation: Operation, number: int) -> bool:
+    value = operation.node.inputs[number]
+    return value is not None and value.is_initializer()
+
+
+def _meets_partial(value: ir.Value, partial: Mapping[ir.Value, frozenset[Factor]]) -> bool:
+    """Whether the one node that reads a value adds another partial one, so that one sum will do for both."""
+    uses = value.uses()
+    if len(uses) != 1 or value.is_graph_output():
+        return False
+    reader = uses[0].node
+    return reader.op_type == "Add" and any(v in partial for v in reader.inputs if v is not None and v is not value)

@@ -1,0 +1,229 @@
+"""The graph that one rank of a tensor split runs: weights cut, sizes rewritten, and a node for each sum over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+
+from splitc.compiler.split import axes as ax
+from splitc.compiler.split.layer import Stage, stage_graph
+from splitc.compiler.split.operation import Axes, Operation
+from splitc.compiler.split.partial import chosen_atoms
+from splitc.compiler.split.sizes import SizeRewriter
+from splitc.compiler.split.tensor import TensorSplit
+
+# The node that stands for a sum over the ranks: TensorRT's convention.
+COLLECTIVE = "DistCollective"
+
+
+def rank_graph(split: TensorSplit, stage: Stage, rank: int) -> ir.Graph:
+    """The stage's graph as one rank runs it.
+
+    Values keep the model's names: a sum has the name of the value that it makes whole.
+    """
+    return _RankGraph(split, stage, rank).build()
+
+
+class _RankGraph:
+    """One rank's graph under construction."""
+
+    def __init__(self, split: TensorSplit, stage: Stage, rank: int) -> None:
+        self._split = split
+        self._stage = stage
+        self._rank = rank
+        self._shards = split.shards(rank)
+        self._graph = stage_graph(split.graph, stage)
+        self._sizes = SizeRewriter(self._shards, self._axes, self._length, self._constant)
+        self._made: dict[tuple[str, bytes], ir.Value] = {}
+        self._summed = {value.name for value in split.choice.sums.summed}
+        self._partial = {value.name for value in split.choice.sums.partial}
+        for value in (value for node in self._graph for value in node.outputs):
+            known = split.values.get(value.name or "")
+            value.type = value.type or (known.type if known is not None else None)
+
+    def build(self) -> ir.Graph:
+        for node in list(self._graph):
+            original = self._split.nodes.get(node.outputs[0].name or "")
+            if original is not None and original.op_type == node.op_type:  # else it is one that layer split added
+                self._rewrite(node, original)
+        self._say_outputs()
+        for value in [*self._graph.inputs, *(value for node in self._graph for value in node.outputs)]:
+            self._fit_shape(value)
+        self._name_new()
+        passes.RemoveUnusedNodesPass()(ir.Model(self._graph, ir_version=10))
+        unused = [value for value in self._graph.inputs if not value.uses() and not value.is_graph_output()]
+        for value in unused:
+            self._graph.inputs.remove(value)
+        return self._graph
+
+    def _rewrite(self, node: ir.Node, original: ir.Node) -> None:
+        operation = self._split.axis_map.operations[original]
+        self._cut_weights(node, operation)
+        self._sizes.rewrite(node, operation)
+        if operation.equal_parts:
+            self._say_parts(node, operation)
+        result = node.outputs[0]
+        if operation.lookup is not None and self._shards.is_split(operation.contracted):
+            result = self._look_up(node, operation)
+        if result.name in self._partial:
+            result = self._add_once(node, original, operation) or result
+            if not self._split.counts(self._rank, operation):
+                dtype = result.dtype.numpy() if result.dtype is not None else np.dtype(np.float32)
+                result = self._wrap(result, "Mul", [result, self._constant(np.array(0, dtype))], "uncounted")
+        if result.name in self._summed:
+            self._wrap(
+                result,
+                COLLECTIVE,
+                [result],
+                "part",
+                collective_operation="all_reduce",
+                reduce_op="sum",
+                root=-1,
+                nb_rank=self._split.ranks,
+            )
+
+    def _axes(self, value: ir.Value) -> Axes:
+        original = self._split.values.get(value.name or "")
+        return None if original is None else self._split.axes(original)
+
+    def _length(self, value: ir.Value) -> int:
+        """The number of entries of a shape vector."""
+        tensor = value.const_value if value.is_initializer() else None
+        if tensor is not None:
+            return tensor.size
+        axes = self._axes(value)
+        return ax.size_of(axes[0]) if axes else 1
+
+    def _constant(self, array: npt.NDArray[Any]) -> ir.Value:
+        """A small constant as an initializer, one for equal ones."""
+        key = (f"{array.dtype}{array.shape}", array.tobytes())
+        if key not in self._made:
+            name = f"splitc_constant_{len(self._made)}"
+            self._made[key] = self._register(ir.Tensor(array, name=name))
+        return self._made[key]
+
+    def _register(self, tensor: ir.TensorProtocol) -> ir.Value:
+        shape = ir.Shape(tensor.shape)
+        value = ir.Value(name=tensor.name, shape=shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+        self._graph.register_initializer(value)
+        return value
+
+    def _cut_weights(self, node: ir.Node, operation: Operation) -> None:
+        """The rank's part of each weight that the node reads; the same part of one weight is one initializer."""
+        for number, (value, axes) in enumerate(zip(node.inputs, operation.inputs)):
+            if value is None or axes is None or not value.is_initializer() or not self._shards.splits(axes):
+                continue
+            assert value.const_value is not None
+            places = b"|".join(self._shards.indices(axis).tobytes() for axis in axes if self._shards.is_split(axis))
+            key = (value.name or "", places)
+            if key not in self._made:
+                name = f"{value.name}/rank{self._rank}"
+                while name in self._graph.initializers:
+                    name += "'"
+                self._made[key] = self._register(self._shards.weight(value.const_value, axes, name))
+            node.replace_input_with(number, self._made[key])
+
+    def _say_parts(self, node: ir.Node, operation: Operation) -> None:
+        """A Split into equal parts whose sizes are not equal on the rank says them."""
+        axis = node.attributes.get_int("axis", 0)
+        sizes = [self._shards.size(axes[axis]) for axes in operation.outputs if axes is not None]
+        if len(set(sizes)) == 1:
+            return
+        node.attributes.pop("num_outputs", None)
+        if self._graph.opset_imports.get("", 17) < 13:
+            node.attributes["split"] = ir.AttrInt64s("split", sizes)
+        else:
+            node.resize_inputs(2)
+            node.replace_input_with(1, self._constant(np.array(sizes, np.int64)))
+
+    def _look_up(self, node: ir.Node, operation: Operation) -> ir.Value:
+        """Pick the rows that the rank has, and zeros for the others: a part of the sum over all ranks.
+
+        Indices below 0 count from the end of the whole table.
+        """
+        (atom,) = ax.leaves(operation.contracted)
+        part, indices, table = self._shards.ranges[atom], node.inputs[1], node.inputs[0]
+        assert indices is not None and indices.dtype is not None and table is not None and table.dtype is not None
+        kind = indices.dtype.numpy()
+
+        def before(operator: str, *inputs: ir.Value) -> ir.Value:
+            new = ir.node(operator, inputs)
+            self._graph.insert_before(node, new)
+            return new.outputs[0]
+
+        positive = before("Mod", indices, self._constant(np.array(atom.size, kind)))
+        shifted = before("Sub", positive, self._constant(np.array(part.start, kind)))
+        zero, last = self._constant(np.array(0, kind)), self._constant(np.array(part.size - 1, kind))
+        inside = before("Clip", shifted, zero, last)
+        mask = before("Unsqueeze", before("Equal", shifted, inside), self._constant(np.array([-1], np.int64)))
+        node.replace_input_with(1, inside)
+        nothing = self._constant(np.array(0, table.dtype.numpy()))
+        return self._wrap(node.outputs[0], "Where", [mask, node.outputs[0], nothing], "any")
+
+    def _wrap(
+        self, old: ir.Value, operator: str, inputs: Sequence[Optional[ir.Value]], suffix: str, **attributes: Any
+    ) -> ir.Value:
+        """Put a node behind a value: its result takes the value's name and readers, the value the name with `suffix`."""
+        uses = list(old.uses())
+        node = ir.node(operator, inputs, attributes)
+        producer = old.producer()
+        assert producer is not None
+        self._graph.insert_after(producer, node)
+        new = node.outputs[0]
+        name, old.name = old.name, f"{old.name}/{suffix}"
+        new.name, new.type, new.shape = name, old.type, old.shape
+        for user, number in uses:
+            user.replace_input_with(number, new)
+        for number, value in enumerate(self._graph.outputs):
+            if value is old:
+                self._graph.outputs[number] = new
+        return new
+
+    def _add_once(self, node: ir.Node, original: ir.Node, operation: Operation) -> Optional[ir.Value]:
+        """Leave out what another rank adds to the sum; a new value where the node had to be another one."""
+        once = self._split.choice.sums.once.get(original, frozenset())
+        if not once or self._split.adds(self._rank, operation):
+            return None
+        if chosen_atoms([operation.contracted], self._split.choice.chosen):
+            inputs = [None if number in once else value for number, value in enumerate(node.inputs)]
+            while inputs and inputs[-1] is None:
+                inputs.pop()
+            attributes = [attribute for name, attribute in node.attributes.items() if name != "beta"]
+            return self._replace(node, ir.Node(node.domain, node.op_type, inputs, attributes, name=node.name))
+        kept = [value for number, value in enumerate(node.inputs) if number not in once]
+        if len(kept) > 1:
+            return self._replace(node, ir.node(node.op_type, kept))
+        return self._replace(node, ir.node("Neg" if node.op_type == "Sub" and 0 in once else "Identity", kept))
+
+    def _replace(self, node: ir.Node, replacement: ir.Node) -> ir.Value:
+        old, new = node.outputs[0], replacement.outputs[0]
+        new.name, new.type, new.shape = old.name, old.type, old.shape
+        self._graph.insert_before(node, replacement)
+        old.replace_all_uses_with(new, replace_graph_outputs=True)
+        self._graph.remove(node, safe=True)
+        return new
+
+    def _say_outputs(self) -> None:
+        """Sizes of parts that are outputs become those of whole values."""
+        for number, value in enumerate(self._graph.outputs):
+            if value in self._sizes.read:
+                self._graph.outputs[number] = self._sizes.globalize_output(value)
+
+    def _fit_shape(self, value: ir.Value) -> None:
+        """Of the sizes that the file says of a value those of the rank's part."""
+        axes = self._axes(value)
+        if value.shape is not None and axes is not None and self._shards.splits(axes):
+            sizes = [self._shards.size(a) if isinstance(s, int) else s for s, a in zip(value.shape, axes)]
+            value.shape = ir.Shape(sizes)
+
+    def _name_new(self) -> None:
+        for number, node in enumerate(self._graph):
+            for place, value in enumerate(node.outputs):
+                if value.name is None:
+                    node.name = f"splitc_{node.op_type}_{number}"
+                    value.name = f"{node.name}_{place}"

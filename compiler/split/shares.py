@@ -1,0 +1,98 @@
+"""How many units of each split axis a rank gets, by its share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from splitc.compiler.split.axes import Factor
+from splitc.compiler.split.choice import Choice
+
+
+@dataclass(frozen=True)
+class Range:
+    """A rank's units of an axis, from `start` to before `stop`.
+
+    A rank for which there is none holds one that is another's too, and what it adds to a sum does not count.
+    """
+
+    start: int
+    stop: int
+    counts: bool = True
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+Ranges = dict[Factor, list[Range]]
+
+
+def assign_units(choice: Choice, shares: Sequence[float]) -> Ranges:
+    """For each chosen atom the ranges of the ranks.
+
+    Units go by largest remainder. What a rank gets too much or too little of is carried on to the next atoms, by one
+    unit of each at most, so that the sum keeps to the shares and no part of the model is far from them.
+    """
+    total = sum(shares)
+    parts = [share / total for share in shares]
+    weights = {each.atom: each.bytes for each in choice.candidates}
+    carried = [0.0] * len(parts)
+    ranges: Ranges = {}
+    for atom in choice.chosen:
+        if atom in ranges:
+            continue
+        partner = choice.partners.get(atom)
+        if partner is not None:
+            ranges[atom], ranges[partner] = _divide_units(atom.size, partner.size, parts)
+            continue
+        if atom in choice.partners.values():
+            continue  # comes with its own
+        unit = max(1.0, weights[atom] / atom.size)
+        wanted = [atom.size * part + max(-1.0, min(1.0, bytes / unit)) for part, bytes in zip(parts, carried)]
+        counts = largest_remainder(wanted, atom.size)
+        carried = [c + (atom.size * part - n) * unit for c, part, n in zip(carried, parts, counts)]
+        ranges[atom] = _ranges(counts)
+    return ranges
+
+
+def largest_remainder(wanted: Sequence[float], total: int) -> list[int]:
+    """Whole numbers near the wanted ones that add up to `total`; none is negative."""
+    scale = total / max(1e-9, sum(max(0.0, each) for each in wanted))
+    ideal = [max(0.0, each) * scale for each in wanted]
+    counts = [int(each + 1e-9) for each in ideal]
+    order = sorted(range(len(ideal)), key=lambda n: counts[n] - ideal[n])
+    for number in order[: total - sum(counts)]:
+        counts[number] += 1
+    return counts
+
+
+def _ranges(counts: Sequence[int]) -> list[Range]:
+    ranges: list[Range] = []
+    start = 0
+    for count in counts:
+        if count:
+            ranges.append(Range(start, start + count))
+        else:
+            last = max(start, 1)
+            ranges.append(Range(last - 1, last, counts=False))
+        start += count
+    return ranges
+
+
+def _divide_units(units: int, inner: int, parts: Sequence[float]) -> tuple[list[Range], list[Range]]:
+    """Fewer units than ranks: each unit goes to ranks that follow each other, which divide what is inside it."""
+    outer_ranges: list[Range] = []
+    inner_ranges: list[Range] = []
+    first = 0
+    for unit in range(units):
+        most = len(parts) - (units - unit - 1)  # every later unit needs a rank too
+        end = first + 1
+        while end < most and (unit == units - 1 or sum(parts[:end]) + parts[end] / 2 <= (unit + 1) / units):
+            end += 1
+        group = parts[first:end]
+        counts = largest_remainder([inner * part / sum(group) for part in group], inner)
+        inner_ranges += _ranges(counts)
+        outer_ranges += [Range(unit, unit + 1)] * len(group)
+        first = end
+    return outer_ranges, inner_ranges
