@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Callable, NoReturn, Optional
+from typing import TYPE_CHECKING, Any, Callable, NoReturn, Optional
 
 import typer
-from rich.bar import Bar
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from splitc.runtime.cli import JSON, RANK_SIZES, app, block_range, print_cuts
+from splitc.compiler.show import print_axes, print_plan
+from splitc.runtime.cli import JSON, app
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.terminal import err, out, print_json, print_warning, run_app, table
+from splitc.runtime.terminal import err, out, print_json, print_warning, run_app
 from splitc.runtime.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from splitc.compiler.plan import Plan, Request
+    from splitc.compiler.plan import Request
 
 MODEL = typer.Argument(help="The ONNX model.", metavar="MODEL")
 DEVICE = typer.Option(
     [], "--device", "-d", help='A device, repeatable: -d cpu0 -d cpu1. Several at once: "cpu0&cpu1", 3xcpu.'
 )
-SPLIT_MODE = typer.Option("layer", "--split-mode", help="layer: consecutive blocks to each device.")
+SPLIT_MODE = typer.Option(
+    "layer",
+    "--split-mode",
+    help="layer: consecutive blocks to each device. tensor: a part of every block to each device, at the same time.",
+)
+PIPELINE_STAGES = typer.Option(
+    1, "--pipeline-stages", min=1, help="In tensor mode: groups of devices, each of which shares a run of blocks."
+)
 OBJECTIVE = typer.Option(
     "throughput", "--objective", help="throughput: the slowest stage as fast as can be. latency: the sum of all stages."
 )
@@ -49,100 +58,19 @@ def main() -> NoReturn:
     run_app(app)
 
 
-@app.command()
-def plan(
-    model: Path = MODEL,
-    output: Optional[Path] = typer.Option(None, "--output", "-o", help="Write the plan here, to edit and compile it."),
-    device: list[str] = DEVICE,
-    split_mode: str = SPLIT_MODE,
-    objective: str = OBJECTIVE,
-    spread: bool = SPREAD,
-    tensor_split: Optional[str] = TENSOR_SPLIT,
-    memory: list[str] = MEMORY,
-    headroom: str = HEADROOM,
-    shapes: list[str] = SHAPES,
-    profile: bool = PROFILE,
-    threads: Optional[int] = THREADS,
-    as_json: bool = JSON,
-) -> None:
-    """Show which device would hold what, against its budget. Nothing is built."""
-    from splitc.compiler.plan import plan_model
-    from splitc.compiler.plan_file import to_file, write_plan
-
-    request = _request(split_mode, objective, spread, tensor_split, memory, headroom, shapes, profile, threads)
-    decided = plan_model(model, device, request)
-    if output:
-        write_plan(decided, output)
-    if as_json:
-        print_json(to_file(decided))
-        return
-    _print_plan(decided)
-    if output:
-        out.print(f"wrote [bold]{output}[/]: splitc compile {model} --plan {output} -o PACKAGE")
-
-
-@app.command("compile")
-def compile_command(
-    model: Path = MODEL,
-    package: Path = typer.Option(..., "--output", "-o", help="The package's folder, which must not exist yet."),
-    plan_path: Optional[Path] = typer.Option(
-        None, "--plan", help="A plan from 'splitc plan -o', which then decides instead of the options below."
-    ),
-    device: list[str] = DEVICE,
-    split_mode: str = SPLIT_MODE,
-    objective: str = OBJECTIVE,
-    spread: bool = SPREAD,
-    tensor_split: Optional[str] = TENSOR_SPLIT,
-    memory: list[str] = MEMORY,
-    headroom: str = HEADROOM,
-    shapes: list[str] = SHAPES,
-    profile: bool = PROFILE,
-    threads: Optional[int] = THREADS,
-    weights: str = typer.Option(
-        "copy", "--weights", help="copy: into the package. link: hard links to the model's data files, nothing copied."
-    ),
-    force: bool = typer.Option(False, "--force", help="Replace a package that is there."),
-    as_json: bool = JSON,
-) -> None:
-    """Split a model over devices and write the package that runs it."""
-    # Imported here, as in plan: a machine that only runs packages has no onnx.
-    from splitc.compiler.package import check_target, compile_model
-    from splitc.compiler.plan import plan_model
-    from splitc.compiler.plan_file import plan_from_file, to_file
-
-    check_target(package, force)
-    if plan_path:
-        if device or tensor_split or memory or shapes:
-            raise MisuseError("--plan has the devices, shares, budgets and shapes: edit it, or leave it out")
-        decided = plan_from_file(model, plan_path)
-    else:
-        request = _request(split_mode, objective, spread, tensor_split, memory, headroom, shapes, profile, threads)
-        decided = plan_model(model, device, request)
-    if not as_json:
-        _print_plan(decided)
-    with _progress(sum(rank.memory.weights for rank in decided.ranks)) as progress:
-        manifest = compile_model(
-            decided, package, weights=weights, threads=threads, force=force, progress=progress, warn=print_warning
-        )
-    if as_json:
-        print_json(to_file(decided))
-    else:
-        size = format_bytes(sum(file.bytes for file in manifest.files if file.sha256 is not None))
-        linked = ", beside links to the model's data" if any(file.sha256 is None for file in manifest.files) else ""
-        out.print(f"wrote [bold]{package}[/]: {len(manifest.ranks)} ranks, {size}{linked}")
-
-
 def _request(
-    split_mode: str,
-    objective: str,
-    spread: bool,
-    tensor_split: Optional[str],
-    memory: list[str],
-    headroom: str,
-    shapes: list[str],
-    profile: bool,
-    threads: Optional[int],
+    split_mode: str = SPLIT_MODE,
+    objective: str = OBJECTIVE,
+    spread: bool = SPREAD,
+    pipeline_stages: int = PIPELINE_STAGES,
+    tensor_split: Optional[str] = TENSOR_SPLIT,
+    memory: list[str] = MEMORY,
+    headroom: str = HEADROOM,
+    shapes: list[str] = SHAPES,
+    profile: bool = PROFILE,
+    threads: Optional[int] = THREADS,
 ) -> Request:
+    """What the options that plan and compile have in common ask for."""
     from splitc.compiler.plan import Request
     from splitc.compiler.shapes import parse_shapes
 
@@ -156,7 +84,108 @@ def _request(
         spread=spread,
         profile=profile,
         threads=threads,
+        pipeline_stages=pipeline_stages,
     )
+
+
+def _with_request(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of `_request`, and what they make as its argument `request`."""
+    options = inspect.signature(_request).parameters
+    own = inspect.signature(command).parameters
+
+    @functools.wraps(command)
+    def run(**arguments: Any) -> None:
+        request = _request(**{name: arguments.pop(name) for name in options})
+        command(request=request, **arguments)
+
+    parameters = [*(each for name, each in own.items() if name != "request"), *options.values()]
+    keywords = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
+    run.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]  # what Typer reads
+    known = {**command.__annotations__, **_request.__annotations__}
+    run.__annotations__ = {each.name: known[each.name] for each in keywords}
+    return run
+
+
+@app.command()
+@_with_request
+def plan(
+    request: Request,
+    model: Path = MODEL,
+    output: Optional[Path] = typer.Option(None, "--output", "-o", help="Write the plan here, to edit and compile it."),
+    device: list[str] = DEVICE,
+    explain: bool = typer.Option(
+        False, "--explain", help="In tensor mode: the axes found, and why each is split or not."
+    ),
+    as_json: bool = JSON,
+) -> None:
+    """Show which device would hold what, against its budget. Nothing is built."""
+    from splitc.compiler.plan_file import to_file, write_plan
+    from splitc.compiler.plan_model import plan_model
+
+    decided = plan_model(model, device, request)
+    if output:
+        write_plan(decided, output)
+    if as_json:
+        print_json(to_file(decided))
+        return
+    print_plan(decided)
+    if explain:
+        print_axes(decided)
+    if output:
+        out.print(f"wrote [bold]{output}[/]: splitc compile {model} --plan {output} -o PACKAGE")
+
+
+@app.command("compile")
+@_with_request
+def compile_command(
+    request: Request,
+    model: Path = MODEL,
+    package: Path = typer.Option(..., "--output", "-o", help="The package's folder, which must not exist yet."),
+    plan_path: Optional[Path] = typer.Option(
+        None, "--plan", help="A plan from 'splitc plan -o', which then decides instead of the options below."
+    ),
+    device: list[str] = DEVICE,
+    weights: str = typer.Option(
+        "copy", "--weights", help="copy: into the package. link: hard links to the model's data files, nothing copied."
+    ),
+    verify: bool = typer.Option(
+        True, "--verify/--no-verify", help="In tensor mode: compare with the unsplit model before writing."
+    ),
+    force: bool = typer.Option(False, "--force", help="Replace a package that is there."),
+    as_json: bool = JSON,
+) -> None:
+    """Split a model over devices and write the package that runs it."""
+    # Imported here, as in plan: a machine that only runs packages has no onnx.
+    from splitc.compiler.package import check_target, compile_model
+    from splitc.compiler.plan_file import plan_from_file, to_file
+    from splitc.compiler.plan_model import plan_model
+
+    check_target(package, force)
+    if plan_path:
+        if device or request.tensor_split or request.memory or request.shapes:
+            raise MisuseError("--plan has the devices, shares, budgets and shapes: edit it, or leave it out")
+        decided = plan_from_file(model, plan_path)
+    else:
+        decided = plan_model(model, device, request)
+    if not as_json:
+        print_plan(decided)
+    with _progress(sum(rank.memory.weights for rank in decided.ranks)) as progress:
+        manifest = compile_model(
+            decided,
+            package,
+            weights=weights,
+            threads=request.threads,
+            force=force,
+            verify=verify,
+            progress=progress,
+            warn=print_warning,
+        )
+    if as_json:
+        print_json(to_file(decided))
+    else:
+        size = format_bytes(sum(file.bytes for file in manifest.files if file.sha256 is not None))
+        linked = ", beside links to the model's data" if any(file.sha256 is None for file in manifest.files) else ""
+        out.print(f"wrote [bold]{package}[/]: {len(manifest.ranks)} ranks, {size}{linked}")
 
 
 def _parse_shares(text: Optional[str]) -> Optional[list[float]]:
@@ -173,38 +202,3 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("", total=total)
         yield lambda count: bar.advance(task, count)
-
-
-def _print_plan(plan: Plan) -> None:
-    """Who holds what, against the budgets, and what crosses the cuts."""
-    from splitc.compiler.costs import NOMINAL
-
-    rows = table("rank", "blocks", *RANK_SIZES, "of budget", "", "time", right=(*RANK_SIZES, "", "time"))
-    all_seconds = sum(rank.seconds for rank in plan.ranks) or 1.0
-    for number, rank in enumerate(plan.ranks):
-        memory, budget = rank.memory, max(1, rank.budget)
-        rows.add_row(
-            f"{number} {rank.device}",
-            block_range([block.name for block in rank.stage.blocks]),
-            *map(format_bytes, (memory.weights, memory.activations, memory.cache)),
-            Bar(size=budget, begin=0, end=memory.total, width=9),
-            f"{memory.total / budget:.0%}",
-            f"{rank.seconds / all_seconds:.0%}",
-        )
-    memories = [rank.memory for rank in plan.ranks]
-    totals = (sum(m.weights for m in memories), sum(m.activations for m in memories), sum(m.cache for m in memories))
-    rows.add_row("all", "", *map(format_bytes, totals), style="dim")
-    out.print(rows)
-    budgets = {str(rank.device): format_bytes(rank.budget) for rank in plan.ranks}
-    same = len(set(budgets.values())) == 1
-    listed = f"{next(iter(budgets.values()))} each" if same else ", ".join(f"{d} {b}" for d, b in budgets.items())
-    speed = "as measured" if plan.profiled else f"estimated for {NOMINAL[plan.ranks[0].device.kind].name}"
-    out.print(f"budget: {listed}; time: {speed}")
-    print_cuts([([value.name or "" for value in cut.values], cut.bytes) for cut in plan.cuts])
-    again = [rank.repeated for rank in plan.ranks[1:] if rank.repeated.nodes]
-    if again:
-        nodes = sum(each.nodes for each in again)
-        unsent, weights = (format_bytes(sum(getattr(each, n) for each in again)) for n in ("unsent", "weights"))
-        out.print(f"computed again: {nodes} cheap nodes, which spares {unsent} a run and repeats {weights} of weights")
-    for warning in plan.warnings:
-        print_warning(warning)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import Optional
 
 import onnx_ir as ir
 
@@ -13,6 +14,14 @@ from splitc.compiler.costs import Costs
 from splitc.compiler.liveness import liveness
 from splitc.compiler.split.layer import Stage
 from splitc.runtime.manifest import State
+
+
+@dataclass(frozen=True)
+class HeldParts:
+    """The bytes of the parts that a rank holds: of each weight, and of any value that is computed."""
+
+    weights: Mapping[ir.Value, int]
+    size: Callable[[ir.Value], int]
 
 
 @dataclass(frozen=True)
@@ -34,23 +43,23 @@ class StageMemory:
         return self.weights + max(self.activations + self.cache, self.loading)
 
 
-def stage_memory(costs: Costs, states: Sequence[State], stage: Stage) -> StageMemory:
-    """Predict what a stage holds with the bound shapes.
+def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Optional[HeldParts] = None) -> StageMemory:
+    """Predict what a rank holds with the bound shapes: all of a stage, or the parts in `held`.
 
     What goes in and out is held for the whole run, as ONNX Runtime does with bound inputs and outputs; in between a
     value lives from the node that makes it to the last that reads it.
     """
     names = state_names(states)
     ends = dict.fromkeys([*stage.takes, *stage.gives])
-    inside = liveness(
-        stage.nodes, costs.graph.reads.__getitem__, lambda value: 0 if value in ends else costs.value_bytes(value)
-    )
+    size = costs.value_bytes if held is None else held.size
+    weights = {each: costs.value_bytes(each) for each in costs.weights(stage.nodes)} if held is None else held.weights
+    inside = liveness(stage.nodes, costs.graph.reads.__getitem__, lambda value: 0 if value in ends else size(value))
+    products = (weight for node in stage.nodes if costs.is_product(node) for weight in costs.graph.weights(node))
     return StageMemory(
-        weights=costs.weight_bytes(stage.nodes),
-        activations=sum(costs.value_bytes(value) for value in ends if value.name not in names)
-        + max(inside.running, default=0),
-        cache=sum(costs.value_bytes(value) for value in ends if value.name in names),
-        loading=largest_product_weight(costs, stage.nodes),
+        weights=sum(weights.values()),
+        activations=sum(size(value) for value in ends if value.name not in names) + max(inside.running, default=0),
+        cache=sum(size(value) for value in ends if value.name in names),
+        loading=max((weights[weight] for weight in products if weight in weights), default=0),
     )
 
 

@@ -7,20 +7,21 @@ import errno
 import glob
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Callable, Optional, Union
 
 import onnx_ir as ir
 
 from splitc.compiler.analysis import Analysis
-from splitc.compiler.build.onnxruntime import write_engine, write_linked_engine
+from splitc.compiler.build.onnxruntime import write_engines
 from splitc.compiler.fills import find_fill
 from splitc.compiler.plan import Plan, RankPlan
-from splitc.compiler.split.layer import Stage, stage_graph
+from splitc.compiler.plan_file import LISTED
+from splitc.compiler.programs import RankProgram, names, rank_program
+from splitc.compiler.verify import verify_package
 from splitc.runtime import manifest as m
 from splitc.runtime.errors import MisuseError, SplitcError
-from splitc.runtime.program import Receive, Run, Send, Step
 from splitc.runtime.units import format_bytes
 from splitc.runtime.version import VERSION
 
@@ -44,6 +45,7 @@ def compile_model(
     weights: str = "copy",
     threads: Optional[int] = None,
     force: bool = False,
+    verify: bool = True,
     progress: Callable[[int], None] = lambda _: None,
     warn: Callable[[str], None] = lambda _: None,
 ) -> m.Manifest:
@@ -51,8 +53,10 @@ def compile_model(
 
     `weights` is `copy`, or `link` to refer into hard links of the model's own data files instead of copying it: the
     package then changes when they are written to in place. `threads` is recorded as the number for each CPU device.
+    A package in tensor mode is compared with the unsplit model before it is in its place, unless `verify` is False.
     `progress` is told the bytes of weights as they are written, `warn` what is not as asked. Either the whole package
-    is written or nothing. Raises MisuseError when `package` can't be written to, SplitcError when the disk is full.
+    is written or nothing. Raises MisuseError when `package` can't be written to, SplitcError when the disk is full,
+    OutputsDifferError when the package does not compute what the model does.
     """
     target = Path(package)
     check_target(target, force)
@@ -60,24 +64,39 @@ def compile_model(
         raise MisuseError(f"unknown --weights '{weights}': there are {', '.join(WEIGHTS)}")
     needed = sum(rank.memory.weights for rank in plan.ranks) if weights == "copy" else 0
     with _full_disk_explained(target, needed), _written_aside(target) as folder:
-        files: list[Path] = []
         links: list[Path] = []
-        engines = []
+        ranks = []
         for number, rank in enumerate(plan.ranks):
-            path = folder / f"rank{number}" / f"stage{number}.onnx"
-            graph, model = stage_graph(plan.analysis.graph, rank.stage), plan.analysis.graph.model
-            if weights == "copy":
-                write_engine(graph, model, path, progress)
-            else:
-                linked, copied = write_linked_engine(graph, model, path, progress)
-                links += linked
-                if copied:
-                    warn(f"{folder.parent} can't hold hard links to the model's data, so rank {number} has a copy")
-            files += sorted(path.parent.iterdir())
-            engines.append(_engine_file(folder, path, rank.stage))
-        manifest = _manifest(plan, engines, m.describe_files(folder, files, links), threads)
+            program = rank_program(plan, number)
+            engines, linked, copied = _write_engines(plan, rank, program, folder / f"rank{number}", weights, progress)
+            links += linked
+            if copied:
+                warn(f"{folder.parent} can't hold hard links to the model's data, so rank {number} has a copy")
+            ranks.append(_rank(rank, program, engines))
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        manifest = _manifest(plan, ranks, m.describe_files(folder, files, links), threads)
         (folder / m.FILE_NAME).write_bytes(m.encode(manifest))
+        if plan.tensor is not None and verify and (reason := verify_package(plan, folder)):
+            warn(f"the package is unverified: {reason}")
     return manifest
+
+
+def _write_engines(
+    plan: Plan, rank: RankPlan, program: RankProgram, folder: Path, weights: str, progress: Callable[[int], None]
+) -> tuple[list[m.EngineFile], list[Path], list[Path]]:
+    """Write a rank's pieces. Returns their entries, the links, and the copies made where no link could be."""
+    pieces = [piece.graph for piece in program.pieces if piece.graph.outputs]
+    width = len(str(len(pieces) - 1))
+    suffixes = [f".{number:0{width}}" if len(pieces) > 1 else "" for number in range(len(pieces))]
+    stage = f"stage{list(dict.fromkeys(plan.stages)).index(rank.stage)}"
+    paths = [folder / f"{stage}{suffix}.onnx" for suffix in suffixes]
+    # Names first: to write a graph changes where its weights are.
+    entries = [
+        m.EngineFile(f"{folder.name}/{path.name}", names(graph.inputs), names(graph.outputs))
+        for path, graph in zip(paths, pieces)
+    ]
+    links, copies = write_engines(dict(zip(paths, pieces)), plan.analysis.graph.model, weights == "link", progress)
+    return entries, links, copies
 
 
 @contextlib.contextmanager
@@ -119,15 +138,7 @@ def _full_disk_explained(target: Path, needed: int) -> Iterator[None]:
         ) from error
 
 
-def _engine_file(folder: Path, path: Path, stage: Stage) -> m.EngineFile:
-    return m.EngineFile(path.relative_to(folder).as_posix(), _names(stage.takes), _names(stage.gives))
-
-
-def _names(values: Iterable[ir.Value]) -> list[str]:
-    return [value.name or "" for value in values]
-
-
-def _manifest(plan: Plan, engines: list[m.EngineFile], files: list[m.File], threads: Optional[int]) -> m.Manifest:
+def _manifest(plan: Plan, ranks: list[m.Rank], files: list[m.File], threads: Optional[int]) -> m.Manifest:
     analysis = plan.analysis
     graph = analysis.graph
     return m.Manifest(
@@ -142,47 +153,32 @@ def _manifest(plan: Plan, engines: list[m.EngineFile], files: list[m.File], thre
         outputs=[_tensor(value) for value in graph.outputs],
         states=list(analysis.states),
         blocks=[block.name for block in analysis.partition.blocks],
-        ranks=[
-            _rank(rank, engine, program)
-            for rank, engine, program in zip(plan.ranks, engines, layer_programs(plan.ranks))
+        ranks=ranks,
+        cuts=[m.Cut(names(cut.values), cut.bytes) for cut in plan.cuts],
+        collectives=len(plan.tensor.choice.sums.summed) if plan.tensor is not None else 0,
+        unsplit=[
+            m.UnsplitWeight(each.name, each.bytes - each.split, each.reason)
+            for each in plan.weights
+            if each.reason and each.bytes - each.split >= LISTED
         ],
-        cuts=[m.Cut(_names(cut.values), cut.bytes) for cut in plan.cuts],
-        collectives=0,
-        unsplit=[],
         files=files,
     )
 
 
-def _rank(rank: RankPlan, engine: m.EngineFile, program: list[Step]) -> m.Rank:
+def _rank(rank: RankPlan, program: RankProgram, engines: list[m.EngineFile]) -> m.Rank:
     return m.Rank(
         device=str(rank.device),
         blocks=[block.name for block in rank.stage.blocks],
-        engines=[engine],
-        program=program,
-        inputs=_names(rank.stage.feeds),
-        outputs=_names(rank.stage.outputs),
+        engines=engines,
+        program=list(program.steps),
+        inputs=list(program.inputs),
+        outputs=list(program.outputs),
+        parts=list(program.parts),
         weights_bytes=rank.memory.weights,
         activation_bytes=rank.memory.activations,
         cache_bytes=rank.memory.cache,
         total_bytes=rank.memory.total,
     )
-
-
-def layer_programs(ranks: Sequence[RankPlan]) -> list[list[Step]]:
-    """Each rank receives what earlier ones made, runs its stage, and sends what later ones need, straight to them."""
-    maker = {value: number for number, rank in enumerate(ranks) for value in rank.stage.sends}
-    programs: list[list[Step]] = []
-    for number, rank in enumerate(ranks):
-        received: list[Step] = [Receive(value.name or "", maker[value]) for value in rank.stage.receives]
-        # A channel keeps its order, so a rank must send in the order in which the other receives.
-        sent: list[Step] = [
-            Send(value.name or "", target)
-            for target, other in enumerate(ranks)
-            for value in other.stage.receives
-            if maker[value] == number
-        ]
-        programs.append([*received, Run(0), *sent])
-    return programs
 
 
 def _tensor(value: ir.Value) -> m.Tensor:

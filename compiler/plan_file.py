@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
@@ -11,7 +11,10 @@ import msgspec
 from msgspec import Struct
 
 from splitc.compiler.analysis import analyze
-from splitc.compiler.plan import Plan, Repeated, Request, block_seconds, make_plan
+from splitc.compiler.budgets import block_seconds
+from splitc.compiler.plan import Plan, Repeated, Request
+from splitc.compiler.plan_layer import make_plan
+from splitc.compiler.plan_tensor import make_tensor_plan
 from splitc.compiler.planner import Assignment
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import DoesNotFitError, MisuseError
@@ -24,10 +27,15 @@ LISTED = 64 << 10
 
 
 class RankEntry(Struct, frozen=True):
-    """A rank: its device and budget, which an editor may change, and what was predicted, which is for reading only."""
+    """A rank: its device, budget and share, which an editor may change; the rest is for reading only.
+
+    In tensor mode ranks that follow each other share a `stage`, by their shares; in layer mode each has its own.
+    """
 
     device: str
     budget_bytes: int
+    stage: int = 0
+    share: float = 1.0
     weights_bytes: int = 0
     activation_bytes: int = 0
     cache_bytes: int = 0
@@ -44,7 +52,10 @@ class CutEntry(Struct, frozen=True):
 
 
 class WeightEntry(Struct, frozen=True):
-    """Where a weight ends up, for reading only: on more than one rank when several read it."""
+    """Where a weight ends up, for reading only: on more than one rank when several read it.
+
+    `split` is "whole", with the reason in tensor mode, or how many units of its axis each rank of a stage has.
+    """
 
     bytes: int
     ranks: list[int]
@@ -52,8 +63,9 @@ class WeightEntry(Struct, frozen=True):
 
 
 class PlanFile(Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of plan.json. `blocks` maps every block, in the model's order, to the number of its rank.
+    """The content of plan.json. `blocks` maps every block, in the model's order, to the number of its stage.
 
+    In layer mode stages are ranks.
     `finest` says that the model is cut wherever it can be, instead of into the blocks that repeat.
     """
 
@@ -75,12 +87,15 @@ def to_file(plan: Plan) -> PlanFile:
     analysis = plan.analysis
     graph = analysis.graph
     weights: dict[str, WeightEntry] = {}
+    fates = {each.name: f"whole: {each.reason}" if each.reason else each.units for each in plan.weights}
     for number, rank in enumerate(plan.ranks):
         for weight in analysis.costs.weights(rank.stage.nodes):
             size = analysis.costs.value_bytes(weight)
             if size >= LISTED:
-                entry = weights.setdefault(weight.name or "", WeightEntry(size, [], "whole"))
+                name = weight.name or ""
+                entry = weights.setdefault(name, WeightEntry(size, [], fates.get(name, "whole")))
                 entry.ranks.append(number)
+    stages = list(dict.fromkeys(plan.stages))
     return PlanFile(
         schema=SCHEMA,
         source=graph.source,
@@ -91,6 +106,8 @@ def to_file(plan: Plan) -> PlanFile:
             RankEntry(
                 str(rank.device),
                 rank.budget,
+                stages.index(rank.stage),
+                rank.share,
                 rank.memory.weights,
                 rank.memory.activations,
                 rank.memory.cache,
@@ -101,7 +118,7 @@ def to_file(plan: Plan) -> PlanFile:
             for rank in plan.ranks
         ],
         finest=analysis.partition.finest,
-        blocks={block.name: number for number, rank in enumerate(plan.ranks) for block in rank.stage.blocks},
+        blocks={block.name: number for number, stage in enumerate(stages) for block in stage.blocks},
         cuts=[CutEntry(cut.bytes, [value.name or "" for value in cut.values]) for cut in plan.cuts],
         warnings=list(plan.warnings),
         weights=weights,
@@ -165,12 +182,19 @@ def plan_from_file(model: Path, path: Path) -> Plan:
         )
     shapes = {name: tuple(shape) for name, shape in file.shapes.items()}
     analysis = analyze(model, shapes, ALL if file.finest else 1)
-    chosen = assignments(file, [block.name for block in analysis.partition.blocks])
+    stages = 1 + max((rank.stage for rank in file.ranks), default=0)
+    chosen = assignments(file.blocks, stages, [block.name for block in analysis.partition.blocks])
     devices = parse_devices([rank.device for rank in file.ranks])
-    request = Request(split_mode=file.split_mode, objective=file.objective)
+    request = Request(split_mode=file.split_mode, objective=file.objective, pipeline_stages=stages)
     seconds = block_seconds(analysis, devices, request)
     budgets = [rank.budget_bytes for rank in file.ranks]
-    plan = make_plan(analysis, [devices[each.target] for each in chosen], chosen, budgets, seconds, request)
+    if file.split_mode == "tensor":
+        _check_groups(file, stages)
+        shares = [rank.share for rank in file.ranks]
+        plan = make_tensor_plan(analysis, devices, budgets, shares, chosen, seconds, request)
+    else:
+        used = [devices[each.target] for each in chosen]
+        plan = make_plan(analysis, used, chosen, budgets, seconds, request)
     for rank in plan.ranks:
         if rank.memory.total > rank.budget:
             need, have = format_bytes(rank.memory.total), format_bytes(rank.budget)
@@ -182,26 +206,38 @@ def plan_from_file(model: Path, path: Path) -> Plan:
     return plan
 
 
-def assignments(file: PlanFile, names: Sequence[str]) -> list[Assignment]:
+def _check_groups(file: PlanFile, stages: int) -> None:
+    """Raise MisuseError unless the plan's ranks are groups of one size, in the order of their stages."""
+    numbers = [rank.stage for rank in file.ranks]
+    count = len(numbers) // stages
+    if numbers != [stage for stage in range(stages) for _ in range(count)] or count < 2:
+        raise MisuseError(
+            f"the plan's ranks have the stages {numbers}: tensor mode wants groups of one size, two or more, in order"
+        )
+    if any(rank.share <= 0 for rank in file.ranks):
+        raise MisuseError("the plan has a rank with a share of 0 or less: take it out instead")
+
+
+def assignments(blocks: Mapping[str, int], stages: int, names: Sequence[str]) -> list[Assignment]:
     """The stages that the plan's blocks make. Raises MisuseError naming the line that contradicts the model."""
-    for name, rank in file.blocks.items():
+    for name, rank in blocks.items():
         if name not in names:
             raise MisuseError(f'the plan has the line "{name}: {rank}", and the model has no such block')
-        if not 0 <= rank < len(file.ranks):
-            raise MisuseError(f'the plan has the line "{name}: {rank}", and it has ranks 0 to {len(file.ranks) - 1}')
-    if missing := [name for name in names if name not in file.blocks]:
+        if not 0 <= rank < stages:
+            raise MisuseError(f'the plan has the line "{name}: {rank}", and it has stages 0 to {stages - 1}')
+    if missing := [name for name in names if name not in blocks]:
         raise MisuseError(f'the plan leaves out the block {missing[0]}: add a line for it under "blocks"')
-    stages: list[Assignment] = []
+    found: list[Assignment] = []
     for index, name in enumerate(names):
-        rank = file.blocks[name]
-        last: Optional[Assignment] = stages[-1] if stages else None
+        rank = blocks[name]
+        last: Optional[Assignment] = found[-1] if found else None
         if last and rank < last.target:
             raise MisuseError(
-                f'the plan has the line "{name}: {rank}" after a block on rank {last.target}: '
-                "ranks hold consecutive blocks, in their order"
+                f'the plan has the line "{name}: {rank}" after a block in stage {last.target}: '
+                "stages hold consecutive blocks, in their order"
             )
         if last and rank == last.target:
-            stages[-1] = Assignment(rank, last.start, index + 1)
+            found[-1] = Assignment(rank, last.start, index + 1)
         else:
-            stages.append(Assignment(rank, index, index + 1))
-    return stages
+            found.append(Assignment(rank, index, index + 1))
+    return found

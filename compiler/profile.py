@@ -19,7 +19,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from splitc.compiler.analysis import Analysis
-from splitc.compiler.build.onnxruntime import write_engine
+from splitc.compiler.build.onnxruntime import write_engines
 from splitc.compiler.fills import find_fill
 from splitc.compiler.split.layer import Stage, split_layers, stage_graph
 from splitc.runtime.arrays import fill_array
@@ -76,7 +76,7 @@ def _signature(value: ir.Value, shapes: Any) -> str:
 def _measure(analysis: Analysis, stage: Stage, threads: int) -> float:
     with tempfile.TemporaryDirectory(prefix="splitc-profile-") as folder:
         path = Path(folder) / "block.onnx"
-        write_engine(stage_graph(analysis.graph, stage), analysis.graph.model, path, lambda _: None)
+        write_engines({path: stage_graph(analysis.graph, stage)}, analysis.graph.model, False, lambda _: None)
         backend = OnnxRuntimeBackend(threads)
         engine = backend.load(path)
         feeds = {name: backend.upload(array) for name, array in _inputs(analysis, stage.takes)}

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from splitc.runtime.engines.onnxruntime import OnnxRuntimeBackend
-from splitc.runtime.program import Receive, Run, Span
+from splitc.runtime.program import Receive, Reduce, Run, Span
 from splitc.runtime.session import Session
 
 
@@ -27,7 +27,7 @@ class Latency:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Median seconds a run that a rank's engines were busy, and that it waited for other ranks."""
+    """Median seconds a run that a rank's engines were busy, and that it waited for other ranks or summed with them."""
 
     device: str
     busy: float
@@ -115,7 +115,7 @@ def _rank_times(device: str, runs: list[list[Span]]) -> RankTimes:
     def seconds(kind: type) -> float:
         return float(np.median([sum(s.end - s.start for s in spans if isinstance(s.step, kind)) for spans in runs]))
 
-    return RankTimes(device, seconds(Run), seconds(Receive))
+    return RankTimes(device, seconds(Run), seconds(Receive) + seconds(Reduce))
 
 
 def _latency(seconds: list[float]) -> Latency:

@@ -74,6 +74,7 @@ class EngineFile(Struct, frozen=True):
 class Rank(Struct, frozen=True):
     """One worker on one device: what it loads, what it runs, and what that was predicted to hold, in bytes.
 
+    `parts` are those inputs and outputs of which it takes or gives only a part.
     `total_bytes` is the most at any time, loading included, which may be more than the sum of the others.
     """
 
@@ -83,6 +84,7 @@ class Rank(Struct, frozen=True):
     program: list[Step]
     inputs: list[str]
     outputs: list[str]
+    parts: list[Part]
     weights_bytes: int
     activation_bytes: int
     cache_bytes: int

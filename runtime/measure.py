@@ -10,20 +10,21 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import numpy.typing as npt
 import psutil
 
 from splitc.runtime.arrays import load_arrays, save_arrays
+from splitc.runtime.engines import Backend
 from splitc.runtime.engines.onnxruntime import OnnxRuntimeBackend
 from splitc.runtime.errors import SplitcError
-from splitc.runtime.manifest import Manifest, Rank, read_manifest
-from splitc.runtime.program import Run
+from splitc.runtime.manifest import Rank, read_manifest
+from splitc.runtime.parts import cut_part
+from splitc.runtime.program import Failure, Program, execute
 
 
 class RankMemory(msgspec.Struct, frozen=True):
@@ -85,32 +86,54 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def _measure_rank(
-    manifest: Manifest, rank: Rank, package: Path, threads: int, inputs: Path, outputs: Path
-) -> RankMemory:
+class Alone:
+    """A transport for one rank by itself: what others would send lies in `arrays`, what it sends is kept.
+
+    For a sum it takes its own part: the numbers are others then, the bytes are the same.
+    """
+
+    def __init__(self, arrays: Mapping[str, npt.NDArray[Any]], backend: Backend) -> None:
+        self._arrays = arrays
+        self._backend = backend
+        self.sent: dict[str, npt.NDArray[Any]] = {}
+
+    def send(self, target: int, name: str, value: Any) -> None:
+        if not isinstance(value, Failure):
+            self.sent[name] = self._backend.download(value)
+
+    def receive(self, source: int, name: str) -> Any:
+        return self._backend.upload(self._arrays[name])
+
+    def reduce(
+        self, ranks: Sequence[int], names: Sequence[str], parts: Any, accumulate: Callable[[Any, Any], None]
+    ) -> Any:
+        return parts
+
+
+def _measure_rank(rank: Rank, package: Path, threads: int, inputs: Path, outputs: Path) -> RankMemory:
     arrays = load_arrays(inputs)
     backend = OnnxRuntimeBackend(threads)
     before = _resident()
     engines = [backend.load(package / engine.path) for engine in rank.engines]
     loaded = _resident()
-    values: dict[str, Any] = {name: backend.upload(array) for name, array in arrays.items()}
-    for step in rank.program:
-        if isinstance(step, Run):
-            values.update(engines[step.engine].run({name: values[name] for name in engines[step.engine].inputs}))
+    parts = {part.name: part for part in rank.parts}
+
+    def feeds() -> dict[str, Any]:
+        cut = {n: cut_part(arrays[n], parts[n]) if n in parts else arrays[n] for n in rank.inputs}
+        return {name: backend.upload(array) for name, array in cut.items()}
+
+    transport = Alone(arrays, backend)
+    execute(Program(rank.program, engines, rank.outputs), transport, feeds, backend.accumulate)
     peak = _peak()
-    later = {name for other in manifest.ranks for engine in other.engines for name in engine.inputs}
-    save_arrays(
-        outputs, {n: np.asarray(backend.download(v)) for n, v in values.items() if n in later and n not in arrays}
-    )
+    save_arrays(outputs, transport.sent)
     return RankMemory(rank.device, max(0, loaded - before), max(0, peak - before), rank.weights_bytes, rank.total_bytes)
 
 
 def main() -> None:
     package, number, threads, inputs, outputs = sys.argv[1:]
     manifest = read_manifest(Path(package))
-    found = _measure_rank(
-        manifest, manifest.ranks[int(number)], Path(package), int(threads), Path(inputs), Path(outputs)
-    )
+    rank = manifest.ranks[int(number)]
+    found = _measure_rank(rank, Path(package), int(threads), Path(inputs), Path(outputs))
     print(msgspec.json.encode(found).decode())
 
 

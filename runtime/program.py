@@ -37,7 +37,15 @@ class Send(Struct, frozen=True, tag="send"):
     target: int
 
 
-Step = Union[Receive, Run, Send]
+class Reduce(Struct, frozen=True, tag="reduce"):
+    """Add up what the ranks `ranks` each have under the names `parts`; all get the sums, under the names `sums`."""
+
+    parts: list[str]
+    sums: list[str]
+    ranks: list[int]
+
+
+Step = Union[Receive, Run, Send, Reduce]
 
 
 @dataclass(frozen=True)
@@ -58,29 +66,41 @@ class Span:
 
 @dataclass(frozen=True)
 class Program:
-    """A rank's steps, and the engines that they run."""
+    """A rank's steps, the engines that they run, and the names of what is wanted of it in the end."""
 
     steps: Sequence[Step]
     engines: Sequence[Engine]
+    outputs: Sequence[str] = ()
 
     @cached_property
     def last_uses(self) -> Mapping[int, Sequence[str]]:
-        """For each step the received values that no later step reads, so that their memory can go."""
-        received = {step.value for step in self.steps if isinstance(step, Receive)}
+        """For each step the values that no later step reads and nobody wants, so that their memory can go."""
         last: dict[str, int] = {}
         for number, step in enumerate(self.steps):
-            names = self.engines[step.engine].inputs if isinstance(step, Run) else [step.value]
-            last.update({name: number for name in names if name in received})
+            last.update(dict.fromkeys(self._names(step), number))
         uses: dict[int, list[str]] = {}
         for name, number in last.items():
-            uses.setdefault(number, []).append(name)
+            if name not in self.outputs:
+                uses.setdefault(number, []).append(name)
         return uses
+
+    def _names(self, step: Step) -> list[str]:
+        """What a step reads or makes."""
+        if isinstance(step, Run):
+            engine = self.engines[step.engine]
+            return [*engine.inputs, *engine.outputs]
+        return [*step.parts, *step.sums] if isinstance(step, Reduce) else [step.value]
 
 
 def execute(
-    program: Program, transport: Transport, feeds: Callable[[], Mapping[str, Any]]
+    program: Program,
+    transport: Transport,
+    feeds: Callable[[], Mapping[str, Any]],
+    accumulate: Callable[[Any, Any], None],
 ) -> tuple[dict[str, Any], list[Span]]:
     """Run the program on what `feeds` gives. Returns every value still held at the end, and when each step ran.
+
+    `accumulate` adds its second value to the first in place, for the sums.
 
     When something fails, the rest of the program is still walked: what others send is taken, what others wait for is
     sent as a Failure. So one bad request leaves every channel as it found it. The first error is raised at the end.
@@ -101,6 +121,13 @@ def execute(
             values[step.value] = received
         elif isinstance(step, Send):
             transport.send(step.target, step.value, failure or values[step.value])
+        elif isinstance(step, Reduce):
+            parts = failure or [values[name] for name in step.parts]
+            sums = transport.reduce(step.ranks, step.sums, parts, accumulate)
+            if isinstance(sums, Failure):
+                failure = failure or sums
+            else:
+                values.update(zip(step.sums, sums))
         elif failure is None:
             engine = program.engines[step.engine]
             try:

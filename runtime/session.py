@@ -18,7 +18,8 @@ from splitc.runtime.devices import parse_devices, threads_for
 from splitc.runtime.engines import Backend
 from splitc.runtime.engines.onnxruntime import OnnxRuntimeBackend
 from splitc.runtime.errors import FeedError, SplitcError
-from splitc.runtime.manifest import Manifest, Rank, Tensor, read_manifest, verify_files
+from splitc.runtime.manifest import Manifest, Part, Rank, Tensor, read_manifest, verify_files
+from splitc.runtime.parts import cut_part, join_parts
 from splitc.runtime.program import Program, Span, execute
 from splitc.runtime.transport import Transport
 from splitc.runtime.transport.local import connect
@@ -32,8 +33,8 @@ class Request:
 
     feeds: Mapping[str, Array]
     waiting: int
-    future: Future[dict[str, Array]] = field(default_factory=Future)
-    outputs: dict[str, Array] = field(default_factory=dict)
+    future: Future[dict[int, dict[str, Array]]] = field(default_factory=Future)
+    outputs: dict[int, dict[str, Array]] = field(default_factory=dict)
     spans: dict[int, list[Span]] = field(default_factory=dict)
     error: Optional[BaseException] = None
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -42,7 +43,7 @@ class Request:
         self, rank: int, outputs: Mapping[str, Array], spans: list[Span], error: Optional[BaseException]
     ) -> None:
         with self.lock:
-            self.outputs.update(outputs)
+            self.outputs[rank] = dict(outputs)
             self.spans[rank] = spans
             self.error = self.error or error
             self.waiting -= 1
@@ -63,7 +64,9 @@ class _Worker(threading.Thread):
         self._number = number
         self._rank = rank
         self._backend = backend
-        self._program = Program(rank.program, [backend.load(package / engine.path) for engine in rank.engines])
+        engines = [backend.load(package / engine.path) for engine in rank.engines]
+        self._program = Program(rank.program, engines, rank.outputs)
+        self._parts = {part.name: part for part in rank.parts}
         self._transport = transport
 
     def run(self) -> None:
@@ -76,10 +79,14 @@ class _Worker(threading.Thread):
 
     def _run_request(self, request: Request) -> tuple[dict[str, Array], list[Span]]:
         def feeds() -> dict[str, Any]:
-            return {name: self._backend.upload(request.feeds[name]) for name in self._rank.inputs}
+            return {name: self._backend.upload(self._cut(name, request.feeds[name])) for name in self._rank.inputs}
 
-        values, spans = execute(self._program, self._transport, feeds)
+        values, spans = execute(self._program, self._transport, feeds, self._backend.accumulate)
         return {name: self._backend.download(values[name]) for name in self._rank.outputs}, spans
+
+    def _cut(self, name: str, array: Array) -> Array:
+        part = self._parts.get(name)
+        return array if part is None else cut_part(array, part)
 
 
 class Session:
@@ -137,10 +144,24 @@ class Session:
         with self._order:
             for worker in self._workers:
                 worker.requests.put(request)
-        outputs = request.future.result()
+        outputs = self._join(request.future.result())
         # No rank makes an output that is an input.
         outputs.update({name: request.feeds[name].copy() for name in self._passed})
         return {tensor.name: outputs[tensor.name] for tensor in self.outputs}, request.spans
+
+    def _join(self, outputs: Mapping[int, Mapping[str, Array]]) -> dict[str, Array]:
+        """The ranks' outputs together: those that are whole, and those of which ranks have parts."""
+        joined: dict[str, Array] = {}
+        parts: dict[str, list[tuple[Part, Array]]] = {}
+        for number, rank in enumerate(self.manifest.ranks):
+            own = {part.name: part for part in rank.parts}
+            for name, array in outputs[number].items():
+                if name in own:
+                    parts.setdefault(name, []).append((own[name], array))
+                else:
+                    joined[name] = array
+        joined.update({name: join_parts(each) for name, each in parts.items()})
+        return joined
 
     def close(self) -> None:
         """End the workers and free their engines. Requests under way are completed first."""

@@ -46,7 +46,7 @@ def print_json(result: Any) -> None:
 
 def print_warning(text: str) -> None:
     """Something that a user should know, on standard error."""
-    err.print(f"[yellow]warning:[/] {escape(text)}", soft_wrap=True)
+    err.print(f"[yellow]warning:[/] [bold]{escape(text)}[/]", soft_wrap=True)
 
 
 def run_app(app: typer.Typer) -> NoReturn:

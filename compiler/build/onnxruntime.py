@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import onnx_ir as ir
@@ -16,62 +16,68 @@ SMALL = 1024
 NO_LINK = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK)
 
 
-def write_engine(graph: ir.Graph, source: ir.Model, path: Path, progress: Callable[[int], None]) -> None:
-    """Write `graph` to `path` and its weights to a file of the same name with the ending `.weights`.
-
-    The weights are streamed from where they are. `progress` is told the bytes of each weight as it is written.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    ir.save(
-        _model(graph, source),
-        path,
-        external_data=path.with_suffix(".weights").name,
-        size_threshold_bytes=SMALL,
-        callback=lambda tensor, _: progress(tensor.nbytes),
-    )
-
-
-def write_linked_engine(
-    graph: ir.Graph, source: ir.Model, path: Path, progress: Callable[[int], None]
+def write_engines(
+    pieces: Mapping[Path, ir.Graph], source: ir.Model, link: bool, progress: Callable[[int], None]
 ) -> tuple[list[Path], list[Path]]:
-    """Write `graph` to `path`, its weights being in hard links to the model's own data files; no byte is copied.
+    """Write a rank's graphs to these paths, all in one folder, and their weights beside them, each once.
 
-    Returns the links, and the files that had to be copied since a link was not possible. A weight that is no external
-    data of the model goes into a file of its own, as in `write_engine`.
+    Weights are streamed from where they are into one file, named as the graphs up to the first dot. With `link`, those
+    that lie in the model's own data files stay there, and the graphs refer to hard links of these. `progress` is told
+    the bytes of each weight. Returns the links, and the files that had to be copied since a link was not possible.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    links: dict[str, Path] = {}
+    first = next(iter(pieces))
+    folder = first.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    links: dict[Path, Path] = {}
     copies: list[Path] = []
-    inside: list[ir.Value] = []
-    for value in graph.initializers.values():
+    written: dict[int, ir.TensorProtocol] = {}
+    inside: dict[int, ir.TensorProtocol] = {}
+    users = [
+        value for graph in pieces.values() for value in graph.initializers.values() if value.const_value is not None
+    ]
+    for value in users:
         tensor = value.const_value
-        if tensor is None:
+        assert tensor is not None
+        if id(tensor) in written or id(tensor) in inside:
             continue
-        if not isinstance(tensor, ir.ExternalTensor):
-            inside += [value] if tensor.nbytes > SMALL else []
-            continue
-        location = str(tensor.location)
-        if location not in links:
-            target = path.parent / f"source{len(links)}.weights"
-            copies += [] if _link(Path(tensor.path), target) else [target]
-            links[location] = target
-        value.const_value = ir.ExternalTensor(
-            links[location].name,
-            tensor.offset,
-            tensor.length,
-            tensor.dtype,
-            shape=tensor.shape,
-            name=tensor.name,
-            base_dir=path.parent,
-        )
-        progress(tensor.nbytes)
+        if link and isinstance(tensor, ir.ExternalTensor):
+            original = Path(tensor.path)
+            if original not in links:
+                links[original] = folder / f"source{len(links)}.weights"
+                copies += [] if _link(original, links[original]) else [links[original]]
+            written[id(tensor)] = _moved(tensor, links[original])
+            progress(tensor.nbytes)
+        elif tensor.nbytes > SMALL:
+            inside[id(tensor)] = tensor
+        elif isinstance(tensor, (ir.ExternalTensor, ir.LazyTensor)):
+            written[id(tensor)] = ir.Tensor(tensor.numpy(), tensor.dtype, name=tensor.name)
     if inside:
-        tensors = [value.const_value for value in inside if value.const_value is not None]
-        written = ir.external_data.convert_tensors_to_external(tensors, path.parent, path.with_suffix(".weights").name)
-        for value, tensor in zip(inside, written):
-            value.const_value = tensor
-    ir.save(_model(graph, source), path)
-    return [link for link in links.values() if link not in copies], copies
+        external = ir.external_data.convert_tensors_to_external(
+            list(inside.values()),
+            folder,
+            f"{first.name.partition('.')[0]}.weights",
+            callback=lambda tensor, _: progress(tensor.nbytes),
+        )
+        written.update(zip(inside, external))
+    originals = [(value, value.const_value) for value in users]
+    for value, tensor in originals:
+        value.const_value = written.get(id(tensor), tensor)
+    for path, graph in pieces.items():
+        ir.save(_model(graph, source), path)
+    return [each for each in links.values() if each not in copies], copies
+
+
+def _moved(tensor: ir.ExternalTensor, path: Path) -> ir.ExternalTensor:
+    """The same bytes in another file."""
+    return ir.ExternalTensor(
+        path.name,
+        tensor.offset,
+        tensor.length,
+        tensor.dtype,
+        shape=tensor.shape,
+        name=tensor.name,
+        base_dir=path.parent,
+    )
 
 
 def _link(source: Path, target: Path) -> bool:

@@ -14,7 +14,6 @@ from splitc.compiler.graph import Graph
 from splitc.compiler.split import axes as ax
 from splitc.compiler.split.axes import Axis, Factor, Pin
 from splitc.compiler.split.axis_map import AxisMap
-from splitc.compiler.split.operation import Axes
 from splitc.compiler.split.partial import Sums, find_sums
 
 # What a sum costs beside its bytes, in bytes: ranks wait for each other.
@@ -153,7 +152,11 @@ def _conflicts(axis_map: AxisMap, atoms: Collection[Factor]) -> dict[Factor, set
     def visit(parts: list[Axis]) -> set[Factor]:
         groups = []
         for leaf in (leaf for part in parts for leaf in ax.leaves(part)):
-            inside = {leaf} & atoms if leaf.is_atom else set[Factor]().union(*(visit([each]) for each in leaf.sections))
+            inside = (
+                {leaf}.intersection(atoms)
+                if leaf.is_atom
+                else set[Factor]().union(*(visit([each]) for each in leaf.sections))
+            )
             groups.append(inside)
         for one, other in itertools.combinations(groups, 2):
             for a, b in itertools.product(one, other):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ class Operation:
 
     What no rule touches is pinned in the end.
 
-    contracted: the axis that is summed over, so that a rank with a part of it makes a part of the sum (a partial value).
+    contracted: the axis that is summed over. A rank with a part of it makes a part of the sum: a partial value.
     linear: sets of inputs; where all of one set are partial and no other input is, so is the output.
     sizes: for an input the sizes that its entries are, by axis; `attributes` likewise.
     once: inputs that are added to the result, so that only one rank may add them.
@@ -66,11 +66,11 @@ class Operation:
     def has_output(self, number: int) -> bool:
         return number < len(self.outputs) and self.outputs[number] is not None
 
-    def int(self, name: str, default: int) -> int:
+    def number(self, name: str, default: int) -> int:
         """An attribute that is a whole number."""
         return self.node.attributes.get_int(name, default)
 
-    def ints(self, name: str) -> Optional[list[int]]:
+    def numbers_of(self, name: str) -> Optional[list[int]]:
         """An attribute that is a list of whole numbers, or None."""
         found = self.node.attributes.get_ints(name, None)
         return None if found is None else list(found)
@@ -79,7 +79,7 @@ class Operation:
         """Whole numbers that an input, known beforehand, or an attribute of older versions gives; else None."""
         if number < len(self.constants) and (array := self.constants[number]) is not None:
             return [int(each) for each in np.atleast_1d(array)]
-        return self.ints(attribute) if attribute else None
+        return self.numbers_of(attribute) if attribute else None
 
     def relate(self, first: Axis, second: Axis) -> None:
         """The two axes are the same."""
@@ -114,17 +114,16 @@ class Operation:
         """Nothing is to be said of these axes: any part of them will do."""
         self._touched |= {id(axis) for axis in axes}
 
-    def pattern(self, text: str, *, whole: str = "", contract: str = "", **known: Union[int, Axis]) -> dict[str, Axis]:
+    def pattern(
+        self, text: str, *, whole: str = "", contract: str = "", known: Optional[Mapping[str, Axis]] = None
+    ) -> None:
         """Relate axes by letters, as in einsum and einops: "b l (k g d), b s (k d) -> b l (k g d)".
 
         A term a tensor, `-` for one that is left out. Parentheses multiply, major first; `(h d + k d)` is two sections.
-        The size of a letter is `known` or that of an axis that it stands for alone. A term with more axes than its
-        tensor is for broadcasting. Axes of size 1 fit any letter. Letters in `whole` are pinned, those in `contract`
-        are summed over. Returns the axis of each letter.
+        A letter's axis is `known` or the first one that it stands for alone. A term with more axes than its tensor is
+        for broadcasting. Axes of size 1 fit any letter. Letters in `whole` are pinned, those in `contract` summed over.
         """
-        letters: dict[str, Axis] = {
-            name: ax.new_axis(size) if isinstance(size, int) else size for name, size in known.items()
-        }
+        letters = dict(known or {})
         sides = text.split("->")
         tensors = [self.inputs, self.outputs]
         pairs: list[tuple[Axis, str]] = []
@@ -154,7 +153,6 @@ class Operation:
                 self.relate_all(self.cut(axis, sizes), sections)
         self.whole(letters[letter] for letter in whole if letter in letters)
         self.contracted = tuple(factor for letter in contract for factor in letters.get(letter, ()))
-        return letters
 
     def say_sizes(self, number: int, sizes: Sizes) -> None:
         """The entries of an input are the sizes of these axes."""

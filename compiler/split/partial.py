@@ -5,13 +5,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Optional
 
 import onnx_ir as ir
 
 from splitc.compiler.split import axes as ax
-from splitc.compiler.split.axes import Factor
+from splitc.compiler.split.axes import Axis, Factor
 from splitc.compiler.split.axis_map import AxisMap
-from splitc.compiler.split.operation import Axes, Operation
+from splitc.compiler.split.operation import Operation
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def _maker(value: ir.Value) -> ir.Node:
     return node
 
 
-def chosen_atoms(axes: Axes, chosen: Collection[Factor]) -> frozenset[Factor]:
+def chosen_atoms(axes: Optional[Iterable[Axis]], chosen: Collection[Factor]) -> frozenset[Factor]:
     """The chosen atoms among the axes."""
     return frozenset(atom for axis in axes or () for atom in ax.atoms(axis) if atom in chosen)
 
@@ -98,7 +99,7 @@ def _passes(
     partial: Mapping[ir.Value, frozenset[Factor]],
     chosen: Collection[Factor],
     size: Callable[[ir.Value], int],
-) -> frozenset[int] | None:
+) -> Optional[frozenset[int]]:
     """Whether the node takes these partial inputs as they are: the inputs that only one rank adds, or None if not."""
     node = operation.node
     output = node.outputs[0]
@@ -115,10 +116,9 @@ def _passes(
     if any(together & given == incoming.keys() for together in operation.linear):
         return frozenset()
     rest = given - incoming.keys()
-    if additive and rest <= operation.once and size(output) == max(sizes):
-        if all(_is_weight(operation, number) for number in rest) or _meets_partial(output, partial):
-            return rest
-    return None
+    weights = all(_is_weight(operation, number) for number in rest)
+    joins = additive and rest <= operation.once and size(output) == max(sizes)
+    return rest if joins and (weights or _meets_partial(output, partial)) else None
 
 
 def _is_weight(operation: Operation, number: int) -> bool:
@@ -131,5 +131,5 @@ def _meets_partial(value: ir.Value, partial: Mapping[ir.Value, frozenset[Factor]
     uses = value.uses()
     if len(uses) != 1 or value.is_graph_output():
         return False
-    reader = uses[0].node
+    reader = next(iter(uses)).node
     return reader.op_type == "Add" and any(v in partial for v in reader.inputs if v is not None and v is not value)

@@ -108,7 +108,7 @@ class _RankGraph:
         return self._made[key]
 
     def _register(self, tensor: ir.TensorProtocol) -> ir.Value:
-        shape = ir.Shape(tensor.shape)
+        shape = ir.Shape(tensor.shape.numpy())
         value = ir.Value(name=tensor.name, shape=shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
         self._graph.register_initializer(value)
         return value
@@ -119,8 +119,7 @@ class _RankGraph:
             if value is None or axes is None or not value.is_initializer() or not self._shards.splits(axes):
                 continue
             assert value.const_value is not None
-            places = b"|".join(self._shards.indices(axis).tobytes() for axis in axes if self._shards.is_split(axis))
-            key = (value.name or "", places)
+            key = (value.name or "", self._shards.key(axes))
             if key not in self._made:
                 name = f"{value.name}/rank{self._rank}"
                 while name in self._graph.initializers:
@@ -168,7 +167,7 @@ class _RankGraph:
     def _wrap(
         self, old: ir.Value, operator: str, inputs: Sequence[Optional[ir.Value]], suffix: str, **attributes: Any
     ) -> ir.Value:
-        """Put a node behind a value: its result takes the value's name and readers, the value the name with `suffix`."""
+        """Put a node behind a value: its result takes the value's name and readers, the value gets a `suffix`."""
         uses = list(old.uses())
         node = ir.node(operator, inputs, attributes)
         producer = old.producer()

@@ -72,6 +72,10 @@ class Shards:
         starts = np.cumsum([0, *(ax.size_of(section) for section in leaf.sections)])
         return np.concatenate([start + self.indices(section) for start, section in zip(starts, leaf.sections)])
 
+    def key(self, axes: Axes) -> bytes:
+        """The same for the same part of a value."""
+        return b"|".join(self.indices(axis).tobytes() for axis in axes or () if self.is_split(axis))
+
     def part(self, name: str, axes: Axes, shape: Optional[ir.Shape]) -> Optional[Part]:
         """How the rank's part of a model's input or output is cut out of the whole; None where it has all of it."""
         parts = []
@@ -93,7 +97,7 @@ class Shards:
         split = [number for number, axis in enumerate(axes or ()) if self.is_split(axis)]
         if not axes or not split:
             return tensor
-        shape = ir.Shape([self.size(axis) for axis in axes])
+        sizes = [self.size(axis) for axis in axes]
         places = {number: _as_slice(self.indices(axes[number])) for number in split}
         if split == [0] and isinstance(places[0], slice) and isinstance(tensor, ir.ExternalTensor):
             row = tensor.nbytes * 8 // max(1, int(tensor.shape.numpy()[0]))
@@ -101,9 +105,9 @@ class Shards:
                 return ir.ExternalTensor(
                     tensor.location,
                     (tensor.offset or 0) + places[0].start * row // 8,
-                    shape[0] * row // 8,  # type: ignore[operator]  # it is a number
+                    sizes[0] * row // 8,
                     tensor.dtype,
-                    shape=shape,
+                    shape=ir.Shape(sizes),
                     name=name,
                     base_dir=tensor.base_dir,
                 )
@@ -116,7 +120,7 @@ class Shards:
                 array = array[tuple(index)]
             return ir.Tensor(np.ascontiguousarray(array), tensor.dtype, name=name)
 
-        return ir.LazyTensor(read, tensor.dtype, shape, name=name)
+        return ir.LazyTensor(read, tensor.dtype, ir.Shape(sizes), name=name)
 
 
 def _as_slice(indices: npt.NDArray[np.int64]) -> slice | npt.NDArray[np.int64]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import onnx_ir as ir
 
 from splitc.compiler.split.axes import Factor
 from splitc.compiler.split.choice import Choice
@@ -28,30 +30,29 @@ class Range:
 Ranges = dict[Factor, list[Range]]
 
 
-def assign_units(choice: Choice, shares: Sequence[float]) -> Ranges:
-    """For each chosen atom the ranges of the ranks.
+def assign_units(choice: Choice, shares: Sequence[Sequence[float]], home: Mapping[ir.Value, int]) -> Ranges:
+    """For each chosen atom the ranges of a group's ranks, by the shares of the group that has its first weight.
 
     Units go by largest remainder. What a rank gets too much or too little of is carried on to the next atoms, by one
     unit of each at most, so that the sum keeps to the shares and no part of the model is far from them.
     """
-    total = sum(shares)
-    parts = [share / total for share in shares]
-    weights = {each.atom: each.bytes for each in choice.candidates}
-    carried = [0.0] * len(parts)
+    groups = [[share / sum(group) for share in group] for group in shares]
+    weights = {each.atom: each.weights for each in choice.candidates}
+    carried = [[0.0] * len(group) for group in groups]
     ranges: Ranges = {}
     for atom in choice.chosen:
-        if atom in ranges:
-            continue
+        group = min(home.get(weight, 0) for weight in weights[atom])
+        parts = groups[group]
         partner = choice.partners.get(atom)
         if partner is not None:
             ranges[atom], ranges[partner] = _divide_units(atom.size, partner.size, parts)
             continue
         if atom in choice.partners.values():
             continue  # comes with its own
-        unit = max(1.0, weights[atom] / atom.size)
-        wanted = [atom.size * part + max(-1.0, min(1.0, bytes / unit)) for part, bytes in zip(parts, carried)]
+        unit = max(1.0, sum(weights[atom].values()) / atom.size)
+        wanted = [atom.size * part + max(-1.0, min(1.0, owed / unit)) for part, owed in zip(parts, carried[group])]
         counts = largest_remainder(wanted, atom.size)
-        carried = [c + (atom.size * part - n) * unit for c, part, n in zip(carried, parts, counts)]
+        carried[group] = [c + (atom.size * part - n) * unit for c, part, n in zip(carried[group], parts, counts)]
         ranges[atom] = _ranges(counts)
     return ranges
 

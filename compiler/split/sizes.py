@@ -162,7 +162,7 @@ class SizeRewriter:
 
     def _constant_sizes(self, old: Array, sizes: Sizes, positions: bool) -> Array:
         """Numbers that are sizes become the rank's. Others (-1, 0, 1 for a repeated axis) stay, but for positions."""
-        new = old.copy()
+        new: Array = old.copy()
         for number, axis in enumerate(sizes):
             if axis is not None and self.shards.is_split(axis) and (positions or old[number] == ax.size_of(axis)):
                 new[number] = self.shards.size(axis)

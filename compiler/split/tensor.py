@@ -63,9 +63,13 @@ def split_tensors(
     shapes: Mapping[str, Shape],
     bound: BoundShapes,
     size: Callable[[ir.Value], int],
-    shares: Sequence[float],
+    shares: Sequence[Sequence[float]],
+    home: Mapping[ir.Value, int],
 ) -> TensorSplit:
-    """Find the model's axes and divide them among the ranks. `shapes` are the inputs', `size` gives a value's bytes."""
+    """Find the model's axes and divide them among the ranks of a group. `shapes` are the inputs', `size` gives bytes.
+
+    `shares` are those of each group's ranks, and `home` the number of the first group that has a weight.
+    """
     axis_map = find_axes(graph, bind_unlike(graph, shapes, bound))
-    choice = choose(graph, axis_map, size, len(shares))
-    return TensorSplit(graph, axis_map, choice, assign_units(choice, shares), len(shares))
+    choice = choose(graph, axis_map, size, len(shares[0]))
+    return TensorSplit(graph, axis_map, choice, assign_units(choice, shares, home), len(shares[0]))

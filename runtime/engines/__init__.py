@@ -39,3 +39,6 @@ class Backend(Protocol):
 
     def download(self, value: Any) -> npt.NDArray[np.generic]:
         """A value of the backend's engines as an array."""
+
+    def accumulate(self, total: Any, part: Any) -> None:
+        """Add `part` to `total`, in place; both are values of the backend's engines."""

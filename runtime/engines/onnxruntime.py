@@ -80,3 +80,7 @@ class OnnxRuntimeBackend:
     def download(self, value: ort.OrtValue) -> npt.NDArray[np.generic]:
         array: npt.NDArray[np.generic] = value.numpy()
         return array
+
+    def accumulate(self, total: ort.OrtValue, part: ort.OrtValue) -> None:
+        array = total.numpy()  # a view
+        array += part.numpy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +31,10 @@ def test_value_is_received_computed_and_sent() -> None:
     first.send(1, "x", 20)
     steps = [Receive("x", 0), Run(0), Send("y", 2)]
     values, spans = execute(
-        Program(steps, [FunctionEngine(["x", "w"], "y", lambda x, w: x + w)]), middle, lambda: {"w": 1}
+        Program(steps, [FunctionEngine(["x", "w"], "y", lambda x, w: x + w)], ["y"]),
+        middle,
+        lambda: {"w": 1},
+        operator.iadd,
     )
     assert last.receive(1, "y") == 21
     assert values["y"] == 21
@@ -38,13 +42,12 @@ def test_value_is_received_computed_and_sent() -> None:
     assert all(span.start <= span.end for span in spans)
 
 
-def test_received_value_is_let_go_after_its_last_use() -> None:
+def test_value_is_let_go_after_its_last_use() -> None:
     first, second = connect(2)
     first.send(1, "x", 1)
     engines = [FunctionEngine(["x"], "y", lambda x: x), FunctionEngine(["y"], "z", lambda y: y)]
-    values, _ = execute(Program([Receive("x", 0), Run(0), Run(1)], engines), second, dict)
-    assert "x" not in values
-    assert values["z"] == 1
+    values, _ = execute(Program([Receive("x", 0), Run(0), Run(1)], engines, ["z"]), second, dict, operator.iadd)
+    assert values == {"z": 1}
 
 
 def test_failure_reaches_those_who_wait_and_leaves_the_channels_clean() -> None:
@@ -54,10 +57,10 @@ def test_failure_reaches_those_who_wait_and_leaves_the_channels_clean() -> None:
         first.send(1, "a", value)
         first.send(1, "c", value)
     with pytest.raises(ValueError, match="out of memory"):
-        execute(Program(steps, [FunctionEngine(["a"], "b", fail)]), middle, lambda: {"d": 0})
+        execute(Program(steps, [FunctionEngine(["a"], "b", fail)]), middle, lambda: {"d": 0}, operator.iadd)
     assert isinstance(last.receive(1, "b"), Failure)
     assert isinstance(last.receive(1, "d"), Failure)
-    execute(Program(steps, [FunctionEngine(["a"], "b", lambda a: a)]), middle, lambda: {"d": 0})
+    execute(Program(steps, [FunctionEngine(["a"], "b", lambda a: a)]), middle, lambda: {"d": 0}, operator.iadd)
     assert last.receive(1, "b") == 2
 
 
@@ -66,7 +69,7 @@ def test_received_failure_is_raised_and_handed_on() -> None:
     first.send(1, "a", Failure(ValueError("stage 0")))
     engine = FunctionEngine(["a"], "b", fail)
     with pytest.raises(ValueError, match="stage 0"):
-        execute(Program([Receive("a", 0), Run(0), Send("b", 2)], [engine]), middle, dict)
+        execute(Program([Receive("a", 0), Run(0), Send("b", 2)], [engine]), middle, dict, operator.iadd)
     assert isinstance(last.receive(1, "b"), Failure)
 
 
@@ -82,5 +85,5 @@ def test_failure_before_the_first_step_is_one_of_the_request_too() -> None:
     first.send(1, "a", 1)
     steps = [Receive("a", 0), Run(0), Send("b", 2)]
     with pytest.raises(ValueError, match="out of memory"):
-        execute(Program(steps, [FunctionEngine(["a"], "b", lambda a: a)]), middle, fail)
+        execute(Program(steps, [FunctionEngine(["a"], "b", lambda a: a)]), middle, fail, operator.iadd)
     assert isinstance(last.receive(1, "b"), Failure)

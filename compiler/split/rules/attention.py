@@ -26,8 +26,8 @@ def attention(op: Operation) -> None:
     shape = [ax.size_of(axis) for axis in op.input(0)]
     keys = [ax.size_of(axis) for axis in op.input(1)]
     values = [ax.size_of(axis) for axis in op.input(2)]
-    queries = op.int("q_num_heads", 0) if flat else shape[1]
-    kv_heads = op.int("kv_num_heads", 0) if flat else keys[1]
+    queries = op.number("q_num_heads", 0) if flat else shape[1]
+    kv_heads = op.number("kv_num_heads", 0) if flat else keys[1]
     heads = _heads(op, queries, kv_heads)
     if heads is None:
         return
@@ -42,15 +42,14 @@ def attention(op: Operation) -> None:
     op.pattern(
         f"{terms}, b (k g) l t, b k p d, b k p e, - -> {result}, b k t d, b k t e, b (k g) l t",
         whole="dlspt",
-        **heads,
-        **sizes,
+        known={**heads, **sizes},
     )
 
 
 @rule("com.microsoft.GroupQueryAttention")
 def group_query_attention(op: Operation) -> None:
     """Queries [b, l, heads x d], with keys and values in the same tensor where these are not given."""
-    queries, keys = op.int("num_heads", 0), op.int("kv_num_heads", 0)
+    queries, keys = op.number("num_heads", 0), op.number("kv_num_heads", 0)
     heads = _heads(op, queries, keys)
     if heads is None:
         return
@@ -61,8 +60,7 @@ def group_query_attention(op: Operation) -> None:
     op.pattern(
         f"{query}, b k p d, b k p d, -, -, -, -, -, b (k g) l t, (k g) -> b l (k g d), b k t d, b k t d",
         whole="dlpt",
-        d=head,
-        **heads,
+        known={**heads, "d": head},
     )
     op.attributes.update(num_heads=[(*heads["k"], *heads["g"])], kv_num_heads=[heads["k"]])
 
@@ -70,11 +68,11 @@ def group_query_attention(op: Operation) -> None:
 @rule("com.microsoft.MultiHeadAttention", "com.microsoft.DecoderMaskedMultiHeadAttention")
 def multi_head_attention(op: Operation) -> None:
     """Queries [b, l, heads x d]; or queries, keys and values [b, l, heads, 3, d] in one tensor."""
-    count = op.int("num_heads", 0)
+    count = op.number("num_heads", 0)
     if count <= 0 or op.node.op_type != "MultiHeadAttention":
         return
     heads = ax.new_axis(count)
-    rank, value = len(op.input(0)), op.input(2) if op.has(2) else None
+    rank, value = len(op.input(0)), op.input(2) if op.has(2) else ()
     width = ax.size_of(op.output()[-1]) // count
     if rank == 5:
         query, head = "b l h 3 d, -, -", ax.size_of(op.input(0)[-1])
@@ -82,16 +80,14 @@ def multi_head_attention(op: Operation) -> None:
         head = ax.size_of(op.input(0)[-1]) // count
         if op.has(1) and len(op.input(1)) == 5:
             query = "b l (h d), b s h 2 d, -"
-        elif value is not None and len(value) == 4:
+        elif len(value) == 4:
             query = "b l (h d), b h s d, b h s e"
         else:
             query = "b l (h d), b s (h d), b s (h e)"
     op.pattern(
         f"{query}, (h d + h d + h e), -, b h l t, b h p d, b h p e -> b l (h e), b h t d, b h t e, b h l t",
         whole="dlspt23",
-        h=heads,
-        d=ax.new_axis(head),
-        e=ax.new_axis(width),
+        known={"h": heads, "d": ax.new_axis(head), "e": ax.new_axis(width)},
     )
     op.attributes["num_heads"] = [heads]
 
@@ -99,23 +95,21 @@ def multi_head_attention(op: Operation) -> None:
 @rule("com.microsoft.Attention")
 def fused_attention(op: Operation) -> None:
     """The projection to queries, keys and values is inside; past and present are keys and values in one tensor."""
-    count = op.int("num_heads", 0)
+    count = op.number("num_heads", 0)
     if count <= 0:
         return
     heads = ax.new_axis(count)
-    widths = op.ints("qkv_hidden_sizes") or [ax.size_of(op.input(1)[-1]) // 3] * 3
+    widths = op.numbers_of("qkv_hidden_sizes") or [ax.size_of(op.input(1)[-1]) // 3] * 3
     if widths[0] != widths[1] or any(width % count for width in widths):
         return
     head, value = ax.new_axis(widths[0] // count), ax.new_axis(widths[2] // count)
     op.pattern(
         "b l i, i (h d + h d + h e), (h d + h d + h e), -, 2 b h p d, b h l t -> b l (h e), 2 b h t d",
         whole="ildpt2",
-        h=heads,
-        d=head,
-        e=value,
+        known={"h": heads, "d": head, "e": value},
     )
     op.attributes["num_heads"] = [heads]
-    if op.ints("qkv_hidden_sizes"):
+    if op.numbers_of("qkv_hidden_sizes"):
         op.attributes["qkv_hidden_sizes"] = [(*heads, *head), (*heads, *head), (*heads, *value)]
 
 
@@ -126,7 +120,7 @@ def rotary_embedding(op: Operation) -> None:
     if len(data) == 4:
         op.pattern("b h l d -> b h l d", whole="d")
         return
-    count = op.int("num_heads", 0)
+    count = op.number("num_heads", 0)
     if count <= 0:
         # Only given where the head size is not that of the tables.
         tables = op.input(2 if op.node.domain else 1)
@@ -135,6 +129,6 @@ def rotary_embedding(op: Operation) -> None:
     if count <= 0:
         return
     heads, head_axis = ax.new_axis(count), ax.new_axis(ax.size_of(data[-1]) // count)
-    op.pattern("b l (h d) -> b l (h d)", whole="d", h=heads, d=head_axis)
-    if op.int("num_heads", 0):
+    op.pattern("b l (h d) -> b l (h d)", whole="d", known={"h": heads, "d": head_axis})
+    if op.number("num_heads", 0):
         op.attributes["num_heads"] = [heads]

@@ -10,7 +10,7 @@ from splitc.compiler.split.rules import rule
 def gather(op: Operation) -> None:
     """The picked axis gives way to those of the indices. Rows of a table may lie on several ranks: see `lookup`."""
     data, indices, output = op.input(0), op.input(1), op.output()
-    axis = op.int("axis", 0) % len(data)
+    axis = op.number("axis", 0) % len(data)
     op.relate_all(data[:axis], output[:axis])
     op.relate_all(indices, output[axis : axis + len(indices)])
     op.relate_all(data[axis + 1 :], output[axis + len(indices) :])
@@ -27,7 +27,7 @@ def gather(op: Operation) -> None:
 @rule("GatherElements")
 def gather_elements(op: Operation) -> None:
     """Axes but the picked one are the same, where they are taken whole."""
-    axis = op.int("axis", 0) % len(op.input(0))
+    axis = op.number("axis", 0) % len(op.input(0))
     for place, (data, indices, output) in enumerate(zip(op.input(0), op.input(1), op.output())):
         op.relate(indices, output)
         if place != axis:
@@ -39,7 +39,7 @@ def gather_elements(op: Operation) -> None:
 def gather_nd(op: Operation) -> None:
     """Each row of the indices picks along as many axes as it is long; the axes after those stay."""
     data, indices, output = op.input(0), op.input(1), op.output()
-    batch = op.int("batch_dims", 0)
+    batch = op.number("batch_dims", 0)
     source = op.node.inputs[1]
     picked = source.shape[-1] if source is not None and source.shape is not None else None
     op.linear = (frozenset([0]),)
@@ -66,7 +66,7 @@ def scatter_nd(op: Operation) -> None:
 @rule("ScatterElements", "TensorScatter")
 def scatter_elements(op: Operation) -> None:
     """Only the axes that all of the output is written along, one by one, are the same."""
-    axis = op.int("axis", 0) % len(op.input(0))
+    axis = op.number("axis", 0) % len(op.input(0))
     data, indices, updates, output = op.input(0), op.input(1), op.input(2), op.output()
     op.relate_all(data, output)
     op.whole([output[axis]], "it is written to by index")

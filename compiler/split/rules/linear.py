@@ -39,19 +39,19 @@ def matmul_integer(op: Operation) -> None:
 
 @rule("com.microsoft.FusedMatMul")
 def fused_matmul(op: Operation) -> None:
-    if op.int("transBatchA", 0) or op.int("transBatchB", 0):
+    if op.number("transBatchA", 0) or op.number("transBatchB", 0):
         return
     sides = []
     for number, name in enumerate(("transA", "transB")):
         axes = op.input(number)
-        sides.append((*axes[:-2], axes[-1], axes[-2]) if op.int(name, 0) and len(axes) > 1 else axes)
+        sides.append((*axes[:-2], axes[-1], axes[-2]) if op.number(name, 0) and len(axes) > 1 else axes)
     product(op, sides[0], sides[1])
 
 
 @rule("Gemm")
 def gemm(op: Operation) -> None:
-    left = op.input(0)[::-1] if op.int("transA", 0) else op.input(0)
-    right = op.input(1)[::-1] if op.int("transB", 0) else op.input(1)
+    left = op.input(0)[::-1] if op.number("transA", 0) else op.input(0)
+    right = op.input(1)[::-1] if op.number("transB", 0) else op.input(1)
     product(op, left, right)
     if op.has(2):
         op.broadcast(op.input(2), op.output())
@@ -74,13 +74,13 @@ def einsum(op: Operation) -> None:
 
 @rule("Conv", "ConvInteger")
 def convolution(op: Operation) -> None:
-    """Channels are those of a matrix; groups are a factor of both. Places are needed whole, but for kernels of size 1."""
+    """Channels are as in a matrix, groups a factor of both. Places are needed whole, but for kernels of size 1."""
     data, kernel, output = op.input(0), op.input(1), op.output()
     op.relate(data[0], output[0])
     for place, window, result in zip(data[2:], kernel[2:], output[2:]):
         if ax.size_of(window) == 1 and ax.size_of(place) == ax.size_of(result):
             op.relate(place, result)
-    groups = ax.new_axis(op.int("group", 1))
+    groups = ax.new_axis(op.number("group", 1))
     inner, outer = kernel[1], ax.new_axis(ax.size_of(kernel[0]) // ax.size_of(groups))
     op.relate(data[1], (*groups, *inner))
     op.relate(kernel[0], (*groups, *outer))
@@ -98,7 +98,7 @@ def convolution(op: Operation) -> None:
 def transposed_convolution(op: Operation) -> None:
     data, kernel, output = op.input(0), op.input(1), op.output()
     op.relate(data[0], output[0])
-    groups = ax.new_axis(op.int("group", 1))
+    groups = ax.new_axis(op.number("group", 1))
     inner, outer = ax.new_axis(ax.size_of(data[1]) // ax.size_of(groups)), kernel[1]
     op.relate(data[1], (*groups, *inner))
     op.relate(kernel[0], (*groups, *inner))

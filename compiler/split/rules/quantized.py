@@ -12,7 +12,7 @@ from splitc.compiler.split.rules.linear import product
 @rule("DequantizeLinear", "QuantizeLinear", "com.microsoft.DequantizeLinear", "com.microsoft.QuantizeLinear")
 def linear_quantization(op: Operation) -> None:
     """Scales are one for all, one for each place along an axis, or one for each block of an axis."""
-    data, axis = op.input(0), op.int("axis", 1)
+    data, axis = op.input(0), op.number("axis", 1)
     for source, target in zip(data, op.output()):
         op.relate(source, target)
     for number in (1, 2):
@@ -60,7 +60,7 @@ def matmul_blocks(op: Operation) -> None:
     Zero points of 4 bits lie two in a byte, so blocks then go in twos.
     """
     data, weight, output = op.input(0), op.input(1), op.output()
-    block, bits = op.int("block_size", 0), op.int("bits", 4)
+    block, bits = op.number("block_size", 0), op.number("bits", 4)
     blocks, columns = weight[1], weight[0]
     op.whole([weight[2]])
     op.broadcast(data[:-1], output[:-1])

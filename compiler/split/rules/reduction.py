@@ -11,11 +11,11 @@ def _reduce(op: Operation) -> list[int]:
     """Relate what is not reduced; returns which axes are."""
     data, output = op.input(0), op.output()
     named = op.numbers(1, "axes")
-    if named is None and (op.has(1) or (op.int("noop_with_empty_axes", 0))):
+    if named is None and (op.has(1) or (op.number("noop_with_empty_axes", 0))):
         return []
     reduced = sorted({axis % len(data) for axis in named}) if named else list(range(len(data)))
     kept = [axis for axis in range(len(data)) if axis not in reduced]
-    keep = op.int("keepdims", 1)
+    keep = op.number("keepdims", 1)
     op.relate_all([data[axis] for axis in kept], [output[axis] for axis in kept] if keep else output)
     return reduced
 
@@ -47,21 +47,21 @@ def reduce_nonlinear(op: Operation) -> None:
 @rule("ArgMax", "ArgMin")
 def reduce_arg(op: Operation) -> None:
     data, output = op.input(0), op.output()
-    axis = op.int("axis", 0) % len(data)
+    axis = op.number("axis", 0) % len(data)
     rest = [*data[:axis], *data[axis + 1 :]]
-    op.relate_all(rest, [*output[:axis], *output[axis + 1 :]] if op.int("keepdims", 1) else output)
+    op.relate_all(rest, [*output[:axis], *output[axis + 1 :]] if op.number("keepdims", 1) else output)
 
 
 @rule("Softmax", "LogSoftmax", "Hardmax", "LpNormalization", "CumSum", "TopK")
 def along_axis(op: Operation) -> None:
     """One axis is needed whole. Before opset 13 softmax took all axes from the given one on as one."""
     data = op.input(0)
-    axis = op.int("axis", -1)
+    axis = op.number("axis", -1)
     if op.node.op_type == "CumSum":
         axis = (op.numbers(1) or [0])[0]
     opset = op.node.version or (op.node.graph.opset_imports.get("", 13) if op.node.graph is not None else 13)
     old = op.node.op_type in ("Softmax", "LogSoftmax", "Hardmax") and opset < 13
-    first = op.int("axis", 1) % len(data) if old else axis % len(data)
+    first = op.number("axis", 1) % len(data) if old else axis % len(data)
     along = range(first, len(data)) if old else [first]
     for number in range(len(op.outputs)):
         for place, (source, target) in enumerate(zip(data, op.output(number))):
@@ -77,7 +77,7 @@ def along_axis(op: Operation) -> None:
 )
 def layer_norm(op: Operation) -> None:
     data = op.input(0)
-    first = op.int("axis", -1) % len(data)
+    first = op.number("axis", -1) % len(data)
     for number in range(len(op.outputs)):
         if op.has_output(number):
             op.relate_all(data[:first], op.output(number)[:first])
@@ -112,7 +112,7 @@ def group_norm(op: Operation) -> None:
     """Each group of channels by itself. Scales are one a channel, or one a group in the first version."""
     if op.node.domain:
         return
-    groups = ax.new_axis(op.int("num_groups", 1))
+    groups = ax.new_axis(op.number("num_groups", 1))
     channels = op.input(0)[1]
     inside = ax.new_axis(ax.size_of(channels) // max(1, ax.size_of(groups)))
     op.relate(op.input(0)[0], op.output()[0])

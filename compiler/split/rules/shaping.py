@@ -24,7 +24,7 @@ def reshape(op: Operation) -> None:
 
 @rule("Transpose")
 def transpose(op: Operation) -> None:
-    order = op.ints("perm") or list(reversed(range(len(op.input(0)))))
+    order = op.numbers_of("perm") or list(reversed(range(len(op.input(0)))))
     op.relate_all([op.input(0)[axis] for axis in order], op.output())
     op.linear = LINEAR
 
@@ -58,7 +58,7 @@ def constant_of_shape(op: Operation) -> None:
 
 @rule("Concat")
 def concat(op: Operation) -> None:
-    joined = op.int("axis", 0) % max(1, len(op.output()))
+    joined = op.number("axis", 0) % max(1, len(op.output()))
     sections = op.cut(op.output()[joined], [ax.size_of(op.input(n)[joined]) for n in range(len(op.inputs))])
     for number, section in enumerate(sections):
         axes = op.input(number)
@@ -69,7 +69,7 @@ def concat(op: Operation) -> None:
 
 @rule("Split")
 def split(op: Operation) -> None:
-    axis = op.int("axis", 0) % len(op.input(0))
+    axis = op.number("axis", 0) % len(op.input(0))
     sizes = [ax.size_of(op.output(number)[axis]) for number in range(len(op.outputs))]
     sections = op.cut(op.input(0)[axis], sizes)
     for number, section in enumerate(sections):
@@ -79,7 +79,7 @@ def split(op: Operation) -> None:
                 op.relate(source, target)
     if op.has(1):
         op.say_sizes(1, sections)
-    elif op.ints("split"):
+    elif op.numbers_of("split"):
         op.attributes["split"] = sections
     else:
         op.equal_parts = True
@@ -91,7 +91,7 @@ def slice_(op: Operation) -> None:
     """A slice with known ends is a section of its axis; with a stride it is one of the axis's minor factors."""
     source, target = op.input(0), op.output()
     starts, ends = op.numbers(1, "starts"), op.numbers(2, "ends")
-    places = op.numbers(3, "axes") if op.has(3) or op.ints("axes") else list(range(len(starts or ())))
+    places = op.numbers(3, "axes") if op.has(3) or op.numbers_of("axes") else list(range(len(starts or ())))
     steps = op.numbers(4) if op.has(4) else [1] * len(places or ())
     op.linear = LINEAR
     sliced = {place % len(source): number for number, place in enumerate(places or ())}
@@ -132,7 +132,7 @@ def _bounds(start: int, end: int, size: int) -> tuple[int, int]:
 
 
 def _say_bounds(op: Operation, before: list[Axis | None], until: list[Axis | None]) -> None:
-    if op.ints("starts") is not None:
+    if op.numbers_of("starts") is not None:
         op.attributes.update(starts=before, ends=until)
     else:
         op.say_sizes(1, before)

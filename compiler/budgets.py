@@ -1,0 +1,45 @@
+"""What devices offer a plan: budgets, shares, and the time of blocks on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from splitc.compiler.analysis import Analysis
+from splitc.compiler.costs import NOMINAL
+from splitc.compiler.plan import Request
+from splitc.runtime.devices import Device, free_bytes
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.units import parse_bytes
+
+
+def find_budgets(devices: Sequence[Device], memory: Sequence[str], headroom: int) -> list[int]:
+    """Bytes that each rank may use. A later entry of `memory` overrides an earlier one. Raises MisuseError."""
+    budgets = [max(0, free - headroom // len(devices)) for free in free_bytes(devices)]
+    names = [str(device) for device in devices]
+    for text in memory:
+        name, _, amount = text.rpartition("=")
+        if name and name not in names:
+            raise MisuseError(f"--memory names '{name}', and the devices are {', '.join(names)}")
+        size = parse_bytes(amount)
+        budgets = [size if not name or name == other else budget for other, budget in zip(names, budgets)]
+    return budgets
+
+
+def check_shares(tensor_split: Sequence[float] | None, count: int) -> None:
+    """Raise MisuseError unless there is one share above 0 for each device, or none at all."""
+    if tensor_split is None:
+        return
+    if len(tensor_split) != count:
+        raise MisuseError(f"--tensor-split has {len(tensor_split)} shares, and there are {count} devices")
+    if min(tensor_split) <= 0:
+        raise MisuseError("--tensor-split takes shares above 0: leave a device out with -d to give it nothing")
+
+
+def block_seconds(analysis: Analysis, devices: Sequence[Device], request: Request) -> list[float]:
+    """The time of each block, measured where the request says so."""
+    if request.profile:
+        from splitc.compiler.profile import measure_blocks
+
+        return measure_blocks(analysis, devices, request.threads)
+    speed = NOMINAL[devices[0].kind]
+    return [sum(analysis.costs.seconds(node, speed) for node in block.nodes) for block in analysis.partition.blocks]

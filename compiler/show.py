@@ -1,0 +1,108 @@
+"""Plans on the terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import onnx_ir as ir
+from rich.bar import Bar
+from rich.markup import escape
+
+from splitc.compiler.split import axes as ax
+from splitc.compiler.split.axes import Factor
+from splitc.compiler.split.report import why_whole
+from splitc.runtime.cli import RANK_SIZES, block_range, print_cuts
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.terminal import out, print_warning, table
+from splitc.runtime.units import format_bytes
+
+if TYPE_CHECKING:
+    from splitc.compiler.plan import Plan
+
+
+def print_plan(plan: Plan) -> None:
+    """Who holds what, against the budgets, and what crosses the cuts."""
+    from splitc.compiler.costs import NOMINAL
+
+    rows = table("rank", "blocks", *RANK_SIZES, "of budget", "", "time", right=(*RANK_SIZES, "", "time"))
+    all_seconds = sum(rank.seconds for rank in plan.ranks) or 1.0
+    for number, rank in enumerate(plan.ranks):
+        memory, budget = rank.memory, max(1, rank.budget)
+        rows.add_row(
+            f"{number} {rank.device}",
+            block_range([block.name for block in rank.stage.blocks]),
+            *map(format_bytes, (memory.weights, memory.activations, memory.cache)),
+            Bar(size=budget, begin=0, end=memory.total, width=9),
+            f"{memory.total / budget:.0%}",
+            f"{rank.seconds / all_seconds:.0%}",
+        )
+    memories = [rank.memory for rank in plan.ranks]
+    totals = (sum(m.weights for m in memories), sum(m.activations for m in memories), sum(m.cache for m in memories))
+    rows.add_row("all", "", *map(format_bytes, totals), style="dim")
+    out.print(rows)
+    budgets = {str(rank.device): format_bytes(rank.budget) for rank in plan.ranks}
+    same = len(set(budgets.values())) == 1
+    listed = f"{next(iter(budgets.values()))} each" if same else ", ".join(f"{d} {b}" for d, b in budgets.items())
+    speed = "as measured" if plan.profiled else f"estimated for {NOMINAL[plan.ranks[0].device.kind].name}"
+    out.print(f"budget: {listed}; time: {speed}")
+    print_cuts([([value.name or "" for value in cut.values], cut.bytes) for cut in plan.cuts])
+    if plan.tensor is not None:
+        _print_split(plan)
+    again = [rank.repeated for rank in plan.ranks[1:] if rank.repeated.nodes]
+    if again:
+        nodes = sum(each.nodes for each in again)
+        unsent, weights = (format_bytes(sum(getattr(each, n) for each in again)) for n in ("unsent", "weights"))
+        out.print(f"computed again: {nodes} cheap nodes, which spares {unsent} a run and repeats {weights} of weights")
+    for warning in plan.warnings:
+        print_warning(warning)
+
+
+NUMBERS = ("size", "weights", "bytes", "sums")
+# Axes that reach fewer bytes of weights are not shown.
+SHOWN = 4 << 10
+# Weights left whole that are listed one by one.
+LISTED = 5
+
+
+def _print_split(plan: Plan) -> None:
+    """What of the weights is split, what the ranks sum, and what is whole on each of them."""
+    assert plan.tensor is not None
+    inside = [weight for weight in plan.weights if weight.in_block]
+    for what, weights in (("blocks", inside), ("model", plan.weights)):
+        held, divided = sum(each.bytes for each in weights), sum(each.split for each in weights)
+        out.print(f"split: {format_bytes(divided)} of {format_bytes(held)} of the {what}'s weights", end="; ")
+    sums = plan.tensor.choice.sums.summed
+    size = sum(map(plan.analysis.costs.value_bytes, sums))
+    out.print(f"{len(sums)} sums over the ranks, {format_bytes(size)} a run")
+    whole = sorted((each for each in plan.weights if each.reason), key=lambda each: each.split - each.bytes)
+    if whole:
+        total = sum(each.bytes - each.split for each in whole)
+        out.print(f"whole on each rank: {format_bytes(total)} in {len(whole)} weights, the largest:")
+        for each in whole[:LISTED]:
+            out.print(f"  {escape(each.name)} {format_bytes(each.bytes - each.split)}: {escape(each.reason or '')}")
+
+
+def print_axes(plan: Plan) -> None:
+    """The axes that reach weights: their size, what they cover, and whether they are split or why not."""
+    if plan.tensor is None:
+        raise MisuseError("--explain is for --split-mode tensor")
+    split, size = plan.tensor, plan.analysis.costs.value_bytes
+    reached: dict[Factor, dict[ir.Value, None]] = {}
+    for value, axes in split.axis_map.weight_uses():
+        for atom in (atom for axis in axes or () for atom in ax.atoms(axis)):
+            reached.setdefault(atom, {})[value] = None
+    sums = {each.atom: each.sums for each in split.choice.candidates}
+    rows = table("size", "weights", "bytes", "sums", "split, or why not", "first of the weights", right=NUMBERS)
+    for atom, weights in sorted(reached.items(), key=lambda item: -sum(map(size, item[1]))):
+        total = sum(map(size, weights))
+        if total < SHOWN:
+            continue
+        if atom in split.ranges:
+            fate = "[green]" + ",".join(str(each.size if each.counts else 0) for each in split.ranges[atom]) + "[/]"
+        else:
+            fate = escape(why_whole(split, atom) or "")
+        first = next(iter(weights)).name or ""
+        rows.add_row(
+            str(atom.size), str(len(weights)), format_bytes(total), str(sums.get(atom, "")), fate, escape(first)
+        )
+    out.print(rows)

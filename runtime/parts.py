@@ -1,0 +1,72 @@
+"""Parts of arrays: what a rank takes of a model's input, and how the ranks' parts of an output make the whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from splitc.runtime.manifest import AxisPart, Part
+
+Array = npt.NDArray[Any]
+
+
+def cut_part(array: Array, part: Part) -> Array:
+    """The part of an array."""
+    shape = list(array.shape)
+    for axis in part.axes:
+        shape[axis.axis] = _part_size(axis, shape[axis.axis])
+    return np.ascontiguousarray(array.reshape(_factors(array.shape, part))[_places(array.ndim, part)]).reshape(shape)
+
+
+def join_parts(parts: Sequence[tuple[Part, Array]]) -> Array:
+    """The whole array. Where parts have elements in common, these are equal."""
+    first, array = parts[0]
+    shape = list(array.shape)
+    for axis in first.axes:
+        shape[axis.axis] = _whole_size(axis, shape[axis.axis])
+    whole = np.empty(shape, array.dtype)
+    for part, own in parts:
+        view = whole.reshape(_factors(whole.shape, part))[_places(whole.ndim, part)]
+        view[...] = own.reshape(view.shape)
+    return whole
+
+
+def _lengths(axis: AxisPart) -> list[int]:
+    """The part's length along each factor but a first one of unknown size."""
+    return [
+        size if places is None else places[1] - places[0] for size, places in zip(axis.sizes, axis.ranges) if size != -1
+    ]
+
+
+def _part_size(axis: AxisPart, whole: int) -> int:
+    return whole // math.prod(size for size in axis.sizes if size != -1) * math.prod(_lengths(axis))
+
+
+def _whole_size(axis: AxisPart, part: int) -> int:
+    return part // math.prod(_lengths(axis)) * math.prod(size for size in axis.sizes if size != -1)
+
+
+def _factors(shape: Sequence[int], part: Part) -> list[int]:
+    """The array's shape with each axis that is cut as its factors."""
+    cut = {axis.axis: axis for axis in part.axes}
+    factors: list[int] = []
+    for number, size in enumerate(shape):
+        if number not in cut:
+            factors.append(size)
+            continue
+        known = math.prod(each for each in cut[number].sizes if each != -1)
+        factors += [size // known if each == -1 else each for each in cut[number].sizes]
+    return factors
+
+
+def _places(rank: int, part: Part) -> tuple[slice, ...]:
+    cut = {axis.axis: axis for axis in part.axes}
+    places: list[slice] = []
+    for number in range(rank):
+        ranges = cut[number].ranges if number in cut else [None]
+        places += [slice(None) if each is None else slice(*each) for each in ranges]
+    return tuple(places)
