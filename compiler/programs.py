@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from splitc.compiler.plan import Plan, RankPlan
 from splitc.compiler.split.layer import stage_graph
+from splitc.compiler.split.partial import chosen_atoms
 from splitc.compiler.split.rank_graph import rank_graph
 from splitc.compiler.split.segments import Segment, cut_segments
 from splitc.runtime.manifest import Part
@@ -30,7 +31,7 @@ def rank_program(plan: Plan, number: int) -> RankProgram:
     """Build the graphs of one rank and its program."""
     rank = plan.ranks[number]
     parts = _parts(plan, rank)
-    outputs = [name for name in names(rank.stage.outputs) if rank.part == 0 or name in {part.name for part in parts}]
+    outputs = [value.name or "" for value in rank.stage.outputs if _gives(plan, rank, value)]
     if plan.tensor is None:
         pieces = [Segment(stage_graph(plan.analysis.graph, rank.stage), ())]
     else:
@@ -67,6 +68,15 @@ def _steps(plan: Plan, number: int, pieces: Sequence[Segment]) -> list[Step]:
         if maker[value] == number
     ]
     return steps
+
+
+def _gives(plan: Plan, rank: RankPlan, value: ir.Value) -> bool:
+    """Whether the rank hands its part of an output to the caller: of one that all have, the first rank does."""
+    split = plan.tensor
+    atoms = chosen_atoms(split.axes(value), split.choice.chosen) if split is not None else frozenset()
+    if split is None or not atoms:
+        return rank.part == 0
+    return all(split.ranges[atom][rank.part].counts for atom in atoms)
 
 
 def _parts(plan: Plan, rank: RankPlan) -> list[Part]:

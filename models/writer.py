@@ -19,7 +19,8 @@ OPSET = 17
 class Writer:
     """A graph under construction. Values are onnx_ir's; shapes and types of what nodes make are left to inference."""
 
-    def __init__(self) -> None:
+    def __init__(self, opset: int = OPSET) -> None:
+        self._opsets = {"": opset}
         self._inputs: list[ir.Value] = []
         self._outputs: list[ir.Value] = []
         self._nodes: list[ir.Node] = []
@@ -50,12 +51,15 @@ class Writer:
         return self.ops(kind, *inputs, outputs=1, **attributes)[0]
 
     def ops(self, kind: str, *inputs: Union[ir.Value, None], outputs: int, **attributes: Any) -> Sequence[ir.Value]:
-        """A node with several outputs."""
+        """A node with several outputs. An operator of another domain is named with it: `com.microsoft.Attention`."""
+        domain, _, kind = kind.rpartition(".")
+        if domain:
+            self._opsets[domain] = 1
         name = "/" + "/".join([*self._scopes, kind])
         self._names[name] += 1
         if self._names[name] > 1:
             name += f"_{self._names[name] - 1}"
-        node = ir.node(kind, inputs, attributes, num_outputs=outputs, name=name)
+        node = ir.node(kind, inputs, attributes, domain=domain, num_outputs=outputs, name=name)
         for index, value in enumerate(node.outputs):
             value.name = f"{name}_output_{index}"
         self._nodes.append(node)
@@ -78,7 +82,7 @@ class Writer:
             self._outputs,
             nodes=self._nodes,
             initializers=list(self._weights.values()),
-            opset_imports={"": OPSET},
+            opset_imports=self._opsets,
             name="main_graph",
         )
         return ir.Model(graph, ir_version=8, producer_name="splitc.models")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from splitc.compiler.graph import Graph
 from splitc.compiler.split import axes as ax
 from splitc.compiler.split.axes import Axis, Factor, Pin
 from splitc.compiler.split.axis_map import AxisMap
-from splitc.compiler.split.partial import Sums, find_sums
+from splitc.compiler.split.partial import Sums, chosen_atoms, find_sums
 
 # What a sum costs beside its bytes, in bytes: ranks wait for each other.
 SUM_BYTES = 64 << 10
@@ -28,12 +27,15 @@ LOOKUP_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Candidate:
-    """An atom that reaches weights: the bytes of each that it would split, and what its sums would cost in bytes."""
+    """An atom that reaches weights: the bytes of each that it would split, its sums, and what these cost in bytes.
+
+    An output that is joined costs as much as a sum.
+    """
 
     atom: Factor
     weights: Mapping[ir.Value, int]
     sums: int
-    sum_bytes: int
+    cost: int
 
     @property
     def bytes(self) -> int:
@@ -43,8 +45,7 @@ class Candidate:
     @property
     def worth(self) -> float:
         """Bytes covered for each byte that its sums cost."""
-        cost = self.sums * SUM_BYTES + self.sum_bytes
-        return self.bytes / cost if cost else math.inf
+        return self.bytes / self.cost
 
 
 @dataclass(frozen=True)
@@ -74,13 +75,13 @@ def choose(graph: Graph, axis_map: AxisMap, size: Callable[[ir.Value], int], ran
         is_used = atom in given or atom in contractions  # what is neither is cut off and thrown away
         if is_used and atom.pinned is None and atom.size > 1 and sum(covered.values()) > LEAST_SHARE * whole:
             sums = find_sums(axis_map, graph.position, {atom}, contractions.get(atom, ()), size)
-            candidates.append(Candidate(atom, covered, len(sums.summed), sum(map(size, sums.summed))))
+            joined = [value for value in graph.graph.outputs if chosen_atoms(axis_map.axes[value], {atom})]
+            moved = sum(map(size, (*sums.summed, *joined)))
+            candidates.append(Candidate(atom, covered, len(sums.summed), max(1, len(sums.summed)) * SUM_BYTES + moved))
     candidates.sort(key=lambda each: (each.worth, each.bytes), reverse=True)
     conflicts = _conflicts(axis_map, {each.atom for each in candidates})
     looked_up = _looked_up(axis_map)
-    best = max(
-        (each.worth for each in candidates if math.isfinite(each.worth) and each.atom not in looked_up), default=0.0
-    )
+    best = max((each.worth for each in candidates if each.atom not in looked_up), default=0.0)
     chosen: dict[Factor, Candidate] = {}
     rejected: dict[Factor, str] = {}
     for candidate in candidates:

@@ -68,7 +68,9 @@ def matmul_blocks(op: Operation) -> None:
     if ax.size_of(data[-1]) != ax.size_of(blocks) * block:
         op.whole([data[-1], blocks], "its blocks do not divide it")
         return
-    op.relate(data[-1], (*blocks, *ax.new_axis(block)))
+    inside = ax.new_axis(block)
+    op.relate(data[-1], (*blocks, *inside))
+    op.whole([inside], "it is a block of the quantization")
     op.free([blocks])
     op.contracted = data[-1]
     op.attributes.update(K=[data[-1]], N=[columns])
@@ -80,8 +82,9 @@ def matmul_blocks(op: Operation) -> None:
         if ax.size_of(blocks) % together:
             op.whole([blocks], "its zero points share bytes")
         else:
-            pairs = ax.new_axis(ax.size_of(blocks) // together)
-            op.relate(blocks, (*pairs, *ax.new_axis(together)))
+            pairs, pair = ax.new_axis(ax.size_of(blocks) // together), ax.new_axis(together)
+            op.relate(blocks, (*pairs, *pair))
+            op.whole([pair], "its zero points share bytes")
             relate_table(op, 3, columns, pairs)
     if op.has(4):
         op.whole([data[-1]], "its columns are reordered")

@@ -1,0 +1,90 @@
+"""Small graphs to split: a writer with random weights, and the check that parts make the whole."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, Optional
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from models.writer import Writer, save
+from splitc.compiler import Plan, Request, compile_model, plan_model
+from splitc.runtime import Session
+from tests.conftest import Arrays, assert_close, run_whole
+
+FLOAT, INT = ir.DataType.FLOAT, ir.DataType.INT64
+# Two, three and four ranks, and uneven ones.
+SHARES = ((1, 1), (1, 1, 1), (1, 1, 1, 1), (3, 1))
+
+
+class Block(Writer):
+    """A graph of a few nodes, with feeds for its inputs."""
+
+    def __init__(self, opset: int = 17) -> None:
+        super().__init__(opset)
+        self.feeds: Arrays = {}
+
+    def random(self, name: str, *shape: int) -> npt.NDArray[Any]:
+        generator = np.random.default_rng(zlib.crc32(name.encode()))
+        return generator.standard_normal(shape, dtype=np.float32) / np.float32(
+            max(1.0, shape[-2] if len(shape) > 1 else 1) ** 0.5
+        )
+
+    def data(self, name: str, shape: Sequence[int], symbols: Optional[Sequence[Any]] = None) -> ir.Value:
+        """An input of random numbers; `symbols` is the shape that the model says, where it is not fixed."""
+        self.feeds[name] = self.random(name, *shape)
+        return self.input(name, FLOAT, symbols or shape)
+
+    def indices(self, name: str, array: npt.ArrayLike, symbols: Sequence[Any]) -> ir.Value:
+        self.feeds[name] = np.asarray(array, np.int64)
+        return self.input(name, INT, symbols)
+
+    def w(self, name: str, *shape: int) -> ir.Value:
+        """A random weight."""
+        return self.weight(name, ir.tensor(self.random(name, *shape)))
+
+    def ints(self, *numbers: int) -> ir.Value:
+        return self.constant(list(numbers), np.int64)
+
+    def shape(self, value: ir.Value, axis: int) -> ir.Value:
+        """One size of a value, as TorchScript computes it."""
+        return self.op(
+            "Unsqueeze", self.op("Gather", self.op("Shape", value), self.constant(axis, np.int64), axis=0), self.ints(0)
+        )
+
+    def give(self, value: ir.Value, name: str = "y", shape: Optional[Sequence[Any]] = None, dtype: Any = FLOAT) -> None:
+        self.output(value, name, dtype, shape or ["?"] * 3)
+
+
+def check_split(
+    block: Block,
+    folder: Path,
+    split: Collection[str],
+    shares: Sequence[Sequence[float]] = SHARES,
+    whole: Collection[str] = (),
+    sums: Optional[int] = None,
+    tolerance: float = 2e-5,
+) -> list[Plan]:
+    """Split a graph by each of the shares: the same outputs, and these weights split, those whole."""
+    model = folder / "block.onnx"
+    save(block.model(), model)
+    expected = run_whole(model, block.feeds)
+    shapes = {name: array.shape for name, array in block.feeds.items()}
+    plans = []
+    for share in shares:
+        request = Request(split_mode="tensor", shapes=shapes, tensor_split=share, memory=["1GiB"])
+        plan = plan_model(model, [f"{len(share)}xcpu"], request)
+        fates = {weight.name: weight for weight in plan.weights}
+        assert {name for name in split if fates[name].reason} == set(), fates
+        assert {name for name in whole if not fates[name].reason} == set(), fates
+        assert plan.tensor is not None
+        assert sums is None or len(plan.tensor.choice.sums.summed) == sums
+        compile_model(plan, folder / "package", force=True, verify=False)
+        with Session(folder / "package", verify=False) as session:
+            assert_close(session.run(block.feeds), expected, tolerance)
+        plans.append(plan)
+    return plans
