@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -19,6 +19,8 @@ from splitc.compiler.split.partial import Sums, chosen_atoms, find_sums
 SUM_BYTES = 64 << 10
 # An atom is split when it covers this share of the bytes that the best one does for what its sums cost.
 WORTH = 1 / 32
+# How much as worthy it must be as others to take their place for its covering more.
+NEARLY = 0.6
 # The share of the model's weight bytes that an atom must cover at least.
 LEAST_SHARE = 1e-4
 # A table of which a run reads a few rows is split when that spares each rank so many bytes: it saves no time.
@@ -29,7 +31,7 @@ LOOKUP_BYTES = 64 << 20
 class Candidate:
     """An atom that reaches weights: the bytes of each that it would split, its sums, and what these cost in bytes.
 
-    An output that is joined costs as much as a sum.
+    Where nothing is summed, it is an output that is joined, which costs as much.
     """
 
     atom: Factor
@@ -76,25 +78,19 @@ def choose(graph: Graph, axis_map: AxisMap, size: Callable[[ir.Value], int], ran
         if is_used and atom.pinned is None and atom.size > 1 and sum(covered.values()) > LEAST_SHARE * whole:
             sums = find_sums(axis_map, graph.position, {atom}, contractions.get(atom, ()), size)
             joined = [value for value in graph.graph.outputs if chosen_atoms(axis_map.axes[value], {atom})]
-            moved = sum(map(size, (*sums.summed, *joined)))
+            moved = sum(map(size, sums.summed or joined))
             candidates.append(Candidate(atom, covered, len(sums.summed), max(1, len(sums.summed)) * SUM_BYTES + moved))
     candidates.sort(key=lambda each: (each.worth, each.bytes), reverse=True)
     conflicts = _conflicts(axis_map, {each.atom for each in candidates})
     looked_up = _looked_up(axis_map)
-    best = max((each.worth for each in candidates if each.atom not in looked_up), default=0.0)
-    chosen: dict[Factor, Candidate] = {}
+    best = max((each.worth for each in candidates if each.sums and each.atom not in looked_up), default=0.0)
     rejected: dict[Factor, str] = {}
-    for candidate in candidates:
-        atom = candidate.atom
-        rival = next((other for other in chosen if other in conflicts[atom]), None)
-        if rival is not None:
-            rejected[atom] = f"its weights are split along an axis of {rival.size} instead"
-        elif candidate.worth < WORTH * best:
-            rejected[atom] = f"its {candidate.sums} sums cost more than they spare"
-        elif _is_small_lookup(candidate, looked_up, axis_map, ranks):
-            rejected[atom] = "it is only looked up in, and small"
-        else:
-            chosen[atom] = candidate
+    for each in candidates:
+        if each.worth < WORTH * best:
+            rejected[each.atom] = f"its {each.sums} sums cost more than they spare"
+        elif _is_small_lookup(each, looked_up, axis_map, ranks):
+            rejected[each.atom] = "it is only looked up in, and small"
+    chosen = _select([each for each in candidates if each.atom not in rejected], conflicts, rejected)
     _drop_mixed(axis_map, chosen, rejected, ranks)
     partners = _find_partners(axis_map, chosen, candidates, contractions, ranks)
     order = {atom: number for number, atom in enumerate(weights)}
@@ -102,6 +98,31 @@ def choose(graph: Graph, axis_map: AxisMap, size: Callable[[ir.Value], int], ran
     start = {node for atom in atoms for node in contractions.get(atom, ())}
     sums = find_sums(axis_map, graph.position, frozenset(atoms), start, size)
     return Choice(atoms, partners, tuple(candidates), rejected, sums)
+
+
+def _select(
+    candidates: Sequence[Candidate], conflicts: Mapping[Factor, set[Factor]], rejected: dict[Factor, str]
+) -> dict[Factor, Candidate]:
+    """Candidates of which no two conflict: greedily the worthiest first.
+
+    Then one that was left out takes the place of those that it conflicts with, where it covers more bytes than they do
+    together and its sums cost not much more for each.
+    """
+    chosen: dict[Factor, Candidate] = {}
+    for candidate in (*candidates, *sorted(candidates, key=lambda each: -each.bytes), *candidates):
+        if candidate.atom in chosen:
+            continue
+        rivals = [chosen[atom] for atom in conflicts[candidate.atom] if atom in chosen]
+        held, cost = sum(each.bytes for each in rivals), sum(each.cost for each in rivals)
+        if not rivals or (candidate.bytes > held and candidate.worth > NEARLY * held / cost):
+            for rival in rivals:
+                del chosen[rival.atom]
+            chosen[candidate.atom] = candidate
+    for candidate in candidates:
+        sizes = [str(atom.size) for atom in conflicts[candidate.atom] if atom in chosen]
+        if candidate.atom not in chosen:
+            rejected[candidate.atom] = f"its weights are split along an axis of {' and '.join(sizes[:2])} instead"
+    return chosen
 
 
 def _pin_ends(graph: Graph, axis_map: AxisMap) -> None:

@@ -186,7 +186,7 @@ class SizeRewriter:
         return None if times == over else (times, over)
 
     def _correct(self, node: ir.Node, value: ir.Value, corrections: Sequence[Optional[tuple[int, int]]]) -> ir.Value:
-        """Multiply and divide the entries that are sizes; negative ones and zeros stay what they are."""
+        """Multiply and divide the entries that are sizes; others (-1, or 1 for what is repeated) don't divide."""
         scalar = self.axes_of(value) == ()
         dtype = value.dtype.numpy() if value.dtype is not None else np.dtype(np.int64)
 
@@ -200,8 +200,9 @@ class SizeRewriter:
         if any(each != 1 for each in over) or any(each != 1 for each in times):
             scaled = self._emit(node, "Mul", [value, vector(times)])
             result = self._emit(node, "Div", [scaled, vector(over)])
-            positive = self._emit(node, "Greater", [value, vector([0] * len(times))])
-            result = self._emit(node, "Where", [positive, result, value])
+            rest = self._emit(node, "Mod", [value, vector(over)])
+            divides = self._emit(node, "Equal", [rest, vector([0] * len(times))])
+            result = self._emit(node, "Where", [divides, result, value])
         if any(fixed):
             numbers = [each[0] if each and not each[1] else 0 for each in corrections]
             mask = self.constant(np.array(fixed[0] if scalar else fixed))
@@ -212,7 +213,7 @@ class SizeRewriter:
         node = ir.node(kind, inputs, attributes)
         assert before.graph is not None
         before.graph.insert_before(before, node)
-        node.outputs[0].type = ir.TensorType(ir.DataType.BOOL) if kind == "Greater" else inputs[-1].type
+        node.outputs[0].type = ir.TensorType(ir.DataType.BOOL) if kind == "Equal" else inputs[-1].type
         return node.outputs[0]
 
     def _rewrite_attribute(self, node: ir.Node, name: str, sizes: Sizes) -> None:

@@ -224,6 +224,14 @@ def test_operator_in_the_middle(name: str, tmp_path: Path) -> None:
     check_split(MIDDLES[name], tmp_path, {"A", "B"}, sums=2 if name == "sections of other sizes" else 1)
 
 
+def test_unit_that_a_rank_lacks_is_a_copy_that_does_not_count(tmp_path: Path) -> None:
+    """An axis of two on four ranks: two of them run with a copy of another's unit, and add nothing to the sum."""
+    (plan,) = check_split(sandwich(through("Relu"), wide=2, narrow=2), tmp_path, {"A", "B"}, [(1, 1, 1, 1)], sums=1)
+    assert plan.tensor is not None
+    (ranges,) = plan.tensor.ranges.values()
+    assert [each.counts for each in ranges].count(True) == 2
+
+
 def test_einsum(tmp_path: Path) -> None:
     b = Block()
     x = b.op("Softmax", b.data("x", (2, 5, 12), ["n", "t", 12]))
