@@ -22,11 +22,13 @@ class Sums:
     `partial` maps each partial value to the atoms over which it is: ranks without a part of any have none of it.
     `summed` are those that are added up right where they are made, in the model's order; the others are handed on as
     they are. `once` maps a node to the inputs that only one rank may add to a partial result.
+    `differs` says that what is not the same on all ranks (a scale of a part) gets into what should be.
     """
 
     partial: Mapping[ir.Value, frozenset[Factor]]
     summed: tuple[ir.Value, ...]
     once: Mapping[ir.Node, frozenset[int]]
+    differs: bool
 
 
 def find_sums(
@@ -44,6 +46,7 @@ def find_sums(
     partial: dict[ir.Value, frozenset[Factor]] = {}
     summed: dict[ir.Value, None] = {}
     once: dict[ir.Node, frozenset[int]] = {}
+    own: set[ir.Value] = set()
     queue = [(position[node], node) for node in start]
     heapq.heapify(queue)
     seen: set[ir.Node] = set()
@@ -57,29 +60,44 @@ def find_sums(
         incoming = {
             n: partial[v] for n, v in enumerate(node.inputs) if v is not None and v in partial and v not in summed
         }
+        if over:
+            once[node] = frozenset(n for n in operation.once if operation.has(n))
         if incoming:
             passing = _passes(operation, incoming, partial, chosen, size)
             if passing is None:
-                for number in incoming:
-                    value = node.inputs[number]
-                    assert value is not None
-                    summed[value] = None
+                summed.update({value: None for n in incoming if (value := node.inputs[n]) is not None})
             else:
                 over = frozenset().union(over, *incoming.values())
-                if passing:
-                    once[node] = passing
-        if over and operation.contracted and chosen_atoms([operation.contracted], chosen):
-            once[node] = once.get(node, frozenset()) | frozenset(n for n in operation.once if operation.has(n))
-        if not over:
-            continue
-        for value in node.outputs:
-            partial[value] = over
-            readers = [reader for reader, _ in value.uses()]
-            if len(readers) != 1 or value.is_graph_output() or readers[0].graph is not node.graph:
-                summed[value] = None
-            else:
-                heapq.heappush(queue, (position[readers[0]], readers[0]))
-    return Sums(partial, tuple(sorted(summed, key=lambda v: (position[_maker(v)], v.index() or 0))), once)
+                once[node] = passing
+        if over:
+            partial.update(dict.fromkeys(node.outputs, over))
+            summed.update({value: None for value in node.outputs if not _is_handed_on(value, node)})
+        else:
+            own |= _own_outputs(operation, chosen, own)
+        read_on = [value for value in node.outputs if value in own or (value in partial and value not in summed)]
+        for reader in (reader for value in read_on for reader, _ in value.uses()):
+            if reader in position:
+                heapq.heappush(queue, (position[reader], reader))
+    differs = any(value.is_graph_output() for value in own)
+    return Sums(partial, tuple(sorted(summed, key=lambda v: (position[_maker(v)], v.index() or 0))), once, differs)
+
+
+def _is_handed_on(value: ir.Value, node: ir.Node) -> bool:
+    """Whether one other node, and nothing else, reads a value that a node makes."""
+    readers = [reader for reader, _ in value.uses()]
+    return len(readers) == 1 and not value.is_graph_output() and readers[0].graph is node.graph
+
+
+def _own_outputs(operation: Operation, chosen: Collection[Factor], own: Collection[ir.Value]) -> set[ir.Value]:
+    """What a node makes that differs from rank to rank without being a part of something."""
+    node = operation.node
+    if any(chosen_atoms(axes, chosen) for axes in operation.inputs):
+        made = {node.outputs[number] for number in operation.own}
+        if made:
+            return made
+    if not any(value in own for value in node.inputs if value is not None):
+        return set()
+    return {v for v, axes in zip(node.outputs, operation.outputs) if not chosen_atoms(axes, chosen)}
 
 
 def _maker(value: ir.Value) -> ir.Node:

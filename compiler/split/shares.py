@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Optional
 
 import onnx_ir as ir
 
@@ -33,8 +34,8 @@ Ranges = dict[Factor, list[Range]]
 def assign_units(choice: Choice, shares: Sequence[Sequence[float]], home: Mapping[ir.Value, int]) -> Ranges:
     """For each chosen atom the ranges of a group's ranks, by the shares of the group that has its first weight.
 
-    Units go by largest remainder. What a rank gets too much or too little of is carried on to the next atoms, by one
-    unit of each at most, so that the sum keeps to the shares and no part of the model is far from them.
+    Each gets its share of units rounded down or up. Who gets the units that are left over goes by what each is owed in
+    bytes, here and from the atoms before, so that the sum keeps to the shares, and each part of the model as well.
     """
     groups = [[share / sum(group) for share in group] for group in shares]
     weights = {each.atom: each.weights for each in choice.candidates}
@@ -50,20 +51,17 @@ def assign_units(choice: Choice, shares: Sequence[Sequence[float]], home: Mappin
         if atom in choice.partners.values():
             continue  # comes with its own
         unit = max(1.0, sum(weights[atom].values()) / atom.size)
-        wanted = [atom.size * part + max(-1.0, min(1.0, owed / unit)) for part, owed in zip(parts, carried[group])]
-        counts = largest_remainder(wanted, atom.size)
+        counts = largest_remainder([atom.size * part for part in parts], atom.size, [c / unit for c in carried[group]])
         carried[group] = [c + (atom.size * part - n) * unit for c, part, n in zip(carried[group], parts, counts)]
         ranges[atom] = _ranges(counts)
     return ranges
 
 
-def largest_remainder(wanted: Sequence[float], total: int) -> list[int]:
-    """Whole numbers near the wanted ones that add up to `total`; none is negative."""
-    scale = total / max(1e-9, sum(max(0.0, each) for each in wanted))
-    ideal = [max(0.0, each) * scale for each in wanted]
+def largest_remainder(ideal: Sequence[float], total: int, owed: Optional[Sequence[float]] = None) -> list[int]:
+    """The ideal numbers rounded down, or up where the remainder and what is owed beside it are largest."""
     counts = [int(each + 1e-9) for each in ideal]
-    order = sorted(range(len(ideal)), key=lambda n: counts[n] - ideal[n])
-    for number in order[: total - sum(counts)]:
+    missing = [each - count + extra for each, count, extra in zip(ideal, counts, owed or [0.0] * len(counts))]
+    for number in sorted(range(len(counts)), key=lambda n: -missing[n])[: total - sum(counts)]:
         counts[number] += 1
     return counts
 

@@ -45,7 +45,9 @@ class SizeRewriter:
         if node.op_type in ("Shape", "Size"):
             self._note_shape(node)
             return
-        passed = self._pass_on(node) if node.op_type in PASSING and not operation.sizes else None
+        dtype = node.outputs[0].dtype
+        passing = node.op_type in PASSING and not operation.sizes and (dtype is None or dtype.is_integer())
+        passed = self._pass_on(node) if passing else None
         if passed is not None:
             self.read[node.outputs[0]] = passed
             return

@@ -349,6 +349,23 @@ def test_integer_product_with_a_fixed_scale(tmp_path: Path) -> None:
     check_split(b, tmp_path, {"A", "B"}, sums=1)
 
 
+def test_integer_product_with_a_scale_of_each_part(tmp_path: Path) -> None:
+    """What ONNX Runtime's quantize_dynamic writes; a rank's own scale is finer, so the numbers differ a little."""
+    b = Block()
+    x = b.op("Softmax", b.data("x", (2, 5, 12), ["n", "t", 12]))
+    generator = np.random.default_rng(0)
+
+    def product(v: ir.Value, name: str, *shape: int) -> ir.Value:
+        quantized, scale, zero = b.ops("DynamicQuantizeLinear", v, outputs=3)
+        weight = b.weight(name, ir.tensor(generator.integers(-100, 100, shape, dtype=np.int8)))
+        whole = b.op("Cast", b.op("MatMulInteger", quantized, weight, zero, b.constant(0, np.int8)), to=FLOAT)
+        return b.op("Mul", whole, b.op("Mul", scale, b.w(f"{name}.scale", 1)))
+
+    inner = b.op("Relu", b.op("Add", product(x, "A", 12, INNER), b.w("bias", INNER)))
+    b.give(b.op("Add", x, product(inner, "B", INNER, 12)))
+    check_split(b, tmp_path, {"A", "bias", "B"}, sums=1, tolerance=1e-2)
+
+
 def test_convolutions(tmp_path: Path) -> None:
     b = Block()
     x = b.op("Softmax", b.data("x", (2, 6, 8, 8), ["n", 6, "h", "w"]), axis=1)
