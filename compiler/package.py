@@ -155,7 +155,7 @@ def _manifest(plan: Plan, ranks: list[m.Rank], files: list[m.File], threads: Opt
         blocks=[block.name for block in analysis.partition.blocks],
         ranks=ranks,
         cuts=[m.Cut(names(cut.values), cut.bytes) for cut in plan.cuts],
-        collectives=len(plan.tensor.choice.sums.summed) if plan.tensor is not None else 0,
+        collectives=plan.tensor.choice.sums.count if plan.tensor is not None else 0,
         unsplit=[
             m.UnsplitWeight(each.name, each.bytes - each.split, each.reason)
             for each in plan.weights

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import onnx_ir as ir
 
@@ -58,8 +59,10 @@ def _steps(plan: Plan, number: int, pieces: Sequence[Segment]) -> list[Step]:
         if piece.graph.outputs:
             steps.append(Run(engines))
             engines += 1
-        if piece.sums:
-            steps.append(Reduce([part for part, _ in piece.sums], [whole for _, whole in piece.sums], group))
+        for operation, each in groupby(piece.collectives, key=lambda collective: collective.operation):
+            together = list(each)
+            parts, wholes = [one.part for one in together], [one.whole for one in together]
+            steps.append(Reduce(operation, parts, wholes, group))
     # A channel keeps its order, so a rank must send in the order in which the other receives.
     steps += [
         Send(value.name or "", target)

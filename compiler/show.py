@@ -68,12 +68,14 @@ def _print_split(plan: Plan) -> None:
     """What of the weights is split, what the ranks sum, and what is whole on each of them."""
     assert plan.tensor is not None
     inside = [weight for weight in plan.weights if weight.in_block]
-    for what, weights in (("blocks", inside), ("model", plan.weights)):
+    shares = []
+    for what, weights in (("the blocks", inside), ("all", plan.weights)):
         held, divided = sum(each.bytes for each in weights), sum(each.split for each in weights)
-        out.print(f"split: {format_bytes(divided)} of {format_bytes(held)} of the {what}'s weights", end="; ")
-    sums = plan.tensor.choice.sums.summed
-    size = sum(map(plan.analysis.costs.value_bytes, sums))
-    out.print(f"{len(sums)} sums over the ranks, {format_bytes(size)} a run")
+        shares.append(f"{divided / max(1, held):.1%} of {what} ({format_bytes(held)})")
+    out.print(f"weights split: {', '.join(shares)}; ", end="")
+    sums = plan.tensor.choice.sums
+    size = sum(map(plan.analysis.costs.value_bytes, sums.summed))
+    out.print(f"{sums.count} collectives, {format_bytes(size)} a run")
     whole = sorted((each for each in plan.weights if each.reason), key=lambda each: each.split - each.bytes)
     if whole:
         total = sum(each.bytes - each.split for each in whole)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from splitc.runtime.engines.onnxruntime import OnnxRuntimeBackend
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.manifest import Rank, read_manifest
 from splitc.runtime.parts import cut_part
-from splitc.runtime.program import Failure, Program, execute
+from splitc.runtime.program import Failure, Program, Reduce, execute
 
 
 class RankMemory(msgspec.Struct, frozen=True):
@@ -89,7 +89,7 @@ def _peak() -> int:
 class Alone:
     """A transport for one rank by itself: what others would send lies in `arrays`, what it sends is kept.
 
-    For a sum it takes its own part: the numbers are others then, the bytes are the same.
+    For a collective it takes its own part: the numbers are others then, the bytes are the same.
     """
 
     def __init__(self, arrays: Mapping[str, npt.NDArray[Any]], backend: Backend) -> None:
@@ -104,9 +104,7 @@ class Alone:
     def receive(self, source: int, name: str) -> Any:
         return self._backend.upload(self._arrays[name])
 
-    def reduce(
-        self, ranks: Sequence[int], names: Sequence[str], parts: Any, accumulate: Callable[[Any, Any], None]
-    ) -> Any:
+    def reduce(self, step: Reduce, parts: Any, accumulate: Callable[[str, Any, Any], None]) -> Any:
         return parts
 
 

@@ -38,10 +38,14 @@ class Send(Struct, frozen=True, tag="send"):
 
 
 class Reduce(Struct, frozen=True, tag="reduce"):
-    """Add up what the ranks `ranks` each have under the names `parts`; all get the sums, under the names `sums`."""
+    """Bring together what the ranks `ranks` each have under the names `parts`; all get the results, named `wholes`.
 
+    `operation` is `sum`, or `max` for the greatest, element by element.
+    """
+
+    operation: str
     parts: list[str]
-    sums: list[str]
+    wholes: list[str]
     ranks: list[int]
 
 
@@ -89,18 +93,18 @@ class Program:
         if isinstance(step, Run):
             engine = self.engines[step.engine]
             return [*engine.inputs, *engine.outputs]
-        return [*step.parts, *step.sums] if isinstance(step, Reduce) else [step.value]
+        return [*step.parts, *step.wholes] if isinstance(step, Reduce) else [step.value]
 
 
 def execute(
     program: Program,
     transport: Transport,
     feeds: Callable[[], Mapping[str, Any]],
-    accumulate: Callable[[Any, Any], None],
+    accumulate: Callable[[str, Any, Any], None],
 ) -> tuple[dict[str, Any], list[Span]]:
     """Run the program on what `feeds` gives. Returns every value still held at the end, and when each step ran.
 
-    `accumulate` adds its second value to the first in place, for the sums.
+    `accumulate` brings a part into another one in place, by the operation of a Reduce step.
 
     When something fails, the rest of the program is still walked: what others send is taken, what others wait for is
     sent as a Failure. So one bad request leaves every channel as it found it. The first error is raised at the end.
@@ -123,11 +127,11 @@ def execute(
             transport.send(step.target, step.value, failure or values[step.value])
         elif isinstance(step, Reduce):
             parts = failure or [values[name] for name in step.parts]
-            sums = transport.reduce(step.ranks, step.sums, parts, accumulate)
-            if isinstance(sums, Failure):
-                failure = failure or sums
+            wholes = transport.reduce(step, parts, accumulate)
+            if isinstance(wholes, Failure):
+                failure = failure or wholes
             else:
-                values.update(zip(step.sums, sums))
+                values.update(zip(step.wholes, wholes))
         elif failure is None:
             engine = program.engines[step.engine]
             try:

@@ -72,20 +72,18 @@ def choose(graph: Graph, axis_map: AxisMap, size: Callable[[ir.Value], int], ran
     contractions = _contractions(axis_map)
     given = {atom for value in graph.graph.outputs for axis in axis_map.axes[value] or () for atom in ax.atoms(axis)}
     whole = sum(size(value) for value in graph.graph.initializers.values())
-    own = _own_scales(axis_map)
+    ranged = _ranged(axis_map)
     candidates = []
     rejected: dict[Factor, str] = {}
     for atom, covered in weights.items():
         is_used = atom in given or atom in contractions  # what is neither is cut off and thrown away
         if is_used and atom.pinned is None and atom.size > 1 and sum(covered.values()) > LEAST_SHARE * whole:
-            start = (*contractions.get(atom, ()), *own.get(atom, ()))
-            sums = find_sums(axis_map, graph.position, {atom}, start, size)
-            if sums.differs:
-                rejected[atom] = "a scale of a part would get into what is the same on all ranks"
-                continue
+            sums = find_sums(
+                axis_map, graph.position, {atom}, (*contractions.get(atom, ()), *ranged.get(atom, ())), size
+            )
             joined = [value for value in graph.graph.outputs if chosen_atoms(axis_map.axes[value], {atom})]
             moved = sum(map(size, sums.summed or joined))
-            candidates.append(Candidate(atom, covered, len(sums.summed), max(1, len(sums.summed)) * SUM_BYTES + moved))
+            candidates.append(Candidate(atom, covered, sums.count, max(1, sums.count) * SUM_BYTES + moved))
     candidates.sort(key=lambda each: (each.worth, each.bytes), reverse=True)
     conflicts = _conflicts(axis_map, {each.atom for each in candidates})
     looked_up = _looked_up(axis_map)
@@ -100,9 +98,8 @@ def choose(graph: Graph, axis_map: AxisMap, size: Callable[[ir.Value], int], ran
     partners = _find_partners(axis_map, chosen, candidates, contractions, ranks)
     order = {atom: number for number, atom in enumerate(weights)}
     atoms = tuple(sorted({*chosen, *partners.values()}, key=order.__getitem__))
-    nodes = {node for atom in atoms for node in (*contractions.get(atom, ()), *own.get(atom, ()))}
+    nodes = {node for atom in atoms for node in (*contractions.get(atom, ()), *ranged.get(atom, ()))}
     sums = find_sums(axis_map, graph.position, frozenset(atoms), nodes, size)
-    assert not sums.differs, "atoms of different sums do not meet in one scale"
     return Choice(atoms, partners, tuple(candidates), rejected, sums)
 
 
@@ -170,11 +167,11 @@ def _contractions(axis_map: AxisMap) -> dict[Factor, list[ir.Node]]:
     return found
 
 
-def _own_scales(axis_map: AxisMap) -> dict[Factor, list[ir.Node]]:
-    """For each atom the nodes that say something of the part that they read."""
+def _ranged(axis_map: AxisMap) -> dict[Factor, list[ir.Node]]:
+    """For each atom the nodes that need the range of all its elements."""
     found: dict[Factor, list[ir.Node]] = defaultdict(list)
     for node, operation in axis_map.operations.items():
-        for axis in (axis for axes in operation.inputs for axis in axes or () if operation.own):
+        for axis in (axis for axes in operation.inputs for axis in axes or () if operation.ranged):
             for atom in dict.fromkeys(ax.atoms(axis)):
                 found[atom].append(node)
     return found

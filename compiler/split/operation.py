@@ -31,7 +31,7 @@ class Operation:
     sizes: for an input the sizes that its entries are, by axis; `attributes` likewise.
     once: inputs that are added to the result, so that only one rank may add them.
     lookup: it picks rows of its first input by its second, along this axis of the first.
-    own: outputs that say something of a rank's part, if it has but one, and so differ from rank to rank.
+    ranged: it needs the least and the greatest element of its whole first input, which the ranks must find together.
     equal_parts: it cuts an axis into as many parts as it has outputs, of equal sizes.
     """
 
@@ -45,7 +45,7 @@ class Operation:
     attributes: dict[str, Sizes] = field(default_factory=dict)
     once: frozenset[int] = frozenset()
     lookup: Optional[int] = None
-    own: frozenset[int] = frozenset()
+    ranged: bool = False
     equal_parts: bool = False
     _touched: set[int] = field(default_factory=set)
 
@@ -171,6 +171,6 @@ class Operation:
     def opaque(self) -> None:
         """Forget what was said, and pin all: the node is not understood."""
         self.contracted, self.linear, self.once, self.lookup = (), (), frozenset(), None
-        self.sizes, self.attributes, self.own = {}, {}, frozenset()
+        self.sizes, self.attributes, self.ranged = {}, {}, False
         for axes in (*self.inputs, *self.outputs):
             self.whole(axes or ())

@@ -22,13 +22,18 @@ class Sums:
     `partial` maps each partial value to the atoms over which it is: ranks without a part of any have none of it.
     `summed` are those that are added up right where they are made, in the model's order; the others are handed on as
     they are. `once` maps a node to the inputs that only one rank may add to a partial result.
-    `differs` says that what is not the same on all ranks (a scale of a part) gets into what should be.
+    `ranged` are the nodes for which the ranks find the greatest and the least element together.
     """
 
     partial: Mapping[ir.Value, frozenset[Factor]]
     summed: tuple[ir.Value, ...]
     once: Mapping[ir.Node, frozenset[int]]
-    differs: bool
+    ranged: tuple[ir.Node, ...]
+
+    @property
+    def count(self) -> int:
+        """How many collectives a run takes."""
+        return len(self.summed) + len(self.ranged)
 
 
 def find_sums(
@@ -38,7 +43,9 @@ def find_sums(
     start: Iterable[ir.Node],
     size: Callable[[ir.Value], int],
 ) -> Sums:
-    """Follow partial values from the nodes `start` that contract a chosen atom to where they must be whole.
+    """Follow partial values from the nodes that contract a chosen atom to where they must be whole.
+
+    `start` are these nodes, and those that need the range of a chosen atom's elements.
 
     A partial value goes through what is linear in it, and is summed at the last place before it is not: where it meets
     a whole value (the residual), where more than one node reads it, where it would grow.
@@ -46,7 +53,7 @@ def find_sums(
     partial: dict[ir.Value, frozenset[Factor]] = {}
     summed: dict[ir.Value, None] = {}
     once: dict[ir.Node, frozenset[int]] = {}
-    own: set[ir.Value] = set()
+    ranged: list[ir.Node] = []
     queue = [(position[node], node) for node in start]
     heapq.heapify(queue)
     seen: set[ir.Node] = set()
@@ -72,32 +79,19 @@ def find_sums(
         if over:
             partial.update(dict.fromkeys(node.outputs, over))
             summed.update({value: None for value in node.outputs if not _is_handed_on(value, node)})
-        else:
-            own |= _own_outputs(operation, chosen, own)
-        read_on = [value for value in node.outputs if value in own or (value in partial and value not in summed)]
-        for reader in (reader for value in read_on for reader, _ in value.uses()):
-            if reader in position:
-                heapq.heappush(queue, (position[reader], reader))
-    differs = any(value.is_graph_output() for value in own)
-    return Sums(partial, tuple(sorted(summed, key=lambda v: (position[_maker(v)], v.index() or 0))), once, differs)
+            for value in (value for value in node.outputs if value not in summed):
+                for reader, _ in value.uses():
+                    heapq.heappush(queue, (position[reader], reader))
+        elif operation.ranged and chosen_atoms(operation.inputs[0], chosen):
+            ranged.append(node)
+    in_order = sorted(summed, key=lambda value: (position[_maker(value)], value.index() or 0))
+    return Sums(partial, tuple(in_order), once, tuple(ranged))
 
 
 def _is_handed_on(value: ir.Value, node: ir.Node) -> bool:
     """Whether one other node, and nothing else, reads a value that a node makes."""
     readers = [reader for reader, _ in value.uses()]
     return len(readers) == 1 and not value.is_graph_output() and readers[0].graph is node.graph
-
-
-def _own_outputs(operation: Operation, chosen: Collection[Factor], own: Collection[ir.Value]) -> set[ir.Value]:
-    """What a node makes that differs from rank to rank without being a part of something."""
-    node = operation.node
-    if any(chosen_atoms(axes, chosen) for axes in operation.inputs):
-        made = {node.outputs[number] for number in operation.own}
-        if made:
-            return made
-    if not any(value in own for value in node.inputs if value is not None):
-        return set()
-    return {v for v, axes in zip(node.outputs, operation.outputs) if not chosen_atoms(axes, chosen)}
 
 
 def _maker(value: ir.Value) -> ir.Node:

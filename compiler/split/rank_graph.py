@@ -67,6 +67,9 @@ class _RankGraph:
         self._sizes.rewrite(node, operation)
         if operation.equal_parts:
             self._say_parts(node, operation)
+        if operation.ranged and self._shards.splits(operation.inputs[0]):
+            self._quantize_together(node)
+            return
         result = node.outputs[0]
         if operation.lookup is not None and self._shards.is_split(operation.contracted):
             result = self._look_up(node, operation)
@@ -76,16 +79,16 @@ class _RankGraph:
                 dtype = result.dtype.numpy() if result.dtype is not None else np.dtype(np.float32)
                 result = self._wrap(result, "Mul", [result, self._constant(np.array(0, dtype))], "uncounted")
         if result.name in self._summed:
-            self._wrap(
-                result,
-                COLLECTIVE,
-                [result],
-                "part",
-                collective_operation="all_reduce",
-                reduce_op="sum",
-                root=-1,
-                nb_rank=self._split.ranks,
-            )
+            self._wrap(result, COLLECTIVE, [result], "part", **self._all_reduce("sum"))
+
+    def _all_reduce(self, operation: str) -> dict[str, Any]:
+        """Attributes of a collective node."""
+        return {
+            "collective_operation": "all_reduce",
+            "reduce_op": operation,
+            "root": -1,
+            "nb_rank": self._split.ranks,
+        }
 
     def _axes(self, value: ir.Value) -> Axes:
         original = self._split.values.get(value.name or "")
@@ -163,6 +166,37 @@ class _RankGraph:
         node.replace_input_with(1, inside)
         nothing = self._constant(np.array(0, table.dtype.numpy()))
         return self._wrap(node.outputs[0], "Where", [mask, node.outputs[0], nothing], "any")
+
+    def _quantize_together(self, node: ir.Node) -> None:
+        """DynamicQuantizeLinear of a part, with the scale and zero point of the whole (as ONNX defines them)."""
+        data, outputs = node.inputs[0], node.outputs
+        assert data is not None
+        number = np.float32
+
+        def op(kind: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
+            new = ir.node(kind, inputs, attributes)
+            self._graph.insert_before(node, new)
+            new.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
+            return new.outputs[0]
+
+        zero, last = self._constant(np.array(0, number)), self._constant(np.array(255, number))
+        one, shape = self._constant(np.array(1, number)), self._constant(np.array([1], np.int64))
+        ends = [op("ReduceMax", each, keepdims=0) for each in (data, op("Neg", data))]
+        part = op("Concat", *(op("Reshape", end, shape) for end in ends), axis=0)
+        whole = op(COLLECTIVE, part, **self._all_reduce("max"))
+        # Ranks must agree on these names.
+        part.name, whole.name = f"{outputs[0].name}/range/part", f"{outputs[0].name}/range"
+        first, second = (self._constant(np.array(index, np.int64)) for index in (0, 1))
+        top = op("Max", op("Gather", whole, first, axis=0), zero)
+        bottom = op("Max", op("Gather", whole, second, axis=0), zero)
+        extent = op("Add", top, bottom)
+        scale = op("Where", op("Equal", extent, zero), one, op("Div", extent, last))
+        places = op("Round", op("Min", op("Div", bottom, scale), last))
+        point = op("Cast", places, to=ir.DataType.UINT8)
+        quantized = op("QuantizeLinear", data, scale, point)
+        for old, new in zip(outputs, (quantized, scale, point)):
+            new.name, new.type, old.name = old.name, old.type, f"{old.name}/unused"
+            old.replace_all_uses_with(new, replace_graph_outputs=True)
 
     def _wrap(
         self, old: ir.Value, operator: str, inputs: Sequence[Optional[ir.Value]], suffix: str, **attributes: Any

@@ -13,11 +13,20 @@ from splitc.compiler.split.rank_graph import COLLECTIVE
 
 
 @dataclass(frozen=True)
+class Collective:
+    """What the ranks do together: `operation` is `sum` or `max`, of each one's `part`; all get the `whole`."""
+
+    operation: str
+    part: str
+    whole: str
+
+
+@dataclass(frozen=True)
 class Segment:
-    """A piece of a rank's graph, and the sums that follow it: each part's name and that of the whole value."""
+    """A piece of a rank's graph, and the collectives that follow it."""
 
     graph: ir.Graph
-    sums: tuple[tuple[str, str], ...]
+    collectives: tuple[Collective, ...]
 
 
 def cut_segments(graph: ir.Graph, outputs: Collection[str]) -> list[Segment]:
@@ -52,8 +61,13 @@ def cut_segments(graph: ir.Graph, outputs: Collection[str]) -> list[Segment]:
         gives = [v for n in own for v in n.outputs if v in later or v in parts or v in given]
         if own or sums:
             piece = _extract(graph, own, gives, constant)
-            pieces.append(Segment(piece, tuple((_name(n.inputs[0]), _name(n.outputs[0])) for n in sums)))
+            pieces.append(Segment(piece, tuple(map(_collective, sums))))
     return pieces
+
+
+def _collective(node: ir.Node) -> Collective:
+    operation = node.attributes.get_string("reduce_op", "sum")
+    return Collective(operation, _name(node.inputs[0]), _name(node.outputs[0]))
 
 
 def _name(value: ir.Value | None) -> str:

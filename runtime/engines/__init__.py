@@ -40,5 +40,5 @@ class Backend(Protocol):
     def download(self, value: Any) -> npt.NDArray[np.generic]:
         """A value of the backend's engines as an array."""
 
-    def accumulate(self, total: Any, part: Any) -> None:
-        """Add `part` to `total`, in place; both are values of the backend's engines."""
+    def accumulate(self, operation: str, total: Any, part: Any) -> None:
+        """Bring `part` into `total`, in place, by `sum` or `max`; both are values of the backend's engines."""

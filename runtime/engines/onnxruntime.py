@@ -28,6 +28,9 @@ ERRORS = (
 )
 
 
+OPERATIONS = {"sum": np.add, "max": np.maximum}
+
+
 def open_session(path: Path, threads: int) -> ort.InferenceSession:
     """An ONNX Runtime session on the CPU with `threads` threads. Raises PackageError when the file can't be loaded."""
     options = ort.SessionOptions()
@@ -81,6 +84,6 @@ class OnnxRuntimeBackend:
         array: npt.NDArray[np.generic] = value.numpy()
         return array
 
-    def accumulate(self, total: ort.OrtValue, part: ort.OrtValue) -> None:
+    def accumulate(self, operation: str, total: ort.OrtValue, part: ort.OrtValue) -> None:
         array = total.numpy()  # a view
-        array += part.numpy()
+        OPERATIONS[operation](array, part.numpy(), out=array)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from splitc.runtime.program import Reduce
 
 
 class Transport(Protocol):
@@ -15,12 +18,10 @@ class Transport(Protocol):
     def receive(self, source: int, name: str) -> Any:
         """The next value from the rank `source`, which must be the one called `name`; waits for it."""
 
-    def reduce(
-        self, ranks: Sequence[int], names: Sequence[str], parts: Any, accumulate: Callable[[Any, Any], None]
-    ) -> Any:
-        """The sums of what all of `ranks` hand in, each a list of as many parts as there are names.
+    def reduce(self, step: Reduce, parts: Any, accumulate: Callable[[str, Any, Any], None]) -> Any:
+        """What comes of the parts that all ranks of the step hand in, each a list of as many as it names.
 
-        The order of summation is that of the ranks, so the bits are the same each time. Parts may be overwritten, and
-        the sums are shared: nobody may write to them. A rank that hands in something else than a list has failed; all
-        get that instead.
+        They are brought together in the order of the ranks, so the bits are the same each time. Parts may be
+        overwritten, and the results are shared: nobody may write to them. A rank that hands in something else than a
+        list has failed; all get that instead.
         """

@@ -6,46 +6,52 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from splitc.runtime.program import Reduce
 
 Channels = dict[tuple[int, int], "SimpleQueue[tuple[str, Any]]"]
 
 
 @dataclass
 class Meeting:
-    """Where the ranks of a group hand in their parts. The last one to come adds them up and gives all the sums."""
+    """Where the ranks of a group hand in their parts. The last one to come brings them together, for all."""
 
     ranks: Sequence[int]
     lock: threading.Lock = field(default_factory=threading.Lock)
-    parts: dict[int, tuple[Sequence[str], Any]] = field(default_factory=dict)
+    parts: dict[int, tuple[Reduce, Any]] = field(default_factory=dict)
     results: dict[int, SimpleQueue[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.results = {rank: SimpleQueue() for rank in self.ranks}
 
-    def reduce(self, rank: int, names: Sequence[str], parts: Any, accumulate: Callable[[Any, Any], None]) -> Any:
+    def reduce(self, rank: int, step: Reduce, parts: Any, accumulate: Callable[[str, Any, Any], None]) -> Any:
         with self.lock:
-            self.parts[rank] = (names, parts)
+            self.parts[rank] = (step, parts)
             last = len(self.parts) == len(self.ranks)
             if last:
                 handed_in, self.parts = self.parts, {}
         if last:
-            sums = self._add_up([handed_in[each] for each in self.ranks], accumulate)
+            wholes = self._bring_together([handed_in[each] for each in self.ranks], accumulate)
             for each in self.ranks:
-                self.results[each].put(sums)
+                self.results[each].put(wholes)
         return self.results[rank].get()
 
-    def _add_up(self, parts: Sequence[tuple[Sequence[str], Any]], accumulate: Callable[[Any, Any], None]) -> Any:
-        """The first rank's parts with those of the others added to them; what a rank that failed handed in, if any."""
-        failed = next((each for _, each in parts if not isinstance(each, list)), None)
+    def _bring_together(
+        self, handed_in: Sequence[tuple[Reduce, Any]], accumulate: Callable[[str, Any, Any], None]
+    ) -> Any:
+        """The first rank's parts with those of the others in them; what a rank that failed handed in, if any."""
+        failed = next((parts for _, parts in handed_in if not isinstance(parts, list)), None)
         if failed is not None:
             return failed
-        if any(list(names) != list(parts[0][0]) for names, _ in parts):
-            raise RuntimeError(f"ranks {list(self.ranks)} do not sum the same values: {[names for names, _ in parts]}")
-        for number, total in enumerate(parts[0][1]):
-            for _, own in parts[1:]:
-                accumulate(total, own[number])
-        return parts[0][1]
+        step, totals = handed_in[0]
+        if any(other != step for other, _ in handed_in):
+            raise RuntimeError(f"ranks do not reduce the same values: {[other for other, _ in handed_in]}")
+        for _, parts in handed_in[1:]:
+            for total, part in zip(totals, parts):
+                accumulate(step.operation, total, part)
+        return totals
 
 
 class LocalTransport:
@@ -65,13 +71,11 @@ class LocalTransport:
             raise RuntimeError(f"rank {self._rank} waits for '{name}' from rank {source}, which sent '{sent}'")
         return value
 
-    def reduce(
-        self, ranks: Sequence[int], names: Sequence[str], parts: Any, accumulate: Callable[[Any, Any], None]
-    ) -> Any:
-        group = tuple(ranks)
+    def reduce(self, step: Reduce, parts: Any, accumulate: Callable[[str, Any, Any], None]) -> Any:
+        group = tuple(step.ranks)
         # Made by whoever comes first: dict.setdefault is atomic.
         meeting = self._meetings.get(group) or self._meetings.setdefault(group, Meeting(group))
-        return meeting.reduce(self._rank, names, parts, accumulate)
+        return meeting.reduce(self._rank, step, parts, accumulate)
 
 
 def connect(ranks: int) -> list[LocalTransport]:

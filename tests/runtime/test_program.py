@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +21,10 @@ class FunctionEngine:
         return {self.outputs[0]: self._function(*(values[name] for name in self.inputs))}
 
 
+def accumulate(operation: str, total: list[int], part: list[int]) -> None:
+    total[0] = {"sum": sum, "max": max}[operation]((total[0], part[0]))
+
+
 def fail(*_: Any) -> Any:
     raise ValueError("out of memory")
 
@@ -34,7 +37,7 @@ def test_value_is_received_computed_and_sent() -> None:
         Program(steps, [FunctionEngine(["x", "w"], "y", lambda x, w: x + w)], ["y"]),
         middle,
         lambda: {"w": 1},
-        operator.iadd,
+        accumulate,
     )
     assert last.receive(1, "y") == 21
     assert values["y"] == 21
@@ -46,7 +49,7 @@ def test_value_is_let_go_after_its_last_use() -> None:
     first, second = connect(2)
     first.send(1, "x", 1)
     engines = [FunctionEngine(["x"], "y", lambda x: x), FunctionEngine(["y"], "z", lambda y: y)]
-    values, _ = execute(Program([Receive("x", 0), Run(0), Run(1)], engines, ["z"]), second, dict, operator.iadd)
+    values, _ = execute(Program([Receive("x", 0), Run(0), Run(1)], engines, ["z"]), second, dict, accumulate)
     assert values == {"z": 1}
 
 
@@ -57,10 +60,10 @@ def test_failure_reaches_those_who_wait_and_leaves_the_channels_clean() -> None:
         first.send(1, "a", value)
         first.send(1, "c", value)
     with pytest.raises(ValueError, match="out of memory"):
-        execute(Program(steps, [FunctionEngine(["a"], "b", fail)]), middle, lambda: {"d": 0}, operator.iadd)
+        execute(Program(steps, [FunctionEngine(["a"], "b", fail)]), middle, lambda: {"d": 0}, accumulate)
     assert isinstance(last.receive(1, "b"), Failure)
     assert isinstance(last.receive(1, "d"), Failure)
-    execute(Program(steps, [FunctionEngine(["a"], "b", lambda a: a)]), middle, lambda: {"d": 0}, operator.iadd)
+    execute(Program(steps, [FunctionEngine(["a"], "b", lambda a: a)]), middle, lambda: {"d": 0}, accumulate)
     assert last.receive(1, "b") == 2
 
 
@@ -69,7 +72,7 @@ def test_received_failure_is_raised_and_handed_on() -> None:
     first.send(1, "a", Failure(ValueError("stage 0")))
     engine = FunctionEngine(["a"], "b", fail)
     with pytest.raises(ValueError, match="stage 0"):
-        execute(Program([Receive("a", 0), Run(0), Send("b", 2)], [engine]), middle, dict, operator.iadd)
+        execute(Program([Receive("a", 0), Run(0), Send("b", 2)], [engine]), middle, dict, accumulate)
     assert isinstance(last.receive(1, "b"), Failure)
 
 
@@ -85,5 +88,5 @@ def test_failure_before_the_first_step_is_one_of_the_request_too() -> None:
     first.send(1, "a", 1)
     steps = [Receive("a", 0), Run(0), Send("b", 2)]
     with pytest.raises(ValueError, match="out of memory"):
-        execute(Program(steps, [FunctionEngine(["a"], "b", lambda a: a)]), middle, fail, operator.iadd)
+        execute(Program(steps, [FunctionEngine(["a"], "b", lambda a: a)]), middle, fail, accumulate)
     assert isinstance(last.receive(1, "b"), Failure)

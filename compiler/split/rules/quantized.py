@@ -37,9 +37,8 @@ def relate_blocks(op: Operation, place: Axis, scale: Axis) -> None:
 
 @rule("DynamicQuantizeLinear")
 def dynamic_quantization(op: Operation) -> None:
-    """A rank quantizes its part with a scale of its own, no coarser than that of the whole."""
     op.relate_all(op.input(0), op.output())
-    op.own = frozenset([1, 2])
+    op.ranged = True
 
 
 @rule("QLinearMatMul")

@@ -349,8 +349,8 @@ def test_integer_product_with_a_fixed_scale(tmp_path: Path) -> None:
     check_split(b, tmp_path, {"A", "B"}, sums=1)
 
 
-def test_integer_product_with_a_scale_of_each_part(tmp_path: Path) -> None:
-    """What ONNX Runtime's quantize_dynamic writes; a rank's own scale is finer, so the numbers differ a little."""
+def test_integer_product_with_a_scale_found_at_run_time(tmp_path: Path) -> None:
+    """What ONNX Runtime's quantize_dynamic writes: the ranks find the scale of the whole together."""
     b = Block()
     x = b.op("Softmax", b.data("x", (2, 5, 12), ["n", "t", 12]))
     generator = np.random.default_rng(0)
@@ -363,7 +363,8 @@ def test_integer_product_with_a_scale_of_each_part(tmp_path: Path) -> None:
 
     inner = b.op("Relu", b.op("Add", product(x, "A", 12, INNER), b.w("bias", INNER)))
     b.give(b.op("Add", x, product(inner, "B", INNER, 12)))
-    check_split(b, tmp_path, {"A", "bias", "B"}, sums=1, tolerance=1e-2)
+    plans = check_split(b, tmp_path, {"A", "bias", "B"}, sums=1)
+    assert all(plan.tensor is not None and plan.tensor.choice.sums.count == 2 for plan in plans)
 
 
 def test_convolutions(tmp_path: Path) -> None:

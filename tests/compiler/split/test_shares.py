@@ -20,7 +20,7 @@ def choice(*sizes: int, partner: int = 0) -> Choice:
     # One byte a unit.
     candidates = tuple(Candidate(atom, {ir.Value(name="weight"): atom.size}, 1, 1) for atom in (*chosen, *inner))
     partners = {chosen[0]: inner[0]} if partner else {}
-    return Choice((*chosen, *inner), partners, candidates, {}, Sums({}, (), {}, False))
+    return Choice((*chosen, *inner), partners, candidates, {}, Sums({}, (), {}, ()))
 
 
 def counts(sizes: Sequence[int], shares: Sequence[float]) -> list[list[int]]:
