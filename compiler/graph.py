@@ -86,6 +86,7 @@ def open_graph(path: Path) -> Graph:
     """
     model = _load(path)
     check_external_data(model, path)
+    _trust_external_data(model)
     passed = _normalize(model)
     _check_operators(model)
     values = (value for node in model.graph for value in node.outputs)
@@ -132,6 +133,24 @@ def check_external_data(model: ir.Model, path: Path) -> None:
             raise ModelError(
                 f"{path}: the external data file {folder / location} is too short: weight '{value.name}' "
                 f"ends at byte {end:,}, and the file has {sizes[location]:,}"
+            )
+
+
+def _trust_external_data(model: ir.Model) -> None:
+    """Refer to external data by its full path, in place, after it was checked.
+
+    onnx_ir checks a relative path each time, and refuses a file with hard links: a linked package makes one.
+    """
+    for value in initializers(model):
+        tensor = value.const_value
+        if isinstance(tensor, ir.ExternalTensor):
+            value.const_value = ir.ExternalTensor(
+                Path(tensor.path).resolve(),
+                tensor.offset,
+                tensor.length,
+                tensor.dtype,
+                shape=tensor.shape,
+                name=tensor.name,
             )
 
 

@@ -120,6 +120,13 @@ def test_names_with_spaces_and_other_letters(decoder: Path, tmp_path: Path) -> N
         assert_close(session.run(feeds), run_whole(decoder, feeds))
 
 
+def test_model_that_was_linked_before_is_copied(decoder: Path, plan: Plan) -> None:
+    compile_model(plan, decoder.parent / "linked first", weights="link")
+    again = plan_model(decoder, parse_devices(["2xcpu"]))
+    compile_model(again, decoder.parent / "copied then")
+    assert all(file.sha256 for file in read_manifest(decoder.parent / "copied then").files)
+
+
 def test_linked_weights_are_not_copied(decoder: Path, plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> None:
     target = decoder.parent / "linked"
     warnings: list[str] = []
