@@ -44,6 +44,10 @@ def main() -> None:
     step("1. Compile it for two CPU devices", "compile", model, "-o", package, "-d", "2xcpu", "--force", *shapes)
     step("2. Check it against the unsplit model", "check", package, "--model", model, "--inputs", inputs)
     step("3. Time it beside the unsplit model", "bench", package, "--baseline", model, "--inputs", inputs)
+    tensor = CACHE / "minilm-tensor-package"
+    options = ("-d", "2xcpu", "--split-mode", "tensor", "--force", *shapes)
+    step("4. The same in tensor mode: both devices work on every block", "compile", model, "-o", tensor, *options)
+    step("5. Check that too", "check", tensor, "--model", model, "--inputs", inputs)
     show_similarities(package, feeds)
 
 

@@ -90,4 +90,5 @@ class Writer:
 
 def save(model: ir.Model, path: Path) -> None:
     """Write the model to `path` and its weights beside it, as NAME.onnx.data."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     ir.save(model, path, external_data=f"{path.name}.data", size_threshold_bytes=1024)

@@ -120,18 +120,19 @@ def test_names_with_spaces_and_other_letters(decoder: Path, tmp_path: Path) -> N
         assert_close(session.run(feeds), run_whole(decoder, feeds))
 
 
-def test_model_that_was_linked_before_is_copied(decoder: Path, plan: Plan) -> None:
-    compile_model(plan, decoder.parent / "linked first", weights="link")
-    again = plan_model(decoder, parse_devices(["2xcpu"]))
-    compile_model(again, decoder.parent / "copied then")
-    assert all(file.sha256 for file in read_manifest(decoder.parent / "copied then").files)
+def test_model_that_was_linked_before_is_copied(decoder: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(decoder.parent, tmp_path / "model") / decoder.name
+    compile_model(plan_model(model, ["2xcpu"]), tmp_path / "linked", weights="link")
+    compile_model(plan_model(model, ["2xcpu"]), tmp_path / "copied")
+    assert all(file.sha256 for file in read_manifest(tmp_path / "copied").files)
 
 
-def test_linked_weights_are_not_copied(decoder: Path, plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> None:
-    target = decoder.parent / "linked"
+def test_linked_weights_are_not_copied(decoder: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(decoder.parent, tmp_path / "model") / decoder.name
+    target = tmp_path / "linked"
     warnings: list[str] = []
-    manifest = compile_model(plan, target, weights="link", warn=warnings.append)
-    data = decoder.with_name("decoder.onnx.data")
+    manifest = compile_model(plan_model(model, ["2xcpu"]), target, weights="link", warn=warnings.append)
+    data = model.with_name("decoder.onnx.data")
     for number in (0, 1):
         assert (target / f"rank{number}" / "source0.weights").samefile(data)
     assert sum(file.bytes for file in manifest.files if file.sha256) < 0.5 * data.stat().st_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -135,9 +136,10 @@ def test_package_runs_sizes_that_were_not_planned(decoder: Path, tmp_path: Path)
             assert_close(session.run(feeds), run_whole(decoder, feeds), 2e-5)
 
 
-def test_linked_weights_are_parts_of_the_models_own_files(decoder: Path) -> None:
-    package = decoder.parent / "linked-tensor"
-    manifest = compile_model(plan_model(decoder, ["2xcpu"], TENSOR), package, weights="link")
+def test_linked_weights_are_parts_of_the_models_own_files(decoder: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(decoder.parent, tmp_path / "model") / decoder.name
+    package = tmp_path / "linked"
+    manifest = compile_model(plan_model(model, ["2xcpu"], TENSOR), package, weights="link")
     linked = [file for file in manifest.files if file.sha256 is None]
     assert linked
     feeds = decoder_feeds()
