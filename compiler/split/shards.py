@@ -102,18 +102,14 @@ class Shards:
         if split == [0] and isinstance(places[0], slice) and isinstance(tensor, ir.ExternalTensor):
             row = tensor.nbytes * 8 // max(1, int(tensor.shape.numpy()[0]))
             if row % 8 == 0:
-                return ir.ExternalTensor(
-                    tensor.location,
-                    (tensor.offset or 0) + places[0].start * row // 8,
-                    sizes[0] * row // 8,
-                    tensor.dtype,
-                    shape=ir.Shape(sizes),
-                    name=name,
-                    base_dir=tensor.base_dir,
-                )
+                return _stored(tensor, places[0].start * row // 8, sizes[0] * row // 8, ir.Shape(sizes), name)
 
         def read() -> ir.TensorProtocol:
-            array: npt.NDArray[Any] = tensor.numpy()
+            # A tensor that was read keeps its file mapped, with all pages that were touched: so another one is read.
+            source = tensor
+            if isinstance(tensor, ir.ExternalTensor):
+                source = _stored(tensor, 0, tensor.nbytes, ir.Shape(tensor.shape.numpy()), name)
+            array: npt.NDArray[Any] = source.numpy()
             for number, place in places.items():
                 index: list[Any] = [slice(None)] * array.ndim
                 index[number] = place
@@ -121,6 +117,14 @@ class Shards:
             return ir.Tensor(np.ascontiguousarray(array), tensor.dtype, name=name)
 
         return ir.LazyTensor(read, tensor.dtype, ir.Shape(sizes), name=name)
+
+
+def _stored(tensor: ir.ExternalTensor, start: int, length: int, shape: ir.Shape, name: str) -> ir.ExternalTensor:
+    """What lies in a tensor's file from byte `start` of it on."""
+    offset = (tensor.offset or 0) + start
+    return ir.ExternalTensor(
+        tensor.location, offset, length, tensor.dtype, shape=shape, name=name, base_dir=tensor.base_dir
+    )
 
 
 def _as_slice(indices: npt.NDArray[np.int64]) -> slice | npt.NDArray[np.int64]:

@@ -1,8 +1,8 @@
 """What each operator means for the axes of its inputs and outputs: one small function an operator family.
 
 To add an operator, add its name to a rule that fits, or write a rule: a function of an `Operation` that relates axes,
-contracts or pins them, and records what a rank must rewrite. Then add a test to tests/compiler/split/test_rules.py. A rule that
-meets a form that it can't follow returns early: what it did not touch is pinned.
+contracts or pins them, and records what a rank must rewrite. Then add a test to tests/compiler/split/test_rules.py.
+What a rule did not touch is pinned, so one that meets a form that it can't follow just returns.
 """
 
 from __future__ import annotations
