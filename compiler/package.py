@@ -88,7 +88,7 @@ def _write_engines(
     pieces = [piece.graph for piece in program.pieces if piece.graph.outputs]
     width = len(str(len(pieces) - 1))
     suffixes = [f".{number:0{width}}" if len(pieces) > 1 else "" for number in range(len(pieces))]
-    stage = f"stage{list(dict.fromkeys(plan.stages)).index(rank.stage)}"
+    stage = f"stage{plan.stages.index(rank.stage)}"
     paths = [folder / f"{stage}{suffix}.onnx" for suffix in suffixes]
     # Names first: to write a graph changes where its weights are.
     entries = [

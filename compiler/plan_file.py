@@ -95,7 +95,7 @@ def to_file(plan: Plan) -> PlanFile:
                 name = weight.name or ""
                 entry = weights.setdefault(name, WeightEntry(size, [], fates.get(name, "whole")))
                 entry.ranks.append(number)
-    stages = list(dict.fromkeys(plan.stages))
+    stages = plan.stages
     return PlanFile(
         schema=SCHEMA,
         source=graph.source,

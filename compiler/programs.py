@@ -9,6 +9,7 @@ from itertools import groupby
 import onnx_ir as ir
 
 from splitc.compiler.plan import Plan, RankPlan
+from splitc.compiler.split.annotate import IR_VERSION, annotate
 from splitc.compiler.split.layer import stage_graph
 from splitc.compiler.split.partial import chosen_atoms
 from splitc.compiler.split.rank_graph import rank_graph
@@ -38,6 +39,9 @@ def rank_program(plan: Plan, number: int) -> RankProgram:
     else:
         graph = rank_graph(plan.tensor, rank.stage, rank.part)
         pieces = cut_segments(graph, {*outputs, *names(rank.stage.sends)})
+        if plan.analysis.graph.model.ir_version >= IR_VERSION:
+            for piece in pieces:
+                annotate(piece.graph, plan.tensor, rank.part, plan.stages.index(rank.stage))
     taken = {value.name for piece in pieces for value in piece.graph.inputs}
     inputs = [name for name in names(rank.stage.feeds) if name in taken]
     steps = _steps(plan, number, pieces)

@@ -93,8 +93,10 @@ def _link(source: Path, target: Path) -> bool:
 
 
 def _model(graph: ir.Graph, source: ir.Model) -> ir.Model:
+    configurations = (each.configuration for node in graph for each in node.device_configurations)
     return ir.Model(
         graph,
+        device_configurations=tuple(dict.fromkeys(each for each in configurations if each is not None)),
         ir_version=source.ir_version,
         producer_name="splitc",
         domain=source.domain,

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 from typer.testing import CliRunner
 
@@ -154,6 +155,17 @@ def test_explain_shows_axes_and_what_pins_them(decoder: Path) -> None:
     assert "80,80" in result.output
     assert "(ReduceMean) needs 64 whole" in result.output
     assert f"{2 * DECODER.layers} collectives" in result.output
+
+
+def test_rank_graphs_of_a_new_enough_model_say_what_is_sharded(decoder: Path, tmp_path: Path) -> None:
+    model = ir.load(shutil.copytree(decoder.parent, tmp_path / "model") / decoder.name)
+    model.ir_version = 11
+    ir.save(model, tmp_path / "model" / "new.onnx")
+    compile_model(plan_model(tmp_path / "model" / "new.onnx", ["2xcpu"], TENSOR), tmp_path / "package")
+    piece = ir.load(tmp_path / "package" / "rank0" / "stage0.1.onnx")
+    (configuration,) = piece.device_configurations
+    assert configuration.num_devices == 2
+    assert any(node.device_configurations for node in piece.graph)
 
 
 def test_measured_memory_of_ranks(decoder: Path, tmp_path: Path) -> None:
