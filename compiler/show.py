@@ -11,7 +11,7 @@ from rich.markup import escape
 from splitc.compiler.split import axes as ax
 from splitc.compiler.split.axes import Factor
 from splitc.compiler.split.report import why_whole
-from splitc.runtime.cli import RANK_SIZES, block_range, print_cuts
+from splitc.runtime.cli import RANK_SIZES, block_range, print_cuts, print_whole
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.terminal import out, print_warning, table
 from splitc.runtime.units import format_bytes
@@ -60,8 +60,6 @@ def print_plan(plan: Plan) -> None:
 NUMBERS = ("size", "weights", "bytes", "sums")
 # Axes that reach fewer bytes of weights are not shown.
 SHOWN = 4 << 10
-# Weights left whole that are listed one by one.
-LISTED = 5
 
 
 def _print_split(plan: Plan) -> None:
@@ -76,12 +74,7 @@ def _print_split(plan: Plan) -> None:
     sums = plan.tensor.choice.sums
     size = sum(map(plan.analysis.costs.value_bytes, sums.summed))
     out.print(f"{sums.count} collectives, {format_bytes(size)} a run")
-    whole = sorted((each for each in plan.weights if each.reason), key=lambda each: each.split - each.bytes)
-    if whole:
-        total = sum(each.bytes - each.split for each in whole)
-        out.print(f"whole on each rank: {format_bytes(total)} in {len(whole)} weights, the largest:")
-        for each in whole[:LISTED]:
-            out.print(f"  {escape(each.name)} {format_bytes(each.bytes - each.split)}: {escape(each.reason or '')}")
+    print_whole([(each.name, each.bytes - each.split, each.reason) for each in plan.weights if each.reason])
 
 
 def print_axes(plan: Plan) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Optional
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from splitc.runtime import arrays
@@ -207,7 +208,7 @@ def bench_command(
     if as_json:
         print_json({"time": result, "memory": measured})
         return
-    _print_bench(result)
+    _print_bench(result, session.manifest.split_mode == "tensor")
     if measured:
         _print_memory(measured)
 
@@ -223,7 +224,7 @@ def _print_memory(found: Sequence[RankMemory]) -> None:
     out.print("weights and predicted are the plan's; loaded and peak were measured, the engine's own memory included.")
 
 
-def _print_bench(result: BenchResult) -> None:
+def _print_bench(result: BenchResult, tensor: bool) -> None:
     rows = table("", "threads", "median", "90 %", "package / unsplit", right=("median", "90 %", "package / unsplit"))
     own = result.package
     threads = f"{len(result.ranks)} x {result.threads}"
@@ -236,7 +237,8 @@ def _print_bench(result: BenchResult) -> None:
     for number, rank in enumerate(result.ranks):
         rows.add_row(f"{number} {rank.device}", format_seconds(rank.busy), format_seconds(rank.waiting))
     out.print(rows)
-    out.print(f"Medians of {own.runs} runs, one request at a time: one rank works while the others wait.")
+    how = "all ranks work on it at once" if tensor else "one rank works while the others wait"
+    out.print(f"Medians of {own.runs} runs, one request at a time: {how}.")
 
 
 @app.command()
@@ -290,6 +292,9 @@ def _print_manifest(manifest: Manifest) -> None:
         rows.add_row(f"{number} {rank.device}", block_range(rank.blocks), *sizes)
     out.print(rows)
     print_cuts([(cut.values, cut.bytes) for cut in manifest.cuts])
+    if manifest.collectives:
+        out.print(f"{manifest.collectives} collectives a run")
+    print_whole([(each.name, each.bytes, each.reason) for each in manifest.unsplit])
     out.print()
     rows = table("", "name", "type", "shape")
     for kind, tensors in (("input", manifest.inputs), ("output", manifest.outputs)):
@@ -303,6 +308,20 @@ def _print_manifest(manifest: Manifest) -> None:
 
 
 RANK_SIZES = ("weights", "activ.", "cache")
+
+
+# Weights left whole that are listed one by one.
+WHOLE = 5
+
+
+def print_whole(weights: Sequence[tuple[str, int, str]]) -> None:
+    """The weights that a split mode had to leave whole, the largest with the reason."""
+    if not weights:
+        return
+    total = format_bytes(sum(size for _, size, _ in weights))
+    out.print(f"whole on each rank: {total} in {len(weights)} weights, the largest:")
+    for name, size, reason in sorted(weights, key=lambda each: -each[1])[:WHOLE]:
+        out.print(f"  {escape(name)} {format_bytes(size)}: {escape(reason)}")
 
 
 def print_cuts(cuts: Sequence[tuple[Sequence[str], int]]) -> None:

@@ -24,7 +24,7 @@ NEARLY = 0.6
 # The share of the model's weight bytes that an atom must cover at least.
 LEAST_SHARE = 1e-4
 # A table of which a run reads a few rows is split when that spares each rank so many bytes: it saves no time.
-LOOKUP_BYTES = 64 << 20
+LOOKUP_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
