@@ -14,6 +14,7 @@ from typing import Callable, Optional, Union
 import onnx_ir as ir
 
 from splitc.compiler.analysis import Analysis
+from splitc.compiler.batch import find_batch
 from splitc.compiler.build.onnxruntime import write_engines
 from splitc.compiler.fills import find_fill
 from splitc.compiler.plan import Plan, RankPlan
@@ -152,6 +153,7 @@ def _manifest(plan: Plan, ranks: list[m.Rank], files: list[m.File], threads: Opt
         inputs=[_input(analysis, value) for value in graph.graph.inputs],
         outputs=[_tensor(value) for value in graph.outputs],
         states=list(analysis.states),
+        batch=find_batch(plan),
         blocks=[block.name for block in analysis.partition.blocks],
         ranks=ranks,
         cuts=[m.Cut(names(cut.values), cut.bytes) for cut in plan.cuts],
@@ -174,6 +176,7 @@ def _rank(rank: RankPlan, program: RankProgram, engines: list[m.EngineFile]) -> 
         inputs=list(program.inputs),
         outputs=list(program.outputs),
         parts=list(program.parts),
+        keeps=list(program.keeps),
         weights_bytes=rank.memory.weights,
         activation_bytes=rank.memory.activations,
         cache_bytes=rank.memory.cache,

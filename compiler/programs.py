@@ -20,13 +20,17 @@ from splitc.runtime.program import Receive, Reduce, Run, Send, Step
 
 @dataclass(frozen=True)
 class RankProgram:
-    """One rank's pieces in the order in which they run, its steps, and what it takes from and gives to the caller."""
+    """One rank's pieces in the order in which they run, its steps, and what it takes from and gives to the caller.
+
+    `keeps` are outputs that it has for its states while another rank gives them.
+    """
 
     pieces: tuple[Segment, ...]
     steps: tuple[Step, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     parts: tuple[Part, ...]
+    keeps: tuple[str, ...]
 
 
 def rank_program(plan: Plan, number: int) -> RankProgram:
@@ -34,18 +38,20 @@ def rank_program(plan: Plan, number: int) -> RankProgram:
     rank = plan.ranks[number]
     parts = _parts(plan, rank)
     outputs = [value.name or "" for value in rank.stage.outputs if _gives(plan, rank, value)]
+    fed, made = set(names(rank.stage.feeds)), set(names(rank.stage.outputs)) - set(outputs)
+    keeps = [state.output for state in plan.analysis.states if state.input in fed and state.output in made]
     if plan.tensor is None:
         pieces = [Segment(stage_graph(plan.analysis.graph, rank.stage), ())]
     else:
         graph = rank_graph(plan.tensor, rank.stage, rank.part)
-        pieces = cut_segments(graph, {*outputs, *names(rank.stage.sends)})
+        pieces = cut_segments(graph, {*outputs, *keeps, *names(rank.stage.sends)})
         if plan.analysis.graph.model.ir_version >= IR_VERSION:
             for piece in pieces:
                 annotate(piece.graph, plan.tensor, rank.part, plan.stages.index(rank.stage))
     taken = {value.name for piece in pieces for value in piece.graph.inputs}
     inputs = [name for name in names(rank.stage.feeds) if name in taken]
     steps = _steps(plan, number, pieces)
-    return RankProgram(tuple(pieces), tuple(steps), tuple(inputs), tuple(outputs), tuple(parts))
+    return RankProgram(tuple(pieces), tuple(steps), tuple(inputs), tuple(outputs), tuple(parts), tuple(keeps))
 
 
 def _steps(plan: Plan, number: int, pieces: Sequence[Segment]) -> list[Step]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Optional
 
 import onnx_ir as ir
 
@@ -29,7 +30,19 @@ def find_states(graph: Graph) -> list[State]:
     for _, _, _, output, value in distances:
         if output not in pairs and value not in pairs.values():
             pairs[output] = value
-    return [State(pairs[output].name or "", output.name or "") for output in graph.graph.outputs if output in pairs]
+    return [
+        State(pairs[output].name or "", output.name or "", _grows(pairs[output], output))
+        for output in graph.graph.outputs
+        if output in pairs
+    ]
+
+
+def _grows(past: ir.Value, present: ir.Value) -> Optional[int]:
+    """The axis along which a step makes a state longer: the first symbol that is another one afterwards."""
+    for axis, (before, after) in enumerate(zip(past.shape or (), present.shape or ())):
+        if isinstance(before, ir.SymbolicDim) and before != after:
+            return axis
+    return None
 
 
 def _inputs_upstream(graph: Graph, output: ir.Value) -> Iterator[tuple[int, ir.Value]]:

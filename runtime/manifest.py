@@ -39,10 +39,14 @@ class Tensor(Struct, frozen=True):
 
 
 class State(Struct, frozen=True):
-    """A model input that is meant to be fed with an output of the step before (a past and its present)."""
+    """A model input that is meant to be fed with an output of the step before (a past and its present).
+
+    A sequence begins with zeros, of length 0 along the axis `grows` where a step makes the state longer.
+    """
 
     input: str
     output: str
+    grows: Optional[int] = None
 
 
 class AxisPart(Struct, frozen=True):
@@ -74,7 +78,8 @@ class EngineFile(Struct, frozen=True):
 class Rank(Struct, frozen=True):
     """One worker on one device: what it loads, what it runs, and what that was predicted to hold, in bytes.
 
-    `parts` are those inputs and outputs of which it takes or gives only a part.
+    `parts` are those inputs and outputs of which it takes or gives only a part. `keeps` are outputs that it makes for
+    its states and another rank hands to the caller.
     `total_bytes` is the most at any time, loading included, which may be more than the sum of the others.
     """
 
@@ -85,6 +90,7 @@ class Rank(Struct, frozen=True):
     inputs: list[str]
     outputs: list[str]
     parts: list[Part]
+    keeps: list[str]
     weights_bytes: int
     activation_bytes: int
     cache_bytes: int
@@ -125,7 +131,10 @@ class File(Struct, frozen=True):
 
 
 class Manifest(Struct, frozen=True):
-    """All that the runtime knows of a package. Threads are those of each CPU device; None divides the cores."""
+    """All that the runtime knows of a package. Threads are those of each CPU device; None divides the cores.
+
+    `batch` has the axis of each input and output along which rows don't depend on each other, if there is one.
+    """
 
     schema: int
     splitc: str
@@ -137,6 +146,7 @@ class Manifest(Struct, frozen=True):
     inputs: list[Tensor]
     outputs: list[Tensor]
     states: list[State]
+    batch: Optional[dict[str, int]]
     blocks: list[str]
     ranks: list[Rank]
     cuts: list[Cut]

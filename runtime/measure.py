@@ -97,6 +97,9 @@ class Alone:
         self._backend = backend
         self.sent: dict[str, npt.NDArray[Any]] = {}
 
+    def abort(self, error: BaseException) -> None:
+        pass
+
     def send(self, target: int, name: str, value: Any) -> None:
         if not isinstance(value, Failure):
             self.sent[name] = self._backend.download(value)

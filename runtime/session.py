@@ -1,92 +1,35 @@
-"""Session: load a package, one worker thread a rank, and run requests through them."""
+"""Session: load a package, one worker thread a rank, and stream requests through them."""
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
-from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Optional, Union
 
 import numpy as np
 import numpy.typing as npt
 
+from splitc.runtime.batches import cut_batches, join_batches
 from splitc.runtime.devices import parse_devices, threads_for
-from splitc.runtime.engines import Backend
 from splitc.runtime.engines.onnxruntime import OnnxRuntimeBackend
-from splitc.runtime.errors import FeedError, SplitcError
-from splitc.runtime.manifest import Manifest, Part, Rank, Tensor, read_manifest, verify_files
-from splitc.runtime.parts import cut_part, join_parts
-from splitc.runtime.program import Program, Span, execute
-from splitc.runtime.transport import Transport
+from splitc.runtime.errors import FeedError, MisuseError, SplitcError
+from splitc.runtime.manifest import Manifest, Part, State, Tensor, read_manifest, verify_files
+from splitc.runtime.parts import join_parts
+from splitc.runtime.program import Span
+from splitc.runtime.sequence import StateSequence
 from splitc.runtime.transport.local import connect
+from splitc.runtime.worker import Forget, Request, Worker
 
 Array = npt.NDArray[Any]
 
-
-@dataclass
-class Request:
-    """One run on its way through the ranks, each of which adds its part; the last one completes the future."""
-
-    feeds: Mapping[str, Array]
-    waiting: int
-    future: Future[dict[int, dict[str, Array]]] = field(default_factory=Future)
-    outputs: dict[int, dict[str, Array]] = field(default_factory=dict)
-    spans: dict[int, list[Span]] = field(default_factory=dict)
-    error: Optional[BaseException] = None
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def finish(
-        self, rank: int, outputs: Mapping[str, Array], spans: list[Span], error: Optional[BaseException]
-    ) -> None:
-        with self.lock:
-            self.outputs[rank] = dict(outputs)
-            self.spans[rank] = spans
-            self.error = self.error or error
-            self.waiting -= 1
-            if self.waiting:
-                return
-        if self.error is not None:
-            self.future.set_exception(self.error)
-        else:
-            self.future.set_result(self.outputs)
-
-
-class _Worker(threading.Thread):
-    """One rank: loads its engines, then runs its program for each request, in the order of submission."""
-
-    def __init__(self, number: int, rank: Rank, package: Path, backend: Backend, transport: Transport) -> None:
-        super().__init__(name=f"splitc rank {number} ({rank.device})", daemon=True)
-        self.requests: SimpleQueue[Optional[Request]] = SimpleQueue()
-        self._number = number
-        self._rank = rank
-        self._backend = backend
-        engines = [backend.load(package / engine.path) for engine in rank.engines]
-        self._program = Program(rank.program, engines, rank.outputs)
-        self._parts = {part.name: part for part in rank.parts}
-        self._transport = transport
-
-    def run(self) -> None:
-        while (request := self.requests.get()) is not None:
-            try:
-                outputs, spans = self._run_request(request)
-                request.finish(self._number, outputs, spans, None)
-            except BaseException as error:  # a thread has no caller: whoever waits for the request gets it
-                request.finish(self._number, {}, [], error)
-
-    def _run_request(self, request: Request) -> tuple[dict[str, Array], list[Span]]:
-        def feeds() -> dict[str, Any]:
-            return {name: self._backend.upload(self._cut(name, request.feeds[name])) for name in self._rank.inputs}
-
-        values, spans = execute(self._program, self._transport, feeds, self._backend.accumulate)
-        return {name: self._backend.download(values[name]) for name in self._rank.outputs}, spans
-
-    def _cut(self, name: str, array: Array) -> Array:
-        part = self._parts.get(name)
-        return array if part is None else cut_part(array, part)
+# Seconds that a session waits, when it is closed, for requests under way; then their engines are stopped.
+PATIENCE = 10.0
 
 
 class Session:
@@ -97,23 +40,46 @@ class Session:
 
     `threads` is the number for each CPU device (default: the package's own, else the cores divided among them).
     `verify=False` skips comparing the files' hashes with the manifest, which reads every byte of the weights once.
+    At most `in_flight` requests are under way at a time (default: two a stage): their feeds, what they have on the
+    devices and their outputs are what the session holds beside its weights. Any number of threads may use one session.
     Raises PackageError for a package that is damaged or that an engine can't load.
     """
 
-    def __init__(self, package: Union[str, Path], *, threads: Optional[int] = None, verify: bool = True) -> None:
+    def __init__(
+        self,
+        package: Union[str, Path],
+        *,
+        threads: Optional[int] = None,
+        verify: bool = True,
+        in_flight: Optional[int] = None,
+    ) -> None:
         self.package = Path(package)
         self.manifest: Manifest = read_manifest(self.package)
         if verify:
             verify_files(self.package, self.manifest.files)
         devices = [parse_devices([rank.device])[0] for rank in self.manifest.ranks]
         self.threads = threads_for(devices, threads or self.manifest.threads)
+        self.in_flight = in_flight or 2 * len(devices)
         self._passed = {tensor.name for tensor in self.inputs} & {tensor.name for tensor in self.outputs}
+        self._places = threading.BoundedSemaphore(self.in_flight)
+        self._sequences = itertools.count()
         self._closed = False
+        self._failure: Optional[BaseException] = None
+        self._under_way: set[Request] = set()
         # All ranks must see requests in one order, whoever submits them: values of two requests have the same names.
         self._order = threading.Lock()
-        transports = connect(len(devices))
+        self._transports = connect(len(devices))
+        states = {state.input: state for state in self.manifest.states}
         self._workers = [
-            _Worker(number, rank, self.package, OnnxRuntimeBackend(self.threads), transports[number])
+            Worker(
+                number,
+                rank,
+                states,
+                self.package,
+                OnnxRuntimeBackend(self.threads),
+                self._transports[number],
+                self._break,
+            )
             for number, rank in enumerate(self.manifest.ranks)
         ]
         for worker in self._workers:
@@ -129,49 +95,141 @@ class Session:
         """The model's outputs: names, number types and shapes."""
         return self.manifest.outputs
 
-    def run(self, feeds: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
+    @property
+    def resident_states(self) -> list[State]:
+        """The states that a sequence leaves on the ranks that use them; others go through the caller's process."""
+        resident = {name for worker in self._workers for name in worker.resident}
+        return [state for state in self.manifest.states if state.input in resident]
+
+    def run(self, feeds: Mapping[str, npt.ArrayLike], *, micro_batch: Optional[int] = None) -> dict[str, Array]:
         """Run the model once. Feeds and outputs are arrays by name, in the shapes of the model's inputs and outputs.
 
-        Raises FeedError for feeds that the model does not take.
+        `micro_batch` cuts a batch into pieces of so many rows, which are in the stages at the same time.
+        Raises FeedError for feeds that the model does not take, MisuseError where its batch can't be cut.
         """
-        return self.run_timed(feeds)[0]
+        if micro_batch is None:
+            return self.run_timed(feeds)[0]
+        arrays = check_feeds(feeds, self.inputs)
+        pieces = cut_batches(arrays, self.manifest.batch, micro_batch)
+        return join_batches(list(self.map(pieces)), self.manifest.batch)
 
     def run_timed(self, feeds: Mapping[str, npt.ArrayLike]) -> tuple[dict[str, Array], dict[int, list[Span]]]:
         """As `run`; returns beside the outputs when each step of each rank's program ran."""
-        if self._closed:
-            raise SplitcError("the session is closed")
-        request = Request(check_feeds(feeds, self.inputs), len(self._workers))
+        request = self._submit(check_feeds(feeds, self.inputs)).result()
+        return self._whole(request), request.spans
+
+    def submit(self, feeds: Mapping[str, npt.ArrayLike]) -> Future[dict[str, Array]]:
+        """Start a run, and return at once: the future gives the outputs. Requests run in the order of submission.
+
+        Waits while `in_flight` requests are under way. A request that fails fails alone. Raises as `run` does.
+        """
+        return _then(self._submit(check_feeds(feeds, self.inputs)), self._whole)
+
+    def map(
+        self, feeds: Iterable[Mapping[str, npt.ArrayLike]], *, in_flight: Optional[int] = None
+    ) -> Iterator[dict[str, Array]]:
+        """Run each of the feeds, with `in_flight` of them under way at a time; yields the outputs in the same order.
+
+        It takes no more from `feeds` than are under way or asked for. The first that fails ends it with its error.
+        """
+        most = min(in_flight or self.in_flight, self.in_flight)
+        pending: deque[Future[dict[str, Array]]] = deque()
+        try:
+            for each in feeds:
+                pending.append(self.submit(each))
+                if len(pending) >= most:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            # A caller that stops reading leaves at most these, and they are waited for here, not by whoever comes next.
+            wait(pending)
+
+    def start(self) -> StateSequence:
+        """Open a stateful sequence: its states (caches, recurrent states) stay on the ranks from run to run."""
+        if not self.manifest.states:
+            raise MisuseError(
+                f"{self.manifest.source.name} has no states: none of its outputs goes into an input again"
+            )
+        return StateSequence(self, next(self._sequences))
+
+    def _submit(
+        self, arrays: Mapping[str, Array], sequence: Optional[int] = None, first: Optional[Mapping[str, Array]] = None
+    ) -> Future[Request]:
+        self._places.acquire()
+        request = Request(arrays, len(self._workers), sequence, first or {})
         with self._order:
+            if self._closed or self._failure is not None:
+                self._places.release()
+                raise self._unusable()
+            self._under_way.add(request)
+            request.future.add_done_callback(lambda _: self._done(request))
             for worker in self._workers:
                 worker.requests.put(request)
-        outputs = self._join(request.future.result())
-        # No rank makes an output that is an input.
-        outputs.update({name: request.feeds[name].copy() for name in self._passed})
-        return {tensor.name: outputs[tensor.name] for tensor in self.outputs}, request.spans
+        return request.future
 
-    def _join(self, outputs: Mapping[int, Mapping[str, Array]]) -> dict[str, Array]:
-        """The ranks' outputs together: those that are whole, and those of which ranks have parts."""
+    def _unusable(self) -> SplitcError:
+        if self._failure is not None:
+            return SplitcError(f"the session is broken: {type(self._failure).__name__}: {self._failure}")
+        return SplitcError("the session is closed")
+
+    def _done(self, request: Request) -> None:
+        self._under_way.discard(request)
+        self._places.release()
+
+    def _break(self, error: BaseException) -> None:
+        """A worker has died: nobody may wait for it any more."""
+        self._failure = self._failure or error
+        for transport in self._transports:
+            transport.abort(error)
+        with self._order:
+            waiting = list(self._under_way)
+        for request in waiting:
+            for number in range(len(self.manifest.ranks)):
+                request.finish(number, {}, [], self._unusable())
+
+    def _forget(self, sequence: int) -> None:
+        with self._order:
+            for worker in self._workers:
+                worker.requests.put(Forget(sequence))
+
+    def _whole(self, request: Request) -> dict[str, Array]:
+        """The ranks' outputs together: whole ones, those of which ranks have parts, and inputs handed back."""
         joined: dict[str, Array] = {}
         parts: dict[str, list[tuple[Part, Array]]] = {}
         for number, rank in enumerate(self.manifest.ranks):
             own = {part.name: part for part in rank.parts}
-            for name, array in outputs[number].items():
+            for name, array in request.outputs[number].items():
                 if name in own:
                     parts.setdefault(name, []).append((own[name], array))
                 else:
                     joined[name] = array
         joined.update({name: join_parts(each) for name, each in parts.items()})
-        return joined
+        joined.update({name: request.feeds[name].copy() for name in self._passed})
+        return {tensor.name: joined[tensor.name] for tensor in self.outputs if tensor.name in joined}
 
     def close(self) -> None:
-        """End the workers and free their engines. Requests under way are completed first."""
-        if self._closed:
-            return
-        self._closed = True
+        """End the workers and free their engines, in bounded time.
+
+        What has begun is completed (or stopped after PATIENCE seconds), what has not is cancelled.
+        """
+        with self._order:
+            if self._closed:
+                return
+            self._closed = True
+            for request in self._under_way:
+                request.cancel()
+            for worker in self._workers:
+                worker.requests.put(None)
+        deadline = time.monotonic() + PATIENCE
         for worker in self._workers:
-            worker.requests.put(None)
-        for worker in self._workers:
-            worker.join()
+            worker.join(max(0.0, deadline - time.monotonic()))
+        if any(worker.is_alive() for worker in self._workers):
+            for worker in self._workers:
+                worker.backend.stop()
+            self._break(SplitcError("the session was closed while this request ran"))
+            for worker in self._workers:
+                worker.join(1.0)
         self._workers = []
 
     def __enter__(self) -> Session:
@@ -183,8 +241,29 @@ class Session:
         self.close()
 
 
-def check_feeds(feeds: Mapping[str, npt.ArrayLike], inputs: Sequence[Tensor]) -> dict[str, Array]:
-    """The feeds as arrays. Raises FeedError when a name, a number type or a shape is not what the inputs say."""
+def _then(future: Future[Request], function: Callable[[Request], dict[str, Array]]) -> Future[dict[str, Array]]:
+    """What the function makes of a future's result, as a future."""
+    result: Future[dict[str, Array]] = Future()
+    result.set_running_or_notify_cancel()  # it can't be cancelled: the ranks may be at it
+
+    def done(finished: Future[Request]) -> None:
+        try:
+            result.set_result(function(finished.result()))
+        except BaseException as error:  # the one who waits for the result gets it
+            result.set_exception(error)
+
+    future.add_done_callback(done)
+    return result
+
+
+def check_feeds(
+    feeds: Mapping[str, npt.ArrayLike], inputs: Sequence[Tensor], without: Collection[str] = ()
+) -> dict[str, Array]:
+    """The feeds as arrays. Raises FeedError when a name, a number type or a shape is not what the inputs say.
+
+    Inputs `without` are not fed: the session has them.
+    """
+    inputs = [tensor for tensor in inputs if tensor.name not in without]
     known = [tensor.name for tensor in inputs]
     if missing := [name for name in known if name not in feeds]:
         raise FeedError(

@@ -40,5 +40,8 @@ class Backend(Protocol):
     def download(self, value: Any) -> npt.NDArray[np.generic]:
         """A value of the backend's engines as an array."""
 
+    def stop(self) -> None:
+        """Make the engines that are running fail at once; they can't be run again."""
+
     def accumulate(self, operation: str, total: Any, part: Any) -> None:
         """Bring `part` into `total`, in place, by `sum` or `max`; both are values of the backend's engines."""

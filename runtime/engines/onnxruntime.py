@@ -28,7 +28,7 @@ ERRORS = (
 )
 
 
-OPERATIONS = {"sum": np.add, "max": np.maximum}
+OPERATIONS: dict[str, np.ufunc] = {"sum": np.add, "max": np.maximum}
 
 
 def open_session(path: Path, threads: int) -> ort.InferenceSession:
@@ -48,9 +48,10 @@ def open_session(path: Path, threads: int) -> ort.InferenceSession:
 class OnnxRuntimeEngine:
     """One ONNX file in a session of its own. Values are OrtValues, which pass between sessions without a copy."""
 
-    def __init__(self, name: str, session: ort.InferenceSession) -> None:
+    def __init__(self, name: str, session: ort.InferenceSession, options: ort.RunOptions) -> None:
         self._name = name
         self._session = session
+        self._options = options
         self.inputs = [value.name for value in session.get_inputs()]
         self.outputs = [value.name for value in session.get_outputs()]
 
@@ -61,7 +62,7 @@ class OnnxRuntimeEngine:
         for name in self.outputs:
             binding.bind_output(name)
         try:
-            self._session.run_with_iobinding(binding)
+            self._session.run_with_iobinding(binding, self._options)
         except ERRORS as error:
             raise EngineError(f"{self._name} failed: {error}") from error
         return dict(zip(self.outputs, binding.get_outputs()))
@@ -72,9 +73,13 @@ class OnnxRuntimeBackend:
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
+        self._options = ort.RunOptions()
 
     def load(self, path: Path) -> OnnxRuntimeEngine:
-        return OnnxRuntimeEngine(path.name, open_session(path, self._threads))
+        return OnnxRuntimeEngine(path.name, open_session(path, self._threads), self._options)
+
+    def stop(self) -> None:
+        self._options.terminate = True
 
     def upload(self, array: npt.NDArray[Any]) -> ort.OrtValue:
         # On the CPU the OrtValue keeps the array and shares its memory.

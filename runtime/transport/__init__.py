@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 class Transport(Protocol):
     """One rank's end of the channels to all others. A channel between two ranks keeps its order."""
 
+    def abort(self, error: BaseException) -> None:
+        """Let no rank wait any more: all that waits, now or later, gets a Failure."""
+
     def send(self, target: int, name: str, value: Any) -> None:
         """Hand `value` to the rank `target`. Does not wait for it to be taken."""
 

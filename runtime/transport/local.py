@@ -6,12 +6,11 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any, Optional
 
-if TYPE_CHECKING:
-    from splitc.runtime.program import Reduce
+from splitc.runtime.program import Failure, Reduce
 
-Channels = dict[tuple[int, int], "SimpleQueue[tuple[str, Any]]"]
+Channels = dict[tuple[int, int], "SimpleQueue[tuple[Optional[str], Any]]"]
 
 
 @dataclass
@@ -22,12 +21,15 @@ class Meeting:
     lock: threading.Lock = field(default_factory=threading.Lock)
     parts: dict[int, tuple[Reduce, Any]] = field(default_factory=dict)
     results: dict[int, SimpleQueue[Any]] = field(default_factory=dict)
+    aborted: Optional[Failure] = None
 
     def __post_init__(self) -> None:
         self.results = {rank: SimpleQueue() for rank in self.ranks}
 
     def reduce(self, rank: int, step: Reduce, parts: Any, accumulate: Callable[[str, Any, Any], None]) -> Any:
         with self.lock:
+            if self.aborted is not None:
+                return self.aborted
             self.parts[rank] = (step, parts)
             last = len(self.parts) == len(self.ranks)
             if last:
@@ -37,6 +39,12 @@ class Meeting:
             for each in self.ranks:
                 self.results[each].put(wholes)
         return self.results[rank].get()
+
+    def abort(self, failure: Failure) -> None:
+        with self.lock:
+            self.aborted = failure
+        for results in self.results.values():
+            results.put(failure)
 
     def _bring_together(
         self, handed_in: Sequence[tuple[Reduce, Any]], accumulate: Callable[[str, Any, Any], None]
@@ -66,10 +74,21 @@ class LocalTransport:
         self._channels[self._rank, target].put((name, value))
 
     def receive(self, source: int, name: str) -> Any:
-        sent, value = self._channels[source, self._rank].get()
+        channel = self._channels[source, self._rank]
+        sent, value = channel.get()
+        if sent is None:
+            channel.put((None, value))  # for whoever receives next
+            return value
         if sent != name:
             raise RuntimeError(f"rank {self._rank} waits for '{name}' from rank {source}, which sent '{sent}'")
         return value
+
+    def abort(self, error: BaseException) -> None:
+        failure = Failure(error)
+        for channel in self._channels.values():
+            channel.put((None, failure))
+        for meeting in list(self._meetings.values()):
+            meeting.abort(failure)
 
     def reduce(self, step: Reduce, parts: Any, accumulate: Callable[[str, Any, Any], None]) -> Any:
         group = tuple(step.ranks)

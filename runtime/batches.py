@@ -1,0 +1,44 @@
+"""A batch in pieces: rows that don't depend on each other go through the stages one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
+
+import numpy as np
+import numpy.typing as npt
+
+from splitc.runtime.errors import FeedError, MisuseError
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+def cut_batches(feeds: Mapping[str, npt.NDArray[Any]], axes: Optional[Mapping[str, int]], rows: int) -> list[Arrays]:
+    """The feeds in pieces of `rows` along the batch axis of each input that has one.
+
+    Raises MisuseError when the model is not known to have a batch axis, FeedError when inputs disagree on its length.
+    """
+    if rows < 1:
+        raise MisuseError(f"micro_batch={rows}: a piece has one row or more")
+    if axes is None:
+        raise MisuseError(
+            "micro_batch: this model is not known to treat the rows of a batch apart: the compiler found no axis that "
+            "goes through the whole model from its inputs to all outputs"
+        )
+    lengths = {name: array.shape[axes[name]] for name, array in feeds.items() if name in axes}
+    if len(set(lengths.values())) > 1:
+        raise FeedError(f"micro_batch: the inputs have batches of other lengths: {lengths}")
+    whole = next(iter(lengths.values()))
+    return [
+        {
+            name: array.take(range(start, min(start + rows, whole)), axes[name]) if name in axes else array
+            for name, array in feeds.items()
+        }
+        for start in range(0, whole, rows)
+    ]
+
+
+def join_batches(pieces: Sequence[Mapping[str, npt.NDArray[Any]]], axes: Optional[Mapping[str, int]]) -> Arrays:
+    """The outputs of all pieces, one after the other along the batch axis of each."""
+    assert axes is not None
+    return {name: np.concatenate([piece[name] for piece in pieces], axes[name]) for name in pieces[0]}

@@ -1,0 +1,99 @@
+"""A stateful sequence: what a run leaves for the next one stays on the ranks that use it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Optional
+
+import numpy as np
+import numpy.typing as npt
+
+from splitc.runtime.errors import SplitcError
+from splitc.runtime.manifest import State, Tensor
+
+if TYPE_CHECKING:
+    from splitc.runtime.session import Session
+
+Array = npt.NDArray[Any]
+
+
+class StateSequence:
+    """Runs that belong together, made by `Session.start`.
+
+        with session.start() as sequence:
+            outputs = sequence.run({"input_ids": prompt, ...})
+            outputs = sequence.run({"input_ids": next_token, ...})
+
+    States are not fed and not given: they begin as zeros (caches with length 0), and stay on the ranks. Where the rank
+    that makes a state is not the one that takes it, it goes through this object. Several sequences may be open at once.
+    """
+
+    def __init__(self, session: Session, number: int) -> None:
+        self._session = session
+        self._number = number
+        self._resident = {state.input for state in session.resident_states}
+        self._carried: dict[str, Array] = {}
+        self._begun = False
+        self._failed = False
+
+    def run(self, feeds: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
+        """Run the model on the feeds, which lack the states; returns the outputs that are no states.
+
+        Raises FeedError for feeds that the model does not take, SplitcError after a run that failed.
+        """
+        from splitc.runtime.session import check_feeds
+
+        if self._failed:
+            raise SplitcError("a run of this sequence failed, so its states are lost: start another one")
+        states = self._session.manifest.states
+        arrays = check_feeds(feeds, self._session.inputs, {state.input for state in states})
+        first = {} if self._begun else self._first(arrays)
+        self._failed = True
+        request = self._session._submit({**arrays, **self._carried}, self._number, first).result()
+        outputs = self._session._whole(request)
+        self._failed, self._begun = False, True
+        self._carried = {s.input: outputs[s.output] for s in states if s.input not in self._resident}
+        return {name: array for name, array in outputs.items() if name not in {state.output for state in states}}
+
+    def _first(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """Zeros for each state, in the sizes that the feeds' symbols have."""
+        inputs = {tensor.name: tensor for tensor in self._session.inputs}
+        sizes = {
+            symbol: length
+            for name, array in feeds.items()
+            for symbol, length in zip(inputs[name].shape, array.shape)
+            if isinstance(symbol, str)
+        }
+        batch = max((array.shape[0] for array in feeds.values() if array.ndim), default=1)
+        return {s.input: _zeros(s, inputs[s.input], sizes, batch) for s in self._session.manifest.states}
+
+    def close(self) -> None:
+        """Let the states go."""
+        if self._begun:
+            self._session._forget(self._number)
+            self._begun, self._failed = False, True
+
+    def __enter__(self) -> StateSequence:
+        return self
+
+    def __exit__(
+        self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
+    ) -> None:
+        self.close()
+
+
+def _zeros(state: State, tensor: Tensor, sizes: Mapping[str, int], batch: int) -> Array:
+    """A state before the first run: a symbol of the feeds has their size; another first axis is the batch."""
+    shape = []
+    for axis, size in enumerate(tensor.shape):
+        if axis == state.grows:
+            shape.append(0)
+        elif isinstance(size, int):
+            shape.append(size)
+        elif size is not None and size in sizes:
+            shape.append(sizes[size])
+        else:
+            planned = tensor.sample_shape[axis] if tensor.sample_shape else 1
+            shape.append(batch if axis == 0 else planned)
+    return np.zeros(shape, np.dtype(tensor.dtype))

@@ -1,0 +1,152 @@
+"""One rank at work: a thread that loads its engines and runs its program for each request, in order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Optional
+
+import numpy as np
+import numpy.typing as npt
+
+from splitc.runtime.engines import Backend
+from splitc.runtime.errors import SplitcError
+from splitc.runtime.manifest import Rank, State
+from splitc.runtime.parts import cut_part
+from splitc.runtime.program import Program, Span, execute
+from splitc.runtime.transport import Transport
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(eq=False)
+class Request:
+    """One run on its way through the ranks, each of which adds its part; the last one completes the future.
+
+    `sequence` is the number of the stateful sequence that it belongs to, `first` the states that it begins with.
+    `outputs` and `spans` are by rank.
+    """
+
+    feeds: Mapping[str, Array]
+    waiting: int
+    sequence: Optional[int] = None
+    first: Mapping[str, Array] = field(default_factory=dict)
+    future: Future[Request] = field(default_factory=Future)
+    outputs: dict[int, dict[str, Array]] = field(default_factory=dict)
+    spans: dict[int, list[Span]] = field(default_factory=dict)
+    error: Optional[BaseException] = None
+    started: bool = False
+    cancelled: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin(self) -> bool:
+        """Whether to run it. All ranks get the same answer: once one has begun, it is too late to cancel."""
+        with self.lock:
+            self.started = self.started or not self.cancelled
+            return self.started
+
+    def cancel(self) -> None:
+        """Do not run it, unless a rank has begun."""
+        with self.lock:
+            self.cancelled = True
+
+    def finish(
+        self, rank: int, outputs: Mapping[str, Array], spans: list[Span], error: Optional[BaseException]
+    ) -> None:
+        """What came of it on one rank."""
+        with self.lock:
+            if rank in self.outputs:
+                return
+            self.outputs[rank] = dict(outputs)
+            self.spans[rank] = spans
+            self.error = self.error or error
+            self.waiting -= 1
+            if self.waiting:
+                return
+        if self.error is not None:
+            self.future.set_exception(self.error)
+        else:
+            self.future.set_result(self)
+
+
+@dataclass(frozen=True)
+class Forget:
+    """Tells a worker that a sequence has ended, so that its states can go."""
+
+    sequence: int
+
+
+class Worker(threading.Thread):
+    """One rank of a session. `broken` is called when the thread itself fails, not just a request."""
+
+    def __init__(
+        self,
+        number: int,
+        rank: Rank,
+        states: Mapping[str, State],
+        package: Path,
+        backend: Backend,
+        transport: Transport,
+        broken: Callable[[BaseException], None],
+    ) -> None:
+        super().__init__(name=f"splitc rank {number} ({rank.device})", daemon=True)
+        self.requests: SimpleQueue[Optional[Request | Forget]] = SimpleQueue()
+        self.backend = backend
+        self._number = number
+        self._rank = rank
+        # The states that stay here, by the input that takes them: made by this rank too.
+        made = {*rank.outputs, *rank.keeps}
+        stays = (states[name] for name in rank.inputs if name in states)
+        self.resident = {state.input: state.output for state in stays if state.output in made}
+        engines = [backend.load(package / engine.path) for engine in rank.engines]
+        self._program = Program(rank.program, engines, [*rank.outputs, *rank.keeps])
+        self._parts = {part.name: part for part in rank.parts}
+        self._transport = transport
+        self._broken = broken
+        self._sequences: dict[int, dict[str, Any]] = {}
+
+    def run(self) -> None:
+        try:
+            while (request := self.requests.get()) is not None:
+                if isinstance(request, Forget):
+                    self._sequences.pop(request.sequence, None)
+                elif request.begin():
+                    self._serve(request)
+                else:
+                    request.finish(self._number, {}, [], SplitcError("the session was closed before this request ran"))
+        except BaseException as error:  # a thread has no caller: the session must know that it is gone
+            self._broken(error)
+
+    def _serve(self, request: Request) -> None:
+        try:
+            outputs, spans = self._run_request(request)
+        except Exception as error:  # whoever waits for the request gets it
+            request.finish(self._number, {}, [], error)
+        else:
+            request.finish(self._number, outputs, spans, None)
+
+    def _run_request(self, request: Request) -> tuple[dict[str, Array], list[Span]]:
+        stateful = request.sequence is not None
+        states = self._sequences.get(request.sequence) if request.sequence is not None else None
+
+        def feeds() -> dict[str, Any]:
+            if states is not None:
+                fed = {name: request.feeds[name] for name in self._rank.inputs if name not in self.resident}
+                return {**{name: self._upload(name, array) for name, array in fed.items()}, **states}
+            given = {**request.feeds, **request.first}
+            return {name: self._upload(name, given[name]) for name in self._rank.inputs}
+
+        values, spans = execute(self._program, self._transport, feeds, self.backend.accumulate)
+        if request.sequence is not None:
+            self._sequences[request.sequence] = {name: values[output] for name, output in self.resident.items()}
+        kept = set(self.resident.values()) if stateful else set[str]()
+        given = [name for name in self._rank.outputs if name not in kept]
+        return {name: np.asarray(self.backend.download(values[name])) for name in given}, spans
+
+    def _upload(self, name: str, array: Array) -> Any:
+        part = self._parts.get(name)
+        return self.backend.upload(array if part is None else cut_part(array, part))
