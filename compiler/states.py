@@ -40,7 +40,8 @@ def find_states(graph: Graph) -> list[State]:
 def _grows(past: ir.Value, present: ir.Value) -> Optional[int]:
     """The axis along which a step makes a state longer: the first symbol that is another one afterwards."""
     for axis, (before, after) in enumerate(zip(past.shape or (), present.shape or ())):
-        if isinstance(before, ir.SymbolicDim) and before != after:
+        known = isinstance(after, int) or after.value is not None
+        if isinstance(before, ir.SymbolicDim) and known and before != after:
             return axis
     return None
 

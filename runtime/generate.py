@@ -1,0 +1,152 @@
+"""Generate tokens with a package of a language model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import numpy as np
+import numpy.typing as npt
+
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.manifest import Manifest, Tensor
+from splitc.runtime.sampling import Sampling, choose_token
+from splitc.runtime.session import Session
+
+Array = npt.NDArray[Any]
+
+# Tokens of a prompt that go through the model at once.
+PROMPT_CHUNK = 512
+
+
+@dataclass(frozen=True)
+class Roles:
+    """What the inputs and the output of a language model are for, by name; some models lack a mask or positions."""
+
+    ids: str
+    mask: Optional[str]
+    positions: Optional[str]
+    logits: str
+
+
+@dataclass
+class Timings:
+    """Tokens and seconds, of the prompt and of what was generated after it."""
+
+    prompt_tokens: int = 0
+    prompt_seconds: float = 0.0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+def find_roles(manifest: Manifest) -> Roles:
+    """Recognize the inputs of a language model by what the graph does with them, and by their names.
+
+    Token ids index the embedding, a mask has it in its name, positions too (as in transformers, optimum, genai).
+    Raises MisuseError for a model whose inputs are others.
+    """
+    states = {state.input for state in manifest.states}
+    given = {state.output for state in manifest.states}
+    inputs = [tensor for tensor in manifest.inputs if tensor.name not in states]
+    masks = [tensor.name for tensor in inputs if "mask" in tensor.name.lower()]
+    positions = [tensor.name for tensor in inputs if "position" in tensor.name.lower()]
+    rest = [tensor for tensor in inputs if tensor.name not in (*masks, *positions)]
+    ids = [tensor for tensor in rest if tensor.fill is not None and tensor.fill.kind == "index"]
+    ids = ids or [tensor for tensor in rest if "ids" in tensor.name.lower()]
+    if len(ids) != 1 or len(rest) > 1 or len(masks) > 1 or len(positions) > 1 or len(ids[0].shape) != 2:
+        raise MisuseError(
+            f"can't generate with {manifest.source.name}: it takes {', '.join(tensor.name for tensor in inputs)}, and "
+            "splitc knows token ids, an attention mask and position ids (and states)"
+        )
+    outputs = [tensor for tensor in manifest.outputs if tensor.name not in given and len(tensor.shape) == 3]
+    named = [tensor for tensor in outputs if "logits" in tensor.name.lower()] or outputs
+    if not named:
+        raise MisuseError(f"can't generate with {manifest.source.name}: it has no output of logits")
+    return Roles(ids[0].name, _one(masks), _one(positions), named[0].name)
+
+
+def _one(names: Sequence[str]) -> Optional[str]:
+    return names[0] if names else None
+
+
+def generate(
+    session: Session,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int = 100,
+    sampling: Sampling = Sampling(),
+    stop_tokens: Collection[int] = (),
+    prompt_chunk: int = PROMPT_CHUNK,
+    timings: Optional[Timings] = None,
+) -> Iterator[int]:
+    """Tokens that follow the prompt, as they come, up to one of the stop tokens, which is not among them.
+
+    The caches stay on the ranks. A long prompt goes through in chunks. A model without states gets all tokens again
+    for each new one. `timings` is filled on the way.
+    Raises MisuseError for an empty prompt, or a model that is no language model.
+    """
+    roles = find_roles(session.manifest)
+    if not len(prompt):
+        raise MisuseError("the prompt has no tokens")
+    timings = timings if timings is not None else Timings()
+    feeder = _Feeder(session.manifest, roles)
+    generator = np.random.default_rng(sampling.seed)
+    stateful = bool(session.manifest.states)
+    tokens = list(prompt)
+    sequence = session.start() if stateful else None
+    run = sequence.run if sequence is not None else session.run
+    try:
+        start = time.perf_counter()
+        logits = _read_prompt(run, feeder, tokens, prompt_chunk if stateful else len(tokens))
+        timings.prompt_tokens, timings.prompt_seconds = len(tokens), time.perf_counter() - start
+        for number in range(max_new_tokens):
+            token = choose_token(logits, sampling, generator)
+            if token in stop_tokens:
+                return
+            yield token
+            tokens.append(token)
+            if number + 1 < max_new_tokens:
+                start = time.perf_counter()
+                new = tokens[-1:] if stateful else tokens
+                logits = run(feeder.feeds(new, len(tokens)))[roles.logits][0, -1]
+                timings.tokens, timings.seconds = number + 1, timings.seconds + time.perf_counter() - start
+    finally:
+        if sequence is not None:
+            sequence.close()
+
+
+def _read_prompt(
+    run: Callable[..., dict[str, Array]], feeder: _Feeder, tokens: Sequence[int], chunk: int
+) -> npt.NDArray[np.floating]:
+    """Send the prompt through; returns the logits after its last token."""
+    logits: Array = np.empty(0)
+    for first in range(0, len(tokens), chunk):
+        piece = tokens[first : first + chunk]
+        logits = run(feeder.feeds(piece, first + len(piece)))[feeder.roles.logits][0, -1]
+    return logits
+
+
+class _Feeder:
+    """Makes the feeds of one step, in the number types of the model's inputs."""
+
+    def __init__(self, manifest: Manifest, roles: Roles) -> None:
+        self.roles = roles
+        self._inputs = {tensor.name: tensor for tensor in manifest.inputs}
+
+    def feeds(self, new: Sequence[int], total: int) -> dict[str, Array]:
+        """For `new` tokens, the last of `total`."""
+        made = {self.roles.ids: np.array([new])}
+        if self.roles.mask is not None:
+            made[self.roles.mask] = self._mask(self._inputs[self.roles.mask], len(new), total)
+        if self.roles.positions is not None:
+            made[self.roles.positions] = np.arange(total - len(new), total)[None]
+        return {name: array.astype(self._inputs[name].dtype) for name, array in made.items()}
+
+    def _mask(self, tensor: Tensor, new: int, total: int) -> Array:
+        """Ones: nothing is padded. Raises MisuseError for a mask that is not one number a token."""
+        if len(tensor.shape) != 2:
+            raise MisuseError(f"can't generate with a mask of {len(tensor.shape)} dimensions ('{tensor.name}')")
+        ids = self._inputs[self.roles.ids]
+        return np.ones((1, new if tensor.shape == ids.shape and tensor.shape[1] is not None else total))

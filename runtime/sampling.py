@@ -1,0 +1,47 @@
+"""Which token comes next: from a model's logits, greedily or by chance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from splitc.runtime.errors import MisuseError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to choose. `temperature` 0 takes the likeliest token; else one is drawn, in this order of cuts:
+
+    the `top_k` likeliest (0: all), and of these the fewest that together have the probability `top_p`.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise MisuseError(f"temperature {self.temperature}: it is 0 (the likeliest token) or more")
+        if not 0 < self.top_p <= 1:
+            raise MisuseError(f"top-p {self.top_p}: it is above 0 and at most 1")
+        if self.top_k < 0:
+            raise MisuseError(f"top-k {self.top_k}: it is 0 (all tokens) or more")
+
+
+def choose_token(logits: npt.NDArray[np.floating], sampling: Sampling, generator: np.random.Generator) -> int:
+    """A token by its logits, one for each of the vocabulary."""
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    scaled = logits.astype(np.float64) / sampling.temperature
+    order = np.argsort(-scaled, kind="stable")
+    if sampling.top_k:
+        order = order[: sampling.top_k]
+    chances = np.exp(scaled[order] - scaled[order[0]])
+    chances /= chances.sum()
+    # The first is always kept; another is while those before it have not reached top_p.
+    kept = np.concatenate([[True], np.cumsum(chances)[:-1] < sampling.top_p])
+    order, chances = order[kept], chances[kept]
+    return int(generator.choice(order, p=chances / chances.sum()))
