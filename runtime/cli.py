@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Optional
 
@@ -21,6 +22,7 @@ from splitc.runtime.manifest import Manifest, read_manifest
 from splitc.runtime.measure import RankMemory, measure_memory
 from splitc.runtime.session import Session, format_shape
 from splitc.runtime.terminal import out, print_json, table
+from splitc.runtime.trace import draw_timeline, write_trace
 from splitc.runtime.units import format_bytes, format_seconds
 from splitc.runtime.version import VERSION
 
@@ -191,6 +193,8 @@ def bench_command(
         help="Threads of the unsplit model, repeatable. Default: all ranks', and one's.",
     ),
     inputs: Optional[Path] = INPUTS,
+    in_flight: int = typer.Option(1, "--in-flight", min=1, help="Requests under way at the same time."),
+    trace: Optional[Path] = typer.Option(None, "--trace", help="Write a timeline here, for Perfetto or Chrome."),
     runs: int = typer.Option(50, "--runs", min=1, help="Timed runs."),
     warmup: int = typer.Option(5, "--warmup", min=0, help="Runs before that."),
     seed: int = SEED,
@@ -199,14 +203,25 @@ def bench_command(
     verify: bool = VERIFY,
     as_json: bool = JSON,
 ) -> None:
-    """Time a package: latency, and how long each rank was busy and waiting."""
+    """Time a package: latency and rate, and how long each rank was busy and waiting."""
     if baseline and not baseline.is_file():
         raise MisuseError(f"no such model file: {baseline}")
-    with Session(package, threads=threads, verify=verify) as session, _feeds(session, inputs, seed) as feeds:
-        result = bench(session, feeds, baseline=baseline, baseline_threads=baseline_threads, runs=runs, warmup=warmup)
+    session = Session(package, threads=threads, verify=verify, in_flight=in_flight)
+    with session, _feeds(session, inputs, seed) as feeds:
+        result = bench(
+            session,
+            feeds,
+            in_flight=in_flight,
+            baseline=baseline,
+            baseline_threads=baseline_threads,
+            runs=runs,
+            warmup=warmup,
+        )
+    if trace:
+        write_trace(trace, session.manifest.ranks, result.timeline)
     measured = measure_memory(package, session.threads, feeds) if memory else []
     if as_json:
-        print_json({"time": result, "memory": measured})
+        print_json({"time": replace(result, timeline=[]), "memory": measured})
         return
     _print_bench(result, session.manifest.split_mode == "tensor")
     if measured:
@@ -225,20 +240,31 @@ def _print_memory(found: Sequence[RankMemory]) -> None:
 
 
 def _print_bench(result: BenchResult, tensor: bool) -> None:
-    rows = table("", "threads", "median", "90 %", "package / unsplit", right=("median", "90 %", "package / unsplit"))
-    own = result.package
+    numbers = ("latency", "90 %", "rate", "package / unsplit")
+    rows = table("", "threads", *numbers, right=numbers)
+    own = result.latency
     threads = f"{len(result.ranks)} x {result.threads}"
-    rows.add_row("package", threads, format_seconds(own.median), format_seconds(own.p90))
+    rows.add_row("package", threads, format_seconds(own.median), format_seconds(own.p90), f"{result.rate:.1f}/s")
     for other in result.baselines:
         seconds = map(format_seconds, (other.latency.median, other.latency.p90))
-        rows.add_row("unsplit", str(other.threads), *seconds, f"{other.ratio:.3f}")
+        rows.add_row("unsplit", str(other.threads), *seconds, f"{1 / other.latency.median:.1f}/s", f"{other.ratio:.3f}")
     out.print(rows)
-    rows = table("rank", "busy", "waiting", right=("busy", "waiting"))
+    columns = ("busy", "waiting", "overhead", "at work")
+    rows = table("rank", *columns, right=columns)
     for number, rank in enumerate(result.ranks):
-        rows.add_row(f"{number} {rank.device}", format_seconds(rank.busy), format_seconds(rank.waiting))
+        times = map(format_seconds, (rank.busy, rank.waiting, rank.overhead))
+        rows.add_row(f"{number} {rank.device}", *times, f"{rank.utilization:.0%}")
     out.print(rows)
-    how = "all ranks work on it at once" if tensor else "one rank works while the others wait"
-    out.print(f"Medians of {own.runs} runs, one request at a time: {how}.")
+    if result.in_flight > 1:
+        out.print(
+            f"{own.runs} runs, {result.in_flight} in flight: {result.against_one:.2f} times the rate of one at a time; "
+            "package / unsplit is time a request."
+        )
+    else:
+        how = "all ranks work on it at once" if tensor else "one rank works while the others wait"
+        out.print(f"Medians of {own.runs} runs, one request at a time: {how}.")
+    for number, line in enumerate(draw_timeline(len(result.ranks), result.timeline[-4 * result.in_flight :])):
+        out.print(f"rank {number} [cyan]{line}[/]")
 
 
 @app.command()

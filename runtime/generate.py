@@ -94,12 +94,13 @@ def generate(
     feeder = _Feeder(session.manifest, roles)
     generator = np.random.default_rng(sampling.seed)
     stateful = bool(session.manifest.states)
+    chunk = feeder.chunk(len(prompt), prompt_chunk if stateful else len(prompt))
     tokens = list(prompt)
     sequence = session.start() if stateful else None
     run = sequence.run if sequence is not None else session.run
     try:
         start = time.perf_counter()
-        logits = _read_prompt(run, feeder, tokens, prompt_chunk if stateful else len(tokens))
+        logits = _read_prompt(run, feeder, tokens, chunk)
         timings.prompt_tokens, timings.prompt_seconds = len(tokens), time.perf_counter() - start
         for number in range(max_new_tokens):
             token = choose_token(logits, sampling, generator)
@@ -134,6 +135,13 @@ class _Feeder:
     def __init__(self, manifest: Manifest, roles: Roles) -> None:
         self.roles = roles
         self._inputs = {tensor.name: tensor for tensor in manifest.inputs}
+
+    def chunk(self, prompt: int, wanted: int) -> int:
+        """How many tokens of the prompt go through at once. Raises MisuseError for a model of a fixed longer length."""
+        fixed = self._inputs[self.roles.ids].shape[1]
+        if isinstance(fixed, int) and fixed != 1:
+            raise MisuseError(f"can't generate with a model that takes {fixed} tokens at a time, no more and no less")
+        return 1 if fixed == 1 else max(1, min(wanted, prompt))
 
     def feeds(self, new: Sequence[int], total: int) -> dict[str, Array]:
         """For `new` tokens, the last of `total`."""

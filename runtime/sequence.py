@@ -50,8 +50,8 @@ class StateSequence:
         arrays = check_feeds(feeds, self._session.inputs, {state.input for state in states})
         first = {} if self._begun else self._first(arrays)
         self._failed = True
-        request = self._session._submit({**arrays, **self._carried}, self._number, first).result()
-        outputs = self._session._whole(request)
+        request = self._session.submit_request({**arrays, **self._carried}, self._number, first).result()
+        outputs = self._session.join(request)
         self._failed, self._begun = False, True
         self._carried = {s.input: outputs[s.output] for s in states if s.input not in self._resident}
         return {name: array for name, array in outputs.items() if name not in {state.output for state in states}}
@@ -71,7 +71,7 @@ class StateSequence:
     def close(self) -> None:
         """Let the states go."""
         if self._begun:
-            self._session._forget(self._number)
+            self._session.forget(self._number)
             self._begun, self._failed = False, True
 
     def __enter__(self) -> StateSequence:

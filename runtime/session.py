@@ -21,10 +21,9 @@ from splitc.runtime.engines.onnxruntime import OnnxRuntimeBackend
 from splitc.runtime.errors import FeedError, MisuseError, SplitcError
 from splitc.runtime.manifest import Manifest, Part, State, Tensor, read_manifest, verify_files
 from splitc.runtime.parts import join_parts
-from splitc.runtime.program import Span
 from splitc.runtime.sequence import StateSequence
 from splitc.runtime.transport.local import connect
-from splitc.runtime.worker import Forget, Request, Worker
+from splitc.runtime.worker import NEVER, Forget, Request, Served, Worker
 
 Array = npt.NDArray[Any]
 
@@ -113,17 +112,17 @@ class Session:
         pieces = cut_batches(arrays, self.manifest.batch, micro_batch)
         return join_batches(list(self.map(pieces)), self.manifest.batch)
 
-    def run_timed(self, feeds: Mapping[str, npt.ArrayLike]) -> tuple[dict[str, Array], dict[int, list[Span]]]:
-        """As `run`; returns beside the outputs when each step of each rank's program ran."""
-        request = self._submit(check_feeds(feeds, self.inputs)).result()
-        return self._whole(request), request.spans
+    def run_timed(self, feeds: Mapping[str, npt.ArrayLike]) -> tuple[dict[str, Array], dict[int, Served]]:
+        """As `run`; returns beside the outputs when each rank did what."""
+        request = self.submit_request(check_feeds(feeds, self.inputs)).result()
+        return self.join(request), request.served
 
     def submit(self, feeds: Mapping[str, npt.ArrayLike]) -> Future[dict[str, Array]]:
         """Start a run, and return at once: the future gives the outputs. Requests run in the order of submission.
 
         Waits while `in_flight` requests are under way. A request that fails fails alone. Raises as `run` does.
         """
-        return _then(self._submit(check_feeds(feeds, self.inputs)), self._whole)
+        return _then(self.submit_request(check_feeds(feeds, self.inputs)), self.join)
 
     def map(
         self, feeds: Iterable[Mapping[str, npt.ArrayLike]], *, in_flight: Optional[int] = None
@@ -153,9 +152,16 @@ class Session:
             )
         return StateSequence(self, next(self._sequences))
 
-    def _submit(
+    def generate(self, prompt: Sequence[int], **options: Any) -> Iterator[int]:
+        """Tokens that follow the prompt, as they come; the options are those of `splitc.runtime.generate.generate`."""
+        from splitc.runtime.generate import generate
+
+        return generate(self, prompt, **options)
+
+    def submit_request(
         self, arrays: Mapping[str, Array], sequence: Optional[int] = None, first: Optional[Mapping[str, Array]] = None
     ) -> Future[Request]:
+        """Start a run of checked feeds: of a stateful sequence, where that is given, from the states `first` on."""
         self._places.acquire()
         request = Request(arrays, len(self._workers), sequence, first or {})
         with self._order:
@@ -186,14 +192,15 @@ class Session:
             waiting = list(self._under_way)
         for request in waiting:
             for number in range(len(self.manifest.ranks)):
-                request.finish(number, {}, [], self._unusable())
+                request.finish(number, {}, NEVER, self._unusable())
 
-    def _forget(self, sequence: int) -> None:
+    def forget(self, sequence: int) -> None:
+        """Let the states of a sequence go."""
         with self._order:
             for worker in self._workers:
                 worker.requests.put(Forget(sequence))
 
-    def _whole(self, request: Request) -> dict[str, Array]:
+    def join(self, request: Request) -> dict[str, Array]:
         """The ranks' outputs together: whole ones, those of which ranks have parts, and inputs handed back."""
         joined: dict[str, Array] = {}
         parts: dict[str, list[tuple[Part, Array]]] = {}

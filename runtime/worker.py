@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,12 +24,24 @@ from splitc.runtime.transport import Transport
 Array = npt.NDArray[Any]
 
 
+@dataclass(frozen=True)
+class Served:
+    """A request on one rank: when it began and ended there, in seconds of time.perf_counter, and its steps."""
+
+    start: float
+    end: float
+    spans: Sequence[Span]
+
+
+NEVER = Served(0.0, 0.0, ())
+
+
 @dataclass(eq=False)
 class Request:
     """One run on its way through the ranks, each of which adds its part; the last one completes the future.
 
     `sequence` is the number of the stateful sequence that it belongs to, `first` the states that it begins with.
-    `outputs` and `spans` are by rank.
+    `outputs` and `served` are by rank.
     """
 
     feeds: Mapping[str, Array]
@@ -37,7 +50,7 @@ class Request:
     first: Mapping[str, Array] = field(default_factory=dict)
     future: Future[Request] = field(default_factory=Future)
     outputs: dict[int, dict[str, Array]] = field(default_factory=dict)
-    spans: dict[int, list[Span]] = field(default_factory=dict)
+    served: dict[int, Served] = field(default_factory=dict)
     error: Optional[BaseException] = None
     started: bool = False
     cancelled: bool = False
@@ -54,15 +67,13 @@ class Request:
         with self.lock:
             self.cancelled = True
 
-    def finish(
-        self, rank: int, outputs: Mapping[str, Array], spans: list[Span], error: Optional[BaseException]
-    ) -> None:
-        """What came of it on one rank."""
+    def finish(self, rank: int, outputs: Mapping[str, Array], served: Served, error: Optional[BaseException]) -> None:
+        """What came of it on one rank; only the first time counts."""
         with self.lock:
             if rank in self.outputs:
                 return
             self.outputs[rank] = dict(outputs)
-            self.spans[rank] = spans
+            self.served[rank] = served
             self.error = self.error or error
             self.waiting -= 1
             if self.waiting:
@@ -117,17 +128,19 @@ class Worker(threading.Thread):
                 elif request.begin():
                     self._serve(request)
                 else:
-                    request.finish(self._number, {}, [], SplitcError("the session was closed before this request ran"))
+                    error = SplitcError("the session was closed before this request ran")
+                    request.finish(self._number, {}, NEVER, error)
         except BaseException as error:  # a thread has no caller: the session must know that it is gone
             self._broken(error)
 
     def _serve(self, request: Request) -> None:
+        start = time.perf_counter()
         try:
             outputs, spans = self._run_request(request)
         except Exception as error:  # whoever waits for the request gets it
-            request.finish(self._number, {}, [], error)
+            request.finish(self._number, {}, Served(start, time.perf_counter(), ()), error)
         else:
-            request.finish(self._number, outputs, spans, None)
+            request.finish(self._number, outputs, Served(start, time.perf_counter(), spans), None)
 
     def _run_request(self, request: Request) -> tuple[dict[str, Array], list[Span]]:
         stateful = request.sequence is not None
