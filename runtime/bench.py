@@ -75,7 +75,7 @@ class BenchResult:
 
 
 # Requests in a row, for each in flight, between two turns of the others.
-ROUND = 4
+ROUND = 8
 
 
 def bench(
