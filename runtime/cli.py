@@ -18,10 +18,13 @@ from splitc.runtime.compare import Difference, compare
 from splitc.runtime.devices import list_devices
 from splitc.runtime.engines.onnxruntime import OnnxRuntimeBackend
 from splitc.runtime.errors import EngineError, MisuseError, OutputsDifferError
+from splitc.runtime.generate import PROMPT_CHUNK, Timings
 from splitc.runtime.manifest import Manifest, read_manifest
 from splitc.runtime.measure import RankMemory, measure_memory
+from splitc.runtime.sampling import Sampling
 from splitc.runtime.session import Session, format_shape
-from splitc.runtime.terminal import out, print_json, table
+from splitc.runtime.terminal import err, out, print_json, table
+from splitc.runtime.text import Text, read_prompt
 from splitc.runtime.trace import draw_timeline, write_trace
 from splitc.runtime.units import format_bytes, format_seconds
 from splitc.runtime.version import VERSION
@@ -265,6 +268,57 @@ def _print_bench(result: BenchResult, tensor: bool) -> None:
         out.print(f"Medians of {own.runs} runs, one request at a time: {how}.")
     for number, line in enumerate(draw_timeline(len(result.ranks), result.timeline[-4 * result.in_flight :])):
         out.print(f"rank {number} [cyan]{line}[/]")
+
+
+@app.command("generate")
+def generate_command(
+    package: Path = PACKAGE,
+    prompt: Optional[str] = typer.Option(None, "--prompt", "-p", help="The text to go on from."),
+    prompt_ids: Optional[str] = typer.Option(None, "--prompt-ids", help="The same as token ids: 1,2,3."),
+    tokenizer: Optional[Path] = typer.Option(
+        None, "--tokenizer", help="tokenizer.json, or a folder that has it. Without, token ids are printed."
+    ),
+    max_new_tokens: int = typer.Option(100, "--max-new-tokens", "-n", min=1, help="Tokens to generate."),
+    temperature: float = typer.Option(0.0, "--temperature", help="0 takes the likeliest token; above, by chance."),
+    top_k: int = typer.Option(0, "--top-k", help="Choose among the likeliest so many. 0: all."),
+    top_p: float = typer.Option(1.0, "--top-p", help="Choose among the fewest that have this probability together."),
+    seed: int = typer.Option(0, "--seed", help="Seed of the choice."),
+    stop: list[int] = typer.Option([], "--stop", help="A token id to stop at, repeatable. Default: the tokenizer's."),
+    prompt_chunk: int = typer.Option(PROMPT_CHUNK, "--prompt-chunk", min=1, help="Tokens of the prompt at a time."),
+    threads: Optional[int] = THREADS,
+    verify: bool = VERIFY,
+    as_json: bool = JSON,
+) -> None:
+    """Generate text, or tokens, with a package of a language model."""
+    text = Text.load(tokenizer) if tokenizer else None
+    ids = read_prompt(text, prompt, prompt_ids)
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    timings = Timings()
+    tokens: list[int] = []
+    with Session(package, threads=threads, verify=verify) as session:
+        stream = session.generate(
+            ids,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            stop_tokens=stop or (text.stop_tokens if text else []),
+            prompt_chunk=prompt_chunk,
+            timings=timings,
+        )
+        for token in stream:
+            tokens.append(token)
+            if not as_json:
+                out.print(text.step(token) if text else f"{token} ", end="", markup=False, soft_wrap=True)
+    if as_json:
+        print_json({"tokens": tokens, "text": text.decode(tokens) if text else None, "timings": timings})
+        return
+    out.print()
+    err.print(f"[dim]prompt     {_rate(timings.prompt_tokens, timings.prompt_seconds)}[/]")
+    err.print(f"[dim]generation {_rate(timings.tokens, timings.seconds)}[/]")
+
+
+def _rate(tokens: int, seconds: float) -> str:
+    rate = f", {tokens / seconds:.1f} tokens/s" if seconds else ""
+    return f"{tokens:5} tokens in {format_seconds(seconds)}{rate}"
 
 
 @app.command()
