@@ -70,6 +70,8 @@ def find_blocks(graph: Graph, costs: Costs, wanted: int = 1) -> Partition:
     """The graph's blocks: the repeated ones if there are any, or finer ones where those are fewer than `wanted`."""
     shapes = find_shapes(graph)
     free = find_free(graph, costs, shapes)
+    if len(free) == len(graph.nodes):  # a model so cheap that all of it could be done twice
+        free = shapes = frozenset()
     spine, live = order_spine(graph, costs, free)
     upstream = find_upstream(graph, free, shapes, spine)
     gaps = find_gaps(costs, spine, live, upstream)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
 
 import msgspec
 from msgspec import Struct
 
-from splitc.compiler.analysis import analyze
+from splitc.compiler.analysis import Analysis, analyze
 from splitc.compiler.budgets import block_seconds
 from splitc.compiler.plan import Plan, Repeated, Request
 from splitc.compiler.plan_layer import make_plan
@@ -18,7 +19,7 @@ from splitc.compiler.plan_tensor import make_tensor_plan
 from splitc.compiler.planner import Assignment
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import DoesNotFitError, MisuseError
-from splitc.runtime.manifest import Source, hash_file
+from splitc.runtime.manifest import Source, State, hash_file
 from splitc.runtime.units import format_bytes
 
 SCHEMA = 1
@@ -65,7 +66,8 @@ class WeightEntry(Struct, frozen=True):
 class PlanFile(Struct, frozen=True, forbid_unknown_fields=True):
     """The content of plan.json. `blocks` maps every block, in the model's order, to the number of its stage.
 
-    In layer mode stages are ranks.
+    In layer mode stages are ranks. `states` are the inputs that take an output of the run before.
+
     `finest` says that the model is cut wherever it can be, instead of into the blocks that repeat.
     """
 
@@ -77,6 +79,7 @@ class PlanFile(Struct, frozen=True, forbid_unknown_fields=True):
     ranks: list[RankEntry]
     finest: bool
     blocks: dict[str, int]
+    states: Optional[list[State]] = None
     cuts: list[CutEntry] = []
     warnings: list[str] = []
     weights: dict[str, WeightEntry] = {}
@@ -119,6 +122,7 @@ def to_file(plan: Plan) -> PlanFile:
         ],
         finest=analysis.partition.finest,
         blocks={block.name: number for number, stage in enumerate(stages) for block in stage.blocks},
+        states=list(analysis.states),
         cuts=[CutEntry(cut.bytes, [value.name or "" for value in cut.values]) for cut in plan.cuts],
         warnings=list(plan.warnings),
         weights=weights,
@@ -183,6 +187,8 @@ def plan_from_file(model: Path, path: Path) -> Plan:
     shapes = {name: tuple(shape) for name, shape in file.shapes.items()}
     analysis = analyze(model, shapes, ALL if file.finest else 1)
     stages = 1 + max((rank.stage for rank in file.ranks), default=0)
+    if file.states is not None:
+        analysis = replace(analysis, states=tuple(_check_states(analysis, file.states)))
     chosen = assignments(file.blocks, stages, [block.name for block in analysis.partition.blocks])
     devices = parse_devices([rank.device for rank in file.ranks])
     request = Request(split_mode=file.split_mode, objective=file.objective, pipeline_stages=stages)
@@ -204,6 +210,18 @@ def plan_from_file(model: Path, path: Path) -> Plan:
                 "move blocks to other ranks, or raise its budget_bytes"
             )
     return plan
+
+
+def _check_states(analysis: Analysis, states: Sequence[State]) -> Sequence[State]:
+    """Raise MisuseError for a state that names no input or output of the model, or an input twice."""
+    inputs = [value.name for value in analysis.graph.graph.inputs]
+    outputs = [value.name for value in analysis.graph.outputs]
+    for number, state in enumerate(states):
+        if state.input not in inputs or state.output not in outputs:
+            raise MisuseError(f"the plan has the state {state.input} <- {state.output}: the model lacks one of these")
+        if state.input in [other.input for other in states[:number]]:
+            raise MisuseError(f"the plan has two states for the input {state.input}")
+    return states
 
 
 def _check_groups(file: PlanFile, stages: int) -> None:

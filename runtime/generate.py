@@ -90,6 +90,9 @@ def generate(
     roles = find_roles(session.manifest)
     if not len(prompt):
         raise MisuseError("the prompt has no tokens")
+    fill = next(tensor.fill for tensor in session.inputs if tensor.name == roles.ids)
+    if fill is not None and fill.below and (unknown := [token for token in prompt if not 0 <= token < fill.below]):
+        raise MisuseError(f"the prompt has the token {unknown[0]}, and the model has a vocabulary of {fill.below}")
     timings = timings if timings is not None else Timings()
     feeder = _Feeder(session.manifest, roles)
     generator = np.random.default_rng(sampling.seed)

@@ -186,8 +186,7 @@ class Session:
     def _break(self, error: BaseException) -> None:
         """A worker has died: nobody may wait for it any more."""
         self._failure = self._failure or error
-        for transport in self._transports:
-            transport.abort(error)
+        self._transports[0].abort(error)
         with self._order:
             waiting = list(self._under_way)
         for request in waiting:

@@ -25,7 +25,7 @@ class Text:
 
     @staticmethod
     def load(path: Path) -> Text:
-        """Read `tokenizer.json`, or the one in a folder. Raises MisuseError when there is none, or no library for it."""
+        """Read `tokenizer.json`, or the one in a folder. Raises MisuseError when there is none, or no library."""
         try:
             from tokenizers import Tokenizer
             from tokenizers.decoders import DecodeStream

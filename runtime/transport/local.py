@@ -62,19 +62,27 @@ class Meeting:
         return totals
 
 
-class LocalTransport:
-    """The end that belongs to `rank` of channels and meetings which all ranks of a session share."""
+@dataclass
+class Hub:
+    """What the ranks of a session share: a channel from each to each, a meeting for each group, and its end."""
 
-    def __init__(self, rank: int, channels: Channels, meetings: dict[tuple[int, ...], Meeting]) -> None:
+    channels: Channels
+    meetings: dict[tuple[int, ...], Meeting] = field(default_factory=dict)
+    failure: Optional[Failure] = None
+
+
+class LocalTransport:
+    """The end that belongs to `rank`."""
+
+    def __init__(self, rank: int, hub: Hub) -> None:
         self._rank = rank
-        self._channels = channels
-        self._meetings = meetings
+        self._hub = hub
 
     def send(self, target: int, name: str, value: Any) -> None:
-        self._channels[self._rank, target].put((name, value))
+        self._hub.channels[self._rank, target].put((name, value))
 
     def receive(self, source: int, name: str) -> Any:
-        channel = self._channels[source, self._rank]
+        channel = self._hub.channels[source, self._rank]
         sent, value = channel.get()
         if sent is None:
             channel.put((None, value))  # for whoever receives next
@@ -85,20 +93,22 @@ class LocalTransport:
 
     def abort(self, error: BaseException) -> None:
         failure = Failure(error)
-        for channel in self._channels.values():
+        self._hub.failure = failure
+        for channel in self._hub.channels.values():
             channel.put((None, failure))
-        for meeting in list(self._meetings.values()):
+        for meeting in list(self._hub.meetings.values()):
             meeting.abort(failure)
 
     def reduce(self, step: Reduce, parts: Any, accumulate: Callable[[str, Any, Any], None]) -> Any:
         group = tuple(step.ranks)
         # Made by whoever comes first: dict.setdefault is atomic.
-        meeting = self._meetings.get(group) or self._meetings.setdefault(group, Meeting(group))
+        meeting = self._hub.meetings.get(group) or self._hub.meetings.setdefault(group, Meeting(group))
+        if self._hub.failure is not None:  # a meeting made after the end would not know of it
+            return self._hub.failure
         return meeting.reduce(self._rank, step, parts, accumulate)
 
 
 def connect(ranks: int) -> list[LocalTransport]:
     """The ends of a new set of channels, one a rank."""
-    channels: Channels = {(source, target): SimpleQueue() for source in range(ranks) for target in range(ranks)}
-    meetings: dict[tuple[int, ...], Meeting] = {}
-    return [LocalTransport(rank, channels, meetings) for rank in range(ranks)]
+    hub = Hub({(source, target): SimpleQueue() for source in range(ranks) for target in range(ranks)})
+    return [LocalTransport(rank, hub) for rank in range(ranks)]

@@ -113,3 +113,18 @@ def test_other_files_are_no_plan(decoder: Path, tmp_path: Path, content: str) ->
         plan_from_file(decoder, tmp_path / "plan.json")
     with pytest.raises(MisuseError, match="no such plan"):
         plan_from_file(decoder, tmp_path / "none.json")
+
+
+def test_states_may_be_corrected(decoder: Path, tmp_path: Path) -> None:
+    """A state taken out is fed and given by the caller; one that the model lacks is refused."""
+    path = tmp_path / "plan.json"
+    write_plan(plan_model(decoder, parse_devices(["2xcpu"])), path)
+    content = json.loads(path.read_text())
+    found = content["states"]
+    content["states"] = found[1:]
+    path.write_text(json.dumps(content))
+    assert [state.input for state in plan_from_file(decoder, path).analysis.states] == [s["input"] for s in found[1:]]
+    content["states"] = [{"input": "input_ids", "output": "nothing"}]
+    path.write_text(json.dumps(content))
+    with pytest.raises(MisuseError, match="the state input_ids <- nothing: the model lacks one"):
+        plan_from_file(decoder, path)

@@ -1,0 +1,194 @@
+"""Stateful sequences: states stay on their ranks, and the tokens are those of the unsplit model in a plain loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from typer.testing import CliRunner
+
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.runtime import Session
+from splitc.runtime.cli import app
+from splitc.runtime.engines.onnxruntime import OnnxRuntimeBackend
+from splitc.runtime.errors import EngineError, MisuseError, SplitcError
+from splitc.runtime.generate import Timings
+from splitc.runtime.sampling import Sampling, choose_token
+from tests.conftest import DECODER, Arrays, decoder_feeds
+
+PROMPT = [5, 17, 33, 2, 90, 41, 8]
+MODES = {
+    "layer": ("3xcpu", Request()),
+    "tensor": ("2xcpu", Request(split_mode="tensor")),
+    "more ranks than heads": ("3xcpu", Request(split_mode="tensor")),
+    "tensor in layers": ("4xcpu", Request(split_mode="tensor", pipeline_stages=2)),
+    "one device": ("cpu0", Request()),
+}
+
+
+def plain_loop(model: Path, prompt: list[int], count: int) -> list[int]:
+    """Greedy tokens of the unsplit model, its cache fed by hand."""
+    session = ort.InferenceSession(str(model), providers=["CPUExecutionProvider"])
+    outputs = [value.name for value in session.get_outputs()]
+    cache: Arrays = {}
+    for value in session.get_inputs():
+        if value.name.startswith("past"):
+            cache[value.name] = np.zeros((1, DECODER.kv_heads, 0, DECODER.head), np.float32)
+    tokens, new = list(prompt), list(prompt)
+    for _ in range(count):
+        total = len(tokens)
+        feeds: Arrays = {
+            "input_ids": np.array([new], np.int64),
+            "attention_mask": np.ones((1, total), np.int64),
+            "position_ids": np.arange(total - len(new), total)[None],
+        }
+        results = dict(zip(outputs, session.run(None, {**feeds, **cache})))
+        cache = {name: results[name.replace("past_key_values", "present")] for name in cache}
+        new = [int(results["logits"][0, -1].argmax())]
+        tokens += new
+    return tokens[len(prompt) :]
+
+
+@pytest.fixture(params=MODES)
+def package_of(request: pytest.FixtureRequest, decoder: Path, tmp_path: Path) -> Path:
+    devices, asked = MODES[request.param]
+    compile_model(plan_model(decoder, [devices], asked), tmp_path / "package")
+    return tmp_path / "package"
+
+
+@pytest.mark.parametrize("chunk", [512, 3])
+def test_200_tokens_are_those_of_a_plain_loop(package_of: Path, decoder: Path, chunk: int) -> None:
+    with Session(package_of, threads=1) as session:
+        assert len(session.resident_states) == 2 * DECODER.layers
+        timings = Timings()
+        found = list(session.generate(PROMPT, max_new_tokens=200, prompt_chunk=chunk, timings=timings))
+    assert found == plain_loop(decoder, PROMPT, 200)
+    assert (timings.prompt_tokens, timings.tokens) == (len(PROMPT), 199)
+
+
+def test_states_do_not_go_to_the_caller(package_of: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Session(package_of, threads=1) as session, session.start() as sequence:
+        feeds = decoder_feeds(1, 4, 0)
+        fed = {name: array for name, array in feeds.items() if not name.startswith("past")}
+        sequence.run(fed)
+        moved: list[int] = []
+        for name in ("upload", "download"):
+            known = getattr(OnnxRuntimeBackend, name)
+
+            def count(self: Any, value: Any, known: Any = known) -> Any:
+                result = known(self, value)
+                moved.append(value.nbytes if isinstance(value, np.ndarray) else result.nbytes)
+                return result
+
+            monkeypatch.setattr(OnnxRuntimeBackend, name, count)
+        outputs = sequence.run({**fed, "attention_mask": np.ones((1, 8), np.int64)})
+        assert list(outputs) == ["logits"]
+        ranks = len(session.manifest.ranks)
+        assert sum(moved) <= outputs["logits"].nbytes + 3 * ranks * 8 * 8, "only what is fed and the logits move"
+
+
+def test_sequences_do_not_disturb_each_other(package_of: Path, decoder: Path) -> None:
+    prompts = [PROMPT, PROMPT[::-1], PROMPT[2:]]
+    with Session(package_of, threads=1) as session:
+        streams = [session.generate(prompt, max_new_tokens=20) for prompt in prompts]
+        found = [list(tokens) for tokens in zip(*zip(*streams))]
+    assert found == [plain_loop(decoder, prompt, 20) for prompt in prompts]
+
+
+def test_sequence_ends_with_its_first_failure(package_of: Path) -> None:
+    feeds = {name: array for name, array in decoder_feeds(1, 4, 0).items() if not name.startswith("past")}
+    wrong = {**feeds, "attention_mask": np.ones((1, 3), np.int64)}
+    with Session(package_of, threads=1) as session:
+        sequence = session.start()
+        sequence.run(feeds)
+        with pytest.raises(EngineError):
+            sequence.run(wrong)
+        with pytest.raises(SplitcError, match="states are lost: start another one"):
+            sequence.run(feeds)
+        sequence.close()
+        with session.start() as another:
+            another.run(feeds)
+        assert all(not worker._sequences for worker in session._workers if worker.requests.empty())
+
+
+def test_recurrent_states_are_states_too(write_model: Any, tmp_path: Path) -> None:
+    """An LSTM fed step by step: h and c stay, and begin as zeros."""
+    from tests.compiler.split.conftest import Block, save
+
+    b = Block()
+    x = b.data("x", (3, 2, 6), ["t", "n", 6])
+    states = [b.data(name, (1, 2, 5), [1, "n", 5]) for name in ("h", "c")]
+    wide, deep = b.w("W", 1, 20, 6), b.w("R", 1, 20, 5)
+    outputs = b.ops("LSTM", x, wide, deep, None, None, *states, outputs=3, hidden_size=5)
+    b.give(outputs[0], "y", ["t", 1, "n", 5])
+    b.give(outputs[1], "hn", [1, "n", 5])
+    b.give(outputs[2], "cn", [1, "n", 5])
+    model = tmp_path / "model.onnx"
+    save(b.model(), model)
+    compile_model(plan_model(model, ["cpu0"]), tmp_path / "package")
+    whole = ort.InferenceSession(str(model))
+    steps = [b.random(f"step {number}", 1 + number, 2, 6) for number in range(4)]
+    h = c = np.zeros((1, 2, 5), np.float32)
+    with Session(tmp_path / "package") as session, session.start() as sequence:
+        assert {(state.input, state.output, state.grows) for state in session.resident_states} == {
+            ("h", "hn", None),
+            ("c", "cn", None),
+        }
+        for step in steps:
+            expected, h, c = whole.run(None, {"x": step, "h": h, "c": c})
+            np.testing.assert_allclose(sequence.run({"x": step})["y"], expected, atol=1e-6)
+
+
+def test_model_without_states_has_no_sequences(tmp_path: Path) -> None:
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[n,4] x) => (int64[m] y) { y = Shape(x) }'
+    ir.save(ir.from_onnx_text(text), tmp_path / "model.onnx")
+    compile_model(plan_model(tmp_path / "model.onnx", ["cpu0"]), tmp_path / "package")
+    with Session(tmp_path / "package") as session:
+        with pytest.raises(MisuseError, match="has no states"):
+            session.start()
+        with pytest.raises(MisuseError, match="can't generate with model.onnx: it takes x"):
+            list(session.generate([1]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", "hello"], "needs a --tokenizer"),
+        (["--prompt-ids", "1,a"], "can't read --prompt-ids 1,a"),
+        (["--prompt-ids", "1,5000"], "the token 5000, and the model has a vocabulary of 96"),
+        (["--prompt-ids", "1", "--temperature", "-1"], "temperature -1"),
+        (["--prompt-ids", "1", "--tokenizer", "nowhere"], "no such tokenizer"),
+        ([], "give the prompt as --prompt"),
+    ],
+)
+def test_misuse_of_generate_is_said(package: Path, arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["generate", str(package), *arguments])
+    assert isinstance(result.exception, MisuseError)
+    assert message in str(result.exception)
+
+
+def test_generate_on_the_command_line(package: Path, decoder: Path) -> None:
+    prompt = ",".join(map(str, PROMPT))
+    result = CliRunner().invoke(app, ["generate", str(package), "--prompt-ids", prompt, "-n", "8"])
+    assert result.exit_code == 0
+    expected = plain_loop(decoder, PROMPT, 8)
+    assert result.stdout.split()[:8] == [str(token) for token in expected]
+    stopped = CliRunner().invoke(app, ["generate", str(package), "--prompt-ids", prompt, "--stop", str(expected[2])])
+    assert stopped.stdout.split()[: expected.index(expected[2])] == [
+        str(t) for t in expected[: expected.index(expected[2])]
+    ]
+
+
+def test_sampling_follows_the_chances() -> None:
+    generator = np.random.default_rng(0)
+    logits = np.log(np.array([0.5, 0.3, 0.15, 0.05]))
+    drawn = [choose_token(logits, Sampling(temperature=1.0), generator) for _ in range(4000)]
+    np.testing.assert_allclose(np.bincount(drawn) / 4000, [0.5, 0.3, 0.15, 0.05], atol=0.03)
+    assert {choose_token(logits, Sampling(temperature=1.0, top_k=2), generator) for _ in range(200)} == {0, 1}
+    assert {choose_token(logits, Sampling(temperature=1.0, top_p=0.6), generator) for _ in range(200)} == {0, 1}
+    assert {choose_token(logits, Sampling(temperature=1.0, top_p=0.4), generator) for _ in range(200)} == {0}
+    assert choose_token(logits, Sampling(), generator) == 0

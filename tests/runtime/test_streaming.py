@@ -1,0 +1,217 @@
+"""Requests in flight: in order, bounded, each with its own answer; and every way in which it may go wrong ends soon."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.runtime import Session
+from splitc.runtime.engines.onnxruntime import OnnxRuntimeEngine
+from splitc.runtime.errors import EngineError, FeedError, MisuseError, SplitcError
+from splitc.runtime.worker import Worker
+from tests.conftest import Arrays, assert_close, decoder_feeds, run_whole
+
+
+@pytest.fixture(params=["layer", "tensor", "both"])
+def streamed(request: pytest.FixtureRequest, decoder: Path, tmp_path: Path) -> Iterator[Session]:
+    """A session in each split mode, and in both at once."""
+    mode = "layer" if request.param == "layer" else "tensor"
+    stages = 2 if request.param == "both" else 1
+    devices = {"layer": "3xcpu", "tensor": "2xcpu", "both": "4xcpu"}[request.param]
+    compile_model(
+        plan_model(decoder, [devices], Request(split_mode=mode, pipeline_stages=stages)), tmp_path / "package"
+    )
+    with Session(tmp_path / "package", threads=1) as session:
+        yield session
+
+
+def sized(number: int) -> Arrays:
+    """Feeds that differ from request to request, in size too."""
+    return decoder_feeds(batch=1 + number % 3, new=1 + number % 4, past=number % 5)
+
+
+def bad() -> Arrays:
+    """Feeds that an engine fails on: the mask has another length than past and tokens."""
+    feeds = decoder_feeds()
+    feeds["attention_mask"] = feeds["attention_mask"][:, :-1]
+    return feeds
+
+
+def test_answers_come_in_order_and_are_each_ones_own(streamed: Session, decoder: Path) -> None:
+    outputs = list(streamed.map((sized(number) for number in range(20)), in_flight=4))
+    for number, found in enumerate(outputs):
+        assert_close(found, run_whole(decoder, sized(number)), 2e-5)
+
+
+def test_failing_request_fails_alone(streamed: Session, decoder: Path) -> None:
+    feeds = [bad() if number in (1, 2, 6) else sized(number) for number in range(9)]
+    futures = [streamed.submit(each) for each in feeds]
+    for number, future in enumerate(futures):
+        if number in (1, 2, 6):
+            with pytest.raises(EngineError, match="stage0"):
+                future.result(timeout=20)
+        else:
+            assert_close(future.result(timeout=20), run_whole(decoder, feeds[number]), 2e-5)
+
+
+def test_submit_waits_while_as_many_as_allowed_are_under_way(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    run = OnnxRuntimeEngine.run
+    monkeypatch.setattr(OnnxRuntimeEngine, "run", lambda self, values: (gate.wait(20), run(self, values))[1])
+    with Session(package, in_flight=2) as session:
+        futures = [session.submit(decoder_feeds()) for _ in range(2)]
+        third: list[Future[Any]] = []
+        waiting = threading.Thread(target=lambda: third.append(session.submit(decoder_feeds())))
+        waiting.start()
+        waiting.join(0.3)
+        assert waiting.is_alive(), "a third request must wait for a place"
+        gate.set()
+        waiting.join(20)
+        for future in (*futures, *third):
+            future.result(timeout=20)
+
+
+def test_map_takes_no_more_than_are_in_flight(package: Path) -> None:
+    taken = itertools.count()
+
+    def feeds() -> Iterator[Arrays]:
+        for _ in range(100):
+            next(taken)
+            yield decoder_feeds()
+
+    with Session(package, in_flight=3) as session:
+        answers = session.map(feeds())
+        next(answers)
+        next(answers)
+        answers.close()  # type: ignore[attr-defined]  # it is a generator
+        assert next(taken) <= 5
+
+
+def test_batch_is_cut_and_joined(streamed: Session, decoder: Path) -> None:
+    feeds = decoder_feeds(batch=5)
+    assert_close(streamed.run(feeds, micro_batch=2), run_whole(decoder, feeds), 2e-5)
+    with pytest.raises(MisuseError, match="micro_batch=0"):
+        streamed.run(feeds, micro_batch=0)
+
+
+def test_model_whose_rows_meet_is_not_cut(tmp_path: Path) -> None:
+    from tests.compiler.split.conftest import Block, save
+
+    b = Block()
+    x = b.data("x", (4, 12), ["n", 12])
+    b.give(b.op("Softmax", b.op("MatMul", x, b.w("A", 12, 12)), axis=0), shape=["n", 12])
+    save(b.model(), tmp_path / "model.onnx")
+    compile_model(plan_model(tmp_path / "model.onnx", ["cpu0"]), tmp_path / "package")
+    with Session(tmp_path / "package") as session, pytest.raises(MisuseError, match="not known to treat the rows"):
+        session.run(b.feeds, micro_batch=1)
+
+
+def test_engine_that_raises_anything_fails_its_request_alone(
+    streamed: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = OnnxRuntimeEngine.run
+    calls = itertools.count()
+
+    def fail_once(self: OnnxRuntimeEngine, values: Any) -> Any:
+        if next(calls) == 2:
+            raise MemoryError("no memory for this one")
+        return run(self, values)
+
+    monkeypatch.setattr(OnnxRuntimeEngine, "run", fail_once)
+    outcomes = [streamed.submit(decoder_feeds()) for _ in range(4)]
+    errors = [future.exception(timeout=20) for future in outcomes]
+    assert sum(isinstance(error, MemoryError) for error in errors) == 1
+    assert sum(error is None for error in errors) == 3
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_thread_that_dies_ends_all_that_wait(streamed: Session, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve = Worker._serve
+
+    def die(self: Worker, request: Any) -> None:
+        if self._number == rank:
+            raise SystemExit("the thread is gone")
+        serve(self, request)
+
+    monkeypatch.setattr(Worker, "_serve", die)
+    for _ in range(3):
+        with pytest.raises(SplitcError, match="the session is broken: SystemExit: the thread is gone"):
+            streamed.submit(decoder_feeds()).result(timeout=20)
+    start = time.monotonic()
+    streamed.close()
+    assert time.monotonic() - start < 5
+
+
+def test_closing_cancels_what_has_not_begun(package: Path) -> None:
+    session = Session(package, in_flight=50)
+    futures = [session.submit(decoder_feeds()) for _ in range(50)]
+    session.close()
+    outcomes = [future.exception(timeout=5) for future in futures]
+    assert outcomes[0] is None
+    assert all(error is None or "was closed before this request ran" in str(error) for error in outcomes)
+    assert outcomes[-1] is not None
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("splitc rank")]
+    with pytest.raises(SplitcError, match="the session is closed"):
+        session.submit(decoder_feeds())
+
+
+def test_refused_feeds_take_no_place(package: Path) -> None:
+    with Session(package, in_flight=1) as session:
+        for _ in range(3):
+            with pytest.raises(FeedError):
+                session.submit({})
+        session.run(decoder_feeds())
+
+
+def test_interrupt_in_mid_run_ends_the_program(package: Path) -> None:
+    """Ctrl-C while requests stream through: the program is gone within seconds, threads and all."""
+    program = textwrap.dedent(
+        f"""
+        from splitc.runtime import Session
+        from tests.conftest import decoder_feeds
+
+        with Session({str(package)!r}) as session:
+            print("running", flush=True)
+            for _ in session.map(decoder_feeds() for _ in iter(int, 1)):
+                pass
+        """
+    )
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "running\n"
+    time.sleep(0.5)
+    os.kill(child.pid, signal.SIGINT)
+    _, errors = child.communicate(timeout=20)
+    assert child.returncode != 0
+    assert "KeyboardInterrupt" in errors
+
+
+def test_values_of_many_requests_are_let_go(package: Path) -> None:
+    """What a request leaves behind would show as objects that only grow."""
+    import gc
+
+    import onnxruntime as ort
+
+    def alive() -> int:
+        gc.collect()
+        return sum(isinstance(each, (ort.OrtValue, np.ndarray)) for each in gc.get_objects())
+
+    with Session(package) as session:
+        list(session.map(decoder_feeds() for _ in range(5)))
+        before = alive()
+        list(session.map(decoder_feeds() for _ in range(30)))
+        assert alive() <= before + 5
