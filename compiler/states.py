@@ -31,7 +31,12 @@ def find_states(graph: Graph) -> list[State]:
         if output not in pairs and value not in pairs.values():
             pairs[output] = value
     return [
-        State(pairs[output].name or "", output.name or "", _grows(pairs[output], output))
+        State(
+            pairs[output].name or "",
+            output.name or "",
+            _grows(pairs[output], output),
+            _is_in_place(pairs[output], output),
+        )
         for output in graph.graph.outputs
         if output in pairs
     ]
@@ -61,6 +66,17 @@ def _inputs_upstream(graph: Graph, output: ir.Value) -> Iterator[tuple[int, ir.V
                     if read.is_graph_input():
                         yield distance, read
         level = above
+
+
+# Operators that write a cache in place when input and output are one buffer, and take the length from elsewhere.
+IN_PLACE = frozenset({"GroupQueryAttention"})
+
+
+def _is_in_place(past: ir.Value, present: ir.Value) -> bool:
+    """Whether the present is written by an operator that can write it over the past, which nothing else reads."""
+    producer = present.producer()
+    uses = list(past.uses())
+    return producer is not None and producer.op_type in IN_PLACE and [use.node for use in uses] == [producer]
 
 
 def _is_alike(past: ir.Value, present: ir.Value) -> bool:

@@ -99,7 +99,7 @@ def generate(
     stateful = bool(session.manifest.states)
     chunk = feeder.chunk(len(prompt), prompt_chunk if stateful else len(prompt))
     tokens = list(prompt)
-    sequence = session.start() if stateful else None
+    sequence = session.start(len(tokens) + max_new_tokens) if stateful else None
     run = sequence.run if sequence is not None else session.run
     try:
         start = time.perf_counter()

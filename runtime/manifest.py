@@ -41,12 +41,14 @@ class Tensor(Struct, frozen=True):
 class State(Struct, frozen=True):
     """A model input that is meant to be fed with an output of the step before (a past and its present).
 
-    A sequence begins with zeros, of length 0 along the axis `grows` where a step makes the state longer.
+    A sequence begins with zeros, of length 0 along the axis `grows` where a step makes the state longer. With
+    `in_place` the engine can write the output over the input, which then has room for what is to come.
     """
 
     input: str
     output: str
     grows: Optional[int] = None
+    in_place: bool = False
 
 
 class AxisPart(Struct, frozen=True):

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Union
 
 from msgspec import Struct
@@ -101,10 +102,12 @@ def execute(
     transport: Transport,
     feeds: Callable[[], Mapping[str, Any]],
     accumulate: Callable[[str, Any, Any], None],
+    into: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[dict[str, Any], list[Span]]:
     """Run the program on what `feeds` gives. Returns every value still held at the end, and when each step ran.
 
-    `accumulate` brings a part into another one in place, by the operation of a Reduce step.
+    `accumulate` brings a part into another one in place, by the operation of a Reduce step. Outputs in `into` are
+    written to those values.
 
     When something fails, the rest of the program is still walked: what others send is taken, what others wait for is
     sent as a Failure. So one bad request leaves every channel as it found it. The first error is raised at the end.
@@ -135,7 +138,8 @@ def execute(
         elif failure is None:
             engine = program.engines[step.engine]
             try:
-                values.update(engine.run({name: values[name] for name in engine.inputs}))
+                own = {name: into[name] for name in engine.outputs if name in into}
+                values.update(engine.run({name: values[name] for name in engine.inputs}, own))
             except Exception as error:  # whatever an engine raises belongs to this request
                 failure = Failure(error)
         spans.append(Span(step, start, time.perf_counter()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -14,6 +15,7 @@ from splitc.runtime.manifest import State, Tensor
 
 if TYPE_CHECKING:
     from splitc.runtime.session import Session
+    from splitc.runtime.worker import Request
 
 Array = npt.NDArray[Any]
 
@@ -29,9 +31,10 @@ class StateSequence:
     that makes a state is not the one that takes it, it goes through this object. Several sequences may be open at once.
     """
 
-    def __init__(self, session: Session, number: int) -> None:
+    def __init__(self, session: Session, number: int, capacity: Optional[int]) -> None:
         self._session = session
         self._number = number
+        self._capacity = capacity
         self._resident = {state.input for state in session.resident_states}
         self._carried: dict[str, Array] = {}
         self._begun = False
@@ -50,7 +53,7 @@ class StateSequence:
         arrays = check_feeds(feeds, self._session.inputs, {state.input for state in states})
         first = {} if self._begun else self._first(arrays)
         self._failed = True
-        request = self._session.submit_request({**arrays, **self._carried}, self._number, first).result()
+        request = self._submit({**arrays, **self._carried}, first).result()
         outputs = self._session.join(request)
         self._failed, self._begun = False, True
         self._carried = {s.input: outputs[s.output] for s in states if s.input not in self._resident}
@@ -66,7 +69,14 @@ class StateSequence:
             if isinstance(symbol, str)
         }
         batch = max((array.shape[0] for array in feeds.values() if array.ndim), default=1)
-        return {s.input: _zeros(s, inputs[s.input], sizes, batch) for s in self._session.manifest.states}
+        room = self._capacity or 0
+        return {
+            state.input: _zeros(state, inputs[state.input], sizes, batch, room if state.in_place else 0)
+            for state in self._session.manifest.states
+        }
+
+    def _submit(self, feeds: Mapping[str, Array], first: Mapping[str, Array]) -> Future[Request]:
+        return self._session.submit_request(feeds, self._number, first, self._capacity is not None)
 
     def close(self) -> None:
         """Let the states go."""
@@ -83,12 +93,12 @@ class StateSequence:
         self.close()
 
 
-def _zeros(state: State, tensor: Tensor, sizes: Mapping[str, int], batch: int) -> Array:
+def _zeros(state: State, tensor: Tensor, sizes: Mapping[str, int], batch: int, room: int) -> Array:
     """A state before the first run: a symbol of the feeds has their size; another first axis is the batch."""
     shape = []
     for axis, size in enumerate(tensor.shape):
         if axis == state.grows:
-            shape.append(0)
+            shape.append(room)
         elif isinstance(size, int):
             shape.append(size)
         elif size is not None and size in sizes:

@@ -144,13 +144,17 @@ class Session:
             # A caller that stops reading leaves at most these, and they are waited for here, not by whoever comes next.
             wait(pending)
 
-    def start(self) -> StateSequence:
-        """Open a stateful sequence: its states (caches, recurrent states) stay on the ranks from run to run."""
+    def start(self, capacity: Optional[int] = None) -> StateSequence:
+        """Open a stateful sequence: its states (caches, recurrent states) stay on the ranks from run to run.
+
+        With `capacity`, caches that an engine can write in place get room for so many tokens at once; without, and for
+        other caches, each run makes them anew, longer.
+        """
         if not self.manifest.states:
             raise MisuseError(
                 f"{self.manifest.source.name} has no states: none of its outputs goes into an input again"
             )
-        return StateSequence(self, next(self._sequences))
+        return StateSequence(self, next(self._sequences), capacity)
 
     def generate(self, prompt: Sequence[int], **options: Any) -> Iterator[int]:
         """Tokens that follow the prompt, as they come; the options are those of `splitc.runtime.generate.generate`."""
@@ -159,11 +163,18 @@ class Session:
         return generate(self, prompt, **options)
 
     def submit_request(
-        self, arrays: Mapping[str, Array], sequence: Optional[int] = None, first: Optional[Mapping[str, Array]] = None
+        self,
+        arrays: Mapping[str, Array],
+        sequence: Optional[int] = None,
+        first: Optional[Mapping[str, Array]] = None,
+        room: bool = False,
     ) -> Future[Request]:
-        """Start a run of checked feeds: of a stateful sequence, where that is given, from the states `first` on."""
+        """Start a run of checked feeds: of a stateful sequence, where that is given, from the states `first` on.
+
+        `room` says that these have room for what is to come.
+        """
         self._places.acquire()
-        request = Request(arrays, len(self._workers), sequence, first or {})
+        request = Request(arrays, len(self._workers), sequence, first or {}, room)
         with self._order:
             if self._closed or self._failure is not None:
                 self._places.release()

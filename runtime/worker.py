@@ -40,7 +40,8 @@ NEVER = Served(0.0, 0.0, ())
 class Request:
     """One run on its way through the ranks, each of which adds its part; the last one completes the future.
 
-    `sequence` is the number of the stateful sequence that it belongs to, `first` the states that it begins with.
+    `sequence` is the number of the stateful sequence that it belongs to, `first` the states that it begins with;
+    with `room` there is room in them for what is to come, so that they are written in place.
     `outputs` and `served` are by rank.
     """
 
@@ -48,6 +49,7 @@ class Request:
     waiting: int
     sequence: Optional[int] = None
     first: Mapping[str, Array] = field(default_factory=dict)
+    room: bool = False
     future: Future[Request] = field(default_factory=Future)
     outputs: dict[int, dict[str, Array]] = field(default_factory=dict)
     served: dict[int, Served] = field(default_factory=dict)
@@ -113,6 +115,7 @@ class Worker(threading.Thread):
         made = {*rank.outputs, *rank.keeps}
         stays = (states[name] for name in rank.inputs if name in states)
         self.resident = {state.input: state.output for state in stays if state.output in made}
+        self._in_place = [state for state in states.values() if state.in_place and state.input in self.resident]
         engines = [backend.load(package / engine.path) for engine in rank.engines]
         self._program = Program(rank.program, engines, [*rank.outputs, *rank.keeps])
         self._parts = {part.name: part for part in rank.parts}
@@ -146,14 +149,17 @@ class Worker(threading.Thread):
         stateful = request.sequence is not None
         states = self._sequences.get(request.sequence) if request.sequence is not None else None
 
-        def feeds() -> dict[str, Any]:
-            if states is not None:
-                fed = {name: request.feeds[name] for name in self._rank.inputs if name not in self.resident}
-                return {**{name: self._upload(name, array) for name, array in fed.items()}, **states}
-            given = {**request.feeds, **request.first}
-            return {name: self._upload(name, given[name]) for name in self._rank.inputs}
+        into: dict[str, Any] = {}
 
-        values, spans = execute(self._program, self._transport, feeds, self.backend.accumulate)
+        def feeds() -> dict[str, Any]:
+            given = {**request.feeds, **request.first}
+            own = states or {}
+            fed = {name: own[name] if name in own else self._upload(name, given[name]) for name in self._rank.inputs}
+            if request.room:
+                into.update({state.output: fed[state.input] for state in self._in_place})
+            return fed
+
+        values, spans = execute(self._program, self._transport, feeds, self.backend.accumulate, into)
         if request.sequence is not None:
             self._sequences[request.sequence] = {name: values[output] for name, output in self.resident.items()}
         kept = set(self.resident.values()) if stateful else set[str]()

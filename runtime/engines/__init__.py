@@ -21,9 +21,10 @@ class Engine(Protocol):
     def outputs(self) -> Sequence[str]:
         """Names of the values that it gives."""
 
-    def run(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def run(self, values: Mapping[str, Any], into: Mapping[str, Any]) -> dict[str, Any]:
         """Run on values of the backend that loaded it, named as in `inputs`; returns those named in `outputs`.
 
+        An output in `into` is written to that value, which may be one of the inputs.
         Raises EngineError when the engine fails.
         """
 

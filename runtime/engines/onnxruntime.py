@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -55,17 +56,21 @@ class OnnxRuntimeEngine:
         self.inputs = [value.name for value in session.get_inputs()]
         self.outputs = [value.name for value in session.get_outputs()]
 
-    def run(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def run(self, values: Mapping[str, Any], into: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
         binding = self._session.io_binding()
         for name in self.inputs:
             binding.bind_ortvalue_input(name, values[name])
         for name in self.outputs:
-            binding.bind_output(name)
+            if name in into:
+                binding.bind_ortvalue_output(name, into[name])
+            else:
+                binding.bind_output(name)
         try:
             self._session.run_with_iobinding(binding, self._options)
         except ERRORS as error:
             raise EngineError(f"{self._name} failed: {error}") from error
-        return dict(zip(self.outputs, binding.get_outputs()))
+        # What was bound is handed back itself: another OrtValue on its memory would not keep that.
+        return {name: into.get(name, value) for name, value in zip(self.outputs, binding.get_outputs())}
 
 
 class OnnxRuntimeBackend:

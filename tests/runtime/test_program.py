@@ -17,7 +17,7 @@ class FunctionEngine:
     def __init__(self, inputs: Sequence[str], output: str, function: Callable[..., Any]) -> None:
         self.inputs, self.outputs, self._function = list(inputs), [output], function
 
-    def run(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def run(self, values: Mapping[str, Any], into: Mapping[str, Any]) -> dict[str, Any]:
         return {self.outputs[0]: self._function(*(values[name] for name in self.inputs))}
 
 

@@ -71,7 +71,7 @@ def test_failing_request_fails_alone(streamed: Session, decoder: Path) -> None:
 def test_submit_waits_while_as_many_as_allowed_are_under_way(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     run = OnnxRuntimeEngine.run
-    monkeypatch.setattr(OnnxRuntimeEngine, "run", lambda self, values: (gate.wait(20), run(self, values))[1])
+    monkeypatch.setattr(OnnxRuntimeEngine, "run", lambda self, *given: (gate.wait(20), run(self, *given))[1])
     with Session(package, in_flight=2) as session:
         futures = [session.submit(decoder_feeds()) for _ in range(2)]
         third: list[Future[Any]] = []
@@ -126,10 +126,10 @@ def test_engine_that_raises_anything_fails_its_request_alone(
     run = OnnxRuntimeEngine.run
     calls = itertools.count()
 
-    def fail_once(self: OnnxRuntimeEngine, values: Any) -> Any:
+    def fail_once(self: OnnxRuntimeEngine, *given: Any) -> Any:
         if next(calls) == 2:
             raise MemoryError("no memory for this one")
-        return run(self, values)
+        return run(self, *given)
 
     monkeypatch.setattr(OnnxRuntimeEngine, "run", fail_once)
     outcomes = [streamed.submit(decoder_feeds()) for _ in range(4)]
