@@ -9,6 +9,8 @@ from splitc.runtime.errors import (
     PackageError,
     SplitcError,
 )
+from splitc.runtime.sampling import Sampling
+from splitc.runtime.sequence import StateSequence
 from splitc.runtime.session import Session
 
 __all__ = [
@@ -18,6 +20,8 @@ __all__ = [
     "MisuseError",
     "OutputsDifferError",
     "PackageError",
+    "Sampling",
     "Session",
     "SplitcError",
+    "StateSequence",
 ]
