@@ -132,23 +132,13 @@ class SizeRewriter:
             return value if np.array_equal(np.atleast_1d(old), new) else self.constant(new.reshape(old.shape))
         entries = self._entries(value)
         wanted = list(sizes)[: len(entries)]
-        if not any(each is not None for each in entries) and not any(
-            each and self.shards.is_split(each) for each in wanted
-        ):
-            return value
-        producer = value.producer()
-        if producer is not None and producer.op_type == "Concat" and value not in self._shape_reads(value, wanted):
-            return self._localize_pieces(node, producer, wanted)
         corrections = [self._ratio(have, want) for have, want in zip(entries, wanted)]
         if all(correction is None for correction in corrections):
             return value
+        producer = value.producer()
+        if producer is not None and producer.op_type == "Concat":
+            return self._localize_pieces(node, producer, wanted)
         return self._correct(node, value, corrections)
-
-    def _shape_reads(self, value: ir.Value, wanted: Sizes) -> Sequence[ir.Value]:
-        """The value itself where all its entries are what is wanted already."""
-        entries = self._entries(value)
-        fits = all(self._ratio(have, want) is None for have, want in zip(entries, wanted))
-        return [value] if fits else []
 
     def _localize_pieces(self, node: ir.Node, concat: ir.Node, wanted: Sizes) -> ir.Value:
         pieces = []

@@ -9,7 +9,8 @@ import onnx_ir as ir
 import pytest
 
 from splitc.compiler.split.axes import Factor
-from splitc.compiler.split.choice import Candidate, Choice
+from splitc.compiler.split.candidates import Candidate
+from splitc.compiler.split.choice import Choice
 from splitc.compiler.split.partial import Sums
 from splitc.compiler.split.shares import assign_units, largest_remainder
 
