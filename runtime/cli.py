@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Optional
@@ -284,6 +284,9 @@ def generate_command(
     top_p: float = typer.Option(1.0, "--top-p", help="Choose among the fewest that have this probability together."),
     seed: int = typer.Option(0, "--seed", help="Seed of the choice."),
     stop: list[int] = typer.Option([], "--stop", help="A token id to stop at, repeatable. Default: the tokenizer's."),
+    prefill: Optional[Path] = typer.Option(
+        None, "--prefill", help="A package for the prompt: the model without caches, where it is a model of its own."
+    ),
     prompt_chunk: int = typer.Option(PROMPT_CHUNK, "--prompt-chunk", min=1, help="Tokens of the prompt at a time."),
     threads: Optional[int] = THREADS,
     verify: bool = VERIFY,
@@ -295,13 +298,16 @@ def generate_command(
     sampling = Sampling(temperature, top_k, top_p, seed)
     timings = Timings()
     tokens: list[int] = []
-    with Session(package, threads=threads, verify=verify) as session:
+    with ExitStack() as stack:
+        session = stack.enter_context(Session(package, threads=threads, verify=verify))
+        first = stack.enter_context(Session(prefill, threads=threads, verify=verify)) if prefill else None
         stream = session.generate(
             ids,
             max_new_tokens=max_new_tokens,
             sampling=sampling,
             stop_tokens=stop or (text.stop_tokens if text else []),
             prompt_chunk=prompt_chunk,
+            prefill=first,
             timings=timings,
         )
         for token in stream:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.manifest import Manifest, Tensor
 from splitc.runtime.sampling import Sampling, choose_token
+from splitc.runtime.sequence import StateSequence
 from splitc.runtime.session import Session
 
 Array = npt.NDArray[Any]
@@ -79,12 +80,14 @@ def generate(
     sampling: Sampling = Sampling(),
     stop_tokens: Collection[int] = (),
     prompt_chunk: int = PROMPT_CHUNK,
+    prefill: Optional[Session] = None,
     timings: Optional[Timings] = None,
 ) -> Iterator[int]:
     """Tokens that follow the prompt, as they come, up to one of the stop tokens, which is not among them.
 
-    The caches stay on the ranks. A long prompt goes through in chunks. A model without states gets all tokens again
-    for each new one. `timings` is filled on the way.
+    The caches stay on the ranks. A long prompt goes through in chunks, or through a package of its own, `prefill`: of a
+    model that takes no caches and makes them, as exporters write beside one that takes them. A model without states
+    gets all tokens again for each new one. `timings` is filled on the way.
     Raises MisuseError for an empty prompt, or a model that is no language model.
     """
     roles = find_roles(session.manifest)
@@ -99,11 +102,15 @@ def generate(
     stateful = bool(session.manifest.states)
     chunk = feeder.chunk(len(prompt), prompt_chunk if stateful else len(prompt))
     tokens = list(prompt)
-    sequence = session.start(len(tokens) + max_new_tokens) if stateful else None
+    room = None if prefill is not None else len(tokens) + max_new_tokens
+    sequence = session.start(room) if stateful else None
     run = sequence.run if sequence is not None else session.run
     try:
         start = time.perf_counter()
-        logits = _read_prompt(run, feeder, tokens, chunk)
+        if prefill is not None and sequence is not None:
+            logits = _prefill(prefill, sequence, session.manifest, tokens)
+        else:
+            logits = _read_prompt(run, feeder, tokens, chunk)
         timings.prompt_tokens, timings.prompt_seconds = len(tokens), time.perf_counter() - start
         for number in range(max_new_tokens):
             token = choose_token(logits, sampling, generator)
@@ -129,6 +136,22 @@ def _read_prompt(
     for first in range(0, len(tokens), chunk):
         piece = tokens[first : first + chunk]
         logits = run(feeder.feeds(piece, first + len(piece)))[feeder.roles.logits][0, -1]
+    return logits
+
+
+def _prefill(
+    prefill: Session, sequence: StateSequence, manifest: Manifest, tokens: Sequence[int]
+) -> npt.NDArray[np.floating]:
+    """Send the prompt through another package, and hand its caches to the sequence; returns the last logits."""
+    roles = find_roles(prefill.manifest)
+    outputs = prefill.run(_Feeder(prefill.manifest, roles).feeds(tokens, len(tokens)))
+    if missing := [state.output for state in manifest.states if state.output not in outputs]:
+        raise MisuseError(
+            f"the prefill package ({prefill.manifest.source.name}) does not make {missing[0]}, which "
+            f"{manifest.source.name} wants to go on from"
+        )
+    sequence.load({state.input: outputs[state.output] for state in manifest.states})
+    logits: Array = outputs[roles.logits][0, -1]
     return logits
 
 

@@ -37,6 +37,7 @@ class StateSequence:
         self._capacity = capacity
         self._resident = {state.input for state in session.resident_states}
         self._carried: dict[str, Array] = {}
+        self._loaded: dict[str, Array] = {}
         self._begun = False
         self._failed = False
 
@@ -51,13 +52,26 @@ class StateSequence:
             raise SplitcError("a run of this sequence failed, so its states are lost: start another one")
         states = self._session.manifest.states
         arrays = check_feeds(feeds, self._session.inputs, {state.input for state in states})
-        first = {} if self._begun else self._first(arrays)
+        first = {} if self._begun else self._loaded or self._first(arrays)
         self._failed = True
         request = self._submit({**arrays, **self._carried}, first).result()
         outputs = self._session.join(request)
         self._failed, self._begun = False, True
         self._carried = {s.input: outputs[s.output] for s in states if s.input not in self._resident}
         return {name: array for name, array in outputs.items() if name not in {state.output for state in states}}
+
+    def load(self, states: Mapping[str, npt.ArrayLike]) -> None:
+        """Begin with these states, by the names of their inputs, instead of zeros. Only before the first run.
+
+        Raises FeedError for states that the model does not have, SplitcError after a run.
+        """
+        from splitc.runtime.session import check_feeds
+
+        if self._begun or self._failed or self._capacity is not None:
+            raise SplitcError("states can be loaded before the first run only, into a sequence without a capacity")
+        names = {state.input for state in self._session.manifest.states}
+        inputs = [tensor for tensor in self._session.inputs if tensor.name in names]
+        self._loaded = check_feeds(states, inputs)
 
     def _first(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Zeros for each state, in the sizes that the feeds' symbols have."""

@@ -70,6 +70,23 @@ def test_200_tokens_are_those_of_a_plain_loop(package_of: Path, decoder: Path, c
     assert (timings.prompt_tokens, timings.tokens) == (len(PROMPT), 199)
 
 
+def test_prompt_through_a_package_of_its_own(package: Path, decoder: Path, tmp_path: Path) -> None:
+    """The same model with empty caches inside: what exporters write as the model for the prompt."""
+    model = ir.load(decoder)
+    empty = np.zeros((1, DECODER.kv_heads, 0, DECODER.head), np.float32)
+    for value in [value for value in model.graph.inputs if (value.name or "").startswith("past")]:
+        model.graph.inputs.remove(value)
+        value.const_value, value.shape = ir.tensor(empty, name=value.name), ir.Shape(empty.shape)
+        model.graph.register_initializer(value)
+    ir.save(model, decoder.with_name("prefill.onnx"))
+    request = Request(shapes={"input_ids": (1, 7), "attention_mask": (1, 7), "position_ids": (1, 7)})
+    compile_model(plan_model(decoder.with_name("prefill.onnx"), ["2xcpu"], request), tmp_path / "prefill")
+    with Session(package) as session, Session(tmp_path / "prefill") as prefill:
+        assert list(session.generate(PROMPT, max_new_tokens=30, prefill=prefill)) == plain_loop(decoder, PROMPT, 30)
+    found = CliRunner().invoke(app, ["generate", str(package), "--prompt-ids", "1,2", "--prefill", str(package)])
+    assert isinstance(found.exception, SplitcError)
+
+
 def test_states_do_not_go_to_the_caller(package_of: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Session(package_of, threads=1) as session, session.start() as sequence:
         feeds = decoder_feeds(1, 4, 0)
