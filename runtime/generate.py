@@ -130,7 +130,7 @@ def generate(
 
 def _read_prompt(
     run: Callable[..., dict[str, Array]], feeder: _Feeder, tokens: Sequence[int], chunk: int
-) -> npt.NDArray[np.floating]:
+) -> npt.NDArray[Any]:
     """Send the prompt through; returns the logits after its last token."""
     logits: Array = np.empty(0)
     for first in range(0, len(tokens), chunk):
@@ -139,9 +139,7 @@ def _read_prompt(
     return logits
 
 
-def _prefill(
-    prefill: Session, sequence: StateSequence, manifest: Manifest, tokens: Sequence[int]
-) -> npt.NDArray[np.floating]:
+def _prefill(prefill: Session, sequence: StateSequence, manifest: Manifest, tokens: Sequence[int]) -> npt.NDArray[Any]:
     """Send the prompt through another package, and hand its caches to the sequence; returns the last logits."""
     roles = find_roles(prefill.manifest)
     outputs = prefill.run(_Feeder(prefill.manifest, roles).feeds(tokens, len(tokens)))

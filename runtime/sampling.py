@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +32,7 @@ class Sampling:
             raise MisuseError(f"top-k {self.top_k}: it is 0 (all tokens) or more")
 
 
-def choose_token(logits: npt.NDArray[np.floating], sampling: Sampling, generator: np.random.Generator) -> int:
+def choose_token(logits: npt.NDArray[Any], sampling: Sampling, generator: np.random.Generator) -> int:
     """A token by its logits, one for each of the vocabulary."""
     if sampling.temperature == 0:
         return int(logits.argmax())
