@@ -97,7 +97,7 @@ def generate(
     if fill is not None and fill.below and (unknown := [token for token in prompt if not 0 <= token < fill.below]):
         raise MisuseError(f"the prompt has the token {unknown[0]}, and the model has a vocabulary of {fill.below}")
     timings = timings if timings is not None else Timings()
-    feeder = _Feeder(session.manifest, roles)
+    feeder = Feeder(session.manifest, roles)
     generator = np.random.default_rng(sampling.seed)
     stateful = bool(session.manifest.states)
     chunk = feeder.chunk(len(prompt), prompt_chunk if stateful else len(prompt))
@@ -129,7 +129,7 @@ def generate(
 
 
 def _read_prompt(
-    run: Callable[..., dict[str, Array]], feeder: _Feeder, tokens: Sequence[int], chunk: int
+    run: Callable[..., dict[str, Array]], feeder: Feeder, tokens: Sequence[int], chunk: int
 ) -> npt.NDArray[Any]:
     """Send the prompt through; returns the logits after its last token."""
     logits: Array = np.empty(0)
@@ -142,7 +142,7 @@ def _read_prompt(
 def _prefill(prefill: Session, sequence: StateSequence, manifest: Manifest, tokens: Sequence[int]) -> npt.NDArray[Any]:
     """Send the prompt through another package, and hand its caches to the sequence; returns the last logits."""
     roles = find_roles(prefill.manifest)
-    outputs = prefill.run(_Feeder(prefill.manifest, roles).feeds(tokens, len(tokens)))
+    outputs = prefill.run(Feeder(prefill.manifest, roles).feeds(tokens, len(tokens)))
     if missing := [state.output for state in manifest.states if state.output not in outputs]:
         raise MisuseError(
             f"the prefill package ({prefill.manifest.source.name}) does not make {missing[0]}, which "
@@ -153,7 +153,7 @@ def _prefill(prefill: Session, sequence: StateSequence, manifest: Manifest, toke
     return logits
 
 
-class _Feeder:
+class Feeder:
     """Makes the feeds of one step, in the number types of the model's inputs."""
 
     def __init__(self, manifest: Manifest, roles: Roles) -> None:

@@ -68,12 +68,12 @@ class Session:
         # All ranks must see requests in one order, whoever submits them: values of two requests have the same names.
         self._order = threading.Lock()
         self._transports = connect(len(devices))
-        states = {state.input: state for state in self.manifest.states}
+        self.resident_states = find_resident(self.manifest)
         self._workers = [
             Worker(
                 number,
                 rank,
-                states,
+                self.resident_states,
                 self.package,
                 OnnxRuntimeBackend(self.threads),
                 self._transports[number],
@@ -93,12 +93,6 @@ class Session:
     def outputs(self) -> list[Tensor]:
         """The model's outputs: names, number types and shapes."""
         return self.manifest.outputs
-
-    @property
-    def resident_states(self) -> list[State]:
-        """The states that a sequence leaves on the ranks that use them; others go through the caller's process."""
-        resident = {name for worker in self._workers for name in worker.resident}
-        return [state for state in self.manifest.states if state.input in resident]
 
     def run(self, feeds: Mapping[str, npt.ArrayLike], *, micro_batch: Optional[int] = None) -> dict[str, Array]:
         """Run the model once. Feeds and outputs are arrays by name, in the shapes of the model's inputs and outputs.
@@ -271,6 +265,16 @@ def _then(future: Future[Request], function: Callable[[Request], dict[str, Array
 
     future.add_done_callback(done)
     return result
+
+
+def find_resident(manifest: Manifest) -> list[State]:
+    """The states that stay on the ranks in a sequence: each rank that takes one makes it too. Others are carried."""
+    resident = []
+    for state in manifest.states:
+        takers = [rank for rank in manifest.ranks if state.input in rank.inputs]
+        if takers and all(state.output in (*rank.outputs, *rank.keeps) for rank in takers):
+            resident.append(state)
+    return resident
 
 
 def check_feeds(

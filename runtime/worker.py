@@ -94,13 +94,16 @@ class Forget:
 
 
 class Worker(threading.Thread):
-    """One rank of a session. `broken` is called when the thread itself fails, not just a request."""
+    """One rank of a session. `states` are those that stay on the ranks.
+
+    `broken` is called when the thread itself fails, not just a request.
+    """
 
     def __init__(
         self,
         number: int,
         rank: Rank,
-        states: Mapping[str, State],
+        states: Sequence[State],
         package: Path,
         backend: Backend,
         transport: Transport,
@@ -111,11 +114,9 @@ class Worker(threading.Thread):
         self.backend = backend
         self._number = number
         self._rank = rank
-        # The states that stay here, by the input that takes them: made by this rank too.
-        made = {*rank.outputs, *rank.keeps}
-        stays = (states[name] for name in rank.inputs if name in states)
-        self.resident = {state.input: state.output for state in stays if state.output in made}
-        self._in_place = [state for state in states.values() if state.in_place and state.input in self.resident]
+        stays = [state for state in states if state.input in rank.inputs]
+        self._resident = {state.input: state.output for state in stays}
+        self._in_place = [state for state in stays if state.in_place]
         engines = [backend.load(package / engine.path) for engine in rank.engines]
         self._program = Program(rank.program, engines, [*rank.outputs, *rank.keeps])
         self._parts = {part.name: part for part in rank.parts}
@@ -161,8 +162,8 @@ class Worker(threading.Thread):
 
         values, spans = execute(self._program, self._transport, feeds, self.backend.accumulate, into)
         if request.sequence is not None:
-            self._sequences[request.sequence] = {name: values[output] for name, output in self.resident.items()}
-        kept = set(self.resident.values()) if stateful else set[str]()
+            self._sequences[request.sequence] = {name: values[output] for name, output in self._resident.items()}
+        kept = set(self._resident.values()) if stateful else set[str]()
         given = [name for name in self._rank.outputs if name not in kept]
         return {name: np.asarray(self.backend.download(values[name])) for name in given}, spans
 
