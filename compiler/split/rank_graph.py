@@ -146,7 +146,8 @@ class _RankGraph:
     def _look_up(self, node: ir.Node, operation: Operation) -> ir.Value:
         """Pick the rows that the rank has, and zeros for the others: a part of the sum over all ranks.
 
-        Indices below 0 count from the end of the whole table.
+        A list says for each row of the whole table where it would be in the rank's part. To look an index up in it
+        means what it did in the table: below 0 it counts from the end, and one that is out of bounds fails.
         """
         (atom,) = ax.leaves(operation.contracted)
         part, indices, table = self._shards.ranges[atom], node.inputs[1], node.inputs[0]
@@ -158,8 +159,8 @@ class _RankGraph:
             self._graph.insert_before(node, new)
             return new.outputs[0]
 
-        positive = before("Mod", indices, self._constant(np.array(atom.size, kind)))
-        shifted = before("Sub", positive, self._constant(np.array(part.start, kind)))
+        places = np.clip(np.arange(atom.size) - part.start, -1, part.size).astype(kind)
+        shifted = before("Gather", self._constant(places), indices)
         zero, last = self._constant(np.array(0, kind)), self._constant(np.array(part.size - 1, kind))
         inside = before("Clip", shifted, zero, last)
         mask = before("Unsqueeze", before("Equal", shifted, inside), self._constant(np.array([-1], np.int64)))

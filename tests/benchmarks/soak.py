@@ -67,7 +67,7 @@ class Client(threading.Thread):
             if seed % BAD == 0:
                 feeds["attention_mask"] = feeds["attention_mask"].astype(np.float32)
             elif seed % BAD == BAD // 2:
-                feeds["attention_mask"] = feeds["attention_mask"][:, :-1]
+                feeds["input_ids"] = feeds["input_ids"] + SMALL.vocabulary
             try:
                 pending.append((seed, self._session.submit(feeds)))
             except FeedError:

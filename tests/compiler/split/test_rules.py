@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from splitc.runtime import EngineError, Session
 from tests.compiler.split.conftest import FLOAT, Block, check_split
 
 Middle = Callable[[Block, ir.Value], ir.Value]
@@ -288,6 +289,8 @@ def test_tied_table_is_split_by_rows_and_its_lookup_summed(tmp_path: Path) -> No
     hidden = b.op("Gather", table, ids, axis=0)
     b.give(b.op("MatMul", b.op("Tanh", hidden), b.op("Transpose", table, perm=[1, 0])), shape=["n", "t", 30])
     check_split(b, tmp_path, {"table"}, sums=1)
+    with Session(tmp_path / "package") as session, pytest.raises(EngineError, match="out of data bounds"):
+        session.run({"ids": np.array([[0, 30]])})
 
 
 def test_head_alone_is_split_and_its_result_joined(tmp_path: Path) -> None:
