@@ -10,12 +10,16 @@ from typing import Any, Optional
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
+import onnxruntime as ort
+import pytest
 
 from models.writer import Writer, save
 from splitc.compiler import Plan, Request, compile_model, plan_model
 from splitc.runtime import Session
 from tests.conftest import Arrays, assert_close, run_whole
 
+# An ONNX Runtime of this version or later runs all that is tested; what an older one lacks is left out with it.
+RUNTIME, COMPLETE = tuple(map(int, ort.__version__.split(".")[:2])), (1, 24)
 FLOAT, INT = ir.DataType.FLOAT, ir.DataType.INT64
 # Two, three and four ranks, and uneven ones.
 SHARES = ((1, 1), (1, 1, 1), (1, 1, 1, 1), (3, 1))
@@ -72,7 +76,12 @@ def check_split(
     """Split a graph by each of the shares: the same outputs, and these weights split, those whole."""
     model = folder / "block.onnx"
     save(block.model(), model)
-    expected = run_whole(model, block.feeds)
+    try:
+        expected = run_whole(model, block.feeds)
+    except Exception as error:
+        if RUNTIME >= COMPLETE:
+            raise
+        pytest.skip(f"ONNX Runtime {RUNTIME} does not run the whole model: {error}")
     shapes = {name: array.shape for name, array in block.feeds.items()}
     plans = []
     for share in shares:
