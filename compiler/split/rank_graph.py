@@ -41,6 +41,7 @@ class _RankGraph:
         self._sizes = SizeRewriter(self._shards, self._axes, self._length, self._constant)
         self._made: dict[tuple[str, bytes], ir.Value] = {}
         self._summed = {value.name for value in split.choice.sums.summed}
+        self._ranged = frozenset(split.choice.sums.ranged)
         self._partial = {value.name for value in split.choice.sums.partial}
         for value in (value for node in self._graph for value in node.outputs):
             known = split.values.get(value.name or "")
@@ -67,7 +68,7 @@ class _RankGraph:
         self._sizes.rewrite(node, operation)
         if operation.equal_parts:
             self._say_parts(node, operation)
-        if operation.ranged and self._shards.splits(operation.inputs[0]):
+        if original in self._ranged:  # also where this rank has all of it: the others do not
             self._quantize_together(node)
             return
         result = node.outputs[0]

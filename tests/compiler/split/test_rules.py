@@ -352,7 +352,8 @@ def test_integer_product_with_a_fixed_scale(tmp_path: Path) -> None:
     check_split(b, tmp_path, {"A", "B"}, sums=1)
 
 
-def test_integer_product_with_a_scale_found_at_run_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize("inner", [INNER, 2])
+def test_integer_product_with_a_scale_found_at_run_time(inner: int, tmp_path: Path) -> None:
     """What ONNX Runtime's quantize_dynamic writes: the ranks find the scale of the whole together."""
     b = Block()
     x = b.op("Softmax", b.data("x", (2, 5, 12), ["n", "t", 12]))
@@ -364,8 +365,8 @@ def test_integer_product_with_a_scale_found_at_run_time(tmp_path: Path) -> None:
         whole = b.op("Cast", b.op("MatMulInteger", quantized, weight, zero, b.constant(0, np.int8)), to=FLOAT)
         return b.op("Mul", whole, b.op("Mul", scale, b.w(f"{name}.scale", 1)))
 
-    inner = b.op("Relu", b.op("Add", product(x, "A", 12, INNER), b.w("bias", INNER)))
-    b.give(b.op("Add", x, product(inner, "B", INNER, 12)))
+    hidden = b.op("Relu", b.op("Add", product(x, "A", 12, inner), b.w("bias", inner)))
+    b.give(b.op("Add", x, product(hidden, "B", inner, 12)))
     plans = check_split(b, tmp_path, {"A", "bias", "B"}, sums=1)
     assert all(plan.tensor is not None and plan.tensor.choice.sums.count == 2 for plan in plans)
 
