@@ -68,6 +68,7 @@ def save_sparse(model: ir.Model, path: Path) -> None:
             data, offset, tensor.nbytes, value.dtype, shape=tensor.shape, name=value.name or "", base_dir=path.parent
         )
         offset += tensor.nbytes
+    path.parent.mkdir(parents=True, exist_ok=True)
     with (path.parent / data).open("wb") as file:
         file.truncate(offset)
     ir.save(model, path)
