@@ -228,7 +228,7 @@ class Session:
             if self._closed:
                 return
             self._closed = True
-            for request in self._under_way:
+            for request in list(self._under_way):  # they end meanwhile
                 request.cancel()
             for worker in self._workers:
                 worker.requests.put(None)
