@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,11 @@ def package(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("package") / "decoder"
     compile_model(plan_model(decoder, parse_devices(["3xcpu"])), path)
     return path
+
+
+def listen_to_interrupts() -> None:
+    """For a child process: a shell lets what it starts in the background ignore SIGINT, this test run perhaps."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def decoder_feeds(batch: int = 2, new: int = 3, past: int = 5) -> Arrays:

@@ -16,7 +16,7 @@ import pytest
 
 from models.llama import Size, build
 from models.writer import save
-from tests.conftest import assert_close, decoder_feeds, run_whole
+from tests.conftest import assert_close, decoder_feeds, listen_to_interrupts, run_whole
 
 SPLITC = str(Path(sys.executable).with_name("splitc"))
 
@@ -120,7 +120,13 @@ def test_killed_compile_leaves_no_package(tmp_path: Path) -> None:
     save(build(Size(layers=6, hidden=1024, heads=8, kv_heads=8, feed_forward=4096)), tmp_path / "model.onnx")
     command = [SPLITC, "compile", str(tmp_path / "model.onnx"), "-o", str(tmp_path / "package"), "-d", "2xcpu"]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=listen_to_interrupts,
+        )
         while not list(tmp_path.glob(".package.partial-*/rank0/*")) and process.poll() is None:
             time.sleep(0.001)
         process.send_signal(number)

@@ -23,7 +23,7 @@ from splitc.runtime import Session
 from splitc.runtime.engines.onnxruntime import OnnxRuntimeEngine
 from splitc.runtime.errors import EngineError, FeedError, MisuseError, SplitcError
 from splitc.runtime.worker import Worker
-from tests.conftest import Arrays, assert_close, decoder_feeds, run_whole
+from tests.conftest import Arrays, assert_close, decoder_feeds, listen_to_interrupts, run_whole
 
 
 @pytest.fixture(params=["layer", "tensor", "both"])
@@ -190,7 +190,13 @@ def test_interrupt_in_mid_run_ends_the_program(package: Path) -> None:
                 pass
         """
     )
-    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=listen_to_interrupts,
+    )
     assert child.stdout is not None
     assert child.stdout.readline() == "running\n"
     time.sleep(0.5)
