@@ -197,11 +197,14 @@ def test_interrupt_in_mid_run_ends_the_program(package: Path) -> None:
         text=True,
         preexec_fn=listen_to_interrupts,
     )
-    assert child.stdout is not None
-    assert child.stdout.readline() == "running\n"
-    time.sleep(0.5)
-    os.kill(child.pid, signal.SIGINT)
-    _, errors = child.communicate(timeout=20)
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "running\n"
+        time.sleep(0.5)
+        os.kill(child.pid, signal.SIGINT)
+        _, errors = child.communicate(timeout=20)
+    finally:
+        child.kill()
     assert child.returncode != 0
     assert "KeyboardInterrupt" in errors
 
