@@ -86,7 +86,7 @@ def _steps(plan: Plan, number: int, pieces: Sequence[Segment]) -> list[Step]:
 def _gives(plan: Plan, rank: RankPlan, value: ir.Value) -> bool:
     """Whether the rank hands its part of an output to the caller: of one that all have, the first rank does."""
     split = plan.tensor
-    atoms = chosen_atoms(split.axes(value), split.choice.chosen) if split is not None else frozenset()
+    atoms = chosen_atoms(split.axes(value), split.ranges) if split is not None else frozenset()
     if split is None or not atoms:
         return rank.part == 0
     return all(split.ranges[atom][rank.part].counts for atom in atoms)

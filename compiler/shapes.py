@@ -134,13 +134,13 @@ def _bind_input(value: ir.Value, bindings: Mapping[str, int], past: frozenset[st
         else:
             # A dimension may be an expression, "past_length + sequence_length", or look like one: "batch-size".
             known = {name: bindings.get(name, 0 if name in past else default) for name in size.free_symbols()}
-            result = _evaluate(size, known)
+            result = evaluate_size(size, known)
             # With names such as "batch-size" that gives no size of anything.
             sizes.append(default if result is None or (result <= 0 and size.value not in past) else result)
     return tuple(sizes)
 
 
-def _evaluate(size: ir.SymbolicDim, bindings: Mapping[str, int]) -> Optional[int]:
+def evaluate_size(size: ir.SymbolicDim, bindings: Mapping[str, int]) -> Optional[int]:
     """The number that an expression gives with these symbols; None where it needs others."""
     result = size.evaluate(bindings)
     return int(result) if isinstance(result, (int, sympy.Integer)) else None
@@ -173,7 +173,7 @@ def _agrees(size: Union[int, ir.SymbolicDim], number: int, bindings: Mapping[str
         return size == number
     if size.value is None or size.value in bindings:
         return bindings.get(size.value or "", number) == number
-    return _evaluate(size, bindings) in (number, None)
+    return evaluate_size(size, bindings) in (number, None)
 
 
 def bind_shapes(model: ir.Model, inputs: Mapping[str, Shape]) -> BoundShapes:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
 import numpy as np
-import numpy.typing as npt
 import psutil
+from msgspec.structs import replace
 
-from splitc.compiler.fills import find_fill
 from splitc.compiler.plan import Plan
-from splitc.compiler.shapes import Shape
-from splitc.compiler.split.unlike import bind_unlike
-from splitc.runtime.arrays import fill_array
-from splitc.runtime.compare import compare
-from splitc.runtime.engines.onnxruntime import OnnxRuntimeBackend
+from splitc.runtime.arrays import make_inputs
+from splitc.runtime.compare import compare, load_unsplit
 from splitc.runtime.errors import OutputsDifferError, SplitcError
+from splitc.runtime.manifest import Tensor
 from splitc.runtime.session import Session
 from splitc.runtime.units import format_bytes
 
@@ -25,8 +22,6 @@ from splitc.runtime.units import format_bytes
 LARGEST = 2 << 30
 # The most elements that a made-up input may have.
 MOST_ELEMENTS = 1 << 24
-
-Arrays = dict[str, npt.NDArray[Any]]
 
 
 def verify_package(plan: Plan, package: Path) -> Optional[str]:
@@ -40,15 +35,13 @@ def verify_package(plan: Plan, package: Path) -> Optional[str]:
     if weights > limit:
         return f"its weights are {format_bytes(weights)}, and more than {format_bytes(limit)} is not loaded to compare"
     with Session(package, verify=False) as session:
-        whole = OnnxRuntimeBackend(session.threads * len(session.manifest.ranks)).load(graph.path)
-        backend = OnnxRuntimeBackend(1)
-        for shapes in _candidates(plan):
-            feeds = _made_up(plan, shapes)
+        whole = load_unsplit(graph.path, session.threads * len(session.manifest.ranks))
+        for inputs in _candidates(plan, session.inputs):
+            feeds = make_inputs(inputs)
             try:
-                found = whole.run({name: backend.upload(feeds[name]) for name in whole.inputs})
+                expected = whole(feeds)
             except SplitcError:
                 continue  # sizes that the model does not take together
-            expected = {name: backend.download(value) for name, value in found.items()}
             actual = session.run(feeds)
             differences = compare(expected, actual, number_type=session.manifest.number_type)
             if bad := [each for each in differences if not each.passed]:
@@ -63,21 +56,9 @@ def verify_package(plan: Plan, package: Path) -> Optional[str]:
     return "the model itself fails on made-up inputs; compare it on real ones with 'splitc check --inputs'"
 
 
-def _candidates(plan: Plan) -> Iterator[dict[str, Shape]]:
-    """Shapes to try: with unlike sizes, then as planned."""
-    analysis = plan.analysis
-    unlike = bind_unlike(analysis.graph, analysis.shapes, analysis.costs.bound)
-    names = [value.name or "" for value in analysis.graph.graph.inputs]
-    for shapes in (unlike.shapes, analysis.shapes):
-        if all(np.prod(shapes[name]) <= MOST_ELEMENTS for name in names):
-            yield {name: shapes[name] for name in names}
-
-
-def _made_up(plan: Plan, shapes: dict[str, Shape]) -> Arrays:
-    generator = np.random.default_rng(0)
-    feeds = {}
-    for value in plan.analysis.graph.graph.inputs:
-        name = value.name or ""
-        assert value.dtype is not None
-        feeds[name] = fill_array(find_fill(value), str(value.dtype.numpy()), shapes[name], generator)
-    return feeds
+def _candidates(plan: Plan, inputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The inputs with the shapes to try: unlike sizes, then those that were planned."""
+    assert plan.tensor is not None
+    for shapes in (plan.tensor.axis_map.bound.shapes, plan.analysis.shapes):
+        if all(np.prod(shapes[tensor.name]) <= MOST_ELEMENTS for tensor in inputs):
+            yield [replace(tensor, sample_shape=list(shapes[tensor.name])) for tensor in inputs]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -15,8 +13,8 @@ import numpy.typing as npt
 
 from splitc.runtime.engines.onnxruntime import OnnxRuntimeBackend
 from splitc.runtime.program import Receive, Reduce, Run
-from splitc.runtime.session import Session, check_feeds
-from splitc.runtime.worker import Request, Served
+from splitc.runtime.session import Session, check_feeds, in_order
+from splitc.runtime.worker import Served
 
 
 @dataclass(frozen=True)
@@ -76,6 +74,8 @@ class BenchResult:
 
 # Requests in a row, for each in flight, between two turns of the others.
 ROUND = 8
+# Rounds whose timeline is kept.
+TRACED = 8
 
 
 def bench(
@@ -121,10 +121,6 @@ def bench(
     )
 
 
-# Rounds whose timeline is kept.
-TRACED = 8
-
-
 @dataclass(frozen=True)
 class _Stream:
     """Requests in a row: seconds for all, seconds for each, and what the ranks did."""
@@ -137,23 +133,12 @@ class _Stream:
 def _stream(session: Session, feeds: Mapping[str, npt.NDArray[Any]], count: int, in_flight: int) -> _Stream:
     """Run the feeds so many times, with at most `in_flight` under way."""
     arrays = check_feeds(feeds, session.inputs)
-    begun: deque[tuple[float, Future[Request]]] = deque()
     latencies, timeline = [], []
-
-    def finish() -> None:
-        start, future = begun.popleft()
-        request = future.result()
-        session.join(request)
-        latencies.append(max(served.end for served in request.served.values()) - start)
-        timeline.append(request.served)
-
     first = time.perf_counter()
-    for _ in range(count):
-        if len(begun) == in_flight:
-            finish()
-        begun.append((time.perf_counter(), session.submit_request(arrays)))
-    while begun:
-        finish()
+    for request in in_order((session.submit_request(arrays) for _ in range(count)), in_flight):
+        session.join(request)
+        latencies.append(max(served.end for served in request.served.values()) - request.submitted)
+        timeline.append(request.served)
     return _Stream(time.perf_counter() - first, latencies, timeline)
 
 

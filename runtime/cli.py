@@ -14,9 +14,8 @@ from rich.table import Table
 
 from splitc.runtime import arrays
 from splitc.runtime.bench import BenchResult, bench
-from splitc.runtime.compare import Difference, compare
+from splitc.runtime.compare import Difference, compare, load_unsplit
 from splitc.runtime.devices import list_devices
-from splitc.runtime.engines.onnxruntime import OnnxRuntimeBackend
 from splitc.runtime.errors import EngineError, MisuseError, OutputsDifferError
 from splitc.runtime.generate import PROMPT_CHUNK, Timings
 from splitc.runtime.manifest import Manifest, read_manifest
@@ -131,10 +130,7 @@ def check(
     with Session(package, threads=threads, verify=verify) as session:
         with _feeds(session, inputs, seed) as feeds:
             actual = session.run(feeds)
-        backend = OnnxRuntimeBackend(session.threads * len(session.manifest.ranks))
-        engine = backend.load(model)
-        whole = engine.run({name: backend.upload(feeds[name]) for name in engine.inputs})
-        expected = {name: backend.download(value) for name, value in whole.items()}
+        expected = load_unsplit(model, session.threads * len(session.manifest.ranks))(feeds)
         found = compare(expected, actual, number_type=session.manifest.number_type, rtol=rtol, atol=atol)
     measured = measure_memory(package, session.threads, feeds) if memory else []
     if as_json:

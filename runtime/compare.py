@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Optional
 
 import numpy as np
 import numpy.typing as npt
+
+from splitc.runtime.engines.onnxruntime import OnnxRuntimeBackend
 
 # How far outputs may be off, relative to the largest value of each: a few times what ONNX Runtime's own optimizations
 # move an unsplit model's (5e-6 in float32, 4e-4 in float16, 8e-4 in int8, 7e-3 in int4).
@@ -39,6 +42,18 @@ class Difference:
     actual: float
     passed: bool
     problem: Optional[str] = None
+
+
+def load_unsplit(model: Path, threads: int) -> Callable[[Mapping[str, npt.NDArray[Any]]], dict[str, npt.NDArray[Any]]]:
+    """The unsplit model, ready to run feeds by name. Raises PackageError when ONNX Runtime can't load it."""
+    backend = OnnxRuntimeBackend(threads)
+    engine = backend.load(model)
+
+    def run(feeds: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+        found = engine.run({name: backend.upload(feeds[name]) for name in engine.inputs})
+        return {name: backend.download(value) for name, value in found.items()}
+
+    return run
 
 
 def compare(

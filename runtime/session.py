@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Optional, Union
+from typing import Any, Optional, TypeVar, Union
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +60,7 @@ class Session:
         self.threads = threads_for(devices, threads or self.manifest.threads)
         self.in_flight = in_flight or 2 * len(devices)
         self._passed = {tensor.name for tensor in self.inputs} & {tensor.name for tensor in self.outputs}
+        self._parts = [{part.name: part for part in rank.parts} for rank in self.manifest.ranks]
         self._places = threading.BoundedSemaphore(self.in_flight)
         self._sequences = itertools.count()
         self._closed = False
@@ -125,18 +126,7 @@ class Session:
 
         It takes no more from `feeds` than are under way or asked for. The first that fails ends it with its error.
         """
-        most = min(in_flight or self.in_flight, self.in_flight)
-        pending: deque[Future[dict[str, Array]]] = deque()
-        try:
-            for each in feeds:
-                pending.append(self.submit(each))
-                if len(pending) >= most:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        finally:
-            # A caller that stops reading leaves at most these, and they are waited for here, not by whoever comes next.
-            wait(pending)
+        return in_order(map(self.submit, feeds), min(in_flight or self.in_flight, self.in_flight))
 
     def start(self, capacity: Optional[int] = None) -> StateSequence:
         """Open a stateful sequence: its states (caches, recurrent states) stay on the ranks from run to run.
@@ -208,8 +198,8 @@ class Session:
         """The ranks' outputs together: whole ones, those of which ranks have parts, and inputs handed back."""
         joined: dict[str, Array] = {}
         parts: dict[str, list[tuple[Part, Array]]] = {}
-        for number, rank in enumerate(self.manifest.ranks):
-            own = {part.name: part for part in rank.parts}
+        for number in range(len(self._parts)):
+            own = self._parts[number]
             for name, array in request.outputs[number].items():
                 if name in own:
                     parts.setdefault(name, []).append((own[name], array))
@@ -250,6 +240,24 @@ class Session:
         self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
     ) -> None:
         self.close()
+
+
+T = TypeVar("T")
+
+
+def in_order(futures: Iterable[Future[T]], most: int) -> Iterator[T]:
+    """The futures' results, one after the other. They are begun as they are taken, at most so many at a time."""
+    pending: deque[Future[T]] = deque()
+    try:
+        for each in futures:
+            pending.append(each)
+            if len(pending) >= most:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        # A caller that stops reading leaves at most these, and they are waited for here, not by whoever comes next.
+        wait(pending)
 
 
 def _then(future: Future[Request], function: Callable[[Request], dict[str, Array]]) -> Future[dict[str, Array]]:

@@ -54,6 +54,7 @@ class Request:
     outputs: dict[int, dict[str, Array]] = field(default_factory=dict)
     served: dict[int, Served] = field(default_factory=dict)
     error: Optional[BaseException] = None
+    submitted: float = field(default_factory=time.perf_counter)
     started: bool = False
     cancelled: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)

@@ -21,11 +21,13 @@ from splitc.compiler.split.rules import apply_rule
 class AxisMap:
     """For each node its operation, in the model's order, and for each value that it makes or that is an input its axes.
 
-    What a node reads has its axes in `operations[node].inputs`: small weights have others at each use.
+    What a node reads has its axes in `operations[node].inputs`: small weights have others at each use. `bound` are the
+    shapes with which they were found.
     """
 
     operations: Mapping[ir.Node, Operation]
     axes: Mapping[ir.Value, Axes]
+    bound: BoundShapes
 
     def weight_uses(self) -> Iterator[tuple[ir.Value, Axes]]:
         """Each weight with its axes, once a use."""
@@ -65,7 +67,7 @@ def find_axes(graph: Graph, bound: BoundShapes) -> AxisMap:
                 for axis in axes_of(value) or ():
                     ax.pin(axis, Pin(node, "it is read inside control flow"))
         operations[node] = operation
-    return AxisMap(operations, shared)
+    return AxisMap(operations, shared, bound)
 
 
 def _fresh(shape: Optional[Shape]) -> Axes:

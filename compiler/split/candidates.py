@@ -152,7 +152,7 @@ def _looked_up(axis_map: AxisMap) -> dict[Factor, set[ir.Value]]:
     """For each atom the tables whose rows it is."""
     found: dict[Factor, set[ir.Value]] = defaultdict(set)
     for node, operation in axis_map.operations.items():
-        if operation.lookup is not None and node.inputs[0] is not None:
+        if operation.lookup and node.inputs[0] is not None:
             for atom in ax.atoms(operation.contracted):
                 found[atom].add(node.inputs[0])
     return found
@@ -164,6 +164,6 @@ def _is_small_lookup(
     """Whether all that an atom splits is tables that nothing multiplies with, and small ones."""
     tables = looked_up.get(candidate.atom, set())
     read = (node for table in tables for node, _ in table.uses())
-    only = all(axis_map.operations[node].lookup is not None for node in read if node in axis_map.operations)
+    only = all(axis_map.operations[node].lookup for node in read if node in axis_map.operations)
     spared = candidate.bytes * (ranks - 1) / ranks
     return set(candidate.weights) <= tables and only and spared < LOOKUP_BYTES

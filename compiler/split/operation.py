@@ -30,7 +30,7 @@ class Operation:
     linear: sets of inputs; where all of one set are partial and no other input is, so is the output.
     sizes: for an input the sizes that its entries are, by axis; `attributes` likewise.
     once: inputs that are added to the result, so that only one rank may add them.
-    lookup: it picks rows of its first input by its second, along this axis of the first.
+    lookup: it picks rows of its first input, a table, by its second.
     ranged: it needs the least and the greatest element of its whole first input, which the ranks must find together.
     equal_parts: it cuts an axis into as many parts as it has outputs, of equal sizes.
     """
@@ -44,7 +44,7 @@ class Operation:
     sizes: dict[int, Sizes] = field(default_factory=dict)
     attributes: dict[str, Sizes] = field(default_factory=dict)
     once: frozenset[int] = frozenset()
-    lookup: Optional[int] = None
+    lookup: bool = False
     ranged: bool = False
     equal_parts: bool = False
     _touched: set[int] = field(default_factory=set)
@@ -66,6 +66,7 @@ class Operation:
         return found
 
     def has_output(self, number: int) -> bool:
+        """Whether an output is there, with a known shape."""
         return number < len(self.outputs) and self.outputs[number] is not None
 
     def number(self, name: str, default: int) -> int:
@@ -170,7 +171,7 @@ class Operation:
 
     def opaque(self) -> None:
         """Forget what was said, and pin all: the node is not understood."""
-        self.contracted, self.linear, self.once, self.lookup = (), (), frozenset(), None
+        self.contracted, self.linear, self.once, self.lookup = (), (), frozenset(), False
         self.sizes, self.attributes, self.ranged = {}, {}, False
         for axes in (*self.inputs, *self.outputs):
             self.whole(axes or ())

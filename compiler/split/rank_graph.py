@@ -34,7 +34,6 @@ class _RankGraph:
 
     def __init__(self, split: TensorSplit, stage: Stage, rank: int) -> None:
         self._split = split
-        self._stage = stage
         self._rank = rank
         self._shards = split.shards(rank)
         self._graph = stage_graph(split.graph, stage)
@@ -72,7 +71,7 @@ class _RankGraph:
             self._quantize_together(node)
             return
         result = node.outputs[0]
-        if operation.lookup is not None and self._shards.is_split(operation.contracted):
+        if operation.lookup and self._shards.is_split(operation.contracted):
             result = self._look_up(node, operation)
         if result.name in self._partial:
             result = self._add_once(node, original, operation) or result
@@ -224,7 +223,7 @@ class _RankGraph:
         once = self._split.choice.sums.once.get(original, frozenset())
         if not once or self._split.adds(self._rank, operation):
             return None
-        if chosen_atoms([operation.contracted], self._split.choice.chosen):
+        if chosen_atoms([operation.contracted], self._split.ranges):
             inputs = [None if number in once else value for number, value in enumerate(node.inputs)]
             while inputs and inputs[-1] is None:
                 inputs.pop()

@@ -45,20 +45,14 @@ def cut_segments(graph: ir.Graph, outputs: Collection[str]) -> list[Segment]:
         if node in levels and node in needed:
             members[levels[node]].append(node)
     given = {value for value in graph.outputs if value.name in outputs}
-    made = {value: levels[node] for node in levels if node.op_type != COLLECTIVE for value in node.outputs}
+    # The last piece that reads each value.
+    last = {value: level for level, nodes in enumerate(members) for node in nodes for value in node_reads(node)}
     pieces = []
     for level, nodes in enumerate(members):
         own = [node for node in nodes if node.op_type != COLLECTIVE]
         sums = [node for node in nodes if node.op_type == COLLECTIVE]
-        later = {
-            value
-            for other in members[level + 1 :]
-            for node in other
-            for value in node_reads(node)
-            if made.get(value) == level
-        }
         parts = {node.inputs[0] for node in sums}
-        gives = [v for n in own for v in n.outputs if v in later or v in parts or v in given]
+        gives = [v for n in own for v in n.outputs if last.get(v, 0) > level or v in parts or v in given]
         if own or sums:
             piece = _extract(graph, own, gives, constant)
             pieces.append(Segment(piece, tuple(map(_collective, sums))))

@@ -29,7 +29,7 @@ PASSING = frozenset({"Cast", "Concat", "Gather", "Identity", "Reshape", "Slice",
 class SizeRewriter:
     """Goes over the nodes of one rank's graph, in order.
 
-    `read` has, for each shape vector with sizes of parts, the axis that each entry is the size of. `weights` makes an
+    `read` has, for each shape vector with sizes of parts, the axis that each entry is the size of. `constant` makes an
     initializer of an array.
     """
 

@@ -50,7 +50,7 @@ class TensorSplit:
 
     def counts(self, rank: int, operation: Operation) -> bool:
         """Whether what the rank contracts at a node is its own, or a copy of another rank's that must not count."""
-        own = chosen_atoms([operation.contracted], self.choice.chosen)
+        own = chosen_atoms([operation.contracted], self.ranges)
         return all(self.ranges[atom][rank].counts for atom in own)
 
     def adds(self, rank: int, operation: Operation) -> bool:

@@ -13,7 +13,7 @@ import onnx_ir as ir
 import sympy
 
 from splitc.compiler.graph import Graph
-from splitc.compiler.shapes import BoundShapes, Shape, bind_shapes
+from splitc.compiler.shapes import BoundShapes, Shape, bind_shapes, evaluate_size
 
 Array = npt.NDArray[Any]
 
@@ -77,8 +77,8 @@ def _input_shapes(graph: Graph, given: Mapping[str, Shape], numbers: Mapping[str
         for size, old in zip(value.shape or (), given[value.name or ""]):
             new = numbers.get(size.value or "") if isinstance(size, ir.SymbolicDim) else None
             if isinstance(size, ir.SymbolicDim) and size.value and any(str(s) in numbers for s in size.free_symbols()):
-                result = size.evaluate({str(symbol): numbers.get(str(symbol), old) for symbol in size.free_symbols()})
-                new = int(result) if isinstance(result, (int, sympy.Integer)) and result > 0 else new
+                result = evaluate_size(size, {str(s): numbers.get(str(s), old) for s in size.free_symbols()})
+                new = result if result is not None and result > 0 else new
             sizes.append(old if new is None else new)
         shapes[value.name or ""] = tuple(sizes)
     return shapes

@@ -17,7 +17,7 @@ def gather(op: Operation) -> None:
     source = op.node.inputs[0]
     if axis == 0 and len(data) == 2 and source is not None and source.is_initializer() and op.constants[1] is None:
         op.free([data[0]])
-        op.lookup = axis
+        op.lookup = True
         op.contracted = data[0]
     else:
         op.whole([data[axis]], "it is picked from by index")

@@ -160,24 +160,3 @@ def resize(op: Operation) -> None:
 def shape(op: Operation) -> None:
     """A rank reads the sizes of its own part, which are corrected where they are used for something else."""
     op.free(op.input(0))
-
-
-@rule(
-    "RandomNormalLike",
-    "RandomUniformLike",
-    "Bernoulli",
-    "Multinomial",
-    "RandomNormal",
-    "RandomUniform",
-    "NonZero",
-    "Unique",
-    "Range",
-    "EyeLike",
-    "OneHot",
-    "Trilu",
-    "Loop",
-    "If",
-    "Scan",
-)
-def whole(op: Operation) -> None:
-    """Which element is where matters."""
