@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from typing import Optional
 
 from splitc.compiler.analysis import Analysis
 from splitc.compiler.costs import NOMINAL
 from splitc.compiler.plan import Request
-from splitc.runtime.devices import Device, free_bytes
+from splitc.runtime.devices import Device, free_bytes, memory_of
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.units import parse_bytes
 
 
-def find_budgets(devices: Sequence[Device], memory: Sequence[str], headroom: int) -> list[int]:
-    """Bytes that each rank may use. A later entry of `memory` overrides an earlier one. Raises MisuseError."""
-    budgets = [max(0, free - headroom // len(devices)) for free in free_bytes(devices)]
+# Bytes that a rank may use; None where that is not known, since its GPU is not in this machine.
+Budget = Optional[int]
+
+
+def find_budgets(devices: Sequence[Device], memory: Sequence[str], headroom: int) -> list[Budget]:
+    """Bytes that each rank may use. A later entry of `memory` overrides an earlier one. Raises MisuseError.
+
+    The headroom is left free once in each memory, whatever the number of ranks that share it.
+    """
+    sharers = Counter(map(memory_of, devices))
+    budgets = [
+        None if free is None else max(0, free - headroom // sharers[memory_of(device)])
+        for device, free in zip(devices, free_bytes(devices))
+    ]
     names = [str(device) for device in devices]
     for text in memory:
         name, _, amount = text.rpartition("=")
@@ -23,6 +36,12 @@ def find_budgets(devices: Sequence[Device], memory: Sequence[str], headroom: int
         size = parse_bytes(amount)
         budgets = [size if not name or name == other else budget for other, budget in zip(names, budgets)]
     return budgets
+
+
+def as_shares(budgets: Sequence[Budget]) -> list[float]:
+    """The devices' shares as their budgets have it: equal ones unless all are known."""
+    known = [budget for budget in budgets if budget is not None]
+    return [float(max(1, budget)) for budget in known] if len(known) == len(budgets) else [1.0] * len(budgets)
 
 
 def check_shares(tensor_split: Sequence[float] | None, count: int) -> None:

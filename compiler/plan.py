@@ -33,20 +33,25 @@ class Repeated:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One rank: its device, the bytes that it may use, its stage, and what that is predicted to hold and to take.
+    """One rank: its device, the bytes that it may use (None: unknown), its stage, and what that is predicted to hold.
 
     Ranks with the same stage share it by tensor split, each with its own `part`, counted from 0, and a size by its
     `share` of the group's shares. `seconds` is the stage's time a run, measured or, as a rule, estimated.
     """
 
     device: Device
-    budget: int
+    budget: int | None
     share: float
     stage: Stage
     part: int
     memory: StageMemory
     seconds: float
     repeated: Repeated
+
+    @property
+    def missing(self) -> int:
+        """The bytes that it lacks; 0 where it fits, and where its budget is not known."""
+        return 0 if self.budget is None else max(0, self.memory.total - self.budget)
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,12 @@ def plan_warnings(analysis: Analysis, ranks: Sequence[RankPlan]) -> list[str]:
         found.append(
             f"the sizes of {len(uncertain)} values depend on data ({uncertain[0]}, ...): memory and time are too low"
         )
+    if unknown := [str(rank.device) for rank in ranks if rank.budget is None]:
+        found.append(
+            f"nothing was checked against a budget for {', '.join(dict.fromkeys(unknown))}: this machine has no such "
+            f"device, so give its memory, as in --memory {unknown[0]}=40GiB"
+        )
     for number, rank in enumerate(ranks):
-        if rank.memory.total > rank.budget:
+        if rank.missing > 0:
             found.append(f"rank {number} needs more than the budget of {rank.device}")
     return found

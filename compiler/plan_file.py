@@ -34,7 +34,7 @@ class RankEntry(Struct, frozen=True):
     """
 
     device: str
-    budget_bytes: int
+    budget_bytes: Optional[int]
     stage: int = 0
     share: float = 1.0
     weights_bytes: int = 0
@@ -202,7 +202,7 @@ def plan_from_file(model: Path, path: Path) -> Plan:
         used = [devices[each.target] for each in chosen]
         plan = make_plan(analysis, used, chosen, budgets, seconds, request)
     for rank in plan.ranks:
-        if rank.memory.total > rank.budget:
+        if rank.missing:
             need, have = format_bytes(rank.memory.total), format_bytes(rank.budget)
             first, last = rank.stage.blocks[0].name, rank.stage.blocks[-1].name
             raise DoesNotFitError(

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cache
 
 from splitc.compiler.analysis import Analysis
-from splitc.compiler.budgets import block_seconds
+from splitc.compiler.budgets import Budget, as_shares, block_seconds
 from splitc.compiler.memory import RangeMemory, stage_memory
 from splitc.compiler.plan import CutPlan, Plan, RankPlan, Repeated, Request, plan_warnings
 from splitc.compiler.planner import Assignment, StageCosts, Target, plan_stages
@@ -24,7 +24,7 @@ SLACK_MEASURED, SLACK_ESTIMATED = 0.02, 0.1
 UNEVEN = 1.6
 
 
-def plan_layers(analysis: Analysis, devices: Sequence[Device], budgets: Sequence[int], request: Request) -> Plan:
+def plan_layers(analysis: Analysis, devices: Sequence[Device], budgets: Sequence[Budget], request: Request) -> Plan:
     """Decide which blocks each device holds.
 
     Raises DoesNotFitError when the devices can't hold the model, MisuseError for more devices than blocks.
@@ -67,10 +67,12 @@ def _choose(costs: StageCosts, targets: Sequence[Target], request: Request) -> l
     spread = request.spread or request.tensor_split is not None
     slack = SLACK_MEASURED if request.profile else SLACK_ESTIMATED
     uneven = UNEVEN if request.objective == "throughput" and not request.tensor_split else math.inf
-    weights, available = costs.weights(0, len(costs.names)), sum(target.budget or 0 for target in targets)
+    weights, shares = costs.weights(0, len(costs.names)), as_shares([target.budget for target in targets])
     while uneven < len(targets):
-        share = uneven * weights / max(1, available)
-        limited = [replace(target, most_weights=int(share * (target.budget or 0))) for target in targets]
+        limited = [
+            replace(target, most_weights=int(uneven * weights * share / sum(shares)))
+            for target, share in zip(targets, shares)
+        ]
         with contextlib.suppress(DoesNotFitError):
             return plan_stages(costs, limited, objective=request.objective, spread=spread, slack=slack)
         uneven *= 1.25
@@ -81,7 +83,7 @@ def make_plan(
     analysis: Analysis,
     devices: Sequence[Device],
     chosen: Sequence[Assignment],
-    budgets: Sequence[int],
+    budgets: Sequence[Budget],
     seconds: Sequence[float],
     request: Request,
 ) -> Plan:

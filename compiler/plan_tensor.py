@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import onnx_ir as ir
 
 from splitc.compiler.analysis import Analysis
-from splitc.compiler.budgets import block_seconds
+from splitc.compiler.budgets import Budget, as_shares, block_seconds
 from splitc.compiler.graph import ModelError
 from splitc.compiler.memory import HeldParts, stage_memory
 from splitc.compiler.plan import Plan, RankPlan, Repeated, Request, plan_warnings
@@ -24,7 +24,7 @@ from splitc.runtime.units import format_bytes
 WORTHWHILE = 0.5
 
 
-def plan_tensors(analysis: Analysis, devices: Sequence[Device], budgets: Sequence[int], request: Request) -> Plan:
+def plan_tensors(analysis: Analysis, devices: Sequence[Device], budgets: Sequence[Budget], request: Request) -> Plan:
     """Decide which blocks each group of devices runs, and what each device has of them.
 
     Raises ModelError when nothing of the model can be split, MisuseError when the devices can't be divided into groups
@@ -37,10 +37,10 @@ def plan_tensors(analysis: Analysis, devices: Sequence[Device], budgets: Sequenc
             f"tensor mode needs groups of two devices or more, all of one size: {len(devices)} devices in "
             f"{stages} stage{'s' * (stages > 1)} make none"
         )
-    shares = request.tensor_split or [max(1, budget) for budget in budgets]
+    shares = request.tensor_split or as_shares(budgets)
     groups = [list(range(first, first + count)) for first in range(0, len(devices), count)]
     targets = [
-        Target(f"group {number}", sum(shares[n] for n in group), sum(budgets[n] for n in group))
+        Target(f"group {number}", sum(shares[n] for n in group), _total(budgets[n] for n in group))
         for number, group in enumerate(groups)
     ]
     seconds = block_seconds(analysis, devices, request)
@@ -56,7 +56,7 @@ def plan_tensors(analysis: Analysis, devices: Sequence[Device], budgets: Sequenc
 def make_tensor_plan(
     analysis: Analysis,
     devices: Sequence[Device],
-    budgets: Sequence[int],
+    budgets: Sequence[Budget],
     shares: Sequence[float],
     chosen: Sequence[Assignment],
     seconds: Sequence[float],
@@ -143,11 +143,16 @@ def _split_warnings(weights: Sequence[SplitWeight]) -> list[str]:
     return []
 
 
+def _total(budgets: Iterable[Budget]) -> Budget:
+    """What a group may use; None where that is not known of one of its devices."""
+    known = list(budgets)
+    return None if None in known else sum(budget or 0 for budget in known)
+
+
 def _check_memory(plan: Plan) -> None:
     """Raise DoesNotFitError for the rank that lacks most."""
-    short = [(rank.memory.total - rank.budget, number) for number, rank in enumerate(plan.ranks)]
-    lacking, number = max(short)
-    if lacking <= 0:
+    lacking, number = max((rank.missing, number) for number, rank in enumerate(plan.ranks))
+    if not lacking:
         return
     rank = plan.ranks[number]
     whole = sum(each.bytes - each.split for each in plan.weights)

@@ -27,22 +27,22 @@ def print_plan(plan: Plan) -> None:
     rows = table("rank", "blocks", *RANK_SIZES, "of budget", "", "time", right=(*RANK_SIZES, "", "time"))
     all_seconds = sum(rank.seconds for rank in plan.ranks) or 1.0
     for number, rank in enumerate(plan.ranks):
-        memory, budget = rank.memory, max(1, rank.budget)
+        memory, budget = rank.memory, max(1, rank.budget or 0)
         rows.add_row(
             f"{number} {rank.device}",
             block_range([block.name for block in rank.stage.blocks]),
             *map(format_bytes, (memory.weights, memory.activations, memory.cache)),
-            Bar(size=budget, begin=0, end=memory.total, width=9),
-            f"{memory.total / budget:.0%}",
+            Bar(size=budget, begin=0, end=memory.total, width=9) if rank.budget is not None else "",
+            f"{memory.total / budget:.0%}" if rank.budget is not None else "?",
             f"{rank.seconds / all_seconds:.0%}",
         )
     memories = [rank.memory for rank in plan.ranks]
     totals = (sum(m.weights for m in memories), sum(m.activations for m in memories), sum(m.cache for m in memories))
     rows.add_row("all", "", *map(format_bytes, totals), style="dim")
     out.print(rows)
-    budgets = {str(rank.device): format_bytes(rank.budget) for rank in plan.ranks}
+    budgets = {str(rank.device): "unknown" if rank.budget is None else format_bytes(rank.budget) for rank in plan.ranks}
     same = len(set(budgets.values())) == 1
-    listed = f"{next(iter(budgets.values()))} each" if same else ", ".join(f"{d} {b}" for d, b in budgets.items())
+    listed = next(iter(budgets.values())) + " each" * (len(plan.ranks) > 1) if same else ", ".join(f"{d} {b}" for d, b in budgets.items())
     speed = "as measured" if plan.profiled else f"estimated for {NOMINAL[plan.ranks[0].device.kind].name}"
     out.print(f"budget: {listed}; time: {speed}")
     print_cuts([([value.name or "" for value in cut.values], cut.bytes) for cut in plan.cuts])

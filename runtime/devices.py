@@ -1,19 +1,23 @@
 """Device names, the devices of this machine, and their memory.
 
 `cpu0`, `cpu1`, ... are as many as a user asks for: each is one rank with its share of the cores and of the memory.
+`cuda0`, ... are NVIDIA GPUs in CUDA's order, which CUDA_VISIBLE_DEVICES changes.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Optional
 
 import psutil
 
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.gpu import list_gpus
 
-KINDS = ("cpu",)
+KINDS = ("cpu", "cuda")
 _NAME = re.compile(r"(?P<kind>[a-z]+):?(?P<index>\d+)")
 _COUNT = re.compile(r"(?P<count>\d+)x(?P<kind>[a-z]+)")
 
@@ -31,12 +35,17 @@ class Device:
 
 @dataclass(frozen=True)
 class DeviceStatus:
-    """What a device offers now. Memory in bytes; the CPU devices share theirs and their cores."""
+    """What a device offers now. Memory in bytes; the CPU devices share theirs and their cores.
+
+    `peers` has for each other GPU how this one reaches it: `peer` directly, or `host` through the host's memory.
+    """
 
     name: str
     description: str
     total_bytes: int
     free_bytes: int
+    compute_capability: Optional[str] = None
+    peers: dict[str, str] = field(default_factory=dict)
 
 
 def parse_devices(texts: Sequence[str]) -> list[Device]:
@@ -62,14 +71,21 @@ def _parse_one(name: str) -> list[Device]:
     if one and one["kind"] in KINDS:
         return [Device(one["kind"], int(one["index"]))]
     raise MisuseError(
-        f"unknown device '{name}': there are cpu0, cpu1, ... as many as you ask for (3xcpu is the first three)"
+        f"unknown device '{name}': there are cpu0, cpu1, ... as many as you ask for (3xcpu is the first three), and "
+        "NVIDIA GPUs as cuda0, cuda1, ..."
     )
 
 
 def list_devices() -> list[DeviceStatus]:
     """The devices of this machine. All CPU devices are one line, since they share one memory."""
     memory = psutil.virtual_memory()
-    return [DeviceStatus("cpu0, cpu1, ...", f"{cores()} cores", memory.total, memory.available)]
+    found = [DeviceStatus("cpu0, cpu1, ...", f"{cores()} cores", memory.total, memory.available)]
+    for gpu in list_gpus():
+        peers = {f"cuda{other}": "peer" if direct else "host" for other, direct in gpu.peers.items()}
+        found.append(
+            DeviceStatus(f"cuda{gpu.index}", gpu.name, gpu.total_bytes, gpu.free_bytes, gpu.compute_capability, peers)
+        )
+    return found
 
 
 def cores() -> int:
@@ -81,9 +97,19 @@ def cores() -> int:
 
 def threads_for(devices: Sequence[Device], threads: int | None) -> int:
     """Threads of one CPU device: what was asked, else an equal share of the cores, at least one."""
-    return threads or max(1, cores() // max(1, len(devices)))
+    return threads or max(1, cores() // max(1, sum(device.kind == "cpu" for device in devices)))
 
 
-def free_bytes(devices: Sequence[Device]) -> list[int]:
-    """Free memory of each rank's device, where ranks on one memory get equal parts of it."""
-    return [psutil.virtual_memory().available // len(devices) for _ in devices]
+def free_bytes(devices: Sequence[Device]) -> list[Optional[int]]:
+    """Free memory of each rank's device, where ranks on one memory get equal parts of it; None for an absent GPU."""
+    places = [memory_of(device) for device in devices]
+    memory: dict[str, Optional[int]] = {"cpu": psutil.virtual_memory().available}
+    if any(place != "cpu" for place in places):
+        memory.update({f"cuda{gpu.index}": gpu.free_bytes for gpu in list_gpus()})
+    sharers = Counter(places)
+    return [None if (free := memory.get(place)) is None else free // sharers[place] for place in places]
+
+
+def memory_of(device: Device) -> str:
+    """The memory that a device uses: all CPU devices have one, each GPU has its own."""
+    return "cpu" if device.kind == "cpu" else str(device)

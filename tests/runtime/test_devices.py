@@ -1,6 +1,6 @@
 import pytest
 
-from splitc.runtime.devices import list_devices, parse_devices, threads_for
+from splitc.runtime.devices import free_bytes, list_devices, parse_devices, threads_for
 from splitc.runtime.errors import MisuseError
 
 
@@ -12,6 +12,7 @@ from splitc.runtime.errors import MisuseError
         (["cpu:0", "CPU1"], ["cpu0", "cpu1"]),
         (["3xcpu"], ["cpu0", "cpu1", "cpu2"]),
         (["cpu4", "cpu4"], ["cpu4", "cpu4"]),
+        (["CUDA0&cuda:1", "2xcpu"], ["cuda0", "cuda1", "cpu0", "cpu1"]),
     ],
 )
 def test_names_are_read_as_users_write_them(texts: list[str], names: list[str]) -> None:
@@ -36,5 +37,12 @@ def test_threads_are_divided_unless_given() -> None:
 
 
 def test_machine_has_memory() -> None:
-    (cpu,) = list_devices()
+    cpu = list_devices()[0]
     assert 0 < cpu.free_bytes <= cpu.total_bytes
+
+
+def test_ranks_on_one_memory_share_it_and_an_absent_gpu_is_not_guessed_at() -> None:
+    cpu0, absent, cpu1 = free_bytes(parse_devices(["cpu0", "cuda999", "cpu1"]))
+    assert absent is None
+    assert cpu0 == cpu1
+    assert cpu0 is not None and 0 < 2 * cpu0 <= list_devices()[0].total_bytes

@@ -1,0 +1,65 @@
+"""The NVIDIA GPUs of this machine, as CuPy sees them; none where CuPy or the driver is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Optional
+
+from splitc.runtime.errors import PackageError
+
+# What a missing CuPy is answered with.
+INSTALL = "GPUs need CuPy: pip install cupy-cuda12x, or cupy-cuda13x for a driver of CUDA 13"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU: its index in CUDA's order, memory in bytes, and for each other one whether it can copy from it."""
+
+    index: int
+    name: str
+    compute_capability: str
+    total_bytes: int
+    free_bytes: int
+    peers: Mapping[int, bool]
+
+
+def find_cupy() -> Optional[ModuleType]:
+    """CuPy, or None where it is not installed."""
+    try:
+        import cupy
+    except ImportError:
+        return None
+    return cupy  # type: ignore[no-any-return]
+
+
+def need_cupy() -> ModuleType:
+    """CuPy. Raises PackageError, with the package that brings it, where it is missing."""
+    cupy = find_cupy()
+    if cupy is None:
+        raise PackageError(INSTALL)
+    return cupy
+
+
+def list_gpus() -> list[Gpu]:
+    """The GPUs of this machine with their memory as it is now."""
+    cupy = find_cupy()
+    if cupy is None:
+        return []
+    runtime = cupy.cuda.runtime
+    try:
+        count = runtime.getDeviceCount()
+    except runtime.CUDARuntimeError:  # no driver, or no GPU
+        return []
+    return [_describe(cupy, index, count) for index in range(count)]
+
+
+def _describe(cupy: ModuleType, index: int, count: int) -> Gpu:
+    runtime = cupy.cuda.runtime
+    with cupy.cuda.Device(index):
+        free, total = runtime.memGetInfo()
+        properties = runtime.getDeviceProperties(index)
+        peers = {other: bool(runtime.deviceCanAccessPeer(index, other)) for other in range(count) if other != index}
+    capability = f"{properties['major']}.{properties['minor']}"
+    return Gpu(index, properties["name"].decode(), capability, total, free, peers)
