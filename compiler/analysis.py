@@ -9,17 +9,31 @@ from pathlib import Path
 from splitc.compiler.blocks import Partition, find_blocks
 from splitc.compiler.costs import Costs
 from splitc.compiler.graph import Graph, ModelError, describe_node, open_graph, subgraphs
-from splitc.compiler.shapes import Shape, bind_shapes, infer_shapes, input_shapes, read_symbols, reconcile
+from splitc.compiler.shapes import (
+    AskedShapes,
+    Shape,
+    bind_shapes,
+    check_order,
+    infer_shapes,
+    input_shapes,
+    read_symbols,
+    reconcile,
+)
 from splitc.compiler.states import find_states, growing_symbols
 from splitc.runtime.manifest import State
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """A model's graph, its input shapes as bound, its costs with them, its states and its blocks."""
+    """A model's graph, its input shapes as bound, its costs with them, its states and its blocks.
+
+    `shapes` are the largest that it is planned for; `smallest` and `typical` are others that engines are to take.
+    """
 
     graph: Graph
     shapes: Mapping[str, Shape]
+    smallest: Mapping[str, Shape]
+    typical: Mapping[str, Shape]
     costs: Costs
     states: tuple[State, ...]
     partition: Partition
@@ -43,7 +57,7 @@ def check_divisible(analysis: Analysis) -> None:
             )
 
 
-def analyze(path: Path, shapes: Mapping[str, Shape], wanted_blocks: int) -> Analysis:
+def analyze(path: Path, asked: AskedShapes, wanted_blocks: int) -> Analysis:
     """Open the model and find its blocks, at least `wanted_blocks` where it can be cut that finely.
 
     Raises ModelError for a model that can't be used, MisuseError for shapes that are not its own.
@@ -52,7 +66,10 @@ def analyze(path: Path, shapes: Mapping[str, Shape], wanted_blocks: int) -> Anal
     read_symbols(graph.model)
     infer_shapes(graph.model)
     states = find_states(graph)
-    bound = input_shapes(graph.model, shapes, growing_symbols(graph, states))
-    costs = Costs(graph, bind_shapes(graph.model, bound))
+    growing = growing_symbols(graph, states)
+    smallest, typical, largest = (input_shapes(graph.model, given, growing) for given in asked.three())
+    check_order(smallest, typical, largest)
+    costs = Costs(graph, bind_shapes(graph.model, largest))
     reconcile(graph.model, costs.bound)
-    return Analysis(graph, bound, costs, tuple(states), find_blocks(graph, costs, wanted_blocks))
+    blocks = find_blocks(graph, costs, wanted_blocks)
+    return Analysis(graph, largest, smallest, typical, costs, tuple(states), blocks)

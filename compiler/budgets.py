@@ -13,7 +13,6 @@ from splitc.runtime.devices import Device, free_bytes, memory_of
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.units import parse_bytes
 
-
 # Bytes that a rank may use; None where that is not known, since its GPU is not in this machine.
 Budget = Optional[int]
 

@@ -10,16 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, NoReturn, Optional
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from splitc.compiler.show import print_axes, print_plan
 from splitc.runtime.cli import JSON, app
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.manifest import BuildOptions
 from splitc.runtime.terminal import err, out, print_json, print_warning, run_app
 from splitc.runtime.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from splitc.compiler.build.package import Building
     from splitc.compiler.plan import Request
+
+# Options that only engines which are built have.
+TENSORRT: dict[str, Any] = {"rich_help_panel": "TensorRT"}
 
 MODEL = typer.Argument(help="The ONNX model.", metavar="MODEL")
 DEVICE = typer.Option(
@@ -48,8 +53,20 @@ MEMORY = typer.Option(
     help="A device's budget, repeatable: cpu0=4GiB, or 4GiB for all. Default: free memory less headroom.",
 )
 HEADROOM = typer.Option("1GiB", "--headroom", help="Memory to leave free.")
+ENGINE = typer.Option(
+    None,
+    "--engine",
+    help="onnxruntime, tensorrt or tensorrt-rtx. Default: on GPUs tensorrt where it is installed, else onnxruntime.",
+)
 SHAPES = typer.Option([], "--shapes", help="An input's shape to plan for, repeatable: ids:1x16 or ids:[1,16].")
+RANGE = "repeatable, for engines that are built for a range of sizes (TensorRT)."
+MIN_SHAPES = typer.Option([], "--min-shapes", help=f"An input's smallest shape, {RANGE}")
+OPT_SHAPES = typer.Option([], "--opt-shapes", help=f"The shape to be fast for, {RANGE}")
+MAX_SHAPES = typer.Option([], "--max-shapes", help=f"An input's largest shape, which is planned for, {RANGE}")
 PROFILE = typer.Option(False, "--profile", help="Measure each block's time instead of estimating it.")
+TIMING_CACHE = typer.Option(
+    None, "--timing-cache", help="TensorRT's timings, read and written. Default: beside the package.", **TENSORRT
+)
 THREADS = typer.Option(None, "--threads", min=1, help="Threads of each CPU device. Default: the cores divided.")
 
 
@@ -66,7 +83,11 @@ def _request(
     tensor_split: Optional[str] = TENSOR_SPLIT,
     memory: list[str] = MEMORY,
     headroom: str = HEADROOM,
+    engine: Optional[str] = ENGINE,
     shapes: list[str] = SHAPES,
+    min_shapes: list[str] = MIN_SHAPES,
+    opt_shapes: list[str] = OPT_SHAPES,
+    max_shapes: list[str] = MAX_SHAPES,
     profile: bool = PROFILE,
     threads: Optional[int] = THREADS,
 ) -> Request:
@@ -77,7 +98,11 @@ def _request(
     return Request(
         split_mode=split_mode,
         objective=objective,
+        engine=engine,
         shapes=parse_shapes(shapes),
+        min_shapes=parse_shapes(min_shapes),
+        opt_shapes=parse_shapes(opt_shapes),
+        max_shapes=parse_shapes(max_shapes),
         tensor_split=_parse_shares(tensor_split),
         memory=memory,
         headroom=parse_bytes(headroom),
@@ -152,24 +177,65 @@ def compile_command(
         True, "--verify/--no-verify", help="In tensor mode: compare with the unsplit model before writing."
     ),
     force: bool = typer.Option(False, "--force", help="Replace a package that is there."),
+    build_when: str = typer.Option(
+        "now", "--build", help="now, or later: write ONNX files, for 'splitc build' on another machine.", **TENSORRT
+    ),
+    keep_onnx: bool = typer.Option(
+        False, "--keep-onnx", help="Leave the ONNX files in the package, to build it again.", **TENSORRT
+    ),
+    timing_cache: Optional[Path] = TIMING_CACHE,
+    optimization_level: Optional[int] = typer.Option(
+        None, "--builder-optimization-level", min=0, max=5, help="0 builds fast, 5 builds fast engines.", **TENSORRT
+    ),
+    workspace: Optional[str] = typer.Option(
+        None, "--workspace", help="The most scratch memory of an engine, as in 4GiB.", **TENSORRT
+    ),
+    version_compatible: bool = typer.Option(
+        False, "--version-compatible", help="Engines that later versions of TensorRT run too.", **TENSORRT
+    ),
+    hardware_compatible: bool = typer.Option(
+        False, "--hardware-compatible", help="Engines that GPUs from Ampere on run.", **TENSORRT
+    ),
+    weight_streaming: bool = typer.Option(
+        False, "--weight-streaming", help="Engines that can keep weights in host memory.", **TENSORRT
+    ),
+    strip_weights: bool = typer.Option(
+        False, "--strip-weights", help="Engines without weights, which they take from the ONNX files.", **TENSORRT
+    ),
+    tactic_sources: Optional[str] = typer.Option(
+        None, "--tactic-sources", help="Libraries to take kernels from: cublas,cudnn, or none.", **TENSORRT
+    ),
     as_json: bool = JSON,
 ) -> None:
     """Split a model over devices and write the package that runs it."""
     # Imported here, as in plan: a machine that only runs packages has no onnx.
-    from splitc.compiler.package import check_target, compile_model
+    from splitc.compiler.aside import check_target
+    from splitc.compiler.build.package import BuildSettings
+    from splitc.compiler.package import compile_model
     from splitc.compiler.plan_file import plan_from_file, to_file
     from splitc.compiler.plan_model import plan_model
 
     check_target(package, force)
+    if build_when not in ("now", "later"):
+        raise MisuseError(f"unknown --build '{build_when}': there are now and later")
+    options = BuildOptions(
+        optimization_level=optimization_level,
+        workspace=None if workspace is None else parse_bytes(workspace),
+        version_compatible=version_compatible,
+        hardware_compatible=hardware_compatible,
+        weight_streaming=weight_streaming,
+        strip_weights=strip_weights,
+        tactic_sources=_parse_sources(tactic_sources),
+    )
     if plan_path:
-        if device or request.tensor_split or request.memory or request.shapes:
-            raise MisuseError("--plan has the devices, shares, budgets and shapes: edit it, or leave it out")
+        if device or request.tensor_split or request.memory or request.shapes or request.engine:
+            raise MisuseError("--plan has the devices, shares, budgets, shapes and engine: edit it, or leave it out")
         decided = plan_from_file(model, plan_path)
     else:
         decided = plan_model(model, device, request)
     if not as_json:
         print_plan(decided)
-    with _progress(sum(rank.memory.weights for rank in decided.ranks)) as progress:
+    with _progress(sum(rank.memory.weights for rank in decided.ranks)) as (progress, building):
         manifest = compile_model(
             decided,
             package,
@@ -177,7 +243,9 @@ def compile_command(
             threads=request.threads,
             force=force,
             verify=verify,
+            build=BuildSettings(options, build_when == "later", keep_onnx, timing_cache),
             progress=progress,
+            building=building,
             warn=print_warning,
         )
     if as_json:
@@ -186,6 +254,32 @@ def compile_command(
         size = format_bytes(sum(file.bytes for file in manifest.files if file.sha256 is not None))
         linked = ", beside links to the model's data" if any(file.sha256 is None for file in manifest.files) else ""
         out.print(f"wrote [bold]{package}[/]: {len(manifest.ranks)} ranks, {size}{linked}")
+        if manifest.build is not None and manifest.build.built is None:
+            out.print(f"its engines are not built yet: run 'splitc build {package}' where it will run")
+
+
+@app.command("build")
+def build_command(
+    package: Path = typer.Argument(help="The package's folder.", metavar="PACKAGE"),
+    timing_cache: Optional[Path] = TIMING_CACHE,
+    as_json: bool = JSON,
+) -> None:
+    """Build the TensorRT engines of a package here, from the ONNX files that it holds."""
+    from splitc.compiler.build.package import build_package
+
+    with _progress(0) as (_, building):
+        manifest = build_package(package, timing_cache, building)
+    if as_json:
+        print_json(manifest.build)
+        return
+    assert manifest.build is not None and manifest.build.built is not None
+    built, engines = manifest.build.built, sum(len(rank.engines) for rank in manifest.ranks)
+    where = f" on {built.gpu} (compute capability {built.compute_capability})" if built.gpu else ""
+    out.print(f"built [bold]{engines}[/] engines with {manifest.engine} {built.version}{where}")
+
+
+def _parse_sources(text: Optional[str]) -> Optional[list[str]]:
+    return None if text is None else [name for name in text.lower().split(",") if name and name != "none"]
 
 
 def _parse_shares(text: Optional[str]) -> Optional[list[float]]:
@@ -196,9 +290,25 @@ def _parse_shares(text: Optional[str]) -> Optional[list[float]]:
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """A bar of the bytes written, on a terminal only; gone when it is done."""
-    columns = (TextColumn("writing weights"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
+def _progress(total: int) -> Iterator[tuple[Callable[[int], None], Building]]:
+    """Bars of the bytes written and of the engines built, on a terminal only; gone when it is done."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[amount]}"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda count: bar.advance(task, count)
+        writing = bar.add_task("writing weights", total=total, amount="", visible=total > 0)
+        engines = bar.add_task("building engines", total=None, amount="", visible=False)
+        written = 0
+
+        def wrote(count: int) -> None:
+            nonlocal written
+            written += count
+            bar.update(writing, completed=written, amount=f"{format_bytes(written)} of {format_bytes(total)}")
+
+        def built(done: float, count: int) -> None:
+            bar.update(engines, total=count, completed=done, amount=f"{int(done)} of {count}", visible=True)
+
+        yield wrote, built

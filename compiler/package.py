@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import glob
-import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Callable, Optional, Union
 
+import msgspec
 import onnx_ir as ir
 
 from splitc.compiler.analysis import Analysis
+from splitc.compiler.aside import check_target, full_disk_explained, written_aside
 from splitc.compiler.batch import find_batch
 from splitc.compiler.build.onnxruntime import write_engines
+from splitc.compiler.build.package import Building, BuildSettings, check_buildable, finish_package
+from splitc.compiler.build.pieces import block_names, prepare_piece
+from splitc.compiler.build.sizes import engine_sizes
+from splitc.compiler.build.tensorrt import engine_path
 from splitc.compiler.fills import find_fill
 from splitc.compiler.plan import Plan, RankPlan
 from splitc.compiler.plan_file import LISTED
 from splitc.compiler.programs import RankProgram, names, rank_program
+from splitc.compiler.split.rank_graph import COLLECTIVE
 from splitc.compiler.verify import verify_package
 from splitc.runtime import manifest as m
+from splitc.runtime.engines.kinds import MODULES, ONNXRUNTIME, need_installed
 from splitc.runtime.errors import MisuseError, SplitcError
-from splitc.runtime.units import format_bytes
 from splitc.runtime.version import VERSION
 
 WEIGHTS = ("copy", "link")
-
-
-def check_target(target: Path, force: bool) -> None:
-    """Raise MisuseError unless a package may be written to `target`."""
-    if target.exists() and not force:
-        raise MisuseError(f"{target} exists already: choose another name, or replace it with --force")
-    if target.exists() and not (target / m.FILE_NAME).exists():
-        raise MisuseError(f"{target} exists and is no package, so --force does not replace it")
-    if not target.absolute().parent.is_dir():
-        raise MisuseError(f"there is no folder {target.absolute().parent} to write the package into")
 
 
 def compile_model(
@@ -47,7 +41,9 @@ def compile_model(
     threads: Optional[int] = None,
     force: bool = False,
     verify: bool = True,
+    build: BuildSettings = BuildSettings(),
     progress: Callable[[int], None] = lambda _: None,
+    building: Building = lambda done, total: None,
     warn: Callable[[str], None] = lambda _: None,
 ) -> m.Manifest:
     """Build what `plan` says and write it to the folder `package`, replacing a package that is there with `force`.
@@ -55,38 +51,76 @@ def compile_model(
     `weights` is `copy`, or `link` to refer into hard links of the model's own data files instead of copying it: the
     package then changes when they are written to in place. `threads` is recorded as the number for each CPU device.
     A package in tensor mode is compared with the unsplit model before it is in its place, unless `verify` is False.
-    `progress` is told the bytes of weights as they are written, `warn` what is not as asked. Either the whole package
-    is written or nothing. Raises MisuseError when `package` can't be written to, SplitcError when the disk is full,
-    OutputsDifferError when the package does not compute what the model does.
+    `build` says how engines are built that are not ONNX files. `progress` is told the bytes of weights as they are
+    written, `building` how many engines are built of how many, `warn` what is not as asked. Either the whole package is
+    written or nothing. Raises MisuseError when `package` can't be written to, SplitcError when the disk is full,
+    BuildError for what TensorRT can't build, OutputsDifferError when the package does not compute what the model does.
     """
     target = Path(package)
     check_target(target, force)
+    if plan.engine in MODULES and not build.later:
+        need_installed(plan.engine)
+        check_buildable(plan.engine)
     if weights not in WEIGHTS:
         raise MisuseError(f"unknown --weights '{weights}': there are {', '.join(WEIGHTS)}")
     needed = sum(rank.memory.weights for rank in plan.ranks) if weights == "copy" else 0
-    with _full_disk_explained(target, needed), _written_aside(target) as folder:
+    with full_disk_explained(target, needed), written_aside(target) as folder:
         links: list[Path] = []
         ranks = []
-        for number, rank in enumerate(plan.ranks):
-            program = rank_program(plan, number)
+        for number, (rank, program) in enumerate(zip(plan.ranks, _programs(plan))):
             engines, linked, copied = _write_engines(plan, rank, program, folder / f"rank{number}", weights, progress)
             links += linked
             if copied:
                 warn(f"{folder.parent} can't hold hard links to the model's data, so rank {number} has a copy")
-            ranks.append(_rank(rank, program, engines))
+            ranks.append(_rank(rank, program.program, engines))
         files = [path for path in folder.rglob("*") if path.is_file()]
-        manifest = _manifest(plan, ranks, m.describe_files(folder, files, links), threads)
+        manifest = _manifest(plan, ranks, m.describe_files(folder, files, links), threads, build.options)
         (folder / m.FILE_NAME).write_bytes(m.encode(manifest))
-        if plan.tensor is not None and verify and (reason := verify_package(plan, folder)):
+        if plan.tensor is not None and verify and (reason := _verify(plan, folder)):
             warn(f"the package is unverified: {reason}")
+        if plan.engine in MODULES and not build.later:
+            manifest = finish_package(folder, manifest, build, target, building)
     return manifest
 
 
+def _verify(plan: Plan, folder: Path) -> Optional[str]:
+    """Compare the split with the model, in ONNX Runtime on the CPU whatever the engines are to be."""
+    if plan.engine == ONNXRUNTIME:
+        return verify_package(plan, folder)
+    with tempfile.TemporaryDirectory(prefix="verify-", dir=folder) as place:
+        compile_model(replace(plan, engine=ONNXRUNTIME), Path(place) / "package", verify=False)
+        return verify_package(plan, Path(place) / "package")
+
+
+@dataclass(frozen=True)
+class _Program:
+    """A rank's program, and for each of its engines the sizes that it is built for; none where it is not built."""
+
+    program: RankProgram
+    sizes: Sequence[dict[str, m.Sizes]]
+
+
+def _programs(plan: Plan) -> Iterator[_Program]:
+    """The ranks' programs, one at a time as far as can be, their pieces fit to be built where they are to be."""
+    if plan.engine not in MODULES:
+        for number in range(len(plan.ranks)):
+            yield _Program(rank_program(plan, number), ())
+        return
+    analysis = plan.analysis
+    programs = [rank_program(plan, number) for number in range(len(plan.ranks))]
+    sizes = engine_sizes(programs, (analysis.smallest, analysis.typical, analysis.shapes))
+    blocks = block_names(analysis)
+    for program, own in zip(programs, sizes):
+        for piece, each in zip((piece.graph for piece in program.pieces if piece.graph.outputs), own):
+            prepare_piece(piece, each, blocks)
+        yield _Program(program, own)
+
+
 def _write_engines(
-    plan: Plan, rank: RankPlan, program: RankProgram, folder: Path, weights: str, progress: Callable[[int], None]
+    plan: Plan, rank: RankPlan, program: _Program, folder: Path, weights: str, progress: Callable[[int], None]
 ) -> tuple[list[m.EngineFile], list[Path], list[Path]]:
     """Write a rank's pieces. Returns their entries, the links, and the copies made where no link could be."""
-    pieces = [piece.graph for piece in program.pieces if piece.graph.outputs]
+    pieces = [piece.graph for piece in program.program.pieces if piece.graph.outputs]
     width = len(str(len(pieces) - 1))
     suffixes = [f".{number:0{width}}" if len(pieces) > 1 else "" for number in range(len(pieces))]
     stage = f"stage{plan.stages.index(rank.stage)}"
@@ -96,50 +130,26 @@ def _write_engines(
         m.EngineFile(f"{folder.name}/{path.name}", names(graph.inputs), names(graph.outputs))
         for path, graph in zip(paths, pieces)
     ]
+    if plan.engine in MODULES:
+        group = [n for n, each in enumerate(plan.ranks) if each.stage is rank.stage]
+        entries = [
+            _to_build(entry, sizes, group if any(node.op_type == COLLECTIVE for node in graph) else [])
+            for entry, sizes, graph in zip(entries, program.sizes, pieces)
+        ]
     links, copies = write_engines(dict(zip(paths, pieces)), plan.analysis.graph.model, weights == "link", progress)
     return entries, links, copies
 
 
-@contextlib.contextmanager
-def _written_aside(target: Path) -> Iterator[Path]:
-    """A new folder beside `target`, which takes its place if the block ends well and is removed if it does not."""
-    parent = target.absolute().parent
-    prefix = f".{target.name}.partial-"
-    for left in parent.glob(f"{glob.escape(prefix)}*"):  # by a run that was killed
-        shutil.rmtree(left, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-    try:
-        folder.chmod(0o755)
-        yield folder
-        replaced = folder.with_name(f"{folder.name}-replaced")
-        if target.exists():
-            target.rename(replaced)
-        folder.rename(target)
-        shutil.rmtree(replaced, ignore_errors=True)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+def _to_build(entry: m.EngineFile, sizes: dict[str, m.Sizes], group: list[int]) -> m.EngineFile:
+    """The entry of an engine that is built from the ONNX file of `entry`."""
+    source = Path(entry.path)
+    path = engine_path(source.parent, source.stem, group)
+    return msgspec.structs.replace(entry, path=path.as_posix(), source=entry.path, sizes=sizes, group=group)
 
 
-@contextlib.contextmanager
-def _full_disk_explained(target: Path, needed: int) -> Iterator[None]:
-    parent = target.absolute().parent
-    free = shutil.disk_usage(parent).free
-    if free < needed:
-        raise SplitcError(
-            f"the disk of {parent} has {format_bytes(free)} free, and the package needs {format_bytes(needed)}"
-        )
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise SplitcError(
-            f"the disk of {parent} is full: the package needs {format_bytes(needed)}. Nothing was written"
-        ) from error
-
-
-def _manifest(plan: Plan, ranks: list[m.Rank], files: list[m.File], threads: Optional[int]) -> m.Manifest:
+def _manifest(
+    plan: Plan, ranks: list[m.Rank], files: list[m.File], threads: Optional[int], options: m.BuildOptions
+) -> m.Manifest:
     analysis = plan.analysis
     graph = analysis.graph
     return m.Manifest(
@@ -147,10 +157,10 @@ def _manifest(plan: Plan, ranks: list[m.Rank], files: list[m.File], threads: Opt
         splitc=VERSION,
         source=graph.source,
         split_mode=plan.split_mode,
-        engine="onnxruntime",
+        engine=plan.engine,
         number_type=number_type(analysis),
         threads=threads,
-        inputs=[_input(analysis, value) for value in graph.graph.inputs],
+        inputs=[_input(analysis, value, plan.engine in MODULES) for value in graph.graph.inputs],
         outputs=[_tensor(value) for value in graph.outputs],
         states=list(analysis.states),
         batch=find_batch(plan),
@@ -164,6 +174,7 @@ def _manifest(plan: Plan, ranks: list[m.Rank], files: list[m.File], threads: Opt
             if each.reason and each.bytes - each.split >= LISTED
         ],
         files=files,
+        build=m.Build(options) if plan.engine in MODULES else None,
     )
 
 
@@ -193,10 +204,11 @@ def _tensor(value: ir.Value) -> m.Tensor:
     return m.Tensor(value.name or "", str(value.type.dtype.numpy()), sizes)
 
 
-def _input(analysis: Analysis, value: ir.Value) -> m.Tensor:
+def _input(analysis: Analysis, value: ir.Value, limited: bool) -> m.Tensor:
     tensor = _tensor(value)
-    shape = list(analysis.shapes[tensor.name])
-    return m.Tensor(tensor.name, tensor.dtype, tensor.shape, shape, find_fill(value))
+    low, typical, high = (list(each[tensor.name]) for each in (analysis.smallest, analysis.typical, analysis.shapes))
+    limits = (low, high) if limited else (None, None)
+    return m.Tensor(tensor.name, tensor.dtype, tensor.shape, typical, find_fill(value), *limits)
 
 
 def number_type(analysis: Analysis) -> str:

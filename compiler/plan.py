@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis import Analysis
 from splitc.compiler.memory import StageMemory
-from splitc.compiler.shapes import Shape
+from splitc.compiler.shapes import AskedShapes, Shape
 from splitc.compiler.split.layer import Stage
 from splitc.compiler.split.report import SplitWeight
 from splitc.compiler.split.tensor import TensorSplit
@@ -68,6 +68,7 @@ class Plan:
 
     analysis: Analysis
     split_mode: str
+    engine: str
     objective: str
     profiled: bool
     ranks: tuple[RankPlan, ...]
@@ -86,6 +87,8 @@ class Plan:
 class Request:
     """What a user asks of a plan.
 
+    `engine` is the kind of engines; None takes what the devices have. `shapes` are the inputs' to plan for; the other
+    three give the ends of a range of them, and the shape to be fast for.
     `tensor_split` gives the devices' shares of the weights on any scale. `memory` is budgets as the command line takes
     them (`4GiB`, `cpu0=4GiB`); without, a device's budget is its free memory less `headroom` bytes. `spread` gives
     every device a stage, even where fewer would do. `profile` measures blocks on the device instead of estimating.
@@ -94,7 +97,11 @@ class Request:
 
     split_mode: str = "layer"
     objective: str = "throughput"
+    engine: str | None = None
     shapes: Mapping[str, Shape] | None = None
+    min_shapes: Mapping[str, Shape] | None = None
+    opt_shapes: Mapping[str, Shape] | None = None
+    max_shapes: Mapping[str, Shape] | None = None
     tensor_split: Sequence[float] | None = None
     memory: Sequence[str] = ()
     headroom: int = DEFAULT_HEADROOM
@@ -102,6 +109,12 @@ class Request:
     profile: bool = False
     threads: int | None = None
     pipeline_stages: int = 1
+
+    @property
+    def asked_shapes(self) -> AskedShapes:
+        """All that it says of shapes."""
+        given = (self.shapes, self.min_shapes, self.opt_shapes, self.max_shapes)
+        return AskedShapes(*(each or {} for each in given))
 
 
 def plan_warnings(analysis: Analysis, ranks: Sequence[RankPlan]) -> list[str]:

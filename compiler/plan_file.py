@@ -17,12 +17,13 @@ from splitc.compiler.plan import Plan, Repeated, Request
 from splitc.compiler.plan_layer import make_plan
 from splitc.compiler.plan_tensor import make_tensor_plan
 from splitc.compiler.planner import Assignment
+from splitc.compiler.shapes import Shape
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import DoesNotFitError, MisuseError
 from splitc.runtime.manifest import Source, State, hash_file
 from splitc.runtime.units import format_bytes
 
-SCHEMA = 1
+SCHEMA = 2
 # Weights below this many bytes are not listed.
 LISTED = 64 << 10
 
@@ -68,17 +69,21 @@ class PlanFile(Struct, frozen=True, forbid_unknown_fields=True):
 
     In layer mode stages are ranks. `states` are the inputs that take an output of the run before.
 
+    `shapes` are the largest of the inputs; the others are there where engines are to take a range of them.
     `finest` says that the model is cut wherever it can be, instead of into the blocks that repeat.
     """
 
     schema: int
     source: Source
     split_mode: str
+    engine: str
     objective: str
     shapes: dict[str, list[int]]
     ranks: list[RankEntry]
     finest: bool
     blocks: dict[str, int]
+    min_shapes: dict[str, list[int]] = {}
+    opt_shapes: dict[str, list[int]] = {}
     states: Optional[list[State]] = None
     cuts: list[CutEntry] = []
     warnings: list[str] = []
@@ -103,8 +108,11 @@ def to_file(plan: Plan) -> PlanFile:
         schema=SCHEMA,
         source=graph.source,
         split_mode=plan.split_mode,
+        engine=plan.engine,
         objective=plan.objective,
-        shapes={name: list(shape) for name, shape in analysis.shapes.items()},
+        shapes=_lists(analysis.shapes),
+        min_shapes={} if analysis.smallest == analysis.shapes else _lists(analysis.smallest),
+        opt_shapes={} if analysis.typical == analysis.shapes else _lists(analysis.typical),
         ranks=[
             RankEntry(
                 str(rank.device),
@@ -127,6 +135,14 @@ def to_file(plan: Plan) -> PlanFile:
         warnings=list(plan.warnings),
         weights=weights,
     )
+
+
+def _lists(shapes: Mapping[str, Shape]) -> dict[str, list[int]]:
+    return {name: list(shape) for name, shape in shapes.items()}
+
+
+def _shapes(lists: Mapping[str, list[int]]) -> dict[str, Shape]:
+    return {name: tuple(shape) for name, shape in lists.items()}
 
 
 def write_plan(plan: Plan, path: Path) -> None:
@@ -184,14 +200,21 @@ def plan_from_file(model: Path, path: Path) -> Plan:
         raise MisuseError(
             f"{path} was made for another model ({file.source.name}, SHA-256 {file.source.sha256[:12]}...)"
         )
-    shapes = {name: tuple(shape) for name, shape in file.shapes.items()}
-    analysis = analyze(model, shapes, ALL if file.finest else 1)
-    stages = 1 + max((rank.stage for rank in file.ranks), default=0)
+    request = Request(
+        split_mode=file.split_mode,
+        engine=file.engine,
+        objective=file.objective,
+        shapes=_shapes(file.shapes),
+        min_shapes=_shapes(file.min_shapes),
+        opt_shapes=_shapes(file.opt_shapes),
+        pipeline_stages=1 + max((rank.stage for rank in file.ranks), default=0),
+    )
+    analysis = analyze(model, request.asked_shapes, ALL if file.finest else 1)
+    stages = request.pipeline_stages
     if file.states is not None:
         analysis = replace(analysis, states=tuple(_check_states(analysis, file.states)))
     chosen = assignments(file.blocks, stages, [block.name for block in analysis.partition.blocks])
     devices = parse_devices([rank.device for rank in file.ranks])
-    request = Request(split_mode=file.split_mode, objective=file.objective, pipeline_stages=stages)
     seconds = block_seconds(analysis, devices, request)
     budgets = [rank.budget_bytes for rank in file.ranks]
     if file.split_mode == "tensor":

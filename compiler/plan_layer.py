@@ -15,6 +15,7 @@ from splitc.compiler.plan import CutPlan, Plan, RankPlan, Repeated, Request, pla
 from splitc.compiler.planner import Assignment, StageCosts, Target, plan_stages
 from splitc.compiler.split.layer import Stage, split_layers
 from splitc.runtime.devices import Device
+from splitc.runtime.engines.kinds import choose_engine
 from splitc.runtime.errors import DoesNotFitError
 
 # How much slower the slowest stage may be for fewer bytes cut and more even memory: times are not known better than
@@ -105,6 +106,7 @@ def make_plan(
     return Plan(
         analysis,
         request.split_mode,
+        choose_engine(request.engine, devices),
         request.objective,
         request.profile,
         tuple(ranks),

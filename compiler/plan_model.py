@@ -12,6 +12,7 @@ from splitc.compiler.plan_layer import plan_layers
 from splitc.compiler.plan_tensor import plan_tensors
 from splitc.compiler.planner import OBJECTIVES
 from splitc.runtime.devices import Device, parse_devices
+from splitc.runtime.engines.kinds import choose_engine
 from splitc.runtime.errors import MisuseError
 
 MODES = {"layer": plan_layers, "tensor": plan_tensors}
@@ -30,6 +31,7 @@ def plan_model(model: str | Path, devices: Sequence[Device] | Sequence[str], req
         raise MisuseError(f"unknown objective '{request.objective}': there are {', '.join(OBJECTIVES)}")
     if request.pipeline_stages != 1 and request.split_mode != "tensor":
         raise MisuseError("--pipeline-stages is for --split-mode tensor; layer mode makes a stage for each device")
+    choose_engine(request.engine, devices)  # what is wrong with it is said before the model is read
     check_shares(request.tensor_split, len(devices))
     budgets = find_budgets(devices, request.memory, request.headroom)
     analysis = _analyze(Path(model), devices, request)
@@ -38,7 +40,7 @@ def plan_model(model: str | Path, devices: Sequence[Device] | Sequence[str], req
 
 def _analyze(model: Path, devices: Sequence[Device], request: Request) -> Analysis:
     stages = len(devices) if request.split_mode == "layer" else request.pipeline_stages
-    analysis = analyze(model, request.shapes or {}, stages)
+    analysis = analyze(model, request.asked_shapes, stages)
     if stages > 1:
         check_divisible(analysis)
     return analysis

@@ -17,6 +17,7 @@ from splitc.compiler.split.layer import Stage, split_layers
 from splitc.compiler.split.report import SplitWeight, split_weights
 from splitc.compiler.split.tensor import TensorSplit, split_tensors
 from splitc.runtime.devices import Device
+from splitc.runtime.engines.kinds import choose_engine
 from splitc.runtime.errors import DoesNotFitError, MisuseError
 from splitc.runtime.units import format_bytes
 
@@ -95,6 +96,7 @@ def make_tensor_plan(
     return Plan(
         analysis,
         request.split_mode,
+        choose_engine(request.engine, devices),
         request.objective,
         request.profile,
         tuple(ranks),

@@ -14,6 +14,7 @@ from splitc.compiler.split.layer import stage_graph
 from splitc.compiler.split.partial import chosen_atoms
 from splitc.compiler.split.rank_graph import rank_graph
 from splitc.compiler.split.segments import Segment, cut_segments
+from splitc.runtime.engines.kinds import has_collectives
 from splitc.runtime.manifest import Part
 from splitc.runtime.program import Receive, Reduce, Run, Send, Step
 
@@ -44,7 +45,9 @@ def rank_program(plan: Plan, number: int) -> RankProgram:
         pieces = [Segment(stage_graph(plan.analysis.graph, rank.stage), ())]
     else:
         graph = rank_graph(plan.tensor, rank.stage, rank.part)
-        pieces = cut_segments(graph, {*outputs, *keeps, *names(rank.stage.sends)})
+        wanted = {*outputs, *keeps, *names(rank.stage.sends)}
+        inside = has_collectives(plan.engine)
+        pieces = [Segment(graph, ())] if inside else cut_segments(graph, wanted)
         if plan.analysis.graph.model.ir_version >= IR_VERSION:
             for piece in pieces:
                 annotate(piece.graph, plan.tensor, rank.part, plan.stages.index(rank.stage))

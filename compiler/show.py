@@ -42,7 +42,8 @@ def print_plan(plan: Plan) -> None:
     out.print(rows)
     budgets = {str(rank.device): "unknown" if rank.budget is None else format_bytes(rank.budget) for rank in plan.ranks}
     same = len(set(budgets.values())) == 1
-    listed = next(iter(budgets.values())) + " each" * (len(plan.ranks) > 1) if same else ", ".join(f"{d} {b}" for d, b in budgets.items())
+    each = next(iter(budgets.values())) + " each" * (len(plan.ranks) > 1)
+    listed = each if same else ", ".join(f"{device} {budget}" for device, budget in budgets.items())
     speed = "as measured" if plan.profiled else f"estimated for {NOMINAL[plan.ranks[0].device.kind].name}"
     out.print(f"budget: {listed}; time: {speed}")
     print_cuts([([value.name or "" for value in cut.values], cut.bytes) for cut in plan.cuts])

@@ -34,7 +34,8 @@ def verify_package(plan: Plan, package: Path) -> Optional[str]:
     limit = min(LARGEST, psutil.virtual_memory().available // 3)
     if weights > limit:
         return f"its weights are {format_bytes(weights)}, and more than {format_bytes(limit)} is not loaded to compare"
-    with Session(package, verify=False) as session:
+    ranks = [f"cpu{number}" for number in range(len(plan.ranks))]
+    with Session(package, verify=False, devices=ranks) as session:
         whole = load_unsplit(graph.path, session.threads * len(session.manifest.ranks))
         for inputs in _candidates(plan, session.inputs):
             feeds = make_inputs(inputs)

@@ -14,7 +14,7 @@ from msgspec import Struct
 from splitc.runtime.errors import PackageError
 from splitc.runtime.program import Step
 
-SCHEMA = 1
+SCHEMA = 2
 FILE_NAME = "manifest.json"
 
 
@@ -28,7 +28,8 @@ class Fill(Struct, frozen=True):
 class Tensor(Struct, frozen=True):
     """An input or output of the model. `dtype` is numpy's name; a dimension is a number, a symbol, or unknown.
 
-    `sample_shape` has a number for every dimension: the sizes that were planned for.
+    `sample_shape` has a number for every dimension: the sizes that were planned for. The engines take sizes from
+    `min_shape` to `max_shape`; None is no limit beside `shape`.
     """
 
     name: str
@@ -36,6 +37,8 @@ class Tensor(Struct, frozen=True):
     shape: list[Union[int, str, None]]
     sample_shape: Optional[list[int]] = None
     fill: Optional[Fill] = None
+    min_shape: Optional[list[int]] = None
+    max_shape: Optional[list[int]] = None
 
 
 class State(Struct, frozen=True):
@@ -69,12 +72,29 @@ class Part(Struct, frozen=True):
     axes: list[AxisPart]
 
 
+class Sizes(Struct, frozen=True):
+    """What an engine's input may be: its smallest, its typical and its largest shape.
+
+    `values` are those of a list of sizes that the model computes (a target shape), likewise; None for any other input.
+    """
+
+    shapes: tuple[list[int], list[int], list[int]]
+    values: Optional[tuple[list[int], list[int], list[int]]] = None
+
+
 class EngineFile(Struct, frozen=True):
-    """An engine of a rank: its file, relative to the package, and the names that it takes and gives."""
+    """An engine of a rank: its file, relative to the package, and the names that it takes and gives.
+
+    `source` is the ONNX file that it is built from, where the package holds that, and `sizes` the inputs' that it is
+    built for. `group` are the ranks with which it exchanges values while it runs, itself included.
+    """
 
     path: str
     inputs: list[str]
     outputs: list[str]
+    source: Optional[str] = None
+    sizes: dict[str, Sizes] = {}
+    group: list[int] = []
 
 
 class Rank(Struct, frozen=True):
@@ -113,6 +133,36 @@ class Source(Struct, frozen=True):
     sha256: str
 
 
+class BuildOptions(Struct, frozen=True):
+    """How TensorRT builds engines; None leaves a choice to it. `workspace` is in bytes.
+
+    `tactic_sources` are names of trt.TacticSource. With `strip_weights` an engine takes its weights from its source.
+    """
+
+    optimization_level: Optional[int] = None
+    workspace: Optional[int] = None
+    version_compatible: bool = False
+    hardware_compatible: bool = False
+    weight_streaming: bool = False
+    strip_weights: bool = False
+    tactic_sources: Optional[list[str]] = None
+
+
+class Built(Struct, frozen=True):
+    """What built the engines: TensorRT's version, and the GPU's name and compute capability, if there was one."""
+
+    version: str
+    gpu: Optional[str] = None
+    compute_capability: Optional[str] = None
+
+
+class Build(Struct, frozen=True):
+    """How a package's engines are built, and what built them; None while they are not."""
+
+    options: BuildOptions
+    built: Optional[Built] = None
+
+
 class UnsplitWeight(Struct, frozen=True):
     """A weight that a split mode had to leave whole on each rank."""
 
@@ -135,6 +185,7 @@ class File(Struct, frozen=True):
 class Manifest(Struct, frozen=True):
     """All that the runtime knows of a package. Threads are those of each CPU device; None divides the cores.
 
+    `build` is for engines that are not the ONNX files themselves.
     `batch` has the axis of each input and output along which rows don't depend on each other, if there is one.
     """
 
@@ -155,6 +206,7 @@ class Manifest(Struct, frozen=True):
     collectives: int
     unsplit: list[UnsplitWeight]
     files: list[File]
+    build: Optional[Build] = None
 
 
 class _Version(Struct, frozen=True):

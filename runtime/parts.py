@@ -16,10 +16,16 @@ Array = npt.NDArray[Any]
 
 def cut_part(array: Array, part: Part) -> Array:
     """The part of an array."""
-    shape = list(array.shape)
-    for axis in part.axes:
-        shape[axis.axis] = _part_size(axis, shape[axis.axis])
+    shape = part_shape(array.shape, part)
     return np.ascontiguousarray(array.reshape(_factors(array.shape, part))[_places(array.ndim, part)]).reshape(shape)
+
+
+def part_shape(shape: Sequence[int], part: Part) -> tuple[int, ...]:
+    """The shape that the part of an array of this shape has."""
+    sizes = list(shape)
+    for axis in part.axes:
+        sizes[axis.axis] = _part_size(axis, sizes[axis.axis])
+    return tuple(sizes)
 
 
 def join_parts(parts: Sequence[tuple[Part, Array]]) -> Array:

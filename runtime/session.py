@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from splitc.runtime.batches import cut_batches, join_batches
-from splitc.runtime.devices import parse_devices, threads_for
-from splitc.runtime.engines.onnxruntime import OnnxRuntimeBackend
+from splitc.runtime.devices import Device, parse_devices, threads_for
+from splitc.runtime.engines.kinds import choose_engine
+from splitc.runtime.engines.load import make_backend
 from splitc.runtime.errors import FeedError, MisuseError, SplitcError
 from splitc.runtime.manifest import Manifest, Part, State, Tensor, read_manifest, verify_files
 from splitc.runtime.parts import join_parts
@@ -39,6 +40,8 @@ class Session:
 
     `threads` is the number for each CPU device (default: the package's own, else the cores divided among them).
     `verify=False` skips comparing the files' hashes with the manifest, which reads every byte of the weights once.
+    `devices` are others to run on than the package was made for, one for each rank; an ONNX Runtime package for GPUs
+    runs on CPU devices too, and the other way round.
     At most `in_flight` requests are under way at a time (default: two a stage): their feeds, what they have on the
     devices and their outputs are what the session holds beside its weights. Any number of threads may use one session.
     Raises PackageError for a package that is damaged or that an engine can't load.
@@ -51,14 +54,15 @@ class Session:
         threads: Optional[int] = None,
         verify: bool = True,
         in_flight: Optional[int] = None,
+        devices: Optional[Sequence[str]] = None,
     ) -> None:
         self.package = Path(package)
         self.manifest: Manifest = read_manifest(self.package)
         if verify:
             verify_files(self.package, self.manifest.files)
-        devices = [parse_devices([rank.device])[0] for rank in self.manifest.ranks]
-        self.threads = threads_for(devices, threads or self.manifest.threads)
-        self.in_flight = in_flight or 2 * len(devices)
+        self.devices = _choose_devices(self.manifest, devices)
+        self.threads = threads_for(self.devices, threads or self.manifest.threads)
+        self.in_flight = in_flight or 2 * len(self.devices)
         self._passed = {tensor.name for tensor in self.inputs} & {tensor.name for tensor in self.outputs}
         self._parts = [{part.name: part for part in rank.parts} for rank in self.manifest.ranks]
         self._places = threading.BoundedSemaphore(self.in_flight)
@@ -68,7 +72,7 @@ class Session:
         self._under_way: set[Request] = set()
         # All ranks must see requests in one order, whoever submits them: values of two requests have the same names.
         self._order = threading.Lock()
-        self._transports = connect(len(devices))
+        self._transports = connect(len(self.devices))
         self.resident_states = find_resident(self.manifest)
         self._workers = [
             Worker(
@@ -76,7 +80,7 @@ class Session:
                 rank,
                 self.resident_states,
                 self.package,
-                OnnxRuntimeBackend(self.threads),
+                make_backend(self.manifest.engine, self.devices[number], self.threads),
                 self._transports[number],
                 self._break,
             )
@@ -240,6 +244,15 @@ class Session:
         self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
     ) -> None:
         self.close()
+
+
+def _choose_devices(manifest: Manifest, asked: Optional[Sequence[str]]) -> list[Device]:
+    """The device of each rank. Raises MisuseError unless there is one for each, of the kind that the engines need."""
+    devices = parse_devices(asked or [rank.device for rank in manifest.ranks])
+    if len(devices) != len(manifest.ranks):
+        raise MisuseError(f"the package has {len(manifest.ranks)} ranks, and {len(devices)} devices are named for it")
+    choose_engine(manifest.engine, devices)
+    return devices
 
 
 T = TypeVar("T")

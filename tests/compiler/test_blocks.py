@@ -14,6 +14,7 @@ from models.llama import Size, build
 from models.minilm import Encoder
 from models.writer import Writer, save
 from splitc.compiler.analysis import Analysis, analyze
+from splitc.compiler.shapes import AskedShapes
 
 MakeModel = Callable[[ir.Model], Path]
 CONFIG = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 5, "layer_norm_eps": 1e-12}
@@ -89,7 +90,7 @@ def shuffle(model: ir.Model) -> None:
 def test_decoder_has_its_layers(write: MakeModel, change: Callable[[ir.Model], None]) -> None:
     model = build(Size(layers=6, hidden=64, heads=4, kv_heads=2, feed_forward=160, vocabulary=96))
     change(model)
-    analysis = analyze(write(model), {}, 1)
+    analysis = analyze(write(model), AskedShapes(), 1)
     assert kinds(analysis) == ["prologue", *["block"] * 6, "epilogue"]
     weights = [analysis.costs.weight_bytes(block.nodes) for block in analysis.partition.blocks[1:-1]]
     # The last one may have taken the final norm along.
@@ -97,7 +98,7 @@ def test_decoder_has_its_layers(write: MakeModel, change: Callable[[ir.Model], N
 
 
 def test_blocks_are_called_what_the_exporter_called_them(decoder: Path) -> None:
-    names = [block.name for block in analyze(decoder, {}, 1).partition.blocks]
+    names = [block.name for block in analyze(decoder, AskedShapes(), 1).partition.blocks]
     assert names == ["prologue", "layers.0", "layers.1", "layers.2", "layers.3", "epilogue"]
 
 
@@ -105,23 +106,23 @@ def test_blocks_are_called_what_the_exporter_called_them(decoder: Path) -> None:
 def test_encoder_has_its_layers(write: MakeModel, change: Callable[[ir.Model], None]) -> None:
     model = Encoder(CONFIG, encoder_weights()).build()
     change(model)
-    blocks = analyze(write(model), {}, 1).partition.blocks
+    blocks = analyze(write(model), AskedShapes(), 1).partition.blocks
     assert sum(block.kind == "block" for block in blocks) == 5
 
 
 def test_mixture_of_experts_has_its_layers(write: MakeModel) -> None:
     model = build(Size(layers=3, hidden=64, heads=4, kv_heads=2, feed_forward=96, vocabulary=96, experts=4))
-    assert kinds(analyze(write(model), {}, 1)) == ["prologue", *["block"] * 3, "epilogue"]
+    assert kinds(analyze(write(model), AskedShapes(), 1)) == ["prologue", *["block"] * 3, "epilogue"]
 
 
 def test_large_model_is_not_judged_by_the_share_of_one_weight(write: MakeModel) -> None:
     model = build(Size(layers=80, hidden=32, heads=4, kv_heads=1, feed_forward=96, vocabulary=64))
-    analysis = analyze(write(model), {}, 1)
+    analysis = analyze(write(model), AskedShapes(), 1)
     assert sum(kind == "block" for kind in kinds(analysis)) == 80
 
 
 def test_masks_and_rotary_tables_are_free_and_weights_are_not(decoder: Path) -> None:
-    analysis = analyze(decoder, {}, 1)
+    analysis = analyze(decoder, AskedShapes(), 1)
     free = {node.op_type for node in analysis.partition.free}
     assert {"Cos", "Sin", "LessOrEqual", "Where", "Range"} <= free
     assert not {"MatMul", "Softmax"} & free
@@ -138,7 +139,7 @@ def test_random_numbers_are_not_made_twice(tmp_path: Path) -> None:
     y = w.op("MatMul", w.op("Add", y, noise), w.weight("b", ir.tensor(np.ones((64, 64), np.float32))))
     w.output(y, "y", ir.DataType.FLOAT, [2, 64])
     save(w.model(), tmp_path / "model.onnx")
-    assert not analyze(tmp_path / "model.onnx", {}, 2).partition.free
+    assert not analyze(tmp_path / "model.onnx", AskedShapes(), 2).partition.free
 
 
 def test_chain_without_repetition_is_cut_between_its_heavy_nodes(tmp_path: Path) -> None:
@@ -152,10 +153,10 @@ def test_chain_without_repetition_is_cut_between_its_heavy_nodes(tmp_path: Path)
             value = w.op(kind, value)
     w.output(value, "y", ir.DataType.FLOAT, ["n", 16])
     save(w.model(), tmp_path / "model.onnx")
-    analysis = analyze(tmp_path / "model.onnx", {}, 4)
+    analysis = analyze(tmp_path / "model.onnx", AskedShapes(), 4)
     assert len(analysis.partition.blocks) == 4
     assert [block.nodes[0].op_type for block in analysis.partition.blocks] == ["MatMul"] * 4
 
 
 def test_more_pieces_than_layers_are_found_when_wanted(decoder: Path) -> None:
-    assert len(analyze(decoder, {}, 12).partition.blocks) >= 12
+    assert len(analyze(decoder, AskedShapes(), 12).partition.blocks) >= 12

@@ -15,6 +15,7 @@ from models.writer import Writer, save
 from splitc.compiler import plan_model
 from splitc.compiler.analysis import analyze
 from splitc.compiler.graph import ModelError
+from splitc.compiler.shapes import AskedShapes
 from splitc.compiler.split.layer import split_layers, stage_graph
 from splitc.runtime.devices import parse_devices
 from tests.conftest import Arrays, assert_close, decoder_feeds, run_split, run_whole
@@ -218,7 +219,7 @@ def test_random_graph_cut_anywhere_gives_the_same_bits(
     folder = tmp_path_factory.mktemp("random")
     save(model, folder / "model.onnx")
     generator = np.random.default_rng(0)
-    analysis = analyze(folder / "model.onnx", {}, 1 << 30)
+    analysis = analyze(folder / "model.onnx", AskedShapes(), 1 << 30)
     feeds = {
         value.name or "": generator.standard_normal((3, WIDTH)).astype(np.float32)
         for value in analysis.graph.graph.inputs

@@ -10,6 +10,7 @@ import pytest
 from splitc.compiler import Request, plan_model
 from splitc.compiler.analysis import analyze
 from splitc.compiler.memory import RangeMemory, stage_memory
+from splitc.compiler.shapes import AskedShapes
 from splitc.compiler.split.layer import split_layers
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import DoesNotFitError
@@ -29,7 +30,7 @@ def test_sizes_are_those_counted_by_hand(write_model: Callable[[str], Path]) -> 
           v = Squeeze(u, zero)
           y, rest = Split <axis = 1> (v, sizes) }"""
     )
-    analysis = analyze(path, {"x": (4, 8)}, 1)
+    analysis = analyze(path, AskedShapes({"x": (4, 8)}), 1)
     (stage,) = split_layers(analysis.graph, analysis.partition, [len(analysis.partition.blocks)])
     memory = stage_memory(analysis.costs, analysis.states, stage)
     assert memory.weights == 3 * 8
@@ -58,7 +59,7 @@ def test_cache_is_both_past_and_present(decoder: Path) -> None:
 
 
 def test_bound_for_the_planner_is_never_too_small(decoder: Path) -> None:
-    analysis = analyze(decoder, {"input_ids": (2, 16)}, 12)
+    analysis = analyze(decoder, AskedShapes({"input_ids": (2, 16)}), 12)
     quick = RangeMemory(analysis.costs, analysis.states, analysis.partition)
     count = len(analysis.partition.blocks)
     for start in range(count):

@@ -9,6 +9,7 @@ import pytest
 
 from splitc.compiler import Request, plan_model, profile
 from splitc.compiler.analysis import analyze
+from splitc.compiler.shapes import AskedShapes
 from splitc.runtime.devices import parse_devices
 
 
@@ -19,7 +20,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_blocks_are_measured_and_equal_ones_once(decoder: Path, cache: Path) -> None:
-    analysis = analyze(decoder, {"input_ids": (1, 8)}, 1)
+    analysis = analyze(decoder, AskedShapes({"input_ids": (1, 8)}), 1)
     seconds = profile.measure_blocks(analysis, parse_devices(["2xcpu"]), 1)
     assert len(seconds) == 6
     assert all(each > 0 for each in seconds)

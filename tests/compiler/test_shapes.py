@@ -8,7 +8,7 @@ import pytest
 
 from splitc.compiler.analysis import analyze
 from splitc.compiler.graph import open_graph
-from splitc.compiler.shapes import bind_shapes, infer_shapes, input_shapes, parse_shapes
+from splitc.compiler.shapes import AskedShapes, bind_shapes, infer_shapes, input_shapes, parse_shapes
 from splitc.compiler.states import find_states, growing_symbols
 from splitc.runtime.errors import MisuseError
 
@@ -124,9 +124,9 @@ def test_dimensions_as_exporters_write_them(write_model: WriteModel, size: str) 
         else:
             dimension.dim_param = size
     onnx.save(model, path)
-    analysis = analyze(path, {}, 1)
+    analysis = analyze(path, AskedShapes(), 1)
     assert analysis.shapes["x"] == (1, 4)
-    assert analyze(path, {"x": (7, 4)}, 1).costs.shapes["y"] == (7, 4)
+    assert analyze(path, AskedShapes({"x": (7, 4)}), 1).costs.shapes["y"] == (7, 4)
 
 
 def test_size_that_inference_gets_wrong_is_forgotten(write_model: WriteModel) -> None:
@@ -139,7 +139,7 @@ def test_size_that_inference_gets_wrong_is_forgotten(write_model: WriteModel) ->
           s = Slice(p, zero, far, zero)
           y = MatMul(s, w) }"""
     )
-    analysis = analyze(path, {"x": (3, 4)}, 1)
+    analysis = analyze(path, AskedShapes({"x": (3, 4)}), 1)
     (sliced,) = (node.outputs[0] for node in analysis.graph.nodes if node.op_type == "Slice")
     assert sliced.shape is not None
     assert 1000000000 not in list(sliced.shape)

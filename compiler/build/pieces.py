@@ -1,0 +1,38 @@
+"""Make a rank's graph fit to be built: sizes that can't change are written into it, and its nodes say what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import onnx_ir as ir
+
+from splitc.compiler.analysis import Analysis
+from splitc.compiler.build.tensorrt import BLOCK
+from splitc.runtime.manifest import Sizes
+
+# Where a node is that no block owns: masks, rotary tables, and what a split adds.
+SHARED = "shared"
+
+
+def block_names(analysis: Analysis) -> dict[str, str]:
+    """The block of each value that a block makes, by the names of both."""
+    return {
+        value.name or "": block.name
+        for block in analysis.partition.blocks
+        for node in block.nodes
+        for value in node.outputs
+    }
+
+
+def prepare_piece(graph: ir.Graph, sizes: Mapping[str, Sizes], blocks: Mapping[str, str]) -> None:
+    """Fix the sizes of the graph's inputs that can't change, and name each node and its block, in place."""
+    for value in graph.inputs:
+        low, _, high = sizes[value.name or ""].shapes
+        before: list[Any] = list(value.shape) if value.shape is not None else [None] * len(low)
+        # An engine is better for knowing them.
+        value.shape = ir.Shape([a if a == b else old for a, b, old in zip(low, high, before)])
+    for node in graph:
+        name = node.outputs[0].name or ""
+        node.name = node.name or name
+        node.metadata_props[BLOCK] = blocks.get(name, SHARED)
