@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, NoReturn, Optional
 
@@ -14,6 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from splitc.compiler.show import print_axes, print_plan
 from splitc.runtime.cli import JSON, app
+from splitc.runtime.engines.kinds import MODULES
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.manifest import BuildOptions
 from splitc.runtime.terminal import err, out, print_json, print_warning, run_app
@@ -148,6 +150,10 @@ def plan(
     from splitc.compiler.plan_model import plan_model
 
     decided = plan_model(model, device, request)
+    if decided.engine in MODULES:
+        from splitc.compiler.build.operators import describe_refusals
+
+        decided = replace(decided, warnings=(*decided.warnings, *describe_refusals(decided)))
     if output:
         write_plan(decided, output)
     if as_json:

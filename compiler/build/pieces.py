@@ -26,8 +26,8 @@ def block_names(analysis: Analysis) -> dict[str, str]:
 
 
 def prepare_piece(graph: ir.Graph, sizes: Mapping[str, Sizes], blocks: Mapping[str, str]) -> None:
-    """Fix the sizes of the graph's inputs that can't change, and name each node and its block, in place."""
-    for value in graph.inputs:
+    """Fix those sizes of the graph's inputs that can't change, and name each node and its block, in place."""
+    for value in (value for value in graph.inputs if value.name in sizes):
         low, _, high = sizes[value.name or ""].shapes
         before: list[Any] = list(value.shape) if value.shape is not None else [None] * len(low)
         # An engine is better for knowing them.
