@@ -18,6 +18,8 @@ from splitc.runtime.manifest import Fill, Tensor
 
 Array = npt.NDArray[Any]
 
+OPERATIONS: dict[str, np.ufunc] = {"sum": np.add, "max": np.maximum}
+
 
 def load_arrays(path: Path) -> dict[str, Array]:
     """Arrays by name from an .npz file, a folder of NAME.npy files, or the first feed of polygraphy's JSON.
@@ -52,6 +54,22 @@ def save_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
             with aside.open("wb") as file:
                 np.savez(file, **arrays)  # type: ignore[arg-type]  # newer numpy has an argument beside
         aside.replace(path)
+
+
+def number_type(name: str) -> np.dtype[Any]:
+    """The numpy type of that name; bfloat16 and the like are ml_dtypes'."""
+    try:
+        known: np.dtype[Any] = np.dtype(name)
+    except TypeError:
+        import ml_dtypes
+
+        known = np.dtype(getattr(ml_dtypes, name))
+    return known
+
+
+def accumulate_arrays(operation: str, total: Array, part: Array) -> None:
+    """Bring `part` into `total`, in place, by `sum` or `max`."""
+    OPERATIONS[operation](total, part, out=total)
 
 
 def make_inputs(inputs: list[Tensor], seed: int = 0) -> dict[str, Array]:

@@ -50,8 +50,7 @@ def load_unsplit(model: Path, threads: int) -> Callable[[Mapping[str, npt.NDArra
     engine = backend.load(model)
 
     def run(feeds: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
-        found = engine.run({name: backend.upload(feeds[name]) for name in engine.inputs})
-        return {name: backend.download(value) for name, value in found.items()}
+        return backend.download(engine.run({name: backend.upload(feeds[name]) for name in engine.inputs}))
 
     return run
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,12 +97,18 @@ class Alone:
         self._backend = backend
         self.sent: dict[str, npt.NDArray[Any]] = {}
 
+    def begin(self) -> None:
+        pass
+
+    def join(self, group: Sequence[int]) -> Any:
+        raise RuntimeError("a rank by itself has nobody to exchange values with")
+
     def abort(self, error: BaseException) -> None:
         pass
 
     def send(self, target: int, name: str, value: Any) -> None:
         if not isinstance(value, Failure):
-            self.sent[name] = self._backend.download(value)
+            self.sent[name] = self._backend.download({name: value})[name]
 
     def receive(self, source: int, name: str) -> Any:
         return self._backend.upload(self._arrays[name])

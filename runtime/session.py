@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Optional, TypeVar, Union
@@ -15,15 +15,17 @@ from typing import Any, Optional, TypeVar, Union
 import numpy as np
 import numpy.typing as npt
 
+from splitc.runtime.arrays import number_type
 from splitc.runtime.batches import cut_batches, join_batches
 from splitc.runtime.devices import Device, parse_devices, threads_for
 from splitc.runtime.engines.kinds import choose_engine
-from splitc.runtime.engines.load import make_backend
+from splitc.runtime.engines.load import check_built_here, make_backend
 from splitc.runtime.errors import FeedError, MisuseError, SplitcError
 from splitc.runtime.manifest import Manifest, Part, State, Tensor, read_manifest, verify_files
+from splitc.runtime.measure import RankMemory
 from splitc.runtime.parts import join_parts
 from splitc.runtime.sequence import StateSequence
-from splitc.runtime.transport.local import connect
+from splitc.runtime.transport.devices import connect_devices
 from splitc.runtime.worker import NEVER, Forget, Request, Served, Worker
 
 Array = npt.NDArray[Any]
@@ -58,9 +60,10 @@ class Session:
     ) -> None:
         self.package = Path(package)
         self.manifest: Manifest = read_manifest(self.package)
+        self.devices = _choose_devices(self.manifest, devices)
+        check_built_here(self.package, self.manifest, self.devices)
         if verify:
             verify_files(self.package, self.manifest.files)
-        self.devices = _choose_devices(self.manifest, devices)
         self.threads = threads_for(self.devices, threads or self.manifest.threads)
         self.in_flight = in_flight or 2 * len(self.devices)
         self._passed = {tensor.name for tensor in self.inputs} & {tensor.name for tensor in self.outputs}
@@ -72,22 +75,36 @@ class Session:
         self._under_way: set[Request] = set()
         # All ranks must see requests in one order, whoever submits them: values of two requests have the same names.
         self._order = threading.Lock()
-        self._transports = connect(len(self.devices))
+        build = self.manifest.build
+        backends = [make_backend(self.manifest.engine, device, self.threads, build) for device in self.devices]
+        self._transports = connect_devices(self.devices, backends)
         self.resident_states = find_resident(self.manifest)
         self._workers = [
-            Worker(
-                number,
-                rank,
-                self.resident_states,
-                self.package,
-                make_backend(self.manifest.engine, self.devices[number], self.threads),
-                self._transports[number],
-                self._break,
-            )
-            for number, rank in enumerate(self.manifest.ranks)
+            Worker(number, rank, self.resident_states, self.package, backend, transport, self._break)
+            for number, (rank, backend, transport) in enumerate(zip(self.manifest.ranks, backends, self._transports))
         ]
         for worker in self._workers:
             worker.start()
+        self._wait_loaded()
+
+    def _wait_loaded(self) -> None:
+        """Wait until each rank has its engines. Raises the first error; the other ranks are then ended."""
+        done, _ = wait([worker.ready for worker in self._workers], return_when=FIRST_EXCEPTION)
+        failed = [error for future in done if (error := future.exception()) is not None]
+        if failed:
+            self._transports[0].abort(failed[0])
+            self.close()
+            raise failed[0]
+
+    @property
+    def by_host(self) -> list[tuple[str, str]]:
+        """Pairs of GPUs that exchange values through the host, since copies between them come out wrong here."""
+        pairs = {pair for each in self._transports for pair in getattr(each, "by_host", ())}
+        return [(f"cuda{source}", f"cuda{target}") for source, target in sorted(pairs)]
+
+    def device_memory(self) -> list[RankMemory]:
+        """What the ranks' GPUs hold since the session began, beside what was predicted; nothing for CPU devices."""
+        return [memory for worker in self._workers if (memory := worker.device_memory()) is not None]
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -211,7 +228,12 @@ class Session:
                     joined[name] = array
         joined.update({name: join_parts(each) for name, each in parts.items()})
         joined.update({name: request.feeds[name].copy() for name in self._passed})
-        return {tensor.name: joined[tensor.name] for tensor in self.outputs if tensor.name in joined}
+        return {
+            # Before version 10 TensorRT gives int32 where the model says int64.
+            tensor.name: joined[tensor.name].astype(number_type(tensor.dtype), copy=False)
+            for tensor in self.outputs
+            if tensor.name in joined
+        }
 
     def close(self) -> None:
         """End the workers and free their engines, in bounded time.

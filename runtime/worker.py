@@ -11,12 +11,12 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Optional
 
-import numpy as np
 import numpy.typing as npt
 
 from splitc.runtime.engines import Backend
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.manifest import Rank, State
+from splitc.runtime.measure import RankMemory
 from splitc.runtime.parts import cut_part
 from splitc.runtime.program import Program, Span, execute
 from splitc.runtime.transport import Transport
@@ -118,8 +118,8 @@ class Worker(threading.Thread):
         stays = [state for state in states if state.input in rank.inputs]
         self._resident = {state.input: state.output for state in stays}
         self._in_place = [state for state in stays if state.in_place]
-        engines = [backend.load(package / engine.path) for engine in rank.engines]
-        self._program = Program(rank.program, engines, [*rank.outputs, *rank.keeps])
+        self._package = package
+        self.ready: Future[None] = Future()
         self._parts = {part.name: part for part in rank.parts}
         self._transport = transport
         self._broken = broken
@@ -127,19 +127,54 @@ class Worker(threading.Thread):
 
     def run(self) -> None:
         try:
-            while (request := self.requests.get()) is not None:
-                if isinstance(request, Forget):
-                    self._sequences.pop(request.sequence, None)
-                elif request.begin():
-                    self._serve(request)
-                else:
-                    error = SplitcError("the session was closed before this request ran")
-                    request.finish(self._number, {}, NEVER, error)
+            self._program = self._load()
+            self.ready.set_result(None)
+        except BaseException as error:  # the session waits for this
+            self.ready.set_exception(error)
+            return
+        try:
+            self._serve_all()
         except BaseException as error:  # a thread has no caller: the session must know that it is gone
             self._broken(error)
 
+    def _serve_all(self) -> None:
+        while (request := self.requests.get()) is not None:
+            if isinstance(request, Forget):
+                self._sequences.pop(request.sequence, None)
+            elif request.begin():
+                self._serve(request)
+            else:
+                error = SplitcError("the session was closed before this request ran")
+                request.finish(self._number, {}, NEVER, error)
+
+    def _load(self) -> Program:
+        """Load the engines; those that exchange values while they run learn with whom."""
+        self.backend.attach()
+        self._before = self.backend.used_bytes()
+        engines = []
+        for file in self._rank.engines:
+            source = self._package / file.source if file.source is not None else None
+            engines.append(self.backend.load(self._package / file.path, source))
+        for file, engine in zip(self._rank.engines, engines):
+            if file.group:
+                engine.connect(self._transport.join(file.group))
+        self._loaded = self.backend.used_bytes()
+        return Program(self._rank.program, engines, [*self._rank.outputs, *self._rank.keeps])
+
+    def device_memory(self) -> Optional[RankMemory]:
+        """What the rank's own device holds more than before it was loaded; None where that is the host's memory.
+
+        What CuPy and the engines have once taken they keep, so after a run this is the most that it took.
+        """
+        now = self.backend.used_bytes()
+        if now is None or self._before is None or self._loaded is None:
+            return None
+        rank, before = self._rank, self._before
+        return RankMemory(rank.device, self._loaded - before, now - before, rank.weights_bytes, rank.total_bytes)
+
     def _serve(self, request: Request) -> None:
         start = time.perf_counter()
+        self._transport.begin()
         try:
             outputs, spans = self._run_request(request)
         except Exception as error:  # whoever waits for the request gets it
@@ -166,7 +201,7 @@ class Worker(threading.Thread):
             self._sequences[request.sequence] = {name: values[output] for name, output in self._resident.items()}
         kept = set(self._resident.values()) if stateful else set[str]()
         given = [name for name in self._rank.outputs if name not in kept]
-        return {name: np.asarray(self.backend.download(values[name])) for name in given}, spans
+        return self.backend.download({name: values[name] for name in given}), spans
 
     def _upload(self, name: str, array: Array) -> Any:
         part = self._parts.get(name)

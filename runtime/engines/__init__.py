@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Optional, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,9 @@ class Engine(Protocol):
     def outputs(self) -> Sequence[str]:
         """Names of the values that it gives."""
 
+    def connect(self, communicator: Any) -> None:
+        """Give an engine that exchanges values with other ranks' while it runs what it does that with."""
+
     def run(self, values: Mapping[str, Any], into: Mapping[str, Any]) -> dict[str, Any]:
         """Run on values of the backend that loaded it, named as in `inputs`; returns those named in `outputs`.
 
@@ -32,14 +35,20 @@ class Engine(Protocol):
 class Backend(Protocol):
     """Loads engines on one device, and moves arrays to it and from it."""
 
-    def load(self, path: Path) -> Engine:
-        """Load the engine file at `path`. Raises PackageError when it can't be."""
+    def attach(self) -> None:
+        """To be called first by the thread that uses the backend."""
+
+    def load(self, path: Path, source: Optional[Path] = None) -> Engine:
+        """Load the engine file at `path`, which was built from `source`. Raises PackageError when it can't be."""
 
     def upload(self, array: npt.NDArray[Any]) -> Any:
         """The array as a value that the backend's engines take."""
 
-    def download(self, value: Any) -> npt.NDArray[np.generic]:
-        """A value of the backend's engines as an array."""
+    def download(self, values: Mapping[str, Any]) -> dict[str, npt.NDArray[np.generic]]:
+        """Values of the backend's engines as arrays, by name; waits until they are made."""
+
+    def used_bytes(self) -> Optional[int]:
+        """The bytes in use of a memory that is the device's own; None for the host's."""
 
     def stop(self) -> None:
         """Make the engines that are running fail at once; they can't be run again."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
+from splitc.runtime.arrays import accumulate_arrays
 from splitc.runtime.errors import EngineError, PackageError
 
 # What ONNX Runtime raises has no common base but Exception.
@@ -27,9 +28,6 @@ ERRORS = (
     ort_errors.NotImplemented,
     ort_errors.RuntimeException,
 )
-
-
-OPERATIONS: dict[str, np.ufunc] = {"sum": np.add, "max": np.maximum}
 
 
 def open_session(path: Path, threads: int) -> ort.InferenceSession:
@@ -56,6 +54,9 @@ class OnnxRuntimeEngine:
         self.inputs = [value.name for value in session.get_inputs()]
         self.outputs = [value.name for value in session.get_outputs()]
 
+    def connect(self, communicator: Any) -> None:
+        raise RuntimeError("ONNX Runtime's engines exchange nothing while they run")
+
     def run(self, values: Mapping[str, Any], into: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
         binding = self._session.io_binding()
         for name in self.inputs:
@@ -80,8 +81,14 @@ class OnnxRuntimeBackend:
         self._threads = threads
         self._options = ort.RunOptions()
 
-    def load(self, path: Path) -> OnnxRuntimeEngine:
+    def attach(self) -> None:
+        pass
+
+    def load(self, path: Path, source: Optional[Path] = None) -> OnnxRuntimeEngine:
         return OnnxRuntimeEngine(path.name, open_session(path, self._threads), self._options)
+
+    def used_bytes(self) -> Optional[int]:
+        return None
 
     def stop(self) -> None:
         self._options.terminate = True
@@ -90,10 +97,8 @@ class OnnxRuntimeBackend:
         # On the CPU the OrtValue keeps the array and shares its memory.
         return ort.OrtValue.ortvalue_from_numpy(np.asarray(array, order="C"))
 
-    def download(self, value: ort.OrtValue) -> npt.NDArray[np.generic]:
-        array: npt.NDArray[np.generic] = value.numpy()
-        return array
+    def download(self, values: Mapping[str, Any]) -> dict[str, npt.NDArray[np.generic]]:
+        return {name: np.asarray(value.numpy()) for name, value in values.items()}
 
     def accumulate(self, operation: str, total: ort.OrtValue, part: ort.OrtValue) -> None:
-        array = total.numpy()  # a view
-        OPERATIONS[operation](array, part.numpy(), out=array)
+        accumulate_arrays(operation, total.numpy(), part.numpy())  # a view of the total

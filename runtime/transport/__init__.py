@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -11,6 +11,12 @@ if TYPE_CHECKING:
 
 class Transport(Protocol):
     """One rank's end of the channels to all others. A channel between two ranks keeps its order."""
+
+    def begin(self) -> None:
+        """The rank comes to its next request. All ranks come to the same ones, in one order."""
+
+    def join(self, group: Sequence[int]) -> Any:
+        """What engines of these ranks exchange values with while they run; all of them call this at the same time."""
 
     def abort(self, error: BaseException) -> None:
         """Let no rank wait any more: all that waits, now or later, gets a Failure."""

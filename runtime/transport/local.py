@@ -75,37 +75,43 @@ class LocalTransport:
     """The end that belongs to `rank`."""
 
     def __init__(self, rank: int, hub: Hub) -> None:
-        self._rank = rank
-        self._hub = hub
+        self.rank = rank
+        self.hub = hub
+
+    def begin(self) -> None:
+        pass
+
+    def join(self, group: Sequence[int]) -> Any:
+        raise RuntimeError("engines on CPU devices exchange nothing while they run")
 
     def send(self, target: int, name: str, value: Any) -> None:
-        self._hub.channels[self._rank, target].put((name, value))
+        self.hub.channels[self.rank, target].put((name, value))
 
     def receive(self, source: int, name: str) -> Any:
-        channel = self._hub.channels[source, self._rank]
+        channel = self.hub.channels[source, self.rank]
         sent, value = channel.get()
         if sent is None:
             channel.put((None, value))  # for whoever receives next
             return value
         if sent != name:
-            raise RuntimeError(f"rank {self._rank} waits for '{name}' from rank {source}, which sent '{sent}'")
+            raise RuntimeError(f"rank {self.rank} waits for '{name}' from rank {source}, which sent '{sent}'")
         return value
 
     def abort(self, error: BaseException) -> None:
         failure = Failure(error)
-        self._hub.failure = failure
-        for channel in self._hub.channels.values():
+        self.hub.failure = failure
+        for channel in self.hub.channels.values():
             channel.put((None, failure))
-        for meeting in list(self._hub.meetings.values()):
+        for meeting in list(self.hub.meetings.values()):
             meeting.abort(failure)
 
     def reduce(self, step: Reduce, parts: Any, accumulate: Callable[[str, Any, Any], None]) -> Any:
         group = tuple(step.ranks)
         # Made by whoever comes first: dict.setdefault is atomic.
-        meeting = self._hub.meetings.get(group) or self._hub.meetings.setdefault(group, Meeting(group))
-        if self._hub.failure is not None:  # a meeting made after the end would not know of it
-            return self._hub.failure
-        return meeting.reduce(self._rank, step, parts, accumulate)
+        meeting = self.hub.meetings.get(group) or self.hub.meetings.setdefault(group, Meeting(group))
+        if self.hub.failure is not None:  # a meeting made after the end would not know of it
+            return self.hub.failure
+        return meeting.reduce(self.rank, step, parts, accumulate)
 
 
 def connect(ranks: int) -> list[LocalTransport]:

@@ -73,7 +73,7 @@ def test_emptied_rank_is_left_out(decoder: Path, plan_path: Path) -> None:
         (lambda plan: plan["blocks"].update({"layers.0": 7}), 'the line "layers.0: 7", and it has stages 0 to 2'),
         (lambda plan: plan["blocks"].update({"layers.0": "x"}), "is no plan: Expected `int`"),
         (lambda plan: plan["source"].update({"sha256": "0" * 64}), "was made for another model"),
-        (lambda plan: plan.update({"schema": 7}), "schema version 7, and this splitc reads version 1"),
+        (lambda plan: plan.update({"schema": 7}), "schema version 7, and this splitc reads version 2"),
         (lambda plan: plan["ranks"][0].update({"device": "gpu0"}), "unknown device 'gpu0'"),
         (lambda plan: plan.update({"splitmode": "layer"}), "is no plan: Object contains unknown field `splitmode`"),
     ],

@@ -46,7 +46,7 @@ def test_all_ranks_get_the_same(operation: str, function: Any) -> None:
         for _ in range(50):
             parts = [backend.upload(arrays[rank].copy()), backend.upload(arrays[rank, :1].copy())]
             wholes = transport.reduce(step, parts, backend.accumulate)
-        return [backend.download(each).copy() for each in wholes]
+        return [backend.download({"": each})[""].copy() for each in wholes]
 
     results = together(work)
     for first, second in results:
@@ -63,7 +63,7 @@ def test_groups_do_not_wait_for_each_other() -> None:
         for _ in range(20 if rank < 2 else 3):
             parts = [backend.upload(np.full(1, rank, np.float32))]
             (whole,) = transport.reduce(Reduce("sum", ["a"], ["A"], group), parts, backend.accumulate)
-        return float(backend.download(whole)[0])
+        return float(backend.download({"": whole})[""][0])
 
     assert together(work) == [1.0, 1.0, 5.0, 5.0]
 
@@ -82,7 +82,7 @@ def test_rank_that_fails_does_not_leave_the_others_waiting() -> None:
             program = Program([Run(0), step], [engine], ["A"])
             try:
                 values, _ = execute(program, transport, lambda: {"x": np.ones(1, np.float32)}, backend.accumulate)
-                outcomes.append(float(backend.download(values["A"])[0]))
+                outcomes.append(float(backend.download(values)["A"][0]))
             except ValueError as error:
                 outcomes.append(str(error))
         return outcomes

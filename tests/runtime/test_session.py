@@ -131,8 +131,8 @@ def test_engine_that_cannot_be_loaded_is_named(copy: Path) -> None:
 
 def test_newer_schema_is_named(copy: Path) -> None:
     manifest = copy / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"schema": 1', '"schema": 99', 1))
-    with pytest.raises(PackageError, match="schema version 99, and this splitc reads version 1: upgrade"):
+    manifest.write_text(manifest.read_text().replace('"schema": 2', '"schema": 99', 1))
+    with pytest.raises(PackageError, match="schema version 99, and this splitc reads version 2: upgrade"):
         Session(copy)
 
 
@@ -141,7 +141,7 @@ def test_damaged_manifest_is_named(copy: Path) -> None:
     manifest.write_text(manifest.read_text()[:-100])
     with pytest.raises(PackageError, match=r"manifest.json is damaged"):
         Session(copy)
-    manifest.write_text('{"schema": 1}')
+    manifest.write_text('{"schema": 2}')
     with pytest.raises(PackageError, match=r"manifest.json is damaged"):
         Session(copy)
 

@@ -1,0 +1,152 @@
+"""One GPU as a rank uses it: a stream, memory, and copies on that stream. Nothing but a download waits for the GPU."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Callable, Optional
+
+import numpy as np
+import numpy.typing as npt
+
+from splitc.runtime.arrays import accumulate_arrays, number_type
+from splitc.runtime.errors import EngineError, PackageError
+from splitc.runtime.gpu import need_cupy
+
+# Seconds that a rank waits for its GPU before it says that something hangs.
+PATIENCE = 120.0
+# Seconds of waiting in which a rank looks again at once; after that it sleeps in between.
+EAGER, NAP = 0.002, 5e-5
+
+
+@dataclass(frozen=True, eq=False)
+class GpuArray:
+    """An array in a GPU's memory at the address `pointer`, which `owner` keeps. `dtype` is numpy's name."""
+
+    pointer: int
+    shape: tuple[int, ...]
+    dtype: str
+    owner: Any
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * number_type(self.dtype).itemsize
+
+
+class Gpu:
+    """A rank's GPU. To be made anywhere, and then used by one thread, which calls `attach` first.
+
+    `interrupted` tells, while the thread waits, why it should not wait any longer.
+    Raises PackageError where there is no such GPU.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.cupy = need_cupy()
+        self.cuda = self.cupy.cuda
+        self.index = index
+        try:
+            count = self.cuda.runtime.getDeviceCount()
+        except self.cuda.runtime.CUDARuntimeError as error:
+            raise PackageError(f"cuda{index} can't be used: {error}") from error
+        if index >= count:
+            raise PackageError(f"there is no cuda{index}: this machine has {count} GPUs (see 'splitc devices')")
+        self.interrupted: Callable[[], Optional[BaseException]] = lambda: None
+        self._device = self.cuda.Device(index)
+        with self._device:
+            self.stream = self.cuda.Stream(non_blocking=True)
+        self._kept: deque[tuple[Any, tuple[Any, ...]]] = deque()
+
+    def attach(self) -> None:
+        """Make the calling thread work on this GPU and stream."""
+        self._device.use()
+        self.stream.use()
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> GpuArray:
+        """Memory for an array, of CuPy's pool, which gives it to later work on this stream when it is free again."""
+        size = math.prod(shape) * number_type(dtype).itemsize
+        memory = self.cuda.alloc(max(1, size))  # engines want an address also where there is nothing
+        return GpuArray(memory.ptr, shape, dtype, memory)
+
+    def upload(self, array: npt.NDArray[Any]) -> GpuArray:
+        """The array on the GPU, copied behind what the stream has to do."""
+        array = np.asarray(array, order="C")
+        target = self.empty(array.shape, str(array.dtype))
+        if array.nbytes:
+            pinned = self.cuda.alloc_pinned_memory(array.nbytes)
+            np.frombuffer(pinned, np.uint8, array.nbytes)[:] = array.reshape(-1).view(np.uint8)
+            self._copy(target.pointer, pinned.ptr, array.nbytes, self.cuda.runtime.memcpyHostToDevice)
+            self.keep(pinned)
+        return target
+
+    def download(self, values: Mapping[str, GpuArray]) -> dict[str, npt.NDArray[np.generic]]:
+        """The arrays on the host; waits until the stream has made them all."""
+        landed = {}
+        for name, value in values.items():
+            pinned = self.cuda.alloc_pinned_memory(max(1, value.nbytes))
+            if value.nbytes:
+                self._copy(pinned.ptr, value.pointer, value.nbytes, self.cuda.runtime.memcpyDeviceToHost)
+            landed[name] = pinned
+        self.wait(self.record())
+        return {
+            name: np.frombuffer(pinned, np.uint8, values[name].nbytes)
+            .view(number_type(values[name].dtype))
+            .reshape(values[name].shape)
+            .copy()
+            for name, pinned in landed.items()
+        }
+
+    def copy_from(self, value: GpuArray, other: int) -> GpuArray:
+        """An array of the GPU `other` on this one. Without peer access the driver takes it through the host."""
+        target = self.empty(value.shape, value.dtype)
+        if value.nbytes:
+            self.cuda.runtime.memcpyPeerAsync(
+                target.pointer, self.index, value.pointer, other, value.nbytes, self.stream.ptr
+            )
+            self.keep(value)
+        return target
+
+    def cast(self, value: GpuArray, dtype: str) -> GpuArray:
+        """The array in another number type."""
+        memory = self.cuda.UnownedMemory(value.pointer, max(1, value.nbytes), value.owner, self.index)
+        source = self.cupy.ndarray(value.shape, value.dtype, self.cuda.MemoryPointer(memory, 0))
+        result = source.astype(dtype)
+        return GpuArray(result.data.ptr, value.shape, dtype, result)
+
+    def used_bytes(self) -> int:
+        """The bytes of this GPU's memory that are in use, by anyone."""
+        with self._device:
+            free, total = self.cuda.runtime.memGetInfo()
+        return int(total - free)
+
+    def record(self) -> Any:
+        """An event that happens when the stream has done all that it was given so far."""
+        event = self.cuda.Event(disable_timing=True)
+        event.record(self.stream)
+        return event
+
+    def keep(self, *objects: Any) -> None:
+        """Hold on to objects until the stream has come so far: it may not have read their memory yet."""
+        self._kept.append((self.record(), objects))
+        while self._kept and self._kept[0][0].done:
+            self._kept.popleft()
+
+    def wait(self, event: Any) -> None:
+        """Wait for an event. Raises what `interrupted` tells, and EngineError when it takes too long."""
+        start = time.monotonic()
+        while not event.done:
+            if (error := self.interrupted()) is not None:
+                raise error
+            waited = time.monotonic() - start
+            if waited > PATIENCE:
+                raise EngineError(f"cuda{self.index} did not come to an end within {PATIENCE:.0f} s: it seems to hang")
+            time.sleep(NAP if waited > EAGER else 0)
+
+    def accumulate(self, operation: str, total: npt.NDArray[Any], part: npt.NDArray[Any]) -> None:
+        """Of arrays on the host: what NCCL does not do is done there."""
+        accumulate_arrays(operation, total, part)
+
+    def _copy(self, target: int, source: int, size: int, kind: int) -> None:
+        self.cuda.runtime.memcpyAsync(target, source, size, kind, self.stream.ptr)

@@ -1,0 +1,93 @@
+"""Engines that are ONNX files, run by ONNX Runtime's CUDA provider on the rank's own stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Optional
+
+import numpy as np
+import onnxruntime as ort
+
+from splitc.runtime.arrays import number_type
+from splitc.runtime.engines.gpu import Gpu, GpuArray
+from splitc.runtime.engines.onnxruntime import ERRORS
+from splitc.runtime.errors import EngineError, PackageError
+
+PROVIDER = "CUDAExecutionProvider"
+# The number types of ONNX Runtime's type strings, where these are not numpy's.
+NAMES = {"float": "float32", "double": "float64"}
+
+
+class OnnxRuntimeGpuEngine:
+    """One ONNX file in a session of its own, which works on the GPU's stream and does not wait for it."""
+
+    def __init__(self, name: str, session: ort.InferenceSession, gpu: Gpu, options: ort.RunOptions) -> None:
+        self._name = name
+        self._session = session
+        self._gpu = gpu
+        self._options = options
+        self.inputs = [value.name for value in session.get_inputs()]
+        self.outputs = [value.name for value in session.get_outputs()]
+        self._types = {value.name: _type_name(value.type) for value in session.get_outputs()}
+
+    def connect(self, communicator: Any) -> None:
+        raise RuntimeError("ONNX Runtime's engines exchange nothing while they run")
+
+    def run(self, values: Mapping[str, Any], into: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+        binding = self._session.io_binding()
+        for name in self.inputs:
+            binding.bind_input(name, *self._place(values[name]))
+        for name in self.outputs:
+            if name in into:
+                binding.bind_output(name, *self._place(into[name]))
+            else:
+                binding.bind_output(name, "cuda", self._gpu.index)
+        try:
+            self._session.run_with_iobinding(binding, self._options)
+        except ERRORS as error:
+            raise EngineError(f"{self._name} failed on cuda{self._gpu.index}: {error}") from error
+        made = {
+            name: GpuArray(value.data_ptr(), tuple(value.shape()), self._types[name], value)
+            for name, value in zip(self.outputs, binding.get_outputs())
+        }
+        return {**made, **into}
+
+    def _place(self, value: GpuArray) -> tuple[Any, ...]:
+        return "cuda", self._gpu.index, number_type(value.dtype).type, value.shape, value.pointer
+
+
+class OnnxRuntimeGpuBackend(Gpu):
+    """ONNX Runtime's CUDA provider on one GPU."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self._options = ort.RunOptions()
+        # What follows on the stream waits for it there; the host need not.
+        self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+
+    def load(self, path: Path, source: Optional[Path] = None) -> OnnxRuntimeGpuEngine:
+        options = ort.SessionOptions()
+        options.log_severity_level = 4  # errors come as exceptions
+        provider = {"device_id": str(self.index), "user_compute_stream": str(self.stream.ptr)}
+        try:
+            session = ort.InferenceSession(str(path), options, providers=[(PROVIDER, provider), "CPUExecutionProvider"])
+        except ERRORS as error:
+            raise PackageError(f"ONNX Runtime can't load {path} on cuda{self.index}: {error}") from error
+        if PROVIDER not in session.get_providers():  # it goes without a word
+            raise PackageError(
+                f"ONNX Runtime dropped its {PROVIDER}, and would have run on the CPU: it wants CUDA and cuDNN of the "
+                "versions that it was built for (pip install 'onnxruntime-gpu[cuda,cudnn]'), and onnxruntime and "
+                "onnxruntime-gpu must not both be installed"
+            )
+        return OnnxRuntimeGpuEngine(path.name, session, self, self._options)
+
+    def stop(self) -> None:
+        self._options.terminate = True
+
+
+def _type_name(text: str) -> str:
+    """`tensor(float16)` as numpy names it."""
+    name = text[text.index("(") + 1 : -1]
+    return str(np.dtype(NAMES.get(name, name))) if name != "bfloat16" else name

@@ -1,0 +1,29 @@
+"""The transport that a session's devices need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from splitc.runtime.devices import Device
+from splitc.runtime.engines import Backend
+from splitc.runtime.transport import Transport
+from splitc.runtime.transport.local import connect
+
+
+def connect_devices(devices: Sequence[Device], backends: Sequence[Backend]) -> Sequence[Transport]:
+    """One end a rank: values are handed on as they are between CPU devices, and copied from, to and between GPUs."""
+    ends = connect(len(devices))
+    if all(device.kind == "cpu" for device in devices):
+        return ends
+    from splitc.runtime.engines.gpu import Gpu
+    from splitc.runtime.transport.gpu import Clique, GpuTransport, check_copies
+
+    gpus = {backend.index: backend for backend in backends if isinstance(backend, Gpu)}
+    with ThreadPoolExecutor(
+        1
+    ) as pool:  # CuPy's current device and stream are a thread's: the caller's stay as they are
+        by_host = pool.submit(check_copies, gpus).result()
+    places = [backend.index if isinstance(backend, Gpu) else None for backend in backends]
+    cliques: dict[tuple[int, ...], Clique] = {}
+    return [GpuTransport(end, backend, places, cliques, by_host) for end, backend in zip(ends, backends)]
