@@ -18,11 +18,12 @@ from splitc.runtime.compare import Difference, compare, load_unsplit
 from splitc.runtime.devices import list_devices
 from splitc.runtime.errors import EngineError, MisuseError, OutputsDifferError
 from splitc.runtime.generate import PROMPT_CHUNK, Timings
-from splitc.runtime.manifest import Manifest, read_manifest
+from splitc.runtime.gpu import INSTALL, find_cupy
+from splitc.runtime.manifest import Build, Manifest, read_manifest
 from splitc.runtime.measure import RankMemory, measure_memory
 from splitc.runtime.sampling import Sampling
 from splitc.runtime.session import Session, format_shape
-from splitc.runtime.terminal import err, out, print_json, table
+from splitc.runtime.terminal import err, out, print_json, print_warning, table
 from splitc.runtime.text import Text, read_prompt
 from splitc.runtime.trace import draw_timeline, write_trace
 from splitc.runtime.units import format_bytes, format_seconds
@@ -44,6 +45,9 @@ THREADS = typer.Option(
 VERIFY = typer.Option(True, "--verify/--no-verify", help="Compare the files' hashes with the manifest before loading.")
 INPUTS = typer.Option(
     None, "--inputs", help="Arrays by input name: .npz, a folder of .npy, or polygraphy's JSON. Default: made up."
+)
+DEVICE = typer.Option(
+    [], "--device", "-d", help="Run on these devices instead of the package's: one for each rank, repeatable."
 )
 MEASURE = typer.Option(
     True, "--memory/--no-memory", help="Measure each rank's memory, in a process of its own, beside the prediction."
@@ -80,10 +84,14 @@ def devices(as_json: bool = JSON) -> None:
     if as_json:
         print_json(found)
         return
-    rows = table("device", "what", "memory", "free", right=("memory", "free"))
+    rows = table("device", "what", "capability", "memory", "free", "copies", right=("memory", "free"))
     for device in found:
-        rows.add_row(device.name, device.description, *map(format_bytes, (device.total_bytes, device.free_bytes)))
+        sizes = map(format_bytes, (device.total_bytes, device.free_bytes))
+        copies = ", ".join(f"{other} {how}" for other, how in device.peers.items())
+        rows.add_row(device.name, device.description, device.compute_capability or "", *sizes, copies)
     out.print(rows)
+    if not find_cupy():
+        out.print(f"No GPUs are looked for. {INSTALL}.")
 
 
 @app.command()
@@ -93,13 +101,14 @@ def run(
         ..., "--inputs", help="Arrays by input name: .npz, a folder of .npy, polygraphy's JSON."
     ),
     outputs: Path = typer.Option(..., "--outputs", help="Where the outputs go: .npz, or .json for polygraphy's JSON."),
+    device: list[str] = DEVICE,
     threads: Optional[int] = THREADS,
     verify: bool = VERIFY,
     as_json: bool = JSON,
 ) -> None:
     """Run a package once, from a file of inputs to a file of outputs."""
     feeds = arrays.load_arrays(inputs)
-    with Session(package, threads=threads, verify=verify) as session:
+    with Session(package, devices=device, threads=threads, verify=verify) as session:
         results = session.run(feeds)
     arrays.save_arrays(outputs, results)
     if as_json:
@@ -120,6 +129,7 @@ def check(
     atol: Optional[float] = typer.Option(None, "--atol", help="Absolute tolerance, added to that."),
     seed: int = SEED,
     memory: bool = MEASURE,
+    device: list[str] = DEVICE,
     threads: Optional[int] = THREADS,
     verify: bool = VERIFY,
     as_json: bool = JSON,
@@ -127,12 +137,12 @@ def check(
     """Compare a package with the unsplit model on the same inputs. Exit code 4 when an output differs."""
     if not model.is_file():
         raise MisuseError(f"no such model file: {model}")
-    with Session(package, threads=threads, verify=verify) as session:
+    with Session(package, devices=device, threads=threads, verify=verify) as session:
         with _feeds(session, inputs, seed) as feeds:
             actual = session.run(feeds)
         expected = load_unsplit(model, session.threads * len(session.manifest.ranks))(feeds)
         found = compare(expected, actual, number_type=session.manifest.number_type, rtol=rtol, atol=atol)
-    measured = measure_memory(package, session.threads, feeds) if memory else []
+        measured = _measure(session, feeds) if memory else []
     if as_json:
         print_json({"outputs": found, "memory": measured})
     else:
@@ -143,6 +153,13 @@ def check(
         raise OutputsDifferError(f"{len(failed)} of {len(found)} outputs differ beyond tolerance: {', '.join(failed)}")
     if not as_json:
         out.print(f"[green]{len(found)} of {len(found)} outputs agree[/] with {model.name}")
+
+
+def _measure(session: Session, feeds: dict[str, arrays.Array]) -> list[RankMemory]:
+    """The memory of each rank: of GPUs what they hold now, after runs; of CPU devices in a process of its own each."""
+    for source, target in session.by_host:
+        print_warning(f"copies from {source} to {target} come out wrong on this machine: they go through the host")
+    return session.device_memory() or measure_memory(session.package, session.threads, feeds)
 
 
 @contextmanager
@@ -198,6 +215,7 @@ def bench_command(
     warmup: int = typer.Option(5, "--warmup", min=0, help="Runs before that."),
     seed: int = SEED,
     memory: bool = MEASURE,
+    device: list[str] = DEVICE,
     threads: Optional[int] = THREADS,
     verify: bool = VERIFY,
     as_json: bool = JSON,
@@ -205,7 +223,7 @@ def bench_command(
     """Time a package: latency and rate, and how long each rank was busy and waiting."""
     if baseline and not baseline.is_file():
         raise MisuseError(f"no such model file: {baseline}")
-    session = Session(package, threads=threads, verify=verify, in_flight=in_flight)
+    session = Session(package, devices=device, threads=threads, verify=verify, in_flight=in_flight)
     with session, _feeds(session, inputs, seed) as feeds:
         result = bench(
             session,
@@ -216,9 +234,9 @@ def bench_command(
             runs=runs,
             warmup=warmup,
         )
+        measured = _measure(session, feeds) if memory else []
     if trace:
         write_trace(trace, session.manifest.ranks, result.timeline)
-    measured = measure_memory(package, session.threads, feeds) if memory else []
     if as_json:
         print_json({"time": replace(result, timeline=[]), "memory": measured})
         return
@@ -284,6 +302,7 @@ def generate_command(
         None, "--prefill", help="A package for the prompt: the model without caches, where it is a model of its own."
     ),
     prompt_chunk: int = typer.Option(PROMPT_CHUNK, "--prompt-chunk", min=1, help="Tokens of the prompt at a time."),
+    device: list[str] = DEVICE,
     threads: Optional[int] = THREADS,
     verify: bool = VERIFY,
     as_json: bool = JSON,
@@ -295,7 +314,7 @@ def generate_command(
     timings = Timings()
     tokens: list[int] = []
     with ExitStack() as stack:
-        session = stack.enter_context(Session(package, threads=threads, verify=verify))
+        session = stack.enter_context(Session(package, devices=device, threads=threads, verify=verify))
         first = stack.enter_context(Session(prefill, threads=threads, verify=verify)) if prefill else None
         stream = session.generate(
             ids,
@@ -338,6 +357,7 @@ def describe(manifest: Manifest) -> dict[str, object]:
     return {
         "split_mode": manifest.split_mode,
         "engine": manifest.engine,
+        "build": manifest.build,
         "source": manifest.source,
         "number_type": manifest.number_type,
         "blocks": len(manifest.blocks),
@@ -368,6 +388,8 @@ def _print_manifest(manifest: Manifest) -> None:
         f"[bold]{manifest.source.name}[/], split by {manifest.split_mode} into {len(manifest.ranks)} ranks "
         f"of {len(manifest.blocks)} blocks, {manifest.engine} engines, {manifest.number_type}"
     )
+    if manifest.build is not None:
+        out.print(_describe_build(manifest.build))
     rows = table("rank", "blocks", *RANK_SIZES, right=RANK_SIZES)
     for number, rank in enumerate(manifest.ranks):
         sizes = map(format_bytes, (rank.weights_bytes, rank.activation_bytes, rank.cache_bytes))
@@ -387,6 +409,13 @@ def _print_manifest(manifest: Manifest) -> None:
         out.print(
             f"{len(manifest.states)} states: " + ", ".join(f"{s.input} -> {s.output}" for s in manifest.states[:4])
         )
+
+
+def _describe_build(build: Build) -> str:
+    if build.built is None:
+        return "not built yet: 'splitc build' does that where it will run"
+    where = f" on {build.built.gpu} (compute capability {build.built.compute_capability})" if build.built.gpu else ""
+    return f"built with version {build.built.version}{where}"
 
 
 RANK_SIZES = ("weights", "activ.", "cache")

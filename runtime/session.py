@@ -344,6 +344,12 @@ def check_feeds(
         if array.ndim != len(tensor.shape) or any(isinstance(want, int) and have != want for have, want in sizes):
             want, have = format_shape(tensor.shape), format_shape(array.shape)
             raise FeedError(f"input '{tensor.name}' has shape {have}, and the model takes {want}")
+        low, high = tensor.min_shape, tensor.max_shape
+        if low and high and any(not a <= size <= b for a, size, b in zip(low, array.shape, high)):
+            raise FeedError(
+                f"input '{tensor.name}' has shape {format_shape(array.shape)}, and the engines were built for "
+                f"{format_shape(low)} to {format_shape(high)} (--min-shapes and --max-shapes of 'splitc compile')"
+            )
     return arrays
 
 

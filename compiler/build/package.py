@@ -70,9 +70,7 @@ def build_package(
     """
     manifest = read_manifest(package)
     if manifest.engine not in MODULES or manifest.build is None:
-        raise MisuseError(
-            f"{package} has {manifest.engine} engines, which are its ONNX files: there is nothing to build"
-        )
+        raise MisuseError(f"{package} has {manifest.engine} engines, which are ONNX files: there is nothing to build")
     if any(engine.source is None for engine in _engines(manifest)):
         raise MisuseError(
             f"{package} does not hold the ONNX files that its engines are built from: compile the model again, with "
