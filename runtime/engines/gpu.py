@@ -89,6 +89,7 @@ class Gpu:
             if value.nbytes:
                 self._copy(pinned.ptr, value.pointer, value.nbytes, self.cuda.runtime.memcpyDeviceToHost)
             landed[name] = pinned
+        self.keep(*landed.values())  # also when the wait ends in an error, and the copies are still to come
         self.wait(self.record())
         return {
             name: np.frombuffer(pinned, np.uint8, values[name].nbytes)
