@@ -34,7 +34,9 @@ class TensorrtEngine:
         self._types = {each: _type_name(engine.get_tensor_dtype(each)) for each in names}
         self._on_host = {each for each in names if engine.get_tensor_location(each) == trt.TensorLocation.HOST}
         self.context = _make_context(trt, engine)
-        self.scratch_bytes = int(getattr(engine, "device_memory_size_v2", 0) or engine.device_memory_size)
+        # Version 10 renamed it.
+        v2 = hasattr(engine, "device_memory_size_v2")
+        self.scratch_bytes = int(engine.device_memory_size_v2 if v2 else engine.device_memory_size)
 
     def connect(self, communicator: Any) -> None:
         """Hand NCCL's communicator to the context. All ranks of the group do so at the same time: it is a handshake."""
