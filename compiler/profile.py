@@ -24,7 +24,8 @@ from splitc.compiler.fills import find_fill
 from splitc.compiler.split.layer import Stage, split_layers, stage_graph
 from splitc.runtime.arrays import fill_array
 from splitc.runtime.devices import Device, threads_for
-from splitc.runtime.engines.onnxruntime import OnnxRuntimeBackend
+from splitc.runtime.engines.kinds import ONNXRUNTIME
+from splitc.runtime.engines.load import make_backend
 from splitc.runtime.manifest import Fill
 
 WARMUP, RUNS = 2, 7
@@ -46,10 +47,10 @@ def measure_blocks(analysis: Analysis, devices: Sequence[Device], threads: Optio
     stages = split_layers(analysis.graph, analysis.partition, range(1, len(analysis.partition.blocks) + 1))
     path = cache_file()
     known: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
-    keys = [_content(analysis, stage, count) for stage in stages]
+    keys = [_content(analysis, stage, devices[0], count) for stage in stages]
     for key, stage in zip(keys, stages):
         if key not in known:
-            known[key] = _measure(analysis, stage, count)
+            known[key] = _measure(analysis, stage, devices[0], count)
             path.parent.mkdir(parents=True, exist_ok=True)
             aside = path.with_suffix(f".{os.getpid()}")
             aside.write_text(json.dumps(known, indent=1))
@@ -57,10 +58,11 @@ def measure_blocks(analysis: Analysis, devices: Sequence[Device], threads: Optio
     return [known[key] for key in keys]
 
 
-def _content(analysis: Analysis, stage: Stage, threads: int) -> str:
+def _content(analysis: Analysis, stage: Stage, device: Device, threads: int) -> str:
     """A hash of all that a block's time depends on, in which names have no part."""
     shapes = analysis.costs.shapes
-    lines = [platform.node(), platform.processor(), ort.__version__, str(threads)]
+    where = f"{threads} threads" if device.kind == "cpu" else str(device)
+    lines = [platform.node(), platform.processor(), ort.__version__, where]
     for node in stage.nodes:
         values = [*analysis.graph.reads[node], *node.outputs]
         attributes = sorted((name, str(attribute.value)) for name, attribute in node.attributes.items())
@@ -73,17 +75,19 @@ def _signature(value: ir.Value, shapes: Any) -> str:
     return f"{value.dtype}{shape}"
 
 
-def _measure(analysis: Analysis, stage: Stage, threads: int) -> float:
+def _measure(analysis: Analysis, stage: Stage, device: Device, threads: int) -> float:
     with tempfile.TemporaryDirectory(prefix="splitc-profile-") as folder:
         path = Path(folder) / "block.onnx"
         write_engines({path: stage_graph(analysis.graph, stage)}, analysis.graph.model, False, lambda _: None)
-        backend = OnnxRuntimeBackend(threads)
+        backend = make_backend(ONNXRUNTIME, device, threads)
+        backend.attach()
         engine = backend.load(path)
         feeds = {name: backend.upload(array) for name, array in _inputs(analysis, stage.takes)}
         seconds = []
         for _ in range(WARMUP + RUNS):
             start = time.perf_counter()
-            engine.run(feeds)
+            engine.run(feeds, {})
+            backend.wait_all()
             seconds.append(time.perf_counter() - start)
     return median(seconds[WARMUP:])
 

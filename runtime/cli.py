@@ -15,10 +15,11 @@ from rich.table import Table
 from splitc.runtime import arrays
 from splitc.runtime.bench import BenchResult, bench
 from splitc.runtime.compare import Difference, compare, load_unsplit
-from splitc.runtime.devices import list_devices
+from splitc.runtime.devices import list_devices, parse_devices
 from splitc.runtime.errors import EngineError, MisuseError, OutputsDifferError
 from splitc.runtime.generate import PROMPT_CHUNK, Timings
 from splitc.runtime.gpu import INSTALL, find_cupy
+from splitc.runtime.machine import Machine, known_machine, measure_machine
 from splitc.runtime.manifest import Build, Manifest, read_manifest
 from splitc.runtime.measure import RankMemory, measure_memory
 from splitc.runtime.sampling import Sampling
@@ -63,7 +64,7 @@ def _version(show: bool) -> None:
 
 def _list_devices(show: bool) -> None:
     if show:
-        devices(as_json=False)
+        devices(measure=False, as_json=False)
         raise typer.Exit
 
 
@@ -78,11 +79,18 @@ def _main(
 
 
 @app.command()
-def devices(as_json: bool = JSON) -> None:
+def devices(
+    measure: bool = typer.Option(
+        False, "--measure", help="Measure copies and sums between each pair, and keep that for the planner."
+    ),
+    as_json: bool = JSON,
+) -> None:
     """List the devices of this machine, with their memory."""
     found = list_devices()
+    gpus = [device.name for device in found if device.name.startswith("cuda")]
+    machine = measure_machine(parse_devices(["cpu0", "cpu1", *gpus])) if measure else known_machine()
     if as_json:
-        print_json(found)
+        print_json({"devices": found, "links": machine})
         return
     rows = table("device", "what", "capability", "memory", "free", "copies", right=("memory", "free"))
     for device in found:
@@ -92,6 +100,17 @@ def devices(as_json: bool = JSON) -> None:
     out.print(rows)
     if not find_cupy():
         out.print(f"No GPUs are looked for. {INSTALL}.")
+    if machine.measured:
+        _print_links(machine)
+
+
+def _print_links(machine: Machine) -> None:
+    sizes = [format_bytes(each.bytes) for each in next(iter(machine.measured.values()))]
+    rows = table("measured", "", *sizes, right=sizes)
+    for name, found in machine.measured.items():
+        rows.add_row(name, "copy", *(format_seconds(each.copy) for each in found))
+        rows.add_row("", "sum", *(format_seconds(each.reduce) for each in found))
+    out.print(rows)
 
 
 @app.command()

@@ -47,6 +47,9 @@ class Backend(Protocol):
     def download(self, values: Mapping[str, Any]) -> dict[str, npt.NDArray[np.generic]]:
         """Values of the backend's engines as arrays, by name; waits until they are made."""
 
+    def wait_all(self) -> None:
+        """Wait until all that the device was given is done."""
+
     def used_bytes(self) -> Optional[int]:
         """The bytes in use of a memory that is the device's own; None for the host's."""
 

@@ -116,6 +116,10 @@ class Gpu:
         result = source.astype(dtype)
         return GpuArray(result.data.ptr, value.shape, dtype, result)
 
+    def wait_all(self) -> None:
+        """Wait until the stream has done all that it was given."""
+        self.wait(self.record())
+
     def used_bytes(self) -> int:
         """The bytes of this GPU's memory that are in use, by anyone."""
         with self._device:

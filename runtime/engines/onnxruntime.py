@@ -87,6 +87,9 @@ class OnnxRuntimeBackend:
     def load(self, path: Path, source: Optional[Path] = None) -> OnnxRuntimeEngine:
         return OnnxRuntimeEngine(path.name, open_session(path, self._threads), self._options)
 
+    def wait_all(self) -> None:
+        pass
+
     def used_bytes(self) -> Optional[int]:
         return None
 

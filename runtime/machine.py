@@ -1,0 +1,171 @@
+"""How fast values get from device to device on this machine: measured once, and kept."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from splitc.runtime.devices import Device
+from splitc.runtime.engines import Backend
+from splitc.runtime.engines.kinds import ONNXRUNTIME
+from splitc.runtime.engines.load import make_backend
+from splitc.runtime.program import Reduce
+from splitc.runtime.transport import Transport
+from splitc.runtime.transport.devices import connect_devices
+
+# Bytes of the values that are sent: what costs time by itself, and what costs time by its size.
+SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)
+WARMUP, RUNS = 5, 25
+
+
+class Link(Struct, frozen=True):
+    """Seconds that a value takes between two devices: `latency`, and `per_byte` for each of its bytes."""
+
+    latency: float
+    per_byte: float
+
+    def seconds(self, size: int) -> float:
+        """For so many bytes."""
+        return self.latency + size * self.per_byte
+
+
+class Measured(Struct, frozen=True):
+    """One size as it was measured, in seconds: to copy a value from one device to the other, and to sum over both."""
+
+    bytes: int
+    copy: float
+    reduce: float
+
+
+class Machine(Struct, frozen=True):
+    """Copies and sums between pairs of devices, named `cpu-cpu` or `cuda0-cuda1`, as far as they were measured."""
+
+    copies: dict[str, Link] = {}
+    sums: dict[str, Link] = {}
+    measured: dict[str, list[Measured]] = {}
+
+    def copy(self, one: Device, other: Device) -> Link:
+        """The link from one device to another, or a typical one."""
+        return self.copies.get(pair(one, other), TYPICAL_COPY[kind(one, other)])
+
+    def sum(self, one: Device, other: Device) -> Link:
+        """The sum over two devices, or a typical one."""
+        return self.sums.get(pair(one, other), TYPICAL_SUM[kind(one, other)])
+
+
+# What a machine has that was not measured. Threads of one process hand a value on as it is, and wake each other; GPUs
+# have PCI Express 4 between them.
+TYPICAL_COPY = {"cpu": Link(3e-5, 0.0), "cuda": Link(2e-5, 5e-11), "mixed": Link(5e-5, 1e-10)}
+TYPICAL_SUM = {"cpu": Link(6e-5, 2e-10), "cuda": Link(3e-5, 1e-10), "mixed": Link(1e-4, 4e-10)}
+
+
+def kind(one: Device, other: Device) -> str:
+    """`cpu`, `cuda`, or `mixed`."""
+    return one.kind if one.kind == other.kind else "mixed"
+
+
+def pair(one: Device, other: Device) -> str:
+    """The name of two devices, in either order: all CPU devices are alike."""
+    return "-".join(sorted("cpu" if device.kind == "cpu" else str(device) for device in (one, other)))
+
+
+def cache_file() -> Path:
+    """Where what was measured is kept."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "splitc" / "machine.json"
+
+
+def known_machine() -> Machine:
+    """What `splitc devices --measure` found on this machine; nothing where it never ran."""
+    try:
+        return msgspec.json.decode(cache_file().read_bytes(), type=Machine)
+    except (OSError, msgspec.DecodeError):
+        return Machine()
+
+
+def measure_machine(devices: Sequence[Device]) -> Machine:
+    """Measure each pair of the devices, and keep that. Raises PackageError for a GPU that can't be used."""
+    measured = {pair(*two): _measure_pair(two) for two in combinations(devices, 2)}
+    machine = Machine(
+        {name: _fit([(each.bytes, each.copy) for each in found]) for name, found in measured.items()},
+        {name: _fit([(each.bytes, each.reduce) for each in found]) for name, found in measured.items()},
+        measured,
+    )
+    path = cache_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(f".{os.getpid()}")
+    aside.write_bytes(msgspec.json.format(msgspec.json.encode(machine), indent=2) + b"\n")
+    aside.replace(path)
+    return machine
+
+
+def _fit(points: Sequence[tuple[int, float]]) -> Link:
+    """The line through the measured times that errs least in proportion; neither part is below 0."""
+    sizes, seconds = (np.array(each, dtype=float) for each in zip(*points))
+    rows = np.stack([np.ones_like(sizes), sizes], axis=1) / seconds[:, None]
+    (latency, per_byte), *_ = np.linalg.lstsq(rows, np.ones_like(seconds), rcond=None)
+    if latency < 0 or per_byte < 0:
+        return Link(float(seconds.min()), max(0.0, float((seconds[-1] - seconds.min()) / sizes[-1])))
+    return Link(float(latency), float(per_byte))
+
+
+def _measure_pair(devices: Sequence[Device]) -> list[Measured]:
+    backends = [make_backend(ONNXRUNTIME, device, 1) for device in devices]
+    ends = connect_devices(devices, backends)
+    step = Reduce("sum", ["x"], ["x"], [0, 1])
+
+    def bounce(rank: int, value: Any) -> Any:
+        return _bounce(rank, ends[rank], value)
+
+    def reduce(rank: int, value: Any) -> Any:
+        return ends[rank].reduce(step, [value], backends[rank].accumulate)[0]
+
+    found = []
+    for size in SIZES:
+        array = np.zeros(size // 4, np.float32)
+        # There and back again: half of it is one way.
+        found.append(Measured(size, _time_both(backends, bounce, array) / 2, _time_both(backends, reduce, array)))
+    return found
+
+
+def _bounce(rank: int, end: Transport, value: Any) -> Any:
+    """Rank 0 sends the value and gets it back."""
+    if rank == 0:
+        end.send(1, "x", value)
+        return end.receive(1, "x")
+    value = end.receive(0, "x")
+    end.send(0, "x", value)
+    return value
+
+
+def _time_both(backends: Sequence[Backend], work: Callable[[int, Any], Any], array: Any) -> float:
+    """Median seconds of the work on rank 0, while rank 1 does its part in a thread of its own."""
+    times: list[float] = []
+
+    def run(rank: int) -> None:
+        backend = backends[rank]
+        backend.attach()
+        value = backend.upload(array)
+        for _ in range(WARMUP + RUNS):
+            start = time.perf_counter()
+            value = work(rank, value)
+            backend.wait_all()
+            if rank == 0:
+                times.append(time.perf_counter() - start)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return median(times[WARMUP:])

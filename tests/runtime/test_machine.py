@@ -1,0 +1,33 @@
+from pathlib import Path
+
+import pytest
+
+from splitc.runtime.devices import parse_devices
+from splitc.runtime.machine import TYPICAL_COPY, Link, Machine, _fit, known_machine, measure_machine
+
+
+def test_measured_links_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert known_machine() == Machine()
+    cpu0, cpu5 = parse_devices(["cpu0", "cpu5"])
+    assert known_machine().copy(cpu0, cpu5) == TYPICAL_COPY["cpu"]
+    machine = measure_machine([cpu0, cpu5])
+    assert known_machine() == machine
+    assert machine.copy(cpu5, cpu0) == machine.copies["cpu-cpu"] != TYPICAL_COPY["cpu"]
+    assert all(each.copy > 0 and each.reduce > 0 for each in machine.measured["cpu-cpu"])
+    large, small = machine.measured["cpu-cpu"][-1], machine.measured["cpu-cpu"][0]
+    assert large.reduce > small.reduce, "to sum 16 MiB takes longer than to sum 1 KiB"
+
+
+def test_damaged_cache_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "splitc").mkdir()
+    (tmp_path / "splitc" / "machine.json").write_text("{")
+    assert known_machine() == Machine()
+
+
+@pytest.mark.parametrize("link", [Link(1e-5, 1e-10), Link(3e-6, 0.0), Link(2e-4, 5e-9)])
+def test_line_is_found(link: Link) -> None:
+    found = _fit([(size, link.seconds(size)) for size in (1024, 65536, 1 << 20, 1 << 24)])
+    assert found.latency == pytest.approx(link.latency, rel=1e-6)
+    assert found.per_byte == pytest.approx(link.per_byte, rel=1e-6, abs=1e-18)
