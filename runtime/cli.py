@@ -90,7 +90,7 @@ def devices(
     gpus = [device.name for device in found if device.name.startswith("cuda")]
     machine = measure_machine(parse_devices(["cpu0", "cpu1", *gpus])) if measure else known_machine()
     if as_json:
-        print_json({"devices": found, "links": machine})
+        print_json(machine if measure else found)
         return
     rows = table("device", "what", "capability", "memory", "free", "copies", right=("memory", "free"))
     for device in found:

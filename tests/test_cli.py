@@ -51,7 +51,7 @@ def test_results_as_json(decoder: Path, package: Path, tmp_path: Path) -> None:
     assert facts["cut_bytes"] == [16 * 64 * 4] * 2
     assert {"device", "weights_bytes", "activation_bytes", "cache_bytes", "blocks", "engines"} <= set(facts["ranks"][0])
     assert (facts["collectives"], facts["unsplit"], facts["engine"]) == (0, [], "onnxruntime")
-    assert json.loads(splitc("devices", "--json").stdout)["devices"][0]["total_bytes"] > 0
+    assert json.loads(splitc("devices", "--json").stdout)[0]["total_bytes"] > 0
     assert json.loads(splitc("plan", decoder, "-d", "2xcpu", "--json").stdout)["blocks"]["layers.3"] == 1
     checked = json.loads(splitc("check", package, "-m", decoder, "--json").stdout)
     assert all(output["passed"] for output in checked["outputs"])
