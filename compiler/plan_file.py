@@ -109,7 +109,7 @@ def to_file(plan: Plan) -> PlanFile:
             RankEntry(
                 str(rank.device),
                 rank.budget,
-                stages.index(rank.stage),
+                rank.group,
                 rank.share,
                 rank.memory.weights,
                 rank.memory.activations,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Optional
 
 import numpy.typing as npt
 import onnx_ir as ir
 
+from splitc.compiler.costs import RANDOM
 from splitc.compiler.graph import Graph
 from splitc.compiler.shapes import BoundShapes, Shape
 from splitc.compiler.split import axes as ax
@@ -37,23 +38,30 @@ class AxisMap:
                     yield value, axes
 
 
-def find_axes(graph: Graph, bound: BoundShapes) -> AxisMap:
-    """Relate all axes of the model, node by node. `bound` should have unlike sizes for what is not alike."""
+def find_axes(graph: Graph, bound: BoundShapes, apart: Optional[Collection[ir.Node]] = None) -> AxisMap:
+    """Relate all axes of the model, node by node. `bound` should have unlike sizes for what is not alike.
+
+    With `apart` only those of the nodes above these that compute from weights alone, and of these themselves: what
+    they read beside that, from each other too, has other axes for each of them.
+    """
     shared: dict[ir.Value, Axes] = {value: _fresh(bound.shapes.get(value.name or "")) for value in graph.graph.inputs}
     operations: dict[ir.Node, Operation] = {}
+    constant = graph.constant_nodes(RANDOM) if apart is not None else frozenset()
+    nodes = graph.nodes if apart is None else _with_constant(graph, apart, constant)
 
     def axes_of(value: Optional[ir.Value]) -> Axes:
         if value is None:
             return None
         if not value.is_initializer():
-            return shared.get(value)
+            own = apart is not None and value.producer() not in constant
+            return _fresh(bound.shapes.get(value.name or "")) if own else shared.get(value)
         shape = _weight_shape(value)
         if sum(size != 1 for size in shape) < 2:
             # Exporters merge equal vectors: biases of zeros, norms of ones. Each use may be cut in another way.
             return _fresh(shape)
         return shared.setdefault(value, _fresh(shape))
 
-    for node in graph.nodes:
+    for node in nodes:
         for value in node.outputs:
             uncertain = value.name in bound.uncertain and bound.shapes.get(value.name or "") is None
             shared[value] = None if uncertain else _fresh(bound.shapes.get(value.name or ""))
@@ -68,6 +76,19 @@ def find_axes(graph: Graph, bound: BoundShapes) -> AxisMap:
                     ax.pin(axis, Pin(node, "it is read inside control flow"))
         operations[node] = operation
     return AxisMap(operations, shared, bound)
+
+
+def _with_constant(graph: Graph, nodes: Collection[ir.Node], constant: Collection[ir.Node]) -> list[ir.Node]:
+    """The nodes, and the constant ones above them, in the model's order."""
+    found: set[ir.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            above = (value.producer() for value in graph.reads[node])
+            stack += [producer for producer in above if producer is not None and producer in constant]
+    return [node for node in graph.nodes if node in found]
 
 
 def _fresh(shape: Optional[Shape]) -> Axes:

@@ -1,0 +1,288 @@
+"""Row split: the products of which each rank computes some columns, with slices of their weights.
+
+A product is a matmul inside a block that multiplies what is computed with a large matrix that only such products read.
+What it reads at run time is sent to all ranks, each multiplies it with its slice, and the main rank, the first one,
+puts the columns together. All else stays on the main rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Optional, Union
+
+import onnx_ir as ir
+
+from splitc.compiler.analysis import Analysis
+from splitc.compiler.blocks import Partition
+from splitc.compiler.costs import RANDOM
+from splitc.compiler.graph import Graph, describe_node
+from splitc.compiler.split import axes as ax
+from splitc.compiler.split.axes import Factor
+from splitc.compiler.split.axis_map import AxisMap, find_axes
+from splitc.compiler.split.candidates import Candidate, reached_weights
+from splitc.compiler.split.choice import Choice
+from splitc.compiler.split.partial import Sums
+from splitc.compiler.split.shares import assign_units
+from splitc.compiler.split.tensor import TensorSplit
+from splitc.runtime.session import format_shape
+
+# Both sides of a matrix are at least this long, if it is to be sliced: a small one is not worth the way.
+LEAST_SIDE = 256
+# Operators that multiply what is computed with a matrix of weights, and the number of that input.
+PRODUCTS = {
+    "MatMul": 1,
+    "Gemm": 1,
+    "MatMulInteger": 1,
+    "QLinearMatMul": 3,
+    "com.microsoft.FusedMatMul": 1,
+    "com.microsoft.MatMulIntegerToFloat": 1,
+    "com.microsoft.MatMulNBits": 1,
+}
+
+Readers = Mapping[ir.Value, tuple[ir.Node, ...]]
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matmul that can be sliced, what it reads that is no constant, and the factor along which its columns are cut.
+
+    A unit of that is a column, or the columns of one quantization block.
+    """
+
+    node: ir.Node
+    takes: tuple[ir.Value, ...]
+    columns: Factor
+
+    @property
+    def result(self) -> ir.Value:
+        """What it computes."""
+        return self.node.outputs[0]
+
+
+@dataclass(frozen=True)
+class Products:
+    """The products of a model in its order, and the axes of what they read.
+
+    `readers` are, for each weight, the nodes that read it, or what is computed from weights alone, at run time. For
+    those that are no products `declined` says why.
+    """
+
+    found: tuple[Product, ...]
+    axis_map: AxisMap
+    readers: Readers
+    declined: Mapping[ir.Node, str]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A rank's part of a round: what it takes that it did not take in an earlier one, and what it has columns of."""
+
+    takes: tuple[ir.Value, ...]
+    products: tuple[Product, ...]
+
+
+@dataclass(frozen=True)
+class RowSplit:
+    """What is sliced, and how.
+
+    `rounds` are the products in the order in which they run; those of one round don't wait for each other. `columns`
+    says which units each rank has: a tensor split of the products alone, in which nothing is summed.
+    """
+
+    graph: Graph
+    rounds: tuple[tuple[Product, ...], ...]
+    columns: TensorSplit
+
+    @cached_property
+    def products(self) -> Mapping[str, Product]:
+        """The products by the name of what they compute."""
+        return {product.result.name or "": product for products in self.rounds for product in products}
+
+    def ranks(self, product: Product) -> list[int]:
+        """The ranks that have columns of a product."""
+        return [number for number, part in enumerate(self.columns.ranges[product.columns]) if part.counts]
+
+    def of_rank(self, rank: int, products: Collection[Product]) -> list[Product]:
+        """Those of the products of which the rank has columns."""
+        return [product for product in products if rank in self.ranks(product)]
+
+    def work(self, rank: int) -> list[Work]:
+        """What a rank does in each round."""
+        known: dict[ir.Value, None] = {}
+        found = []
+        for products in self.rounds:
+            own = self.of_rank(rank, products)
+            takes = dict.fromkeys(value for product in own for value in product.takes if value not in known)
+            known.update(takes)
+            found.append(Work(tuple(takes), tuple(own)))
+        return found
+
+
+def find_products(analysis: Analysis, least: int) -> Products:
+    """The products of a model whose matrices are at least `least` x `least`."""
+    graph = analysis.graph
+    constant = graph.constant_nodes(RANDOM)
+    readers = _readers(graph, constant)
+    inside = _inside_blocks(analysis.partition)
+    declined: dict[ir.Node, str] = {}
+    candidates: dict[ir.Node, None] = {}
+    for node in dict.fromkeys(node for nodes in readers.values() for node in nodes):
+        why = _why_not(analysis, node, constant, node in inside, least)
+        if why is None:
+            candidates[node] = None
+        else:
+            declined[node] = why
+    _decline_shared(readers, candidates, declined)
+    axis_map = find_axes(graph, analysis.costs.bound, candidates)
+    given = {atom for node in candidates for atom in _run_time_atoms(axis_map, node, constant)}
+    columns: dict[ir.Node, Factor] = {}
+    for node in list(candidates):
+        found = _columns(axis_map, node, given)
+        if isinstance(found, Factor):
+            columns[node] = found
+        else:
+            declined[node] = found
+            del candidates[node]
+    _decline_shared(readers, candidates, declined)
+    products = [
+        Product(node, tuple(value for value in graph.reads[node] if not _is_constant(value, constant)), columns[node])
+        for node in sorted(candidates, key=graph.position.__getitem__)
+    ]
+    return Products(tuple(products), axis_map, readers, declined)
+
+
+def _readers(graph: Graph, constant: Collection[ir.Node]) -> Readers:
+    """For each weight the nodes that read it at run time, or what is made of it before; an output's own node too."""
+    uses: dict[ir.Value, list[ir.Node]] = {}
+    for node in graph.nodes:
+        for value in graph.reads[node]:
+            uses.setdefault(value, []).append(node)
+    below: dict[ir.Node, dict[ir.Node, None]] = {}
+
+    def ends(value: ir.Value) -> dict[ir.Node, None]:
+        return {end: None for node in uses.get(value, ()) for end in below.get(node, {node: None})}
+
+    for node in reversed(graph.nodes):
+        if node in constant:
+            own = {node: None} if any(value.is_graph_output() for value in node.outputs) else {}
+            below[node] = {**own, **{end: None for value in node.outputs for end in ends(value)}}
+    return {value: tuple(ends(value)) for value in uses if value.is_initializer()}
+
+
+def _inside_blocks(partition: Partition) -> frozenset[ir.Node]:
+    """The nodes of repeated blocks, and the free ones that only these stand on."""
+    inside: set[ir.Node] = set()
+    outside: set[ir.Node] = set()
+    for block in partition.blocks:
+        (inside if block.kind == "block" else outside).update(partition.with_free(block))
+    return frozenset(inside - outside)
+
+
+def _is_constant(value: ir.Value, constant: Collection[ir.Node]) -> bool:
+    return value.is_initializer() or value.producer() in constant
+
+
+def _name(node: ir.Node) -> str:
+    """A node for people, with its operator."""
+    return f"{describe_node(node)} ({node.op_type})"
+
+
+def _why_not(
+    analysis: Analysis, node: ir.Node, constant: Collection[ir.Node], inside: bool, least: int
+) -> Optional[str]:
+    """Why a node that reads weights is no product that may be sliced, or None."""
+    number = PRODUCTS.get(node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}")
+    if number is None or node in constant:
+        return f"{_name(node)} reads it, and is no matmul"
+    weight = node.inputs[number]
+    if weight is None or not _is_constant(weight, constant):
+        return f"{_name(node)} reads it, but not as what it multiplies with"
+    if not inside:
+        return f"{_name(node)} is outside the blocks"
+    sides = _sides(analysis, node, weight)
+    if len(sides) > 2:
+        return f"{_name(node)} multiplies with {format_shape(sides)}, which is no matrix"
+    if len(sides) < 2 or min(sides) < least:
+        return f"{_name(node)} multiplies with {format_shape(sides)}, and --row-min is {least}"
+    return None
+
+
+def _sides(analysis: Analysis, node: ir.Node, weight: ir.Value) -> list[int]:
+    """The shape of the matrix that a product multiplies with; leading axes of size 1 don't count."""
+    if node.op_type == "MatMulNBits":
+        return [node.attributes.get_int("K", 0), node.attributes.get_int("N", 0)]
+    tensor = weight.const_value if weight.is_initializer() else None
+    shape = analysis.costs.shapes.get(weight.name or "", ()) if tensor is None else tensor.shape.numpy()
+    sides = [int(size) for size in shape]
+    while len(sides) > 2 and sides[0] == 1:
+        del sides[0]
+    return sides
+
+
+def _decline_shared(readers: Readers, candidates: dict[ir.Node, None], declined: dict[ir.Node, str]) -> None:
+    """Take off the candidates whose matrices another node needs whole, until there are no more of them."""
+    again = True
+    while again:
+        again = False
+        for weight, nodes in readers.items():
+            others = [node for node in nodes if node not in candidates]
+            if len(others) == len(nodes) or not others or not _is_matrix(weight):
+                continue
+            for node in (node for node in nodes if node in candidates):
+                declined[node] = f"{declined[others[0]]} ('{weight.name}', which {_name(node)} multiplies with)"
+                del candidates[node]
+            again = True
+
+
+def _is_matrix(weight: ir.Value) -> bool:
+    """Whether it has two axes or more: smaller ones (scales, biases) may be cut for one reader and whole for others."""
+    tensor = weight.const_value
+    return tensor is not None and sum(size != 1 for size in tensor.shape.numpy()) > 1
+
+
+def _run_time_atoms(axis_map: AxisMap, node: ir.Node, constant: Collection[ir.Node]) -> set[Factor]:
+    """The atoms of what a product reads that is no constant: cut along these, it would have to be cut too."""
+    pairs = zip(node.inputs, axis_map.operations[node].inputs)
+    return {
+        atom
+        for value, axes in pairs
+        if value is not None and not _is_constant(value, constant)
+        for axis in axes or ()
+        for atom in ax.atoms(axis)
+    }
+
+
+def _columns(axis_map: AxisMap, node: ir.Node, given: Collection[Factor]) -> Union[Factor, str]:
+    """The factor along which a product's columns can be cut so that each part is one stretch of them, or why not."""
+    output = axis_map.operations[node].outputs[0]
+    leaves = ax.leaves(output[-1]) if output else []
+    if not leaves:
+        return f"{_name(node)} computes what has no known columns"
+    first = leaves[0]
+    if not first.is_atom:
+        return f"{_name(node)} multiplies with several matrices put together"
+    if first.pinned is not None:
+        pin = first.pinned
+        by = _name(pin.node) if pin.node is not None else _name(node)
+        return f"{by} needs {first.size} columns whole" + (f" ({pin.reason})" if pin.reason else "")
+    if first in given:
+        return f"{_name(node)} has columns that are read at run time too"
+    return first
+
+
+def slice_products(
+    graph: Graph, products: Products, shares: Sequence[float], size: Callable[[ir.Value], int]
+) -> TensorSplit:
+    """Divide the products' columns among the ranks by their shares. `size` gives the bytes of a value.
+
+    Those of which all columns are the main rank's are not split.
+    """
+    reached = reached_weights(products.axis_map, size)
+    atoms = tuple(dict.fromkeys(product.columns for product in products.found))
+    candidates = tuple(Candidate(atom, reached[atom], 0, 1) for atom in atoms)
+    choice = Choice(atoms, {}, candidates, {}, Sums({}, (), {}, ()))
+    divided = assign_units(choice, [shares], {})
+    ranges = {atom: parts for atom, parts in divided.items() if any(part.counts for part in parts[1:])}
+    return TensorSplit(graph, products.axis_map, choice, ranges, len(shares))
