@@ -31,7 +31,7 @@ LEAST_SHARE = 0.1
 NAMED, KINDS = 5, 3
 
 T = TypeVar("T")
-Rounds = Sequence[Sequence[Product]]
+Rounds = tuple[tuple[Product, ...], ...]
 
 
 def plan_rows(analysis: Analysis, devices: Sequence[Device], budgets: Sequence[int], request: Request) -> Plan:
@@ -82,12 +82,14 @@ def make_row_plan(
     (stage,) = split_layers(graph, analysis.partition, [len(analysis.partition.blocks)])
     products = find_products(analysis, request.row_min)
     everything = slice_products(graph, products, [1.0, 1.0], size)
-    _check_worth(analysis, products, sliced_weights(analysis, products, everything))
+    _check_worth(analysis, products, sliced_weights(analysis, products, everything), request.row_min)
     rounds = find_rounds(graph, stage, products.found)
     shares = shares or _free_shares(analysis, stage, products, rounds, budgets)
     columns = slice_products(graph, products, [float(share) for share in shares], size)
     kept = [product for product in products.found if product.columns in columns.ranges]
-    split = RowSplit(graph, find_rounds(graph, stage, kept) if len(kept) < len(products.found) else rounds, columns)
+    if len(kept) < len(products.found):
+        rounds = find_rounds(graph, stage, kept)
+    split = RowSplit(graph, request.row_min, rounds, columns)
     _check_parts(split, devices, shares)
     seconds = _rank_seconds(analysis, devices, split, request)
     ranks = [
@@ -119,24 +121,23 @@ def make_row_plan(
     )
 
 
-def _check_worth(analysis: Analysis, products: Products, weights: Sequence[SplitWeight]) -> None:
+def _check_worth(analysis: Analysis, products: Products, weights: Sequence[SplitWeight], least: int) -> None:
     """Raise CannotSplitError when nothing, or next to nothing, can be sliced, saying what reads the weights."""
-    total = sum(each.bytes for each in weights)
+    total = max(1, sum(each.bytes for each in weights))
     divided = sum(each.split for each in weights)
-    if divided >= LEAST_SHARE * total and products.found:
+    if divided >= LEAST_SHARE * total:
         return
-    what = f"only {divided / total:.1%}" if divided else "nothing"
     readers: Counter[str] = Counter()
     for weight in analysis.costs.weights(analysis.graph.nodes):
-        kinds = [node.op_type for node in products.readers[weight]]
-        readers[kinds[0] if kinds else "nothing"] += analysis.costs.value_bytes(weight)
-    read = ", ".join(f"{kind} {size / max(1, total):.0%}" for kind, size in readers.most_common(KINDS))
+        readers[products.readers[weight][0].op_type] += analysis.costs.value_bytes(weight)
+    read = ", ".join(f"{kind} {size / total:.0%}" for kind, size in readers.most_common(KINDS))
     whole = sorted((each for each in weights if each.reason), key=lambda each: -each.bytes)
-    listed = "\n".join(f"  {each.name}: {each.reason}" for each in whole[:NAMED])
+    listed = "\n".join(f"  {each.name} {format_bytes(each.bytes)}: {each.reason}" for each in whole[:NAMED])
+    what = f"only {divided / total:.1%}" if divided else "nothing"
     raise CannotSplitError(
-        f"row mode can slice {what} of this model's {format_bytes(total)} of weights. It slices large matrices that "
-        f"matmuls inside repeated blocks read; of these weights, by what reads them: {read}. The largest:\n{listed}\n"
-        "Use --split-mode layer, or --fallback layer."
+        f"row mode can slice {what} of this model's {format_bytes(total)} of weights: it takes matmuls inside blocks, "
+        f"with matrices of {least} x {least} or more. The largest weights:\n{listed}\n"
+        f"What reads its weights: {read}. Use --split-mode layer, or --fallback layer."
     )
 
 
@@ -147,7 +148,7 @@ def _free_shares(
     size = analysis.costs.value_bytes
     count = len(budgets)
     nothing = slice_products(analysis.graph, products, [0.0, *[1.0] * (count - 1)], size)
-    main = _rank_memory(analysis, RowSplit(analysis.graph, tuple(map(tuple, rounds)), nothing), stage, 0)
+    main = _rank_memory(analysis, RowSplit(analysis.graph, 0, rounds, nothing), stage, 0)
     taken = max((_sum(size, product_stage(analysis.graph, each).receives) for each in rounds), default=0)
     left = [max(0, budget - (main.total if number == 0 else taken)) for number, budget in enumerate(budgets)]
     return [float(each) for each in (left if any(left) else budgets if any(budgets) else [1] * count)]

@@ -67,7 +67,7 @@ def find_axes(graph: Graph, bound: BoundShapes, apart: Optional[Collection[ir.No
             shared[value] = None if uncertain else _fresh(bound.shapes.get(value.name or ""))
         constants = [_constant(value, bound) for value in node.inputs]
         operation = Operation(
-            node, [axes_of(value) for value in node.inputs], [axes_of(value) for value in node.outputs], constants
+            node, [axes_of(value) for value in node.inputs], [shared.get(value) for value in node.outputs], constants
         )
         apply_rule(operation)
         for value in graph.reads[node]:

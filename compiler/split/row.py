@@ -88,10 +88,12 @@ class RowSplit:
     """What is sliced, and how.
 
     `rounds` are the products in the order in which they run; those of one round don't wait for each other. `columns`
-    says which units each rank has: a tensor split of the products alone, in which nothing is summed.
+    says which units each rank has: a tensor split of the products alone, in which nothing is summed. `least` is the
+    shortest side that a matrix may have.
     """
 
     graph: Graph
+    least: int
     rounds: tuple[tuple[Product, ...], ...]
     columns: TensorSplit
 
