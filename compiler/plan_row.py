@@ -127,17 +127,18 @@ def _check_worth(analysis: Analysis, products: Products, weights: Sequence[Split
     divided = sum(each.split for each in weights)
     if divided >= LEAST_SHARE * total:
         return
-    readers: Counter[str] = Counter()
+    kinds: Counter[str] = Counter()
     for weight in analysis.costs.weights(analysis.graph.nodes):
-        readers[products.readers[weight][0].op_type] += analysis.costs.value_bytes(weight)
-    read = ", ".join(f"{kind} {size / total:.0%}" for kind, size in readers.most_common(KINDS))
+        declined = [products.declined[node] for node in products.readers[weight] if node in products.declined]
+        kinds[declined[0].kind if declined else "such matrices"] += analysis.costs.value_bytes(weight)
+    read = ", ".join(f"{size / total:.0%} {kind}" for kind, size in kinds.most_common(KINDS) if size > 0.005 * total)
     whole = sorted((each for each in weights if each.reason), key=lambda each: -each.bytes)
     listed = "\n".join(f"  {each.name} {format_bytes(each.bytes)}: {each.reason}" for each in whole[:NAMED])
     what = f"only {divided / total:.1%}" if divided else "nothing"
     raise CannotSplitError(
-        f"row mode can slice {what} of this model's {format_bytes(total)} of weights: it takes matmuls inside blocks, "
-        f"with matrices of {least} x {least} or more. The largest weights:\n{listed}\n"
-        f"What reads its weights: {read}. Use --split-mode layer, or --fallback layer."
+        f"row mode can slice {what} of this model's {format_bytes(total)} of weights: it takes those of matmuls inside "
+        f"blocks, of {least} x {least} or more. The largest weights:\n{listed}\n"
+        f"Its weights: {read}. Use --split-mode layer, or --fallback layer."
     )
 
 

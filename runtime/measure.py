@@ -10,7 +10,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,10 @@ from splitc.runtime.engines.onnxruntime import OnnxRuntimeBackend
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.manifest import Rank, read_manifest
 from splitc.runtime.parts import cut_part
-from splitc.runtime.program import Failure, Program, Reduce, execute
+from splitc.runtime.program import Failure, Program, Receive, Reduce, execute
+from splitc.runtime.transport import Transport
+from splitc.runtime.transport.local import connect
+from splitc.runtime.worker import NEVER, Request, Worker
 
 
 class RankMemory(msgspec.Struct, frozen=True):
@@ -41,9 +45,15 @@ class RankMemory(msgspec.Struct, frozen=True):
 
 
 def measure_memory(package: Path, threads: int, feeds: Mapping[str, npt.NDArray[Any]]) -> list[RankMemory]:
-    """Run the ranks one after another, each in a process of its own. Raises SplitcError when one fails."""
+    """Run the ranks one after another, each in a process of its own. Raises SplitcError when one fails.
+
+    Where ranks wait for later ones, all run once together before, for what they send each other.
+    """
     manifest = read_manifest(package)
     values: dict[str, npt.NDArray[Any]] = dict(feeds)
+    steps = [(number, step) for number, rank in enumerate(manifest.ranks) for step in rank.program]
+    if any(isinstance(step, Receive) and step.source > number for number, step in steps):
+        values.update(_run_together(package, manifest.ranks, threads, feeds))
     found = []
     with tempfile.TemporaryDirectory(prefix="splitc-measure-") as folder:
         inputs, outputs = Path(folder) / "inputs.npz", Path(folder) / "outputs.npz"
@@ -67,6 +77,50 @@ def measure_memory(package: Path, threads: int, feeds: Mapping[str, npt.NDArray[
             found.append(msgspec.json.decode(result.stdout, type=RankMemory))
             values.update(load_arrays(outputs))
     return found
+
+
+def _run_together(
+    package: Path, ranks: Sequence[Rank], threads: int, feeds: Mapping[str, npt.NDArray[Any]]
+) -> dict[str, npt.NDArray[Any]]:
+    """What the ranks send each other in one run."""
+    sent: dict[str, npt.NDArray[Any]] = {}
+    request = Request(feeds, len(ranks))
+
+    def broken(error: BaseException) -> None:
+        for number in range(len(ranks)):
+            request.finish(number, {}, NEVER, error)
+
+    for number, (rank, transport) in enumerate(zip(ranks, connect(len(ranks)))):
+        backend = OnnxRuntimeBackend(threads)
+        worker = Worker(number, rank, (), package, backend, Recorder(transport, backend, sent), broken)
+        worker.requests.put(request)
+        worker.requests.put(None)
+        worker.start()
+    request.future.result()
+    return sent
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """A rank's transport that keeps what it sends as arrays, by name."""
+
+    transport: Transport
+    backend: Backend
+    sent: dict[str, npt.NDArray[Any]]
+
+    def abort(self, error: BaseException) -> None:
+        self.transport.abort(error)
+
+    def send(self, target: int, name: str, value: Any) -> None:
+        if not isinstance(value, Failure):
+            self.sent[name] = self.backend.download(value)
+        self.transport.send(target, name, value)
+
+    def receive(self, source: int, name: str) -> Any:
+        return self.transport.receive(source, name)
+
+    def reduce(self, step: Reduce, parts: Any, accumulate: Callable[[str, Any, Any], None]) -> Any:
+        return self.transport.reduce(step, parts, accumulate)
 
 
 def _resident() -> int:

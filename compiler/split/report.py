@@ -86,7 +86,7 @@ def sliced_weights(analysis: Analysis, products: Products, columns: TensorSplit)
 
 def _why_not_sliced(products: Products, others: Sequence[ir.Node]) -> str:
     """Why the nodes that read a weight at run time leave it whole."""
-    reasons = [products.declined[node] for node in others if node in products.declined]
+    reasons = [products.declined[node].reason for node in others if node in products.declined]
     if others:
         return reasons[0] if reasons else "the shares leave all its columns to the main device"
     return "it has no columns"

@@ -62,6 +62,14 @@ class Product:
 
 
 @dataclass(frozen=True)
+class Declined:
+    """Why a node that reads weights is not sliced: what kind of weights these are, and the whole reason."""
+
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Products:
     """The products of a model in its order, and the axes of what they read.
 
@@ -72,7 +80,7 @@ class Products:
     found: tuple[Product, ...]
     axis_map: AxisMap
     readers: Readers
-    declined: Mapping[ir.Node, str]
+    declined: Mapping[ir.Node, Declined]
 
 
 @dataclass(frozen=True)
@@ -128,7 +136,7 @@ def find_products(analysis: Analysis, least: int) -> Products:
     constant = graph.constant_nodes(RANDOM)
     readers = _readers(graph, constant)
     inside = _inside_blocks(analysis.partition)
-    declined: dict[ir.Node, str] = {}
+    declined: dict[ir.Node, Declined] = {}
     candidates: dict[ir.Node, None] = {}
     for node in dict.fromkeys(node for nodes in readers.values() for node in nodes):
         why = _why_not(analysis, node, constant, node in inside, least)
@@ -193,21 +201,24 @@ def _name(node: ir.Node) -> str:
 
 def _why_not(
     analysis: Analysis, node: ir.Node, constant: Collection[ir.Node], inside: bool, least: int
-) -> Optional[str]:
+) -> Optional[Declined]:
     """Why a node that reads weights is no product that may be sliced, or None."""
     number = PRODUCTS.get(node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}")
-    if number is None or node in constant:
-        return f"{_name(node)} reads it, and is no matmul"
-    weight = node.inputs[number]
-    if weight is None or not _is_constant(weight, constant):
-        return f"{_name(node)} reads it, but not as what it multiplies with"
+    weight = node.inputs[number] if number is not None and number < len(node.inputs) else None
+    if node in constant or weight is None:
+        return Declined(f"read by {node.op_type}", f"{_name(node)} reads it, and is no matmul")
+    if not _is_constant(weight, constant):
+        reason = f"{_name(node)} reads it, but not as what it multiplies with"
+        return Declined("not what a matmul multiplies with", reason)
     if not inside:
-        return f"{_name(node)} is outside the blocks"
+        return Declined("outside the blocks", f"{_name(node)} is outside the blocks")
     sides = _sides(analysis, node, weight)
+    shape = format_shape(sides)
     if len(sides) > 2:
-        return f"{_name(node)} multiplies with {format_shape(sides)}, which is no matrix"
+        return Declined("stacks of matrices", f"{_name(node)} multiplies with {shape}, which is no matrix")
     if len(sides) < 2 or min(sides) < least:
-        return f"{_name(node)} multiplies with {format_shape(sides)}, and --row-min is {least}"
+        reason = f"{_name(node)} multiplies with {shape}, and --row-min is {least}"
+        return Declined(f"smaller than {least} x {least}", reason)
     return None
 
 
@@ -223,7 +234,7 @@ def _sides(analysis: Analysis, node: ir.Node, weight: ir.Value) -> list[int]:
     return sides
 
 
-def _decline_shared(readers: Readers, candidates: dict[ir.Node, None], declined: dict[ir.Node, str]) -> None:
+def _decline_shared(readers: Readers, candidates: dict[ir.Node, None], declined: dict[ir.Node, Declined]) -> None:
     """Take off the candidates whose matrices another node needs whole, until there are no more of them."""
     again = True
     while again:
@@ -233,7 +244,9 @@ def _decline_shared(readers: Readers, candidates: dict[ir.Node, None], declined:
             if len(others) == len(nodes) or not others or not _is_matrix(weight):
                 continue
             for node in (node for node in nodes if node in candidates):
-                declined[node] = f"{declined[others[0]]} ('{weight.name}', which {_name(node)} multiplies with)"
+                other = declined[others[0]]
+                reason = f"{other.reason} ('{weight.name}', which {_name(node)} multiplies with)"
+                declined[node] = Declined(other.kind, reason)
                 del candidates[node]
             again = True
 
@@ -256,22 +269,21 @@ def _run_time_atoms(axis_map: AxisMap, node: ir.Node, constant: Collection[ir.No
     }
 
 
-def _columns(axis_map: AxisMap, node: ir.Node, given: Collection[Factor]) -> Union[Factor, str]:
+def _columns(axis_map: AxisMap, node: ir.Node, given: Collection[Factor]) -> Union[Factor, Declined]:
     """The factor along which a product's columns can be cut so that each part is one stretch of them, or why not."""
     output = axis_map.operations[node].outputs[0]
     leaves = ax.leaves(output[-1]) if output else []
+    reason = ""
     if not leaves:
-        return f"{_name(node)} computes what has no known columns"
-    first = leaves[0]
-    if not first.is_atom:
-        return f"{_name(node)} multiplies with several matrices put together"
-    if first.pinned is not None:
-        pin = first.pinned
+        reason = f"{_name(node)} computes what has no known columns"
+    elif not leaves[0].is_atom:
+        reason = f"{_name(node)} multiplies with several matrices put together"
+    elif (pin := leaves[0].pinned) is not None:
         by = _name(pin.node) if pin.node is not None else _name(node)
-        return f"{by} needs {first.size} columns whole" + (f" ({pin.reason})" if pin.reason else "")
-    if first in given:
-        return f"{_name(node)} has columns that are read at run time too"
-    return first
+        reason = f"{by} needs {leaves[0].size} columns whole" + (f" ({pin.reason})" if pin.reason else "")
+    elif leaves[0] in given:
+        reason = f"{_name(node)} has columns that are read at run time too"
+    return Declined("needed whole", reason) if reason else leaves[0]
 
 
 def slice_products(
