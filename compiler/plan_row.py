@@ -202,9 +202,9 @@ def _exchanged(
 ) -> tuple[list[ir.Value], dict[ir.Value, int]]:
     """What a rank takes for its columns of some products, and what it gives with the bytes of its columns."""
     own = split.of_rank(number, list(products))
-    shards, size = split.columns.shards(number), analysis.costs.value_bytes
     takes = list(dict.fromkeys(value for product in own for value in product.takes))
-    return takes, {each.result: int(size(each.result) * shards.share(split.columns.axes(each.result))) for each in own}
+    gives = {each.result: int(analysis.costs.value_bytes(each.result) * split.share(number, each)) for each in own}
+    return takes, gives
 
 
 def _crossing(analysis: Analysis, split: RowSplit, number: int) -> CutPlan:
@@ -227,6 +227,5 @@ def _rank_seconds(analysis: Analysis, devices: Sequence[Device], split: RowSplit
     for product in split.products.values():
         share = costs.seconds(product.node, speed) / estimated
         for number in split.ranks(product):
-            part = split.columns.shards(number).share(split.columns.axes(product.result))
-            found[number] += whole * share * part
+            found[number] += whole * share * split.share(number, product)
     return [whole - sum(found[1:]), *found[1:]]

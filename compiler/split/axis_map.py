@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -38,23 +38,32 @@ class AxisMap:
                     yield value, axes
 
 
-def find_axes(graph: Graph, bound: BoundShapes, apart: Optional[Collection[ir.Node]] = None) -> AxisMap:
-    """Relate all axes of the model, node by node. `bound` should have unlike sizes for what is not alike.
+def find_axes(graph: Graph, bound: BoundShapes) -> AxisMap:
+    """Relate all axes of the model, node by node. `bound` should have unlike sizes for what is not alike."""
+    inputs = {value: _fresh(bound.shapes.get(value.name or "")) for value in graph.graph.inputs}
+    return _relate(graph, bound, graph.nodes, inputs, frozenset())
 
-    With `apart` only those of the nodes above these that compute from weights alone, and of these themselves: what
-    they read beside that, from each other too, has other axes for each of them.
+
+def find_axes_apart(graph: Graph, bound: BoundShapes, nodes: Collection[ir.Node]) -> AxisMap:
+    """Relate the axes of these nodes, each by itself: they have only weights, and what is made of those, in common."""
+    constant = graph.constant_nodes(RANDOM)
+    return _relate(graph, bound, _with_constant(graph, nodes, constant), {}, frozenset(nodes))
+
+
+def _relate(
+    graph: Graph, bound: BoundShapes, nodes: Iterable[ir.Node], shared: dict[ir.Value, Axes], apart: Collection[ir.Node]
+) -> AxisMap:
+    """The axes of the nodes, in order; `shared` are those of the values that are there before them.
+
+    Any other value that they read, what the nodes `apart` make included, has axes of its own at each use.
     """
-    shared: dict[ir.Value, Axes] = {value: _fresh(bound.shapes.get(value.name or "")) for value in graph.graph.inputs}
     operations: dict[ir.Node, Operation] = {}
-    constant = graph.constant_nodes(RANDOM) if apart is not None else frozenset()
-    nodes = graph.nodes if apart is None else _with_constant(graph, apart, constant)
 
     def axes_of(value: Optional[ir.Value]) -> Axes:
         if value is None:
             return None
         if not value.is_initializer():
-            own = apart is not None and value.producer() not in constant
-            return _fresh(bound.shapes.get(value.name or "")) if own else shared.get(value)
+            return shared[value] if value in shared else _fresh(bound.shapes.get(value.name or ""))
         shape = _weight_shape(value)
         if sum(size != 1 for size in shape) < 2:
             # Exporters merge equal vectors: biases of zeros, norms of ones. Each use may be cut in another way.
@@ -62,13 +71,11 @@ def find_axes(graph: Graph, bound: BoundShapes, apart: Optional[Collection[ir.No
         return shared.setdefault(value, _fresh(shape))
 
     for node in nodes:
-        for value in node.outputs:
-            uncertain = value.name in bound.uncertain and bound.shapes.get(value.name or "") is None
-            shared[value] = None if uncertain else _fresh(bound.shapes.get(value.name or ""))
+        made = [_fresh(bound.shapes.get(value.name or "")) for value in node.outputs]
+        if node not in apart:
+            shared.update(zip(node.outputs, made))
         constants = [_constant(value, bound) for value in node.inputs]
-        operation = Operation(
-            node, [axes_of(value) for value in node.inputs], [shared.get(value) for value in node.outputs], constants
-        )
+        operation = Operation(node, [axes_of(value) for value in node.inputs], made, constants)
         apply_rule(operation)
         for value in graph.reads[node]:
             if value not in node.inputs:  # a subgraph reads it

@@ -19,8 +19,8 @@ from splitc.compiler.blocks import Partition
 from splitc.compiler.costs import RANDOM
 from splitc.compiler.graph import Graph, describe_node
 from splitc.compiler.split import axes as ax
-from splitc.compiler.split.axes import Factor
-from splitc.compiler.split.axis_map import AxisMap, find_axes
+from splitc.compiler.split.axes import Axis, Factor
+from splitc.compiler.split.axis_map import AxisMap, find_axes_apart
 from splitc.compiler.split.candidates import Candidate, reached_weights
 from splitc.compiler.split.choice import Choice
 from splitc.compiler.split.partial import Sums
@@ -114,6 +114,17 @@ class RowSplit:
         """The ranks that have columns of a product."""
         return [number for number, part in enumerate(self.columns.ranges[product.columns]) if part.counts]
 
+    def width(self, rank: int, product: Product) -> int:
+        """How many columns of a product a rank has."""
+        return self.columns.shards(rank).size(self._columns(product))
+
+    def share(self, rank: int, product: Product) -> float:
+        """The share of a product's columns that a rank has."""
+        return self.width(rank, product) / ax.size_of(self._columns(product))
+
+    def _columns(self, product: Product) -> Axis:
+        return self.columns.axis_map.operations[product.node].output()[-1]
+
     def of_rank(self, rank: int, products: Collection[Product]) -> list[Product]:
         """Those of the products of which the rank has columns."""
         return [product for product in products if rank in self.ranks(product)]
@@ -145,7 +156,7 @@ def find_products(analysis: Analysis, least: int) -> Products:
         else:
             declined[node] = why
     _decline_shared(readers, candidates, declined)
-    axis_map = find_axes(graph, analysis.costs.bound, candidates)
+    axis_map = find_axes_apart(graph, analysis.costs.bound, candidates)
     given = {atom for node in candidates for atom in _run_time_atoms(axis_map, node, constant)}
     columns: dict[ir.Node, Factor] = {}
     for node in list(candidates):

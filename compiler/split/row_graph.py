@@ -111,4 +111,6 @@ def slice_graph(split: RowSplit, rank: int, products: Sequence[Product]) -> ir.G
     graph = rank_graph(split.columns, product_stage(split.graph, products), rank)
     for value, product in zip(graph.outputs, products):
         value.name = part_name(product, rank)
+        if value.shape is not None:
+            value.shape = ir.Shape([*value.shape[:-1], split.width(rank, product)])
     return graph
