@@ -7,7 +7,7 @@ puts the columns together. All else stays on the main rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Optional, Union
@@ -48,12 +48,14 @@ Readers = Mapping[ir.Value, tuple[ir.Node, ...]]
 class Product:
     """A matmul that can be sliced, what it reads that is no constant, and the factor along which its columns are cut.
 
-    A unit of that is a column, or the columns of one quantization block.
+    A unit of that is a column, or the columns of one quantization block. `axis` is where the columns are in the result.
+    What is dequantized for a matmul is taken as it was before: it is smaller, and engines multiply it as it is.
     """
 
     node: ir.Node
     takes: tuple[ir.Value, ...]
     columns: Factor
+    axis: int
 
     @property
     def result(self) -> ir.Value:
@@ -156,7 +158,8 @@ def find_products(analysis: Analysis, least: int) -> Products:
         else:
             declined[node] = why
     _decline_shared(readers, candidates, declined)
-    axis_map = find_axes_apart(graph, analysis.costs.bound, candidates)
+    unpacking = _unpacking(graph, candidates, constant)
+    axis_map = find_axes_apart(graph, analysis.costs.bound, [*candidates, *unpacking])
     given = {atom for node in candidates for atom in _run_time_atoms(axis_map, node, constant)}
     columns: dict[ir.Node, Factor] = {}
     for node in list(candidates):
@@ -168,7 +171,12 @@ def find_products(analysis: Analysis, least: int) -> Products:
             del candidates[node]
     _decline_shared(readers, candidates, declined)
     products = [
-        Product(node, tuple(value for value in graph.reads[node] if not _is_constant(value, constant)), columns[node])
+        Product(
+            node,
+            tuple(_taken(graph, node, constant, unpacking)),
+            columns[node],
+            len(axis_map.operations[node].output()) - 1,
+        )
         for node in sorted(candidates, key=graph.position.__getitem__)
     ]
     return Products(tuple(products), axis_map, readers, declined)
@@ -203,6 +211,33 @@ def _inside_blocks(partition: Partition) -> frozenset[ir.Node]:
 
 def _is_constant(value: ir.Value, constant: Collection[ir.Node]) -> bool:
     return value.is_initializer() or value.producer() in constant
+
+
+def _unpacking(graph: Graph, nodes: Iterable[ir.Node], constant: Collection[ir.Node]) -> frozenset[ir.Node]:
+    """What dequantizes, by constant scales, what the nodes read."""
+    above = (value.producer() for node in nodes for value in graph.reads[node])
+    return frozenset(
+        node
+        for node in above
+        if node is not None
+        and node not in constant
+        and node.op_type == "DequantizeLinear"
+        and all(value is None or _is_constant(value, constant) for value in node.inputs[1:])
+    )
+
+
+def _taken(
+    graph: Graph, node: ir.Node, constant: Collection[ir.Node], unpacking: Collection[ir.Node]
+) -> dict[ir.Value, None]:
+    """What a product takes at run time: what it reads, or what that is unpacked from."""
+    taken: dict[ir.Value, None] = {}
+    for value in graph.reads[node]:
+        producer = value.producer()
+        if producer is not None and producer in unpacking:
+            taken.update(_taken(graph, producer, constant, ()))
+        elif not _is_constant(value, constant):
+            taken[value] = None
+    return taken
 
 
 def _name(node: ir.Node) -> str:

@@ -7,7 +7,6 @@ rank's graph is cut at its exchanges; between the pieces the ranks multiply.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Optional
 
 import onnx_ir as ir
 
@@ -55,29 +54,32 @@ def _exchange_products(
     for value in (value for node in result for value in node.outputs):  # pieces declare what passes between them
         value.type = value.type or (whole[value.name].type if value.name in whole else None)
     by_name = {product.result.name or "": product for product in products}
+    made = {value.name: value for value in result.inputs}
     for node in list(result):
         product = by_name.get(node.outputs[0].name or "")
         if product is not None:
-            _exchange(result, node, product, ranks(product))
+            takes = [made[value.name] for value in product.takes]
+            node = _exchange(result, node, takes, product, ranks(product))
+        made.update({value.name: value for value in node.outputs})
     return result
 
 
-def _exchange(graph: ir.Graph, node: ir.Node, product: Product, ranks: Sequence[int]) -> None:
-    taken = {value.name for value in product.takes}
-    takes = [value for value in dict.fromkeys(node.inputs) if value is not None and value.name in taken]
+def _exchange(
+    graph: ir.Graph, node: ir.Node, takes: Sequence[ir.Value], product: Product, ranks: Sequence[int]
+) -> ir.Node:
+    """Put an exchange in the place of a product. Returns the node that then makes the result."""
     old = node.outputs[0]
     name = old.name or ""
     exchange = ir.node(EXCHANGE, takes, num_outputs=len(ranks), name=name)
     for rank, part in zip(ranks, exchange.outputs):
         part.name, part.type = part_name(product, rank), product.result.type
-    shape = product.result.shape
-    axis = len(shape) - 1 if shape is not None else -1
-    joined = ir.node("Concat", exchange.outputs, {"axis": axis}, name=f"{name}/columns")
+    joined = ir.node("Concat", exchange.outputs, {"axis": product.axis}, name=f"{name}/columns")
     whole = joined.outputs[0]
     graph.insert_before(node, [exchange, joined])
     old.replace_all_uses_with(whole, replace_graph_outputs=True)
     graph.remove(node, safe=True)
     whole.name, whole.type, whole.shape = name, old.type, old.shape
+    return joined
 
 
 def product_stage(graph: Graph, products: Collection[Product], blocks: Sequence[Block] = ()) -> Stage:
@@ -89,7 +91,7 @@ def product_stage(graph: Graph, products: Collection[Product], blocks: Sequence[
         node = stack.pop()
         if node not in nodes:
             nodes.add(node)
-            above = (_producer(value) for value in graph.reads[node] if value not in takes)
+            above = (value.producer() for value in graph.reads[node] if value not in takes)
             stack += [producer for producer in above if producer is not None]
     return Stage(
         blocks=tuple(blocks),
@@ -100,10 +102,6 @@ def product_stage(graph: Graph, products: Collection[Product], blocks: Sequence[
         outputs=(),
         borrowed=(),
     )
-
-
-def _producer(value: ir.Value) -> Optional[ir.Node]:
-    return value.producer()
 
 
 def slice_graph(split: RowSplit, rank: int, products: Sequence[Product]) -> ir.Graph:

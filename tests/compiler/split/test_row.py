@@ -88,6 +88,14 @@ def integers(b: Block, x: ir.Value) -> ir.Value:
     return b.op("Mul", b.op("Cast", whole, to=FLOAT), b.op("Mul", scale, b.w("A.scales", COLUMNS)))
 
 
+def unpacked(b: Block, x: ir.Value) -> ir.Value:
+    """Quantized and unpacked on both sides, as static quantization writes it."""
+    scale, zero = b.constant(0.05, np.float32), b.constant(3, np.uint8)
+    seen = b.op("DequantizeLinear", b.op("QuantizeLinear", x, scale, zero), scale, zero)
+    weight = b.op("DequantizeLinear", int8(b, "A", ROWS, COLUMNS), b.constant(0.01, np.float32))
+    return b.op("MatMul", seen, weight)
+
+
 def rounded(b: Block, x: ir.Value) -> ir.Value:
     """QLinearMatMul, whose result is of few bits too."""
     scale, zero = b.constant(0.05, np.float32), b.constant(3, np.uint8)
@@ -111,6 +119,7 @@ FORMS: dict[str, Callable[[Block, ir.Value], ir.Value]] = {
     "scaled by blocks of rows": scaled(0, ROWS // 8, COLUMNS, block_size=8),
     "scaled by blocks of columns": scaled(1, ROWS, COLUMNS // 4, block_size=4),
     "integers": integers,
+    "unpacked": unpacked,
     "rounded": rounded,
 }
 
@@ -170,6 +179,17 @@ def test_products_of_inputs_of_each_other_and_of_outputs(tmp_path: Path) -> None
     b.give(first, "first")
     b.give(second, "second")
     check_rows(b, tmp_path, "AB", rounds=2)
+
+
+def test_activation_is_sent_as_it_is_before_it_is_unpacked(tmp_path: Path) -> None:
+    b = Block()
+    x = b.op("Softmax", b.data("x", (2, 5, ROWS), ["n", "t", ROWS]))
+    b.give(b.op("Relu", unpacked(b, x)))
+    (plan, *_) = check_rows(b, tmp_path, "A", rounds=1)
+    assert plan.rows is not None
+    ((product,),) = plan.rows.rounds
+    assert [value.dtype for value in product.takes] == [ir.DataType.UINT8]
+    assert plan.cuts[0].bytes == 10 * ROWS + 10 * COLUMNS // 2 * 4
 
 
 def test_vector_is_multiplied(tmp_path: Path) -> None:
