@@ -16,8 +16,8 @@ from splitc.compiler.graph import CannotSplitError
 from splitc.compiler.memory import StageMemory, held_parts, stage_memory
 from splitc.compiler.plan import CutPlan, Plan, RankPlan, Repeated, Request, check_memory, plan_warnings
 from splitc.compiler.split.layer import Stage, split_layers
-from splitc.compiler.split.report import SplitWeight, sliced_weights, warn_of_little
-from splitc.compiler.split.row import Product, Products, RowSplit, find_products, slice_products
+from splitc.compiler.split.report import sliced_weights, warn_of_little
+from splitc.compiler.split.row import LEAST_SIDE, Product, Products, RowSplit, find_products, slice_products
 from splitc.compiler.split.row_graph import find_rounds, product_stage
 from splitc.runtime.devices import Device, parse_devices
 from splitc.runtime.errors import MisuseError
@@ -31,7 +31,6 @@ LEAST_SHARE = 0.1
 NAMED, KINDS = 5, 3
 
 T = TypeVar("T")
-Rounds = tuple[tuple[Product, ...], ...]
 
 
 def plan_rows(analysis: Analysis, devices: Sequence[Device], budgets: Sequence[int], request: Request) -> Plan:
@@ -78,18 +77,12 @@ def make_row_plan(
 
     Without shares they are what each budget leaves beside what the device must hold anyway.
     """
-    graph, size = analysis.graph, analysis.costs.value_bytes
-    (stage,) = split_layers(graph, analysis.partition, [len(analysis.partition.blocks)])
+    (stage,) = split_layers(analysis.graph, analysis.partition, [len(analysis.partition.blocks)])
     products = find_products(analysis, request.row_min)
-    everything = slice_products(graph, products, [1.0, 1.0], size)
-    _check_worth(analysis, products, sliced_weights(analysis, products, everything), request.row_min)
-    rounds = find_rounds(graph, stage, products.found)
-    shares = shares or _free_shares(analysis, stage, products, rounds, budgets)
-    columns = slice_products(graph, products, [float(share) for share in shares], size)
-    kept = [product for product in products.found if product.columns in columns.ranges]
-    if len(kept) < len(products.found):
-        rounds = find_rounds(graph, stage, kept)
-    split = RowSplit(graph, request.row_min, rounds, columns)
+    _check_worth(analysis, products, request.row_min)
+    if shares is None:
+        shares = _free_shares(analysis, stage, products, budgets)
+    split = _slice(analysis, stage, products, [float(share) for share in shares], request.row_min)
     _check_parts(split, devices, shares)
     seconds = _rank_seconds(analysis, devices, split, request)
     ranks = [
@@ -106,7 +99,7 @@ def make_row_plan(
         )
         for number, device in enumerate(devices)
     ]
-    weights = sliced_weights(analysis, products, columns)
+    weights = sliced_weights(analysis, products, split.columns)
     warnings = [*plan_warnings(analysis, ranks), *warn_of_little(weights, WHOLE)]
     return Plan(
         analysis,
@@ -121,8 +114,19 @@ def make_row_plan(
     )
 
 
-def _check_worth(analysis: Analysis, products: Products, weights: Sequence[SplitWeight], least: int) -> None:
+def _slice(
+    analysis: Analysis, stage: Stage, products: Products, shares: Sequence[float], least: int = LEAST_SIDE
+) -> RowSplit:
+    """The products sliced by the shares, in rounds; those that these leave to the main rank are none."""
+    columns = slice_products(analysis.graph, products, shares, analysis.costs.value_bytes)
+    sliced = [product for product in products.found if product.columns in columns.ranges]
+    return RowSplit(analysis.graph, least, find_rounds(analysis.graph, stage, sliced), columns)
+
+
+def _check_worth(analysis: Analysis, products: Products, least: int) -> None:
     """Raise CannotSplitError when nothing, or next to nothing, can be sliced, saying what reads the weights."""
+    halves = slice_products(analysis.graph, products, [1.0, 1.0], analysis.costs.value_bytes)
+    weights = sliced_weights(analysis, products, halves)
     total = max(1, sum(each.bytes for each in weights))
     divided = sum(each.split for each in weights)
     if divided >= LEAST_SHARE * total:
@@ -142,16 +146,14 @@ def _check_worth(analysis: Analysis, products: Products, weights: Sequence[Split
     )
 
 
-def _free_shares(
-    analysis: Analysis, stage: Stage, products: Products, rounds: Rounds, budgets: Sequence[int]
-) -> list[float]:
+def _free_shares(analysis: Analysis, stage: Stage, products: Products, budgets: Sequence[int]) -> list[float]:
     """For each device what its budget leaves beside what it must hold without a slice."""
-    size = analysis.costs.value_bytes
     count = len(budgets)
-    nothing = slice_products(analysis.graph, products, [0.0, *[1.0] * (count - 1)], size)
-    main = _rank_memory(analysis, RowSplit(analysis.graph, 0, rounds, nothing), stage, 0)
-    taken = max((_sum(size, product_stage(analysis.graph, each).receives) for each in rounds), default=0)
-    left = [max(0, budget - (main.total if number == 0 else taken)) for number, budget in enumerate(budgets)]
+    split = _slice(analysis, stage, products, [0.0, *[1.0] * (count - 1)])
+    main = _rank_memory(analysis, split, stage, 0).total
+    takes = (product_stage(analysis.graph, each).receives for each in split.rounds)
+    taken = max((_sum(analysis.costs.value_bytes, each) for each in takes), default=0)
+    left = [max(0, budget - (taken if number else main)) for number, budget in enumerate(budgets)]
     return [float(each) for each in (left if any(left) else budgets if any(budgets) else [1] * count)]
 
 

@@ -149,37 +149,25 @@ def find_products(analysis: Analysis, least: int) -> Products:
     constant = graph.constant_nodes(RANDOM)
     readers = _readers(graph, constant)
     inside = _inside_blocks(analysis.partition)
-    declined: dict[ir.Node, Declined] = {}
-    candidates: dict[ir.Node, None] = {}
-    for node in dict.fromkeys(node for nodes in readers.values() for node in nodes):
-        why = _why_not(analysis, node, constant, node in inside, least)
-        if why is None:
-            candidates[node] = None
-        else:
-            declined[node] = why
-    _decline_shared(readers, candidates, declined)
+    nodes = sorted({node for nodes in readers.values() for node in nodes}, key=graph.position.__getitem__)
+    reasons = {node: _why_not(analysis, node, constant, node in inside, least) for node in nodes}
+    declined = {node: reason for node, reason in reasons.items() if reason is not None}
+    _decline_shared(readers, declined)
+    candidates = [node for node in nodes if node not in declined]
     unpacking = _unpacking(graph, candidates, constant)
     axis_map = find_axes_apart(graph, analysis.costs.bound, [*candidates, *unpacking])
     given = {atom for node in candidates for atom in _run_time_atoms(axis_map, node, constant)}
-    columns: dict[ir.Node, Factor] = {}
-    for node in list(candidates):
-        found = _columns(axis_map, node, given)
-        if isinstance(found, Factor):
-            columns[node] = found
-        else:
-            declined[node] = found
-            del candidates[node]
-    _decline_shared(readers, candidates, declined)
-    products = [
+    columns = {node: _columns(axis_map, node, given) for node in candidates}
+    declined.update({node: each for node, each in columns.items() if isinstance(each, Declined)})
+    _decline_shared(readers, declined)
+    found = [
         Product(
-            node,
-            tuple(_taken(graph, node, constant, unpacking)),
-            columns[node],
-            len(axis_map.operations[node].output()) - 1,
+            node, tuple(_taken(graph, node, constant, unpacking)), each, len(axis_map.operations[node].output()) - 1
         )
-        for node in sorted(candidates, key=graph.position.__getitem__)
+        for node, each in columns.items()
+        if isinstance(each, Factor) and node not in declined
     ]
-    return Products(tuple(products), axis_map, readers, declined)
+    return Products(tuple(found), axis_map, readers, declined)
 
 
 def _readers(graph: Graph, constant: Collection[ir.Node]) -> Readers:
@@ -280,21 +268,18 @@ def _sides(analysis: Analysis, node: ir.Node, weight: ir.Value) -> list[int]:
     return sides
 
 
-def _decline_shared(readers: Readers, candidates: dict[ir.Node, None], declined: dict[ir.Node, Declined]) -> None:
-    """Take off the candidates whose matrices another node needs whole, until there are no more of them."""
+def _decline_shared(readers: Readers, declined: dict[ir.Node, Declined]) -> None:
+    """Decline, until there are no more of them, the nodes that read a matrix together with one that is declined."""
     again = True
     while again:
         again = False
         for weight, nodes in readers.items():
-            others = [node for node in nodes if node not in candidates]
-            if len(others) == len(nodes) or not others or not _is_matrix(weight):
-                continue
-            for node in (node for node in nodes if node in candidates):
-                other = declined[others[0]]
-                reason = f"{other.reason} ('{weight.name}', which {_name(node)} multiplies with)"
-                declined[node] = Declined(other.kind, reason)
-                del candidates[node]
-            again = True
+            other = next((declined[node] for node in nodes if node in declined), None)
+            if other is not None and _is_matrix(weight):
+                for node in (node for node in nodes if node not in declined):
+                    reason = f"{other.reason} ('{weight.name}', which {_name(node)} multiplies with)"
+                    declined[node] = Declined(other.kind, reason)
+                    again = True
 
 
 def _is_matrix(weight: ir.Value) -> bool:

@@ -133,6 +133,20 @@ def test_convolutional_model_is_refused_or_split_by_layer(tmp_path: Path) -> Non
     assert "split by layer instead: row mode can slice nothing" in plan.warnings[0]
 
 
+def test_recurrent_model_is_refused(tmp_path: Path) -> None:
+    b = Block()
+    x = b.data("x", (7, 2, 32), ["t", "n", 32])
+    for layer in range(3):
+        y, _, _ = b.ops(
+            "LSTM", x, b.w(f"W{layer}", 1, 128, 32), b.w(f"R{layer}", 1, 128, 32), outputs=3, hidden_size=32
+        )
+        x = b.op("Squeeze", y, b.ints(1))
+    b.give(x)
+    save(b.model(), tmp_path / "model.onnx")
+    with pytest.raises(CannotSplitError, match=r"Its weights: 100% read by LSTM. Use --split-mode layer"):
+        plan_model(tmp_path / "model.onnx", ["2xcpu"], ROW)
+
+
 def test_tensor_mode_falls_back_too(tmp_path: Path) -> None:
     b = Block()
     x = b.op("Softmax", b.data("x", (2, 12), ["n", 12]))
