@@ -60,7 +60,10 @@ def verify_package(plan: Plan, package: Path) -> Optional[str]:
 def _candidates(plan: Plan, inputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """The inputs with the shapes to try: unlike sizes, then those that were planned."""
     analysis = plan.analysis
-    unlike = bind_unlike(analysis.graph, analysis.shapes, analysis.costs.bound)
+    if plan.tensor is not None:
+        unlike = plan.tensor.axis_map.bound
+    else:
+        unlike = bind_unlike(analysis.graph, analysis.shapes, analysis.costs.bound)
     for shapes in (unlike.shapes, analysis.shapes):
         if all(np.prod(shapes[tensor.name]) <= MOST_ELEMENTS for tensor in inputs):
             yield [replace(tensor, sample_shape=list(shapes[tensor.name])) for tensor in inputs]
