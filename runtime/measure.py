@@ -11,7 +11,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,8 @@ from splitc.runtime.engines.onnxruntime import OnnxRuntimeBackend
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.manifest import Rank, read_manifest
 from splitc.runtime.parts import cut_part
-from splitc.runtime.program import Failure, Program, Receive, Reduce, execute
-from splitc.runtime.transport import Transport
+from splitc.runtime.program import Failure, Program, Receive, Reduce, Send, execute
 from splitc.runtime.transport.local import connect
-from splitc.runtime.worker import NEVER, Request, Worker
 
 
 class RankMemory(msgspec.Struct, frozen=True):
@@ -83,44 +82,28 @@ def _run_together(
     package: Path, ranks: Sequence[Rank], threads: int, feeds: Mapping[str, npt.NDArray[Any]]
 ) -> dict[str, npt.NDArray[Any]]:
     """What the ranks send each other in one run."""
-    sent: dict[str, npt.NDArray[Any]] = {}
-    request = Request(feeds, len(ranks))
+    backend = OnnxRuntimeBackend(threads)
+    transports = connect(len(ranks))
+    programs = []
+    for rank in ranks:
+        sent = [step.value for step in rank.program if isinstance(step, Send)]
+        programs.append(Program(rank.program, [backend.load(package / engine.path) for engine in rank.engines], sent))
 
-    def broken(error: BaseException) -> None:
-        for number in range(len(ranks)):
-            request.finish(number, {}, NEVER, error)
+    def run(number: int) -> dict[str, npt.NDArray[Any]]:
+        program = programs[number]
+        fed = partial(_cut_feeds, ranks[number], feeds, backend)
+        values, _ = execute(program, transports[number], fed, backend.accumulate)
+        return {name: backend.download(values[name]) for name in program.outputs}
 
-    for number, (rank, transport) in enumerate(zip(ranks, connect(len(ranks)))):
-        backend = OnnxRuntimeBackend(threads)
-        worker = Worker(number, rank, (), package, backend, Recorder(transport, backend, sent), broken)
-        worker.requests.put(request)
-        worker.requests.put(None)
-        worker.start()
-    request.future.result()
-    return sent
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return {name: array for each in pool.map(run, range(len(ranks))) for name, array in each.items()}
 
 
-@dataclass(frozen=True)
-class Recorder:
-    """A rank's transport that keeps what it sends as arrays, by name."""
-
-    transport: Transport
-    backend: Backend
-    sent: dict[str, npt.NDArray[Any]]
-
-    def abort(self, error: BaseException) -> None:
-        self.transport.abort(error)
-
-    def send(self, target: int, name: str, value: Any) -> None:
-        if not isinstance(value, Failure):
-            self.sent[name] = self.backend.download(value)
-        self.transport.send(target, name, value)
-
-    def receive(self, source: int, name: str) -> Any:
-        return self.transport.receive(source, name)
-
-    def reduce(self, step: Reduce, parts: Any, accumulate: Callable[[str, Any, Any], None]) -> Any:
-        return self.transport.reduce(step, parts, accumulate)
+def _cut_feeds(rank: Rank, arrays: Mapping[str, npt.NDArray[Any]], backend: Backend) -> dict[str, Any]:
+    """What a rank is fed of these arrays."""
+    parts = {part.name: part for part in rank.parts}
+    cut = {n: cut_part(arrays[n], parts[n]) if n in parts else arrays[n] for n in rank.inputs}
+    return {name: backend.upload(array) for name, array in cut.items()}
 
 
 def _resident() -> int:
@@ -171,13 +154,8 @@ def _measure_rank(rank: Rank, package: Path, threads: int, inputs: Path, outputs
     before = _resident()
     engines = [backend.load(package / engine.path) for engine in rank.engines]
     loaded = _resident()
-    parts = {part.name: part for part in rank.parts}
-
-    def feeds() -> dict[str, Any]:
-        cut = {n: cut_part(arrays[n], parts[n]) if n in parts else arrays[n] for n in rank.inputs}
-        return {name: backend.upload(array) for name, array in cut.items()}
-
     transport = Alone(arrays, backend)
+    feeds = partial(_cut_feeds, rank, arrays, backend)
     execute(Program(rank.program, engines, rank.outputs), transport, feeds, backend.accumulate)
     peak = _peak()
     save_arrays(outputs, transport.sent)
