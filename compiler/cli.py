@@ -14,6 +14,7 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from splitc.compiler.show import print_axes, print_plan
+from splitc.compiler.split.row import LEAST_SIDE
 from splitc.runtime.cli import JSON, app
 from splitc.runtime.engines.kinds import MODULES
 from splitc.runtime.errors import MisuseError
@@ -35,10 +36,20 @@ DEVICE = typer.Option(
 SPLIT_MODE = typer.Option(
     "layer",
     "--split-mode",
-    help="layer: consecutive blocks to each device. tensor: a part of every block to each device, at the same time.",
+    help="layer: consecutive blocks to each device. row: slices of the large matmul weights to each device, and all "
+    "else to the main one. tensor: a part of every block to each device, at the same time.",
 )
 PIPELINE_STAGES = typer.Option(
     1, "--pipeline-stages", min=1, help="In tensor mode: groups of devices, each of which shares a run of blocks."
+)
+MAIN_DEVICE = typer.Option(
+    None, "--main-device", help="In row mode: the device that runs the model. Default: the first."
+)
+ROW_MIN = typer.Option(
+    LEAST_SIDE, "--row-min", min=1, help="In row mode: the shortest side of a weight that is sliced."
+)
+FALLBACK = typer.Option(
+    None, "--fallback", help="layer: split by layer where the mode asked for can't split the model. Default: fail."
 )
 OBJECTIVE = typer.Option(
     "throughput", "--objective", help="throughput: the slowest stage as fast as can be. latency: the sum of all stages."
@@ -47,7 +58,8 @@ SPREAD = typer.Option(False, "--spread", help="Use every device, even where fewe
 TENSOR_SPLIT = typer.Option(
     None,
     "--tensor-split",
-    help="Each device's share of the weights, as in 3,1. Default: what makes the objective best.",
+    help="Each device's share of the weights, as in 3,1. Default: what makes the objective best; in row and tensor "
+    "mode what the budgets are.",
 )
 MEMORY = typer.Option(
     [],
@@ -82,6 +94,9 @@ def _request(
     objective: str = OBJECTIVE,
     spread: bool = SPREAD,
     pipeline_stages: int = PIPELINE_STAGES,
+    main_device: Optional[str] = MAIN_DEVICE,
+    row_min: int = ROW_MIN,
+    fallback: Optional[str] = FALLBACK,
     tensor_split: Optional[str] = TENSOR_SPLIT,
     memory: list[str] = MEMORY,
     headroom: str = HEADROOM,
@@ -112,6 +127,9 @@ def _request(
         profile=profile,
         threads=threads,
         pipeline_stages=pipeline_stages,
+        main_device=main_device,
+        row_min=row_min,
+        fallback=fallback,
     )
 
 
@@ -180,7 +198,7 @@ def compile_command(
         "copy", "--weights", help="copy: into the package. link: hard links to the model's data files, nothing copied."
     ),
     verify: bool = typer.Option(
-        True, "--verify/--no-verify", help="In tensor mode: compare with the unsplit model before writing."
+        True, "--verify/--no-verify", help="In row and tensor mode: compare with the unsplit model before writing."
     ),
     force: bool = typer.Option(False, "--force", help="Replace a package that is there."),
     build_when: str = typer.Option(

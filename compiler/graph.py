@@ -21,6 +21,10 @@ class ModelError(SplitcError):
     """The model file is missing, damaged, or holds what splitc or the engine can't take."""
 
 
+class CannotSplitError(ModelError):
+    """The split mode that was asked for can't split the model; another one may."""
+
+
 @dataclass(frozen=True)
 class Graph:
     """A model's main graph, normalized, with what each node reads.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Optional
@@ -13,6 +13,7 @@ from splitc.compiler.blocks import Partition
 from splitc.compiler.costs import Costs
 from splitc.compiler.liveness import liveness
 from splitc.compiler.split.layer import Stage
+from splitc.compiler.split.tensor import TensorSplit
 from splitc.runtime.manifest import State
 
 
@@ -22,6 +23,23 @@ class HeldParts:
 
     weights: Mapping[ir.Value, int]
     size: Callable[[ir.Value], int]
+
+
+def held_parts(costs: Costs, split: TensorSplit, nodes: Collection[ir.Node], part: int) -> HeldParts:
+    """What one rank of a group holds of the nodes' weights, and of values."""
+    shards, size = split.shards(part), costs.value_bytes
+    own = frozenset(nodes)
+    parts: dict[tuple[ir.Value, bytes], int] = {}
+    for node, operation in split.axis_map.operations.items():
+        for value, axes in zip(node.inputs, operation.inputs) if node in own else ():
+            if value is not None and value.is_initializer():
+                parts[value, shards.key(axes)] = int(size(value) * shards.share(axes))
+    weights: dict[ir.Value, int] = dict.fromkeys(costs.weights(nodes), 0)
+    for (value, _), held in parts.items():
+        weights[value] += held
+    for value in weights:  # what only subgraphs read is whole
+        weights[value] = weights[value] or size(value)
+    return HeldParts(weights, lambda value: int(size(value) * shards.share(split.axes(value))))
 
 
 @dataclass(frozen=True)

@@ -50,11 +50,12 @@ def compile_model(
 
     `weights` is `copy`, or `link` to refer into hard links of the model's own data files instead of copying it: the
     package then changes when they are written to in place. `threads` is recorded as the number for each CPU device.
-    A package in tensor mode is compared with the unsplit model before it is in its place, unless `verify` is False.
-    `build` says how engines are built that are not ONNX files. `progress` is told the bytes of weights as they are
-    written, `building` how many engines are built of how many, `warn` what is not as asked. Either the whole package is
-    written or nothing. Raises MisuseError when `package` can't be written to, SplitcError when the disk is full,
-    BuildError for what TensorRT can't build, OutputsDifferError when the package does not compute what the model does.
+    A package in row or tensor mode is compared with the unsplit model before it is in its place, unless `verify` is
+    False. `build` says how engines are built that are not ONNX files. `progress` is told the bytes of weights as they
+    are written, `building` how many engines are built of how many, `warn` what is not as asked. Either the whole
+    package is written or nothing. Raises MisuseError when `package` can't be written to, SplitcError when the disk is
+    full, BuildError for what TensorRT can't build, OutputsDifferError when the package does not compute what the model
+    does.
     """
     target = Path(package)
     check_target(target, force)
@@ -76,7 +77,7 @@ def compile_model(
         files = [path for path in folder.rglob("*") if path.is_file()]
         manifest = _manifest(plan, ranks, m.describe_files(folder, files, links), threads, build.options)
         (folder / m.FILE_NAME).write_bytes(m.encode(manifest))
-        if plan.tensor is not None and verify and (reason := _verify(plan, folder)):
+        if plan.split_mode != "layer" and verify and (reason := _verify(plan, folder)):
             warn(f"the package is unverified: {reason}")
         if plan.engine in MODULES and not build.later:
             manifest = finish_package(folder, manifest, build, target, building)
@@ -123,7 +124,7 @@ def _write_engines(
     pieces = [piece.graph for piece in program.program.pieces if piece.graph.outputs]
     width = len(str(len(pieces) - 1))
     suffixes = [f".{number:0{width}}" if len(pieces) > 1 else "" for number in range(len(pieces))]
-    stage = f"stage{plan.stages.index(rank.stage)}"
+    stage = f"stage{rank.group}"
     paths = [folder / f"{stage}{suffix}.onnx" for suffix in suffixes]
     # Names first: to write a graph changes where its weights are.
     entries = [
@@ -167,7 +168,7 @@ def _manifest(
         blocks=[block.name for block in analysis.partition.blocks],
         ranks=ranks,
         cuts=[m.Cut(names(cut.values), cut.bytes) for cut in plan.cuts],
-        collectives=plan.tensor.choice.sums.count if plan.tensor is not None else 0,
+        collectives=plan.collectives,
         unsplit=[
             m.UnsplitWeight(each.name, each.bytes - each.split, each.reason)
             for each in plan.weights

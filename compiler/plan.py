@@ -12,8 +12,11 @@ from splitc.compiler.memory import StageMemory
 from splitc.compiler.shapes import AskedShapes, Shape
 from splitc.compiler.split.layer import Stage
 from splitc.compiler.split.report import SplitWeight
+from splitc.compiler.split.row import LEAST_SIDE, RowSplit
 from splitc.compiler.split.tensor import TensorSplit
 from splitc.runtime.devices import Device
+from splitc.runtime.errors import DoesNotFitError
+from splitc.runtime.units import format_bytes
 
 DEFAULT_HEADROOM = 1 << 30
 
@@ -35,14 +38,16 @@ class Repeated:
 class RankPlan:
     """One rank: its device, the bytes that it may use (None: unknown), its stage, and what that is predicted to hold.
 
-    Ranks with the same stage share it by tensor split, each with its own `part`, counted from 0, and a size by its
-    `share` of the group's shares. `seconds` is the stage's time a run, measured or, as a rule, estimated.
+    Ranks of one `group` share what it runs, each with its own `part`, counted from 0, and a size by its `share` of the
+    group's shares. By tensor split they have the same stage; by row split the first has all of the model, and the
+    others the products of which they have a slice. `seconds` is the time a run, measured or, as a rule, estimated.
     """
 
     device: Device
     budget: int | None
     share: float
     stage: Stage
+    group: int
     part: int
     memory: StageMemory
     seconds: float
@@ -56,7 +61,10 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class CutPlan:
-    """What crosses from the stages before a cut to those after it, and its bytes."""
+    """What crosses from the stages before a cut to those after it, and its bytes.
+
+    By row split there is one for each rank but the main one: what crosses between the two, both ways.
+    """
 
     values: tuple[ir.Value, ...]
     bytes: int
@@ -64,7 +72,10 @@ class CutPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The decisions for one model: its ranks in pipeline order, the cuts between them, and what a user should know."""
+    """The decisions for one model: its ranks in pipeline order, the cuts between them, and what a user should know.
+
+    `tensor` and `rows` say how a group of ranks shares its work, in the modes of these names.
+    """
 
     analysis: Analysis
     split_mode: str
@@ -75,12 +86,20 @@ class Plan:
     cuts: tuple[CutPlan, ...]
     warnings: tuple[str, ...]
     tensor: TensorSplit | None = None
+    rows: RowSplit | None = None
     weights: tuple[SplitWeight, ...] = ()
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """The stages in pipeline order."""
+        """What each group of ranks runs, in pipeline order."""
         return tuple(rank.stage for rank in self.ranks if rank.part == 0)
+
+    @property
+    def collectives(self) -> int:
+        """How many times a run the ranks of a group bring together what they have."""
+        if self.rows is not None:
+            return len(self.rows.rounds)
+        return self.tensor.choice.sums.count if self.tensor is not None else 0
 
 
 @dataclass(frozen=True)
@@ -92,7 +111,9 @@ class Request:
     `tensor_split` gives the devices' shares of the weights on any scale. `memory` is budgets as the command line takes
     them (`4GiB`, `cpu0=4GiB`); without, a device's budget is its free memory less `headroom` bytes. `spread` gives
     every device a stage, even where fewer would do. `profile` measures blocks on the device instead of estimating.
-    In tensor mode `pipeline_stages` divides the devices into so many groups, each with a run of blocks.
+    In tensor mode `pipeline_stages` divides the devices into so many groups, each with a run of blocks. In row mode
+    the model runs on the device `main_device` (the first, where none is named), and weights of at least `row_min` x
+    `row_min` are sliced. `fallback` is the mode to take instead where the one asked for can't split the model.
     """
 
     split_mode: str = "layer"
@@ -109,6 +130,9 @@ class Request:
     profile: bool = False
     threads: int | None = None
     pipeline_stages: int = 1
+    main_device: str | None = None
+    row_min: int = LEAST_SIDE
+    fallback: str | None = None
 
     @property
     def asked_shapes(self) -> AskedShapes:
@@ -133,3 +157,24 @@ def plan_warnings(analysis: Analysis, ranks: Sequence[RankPlan]) -> list[str]:
         if rank.missing > 0:
             found.append(f"rank {number} needs more than the budget of {rank.device}")
     return found
+
+
+def check_memory(plan: Plan, where: str) -> None:
+    """Raise DoesNotFitError for the rank that lacks most. `where` weights are that can't be split."""
+    lacking, number = max((rank.missing, number) for number, rank in enumerate(plan.ranks))
+    if not lacking:
+        return
+    rank = plan.ranks[number]
+    whole = sum(each.bytes - each.split for each in plan.weights)
+    lines = [
+        f"  rank {n} {r.device}: {format_bytes(r.memory.total)} of {format_bytes(r.budget)}"
+        for n, r in enumerate(plan.ranks)
+    ]
+    raise DoesNotFitError(
+        f"rank {number} ({rank.device}) needs {format_bytes(rank.memory.total)} and may use "
+        f"{format_bytes(rank.budget)}, {format_bytes(lacking)} short; {format_bytes(whole)} of weights can't be split "
+        f"and are {where}:\n"
+        + "\n".join(lines)
+        + "\nGive the devices more memory (--memory, --headroom), add one (-d), give this one a smaller share "
+        "(--tensor-split), or plan for smaller inputs (--shapes)."
+    )

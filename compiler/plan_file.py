@@ -11,13 +11,16 @@ from typing import Any, Optional
 import msgspec
 from msgspec import Struct
 
+from splitc.compiler import plan_row, plan_tensor
 from splitc.compiler.analysis import Analysis, analyze
 from splitc.compiler.budgets import block_seconds
-from splitc.compiler.plan import Plan, Repeated, Request
+from splitc.compiler.plan import Plan, Repeated, Request, check_memory
 from splitc.compiler.plan_layer import make_plan
+from splitc.compiler.plan_row import make_row_plan
 from splitc.compiler.plan_tensor import make_tensor_plan
 from splitc.compiler.planner import Assignment
 from splitc.compiler.shapes import Shape
+from splitc.compiler.split.row import LEAST_SIDE
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import DoesNotFitError, MisuseError
 from splitc.runtime.manifest import Source, State, hash_file
@@ -31,7 +34,8 @@ LISTED = 64 << 10
 class RankEntry(Struct, frozen=True):
     """A rank: its device, budget and share, which an editor may change; the rest is for reading only.
 
-    In tensor mode ranks that follow each other share a `stage`, by their shares; in layer mode each has its own.
+    In tensor mode ranks that follow each other share a `stage`, by their shares; in layer mode each has its own. In row
+    mode there is but one, and the first rank is the main one.
     """
 
     device: str
@@ -56,7 +60,7 @@ class CutEntry(Struct, frozen=True):
 class WeightEntry(Struct, frozen=True):
     """Where a weight ends up, for reading only: on more than one rank when several read it.
 
-    `split` is "whole", with the reason in tensor mode, or how many units of its axis each rank of a stage has.
+    `split` is "whole", with the reason in row and tensor mode, or how many units of its axis each rank of a stage has.
     """
 
     bytes: int
@@ -70,7 +74,8 @@ class PlanFile(Struct, frozen=True, forbid_unknown_fields=True):
     In layer mode stages are ranks. `states` are the inputs that take an output of the run before.
 
     `shapes` are the largest of the inputs; the others are there where engines are to take a range of them.
-    `finest` says that the model is cut wherever it can be, instead of into the blocks that repeat.
+    `finest` says that the model is cut wherever it can be, instead of into the blocks that repeat. `row_min` is the
+    shortest side of a matrix that row mode slices.
     """
 
     schema: int
@@ -85,6 +90,7 @@ class PlanFile(Struct, frozen=True, forbid_unknown_fields=True):
     min_shapes: dict[str, list[int]] = {}
     opt_shapes: dict[str, list[int]] = {}
     states: Optional[list[State]] = None
+    row_min: Optional[int] = None
     cuts: list[CutEntry] = []
     warnings: list[str] = []
     weights: dict[str, WeightEntry] = {}
@@ -117,7 +123,7 @@ def to_file(plan: Plan) -> PlanFile:
             RankEntry(
                 str(rank.device),
                 rank.budget,
-                stages.index(rank.stage),
+                rank.group,
                 rank.share,
                 rank.memory.weights,
                 rank.memory.activations,
@@ -131,6 +137,7 @@ def to_file(plan: Plan) -> PlanFile:
         finest=analysis.partition.finest,
         blocks={block.name: number for number, stage in enumerate(stages) for block in stage.blocks},
         states=list(analysis.states),
+        row_min=plan.rows.least if plan.rows is not None else None,
         cuts=[CutEntry(cut.bytes, [value.name or "" for value in cut.values]) for cut in plan.cuts],
         warnings=list(plan.warnings),
         weights=weights,
@@ -188,8 +195,8 @@ ALL = 1 << 30
 def plan_from_file(model: Path, path: Path) -> Plan:
     """The plan that a file describes, for the model that it was made for.
 
-    Raises MisuseError when the file is no plan or contradicts the model, DoesNotFitError when a rank's stage needs
-    more than its budget.
+    Raises MisuseError when the file is no plan or contradicts the model, CannotSplitError when its shares leave a rank
+    with nothing, DoesNotFitError when a rank needs more than its budget.
     """
     file = read_plan(path)
     if file.schema != SCHEMA:
@@ -208,6 +215,7 @@ def plan_from_file(model: Path, path: Path) -> Plan:
         min_shapes=_shapes(file.min_shapes),
         opt_shapes=_shapes(file.opt_shapes),
         pipeline_stages=1 + max((rank.stage for rank in file.ranks), default=0),
+        row_min=LEAST_SIDE if file.row_min is None else file.row_min,
     )
     analysis = analyze(model, request.asked_shapes, ALL if file.finest else 1)
     stages = request.pipeline_stages
@@ -215,15 +223,21 @@ def plan_from_file(model: Path, path: Path) -> Plan:
         analysis = replace(analysis, states=tuple(_check_states(analysis, file.states)))
     chosen = assignments(file.blocks, stages, [block.name for block in analysis.partition.blocks])
     devices = parse_devices([rank.device for rank in file.ranks])
-    seconds = block_seconds(analysis, devices, request)
     budgets = [rank.budget_bytes for rank in file.ranks]
+    shares = [rank.share for rank in file.ranks]
+    if file.split_mode == "row":
+        _check_shares(file)
+        plan = make_row_plan(analysis, devices, budgets, shares, request)
+        check_memory(plan, plan_row.WHOLE)
+        return plan
+    seconds = block_seconds(analysis, devices, request)
     if file.split_mode == "tensor":
         _check_groups(file, stages)
-        shares = [rank.share for rank in file.ranks]
         plan = make_tensor_plan(analysis, devices, budgets, shares, chosen, seconds, request)
-    else:
-        used = [devices[each.target] for each in chosen]
-        plan = make_plan(analysis, used, chosen, budgets, seconds, request)
+        check_memory(plan, plan_tensor.WHOLE)
+        return plan
+    used = [devices[each.target] for each in chosen]
+    plan = make_plan(analysis, used, chosen, budgets, seconds, request)
     for rank in plan.ranks:
         if rank.missing:
             need, have = format_bytes(rank.memory.total), format_bytes(rank.budget)
@@ -255,7 +269,13 @@ def _check_groups(file: PlanFile, stages: int) -> None:
         raise MisuseError(
             f"the plan's ranks have the stages {numbers}: tensor mode wants groups of one size, two or more, in order"
         )
-    if any(rank.share <= 0 for rank in file.ranks):
+    _check_shares(file)
+
+
+def _check_shares(file: PlanFile) -> None:
+    """Raise MisuseError for a share of nothing or less; only the main rank of row mode may have none."""
+    held = file.ranks[1:] if file.split_mode == "row" else file.ranks
+    if any(rank.share <= 0 for rank in held) or any(rank.share < 0 for rank in file.ranks):
         raise MisuseError("the plan has a rank with a share of 0 or less: take it out instead")
 
 

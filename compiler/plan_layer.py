@@ -96,6 +96,7 @@ def make_plan(
             budgets[each.target],
             1.0,
             stage,
+            number,
             0,
             stage_memory(analysis.costs, analysis.states, stage),
             sum(seconds[each.start : each.end]),

@@ -11,7 +11,7 @@ from rich.markup import escape
 from splitc.compiler.split import axes as ax
 from splitc.compiler.split.axes import Factor
 from splitc.compiler.split.report import why_whole
-from splitc.runtime.cli import RANK_SIZES, block_range, print_cuts, print_whole
+from splitc.runtime.cli import RANK_SIZES, ROUNDS, block_range, print_cuts, print_whole
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.terminal import out, print_warning, table
 from splitc.runtime.units import format_bytes
@@ -46,8 +46,8 @@ def print_plan(plan: Plan) -> None:
     listed = each if same else ", ".join(f"{device} {budget}" for device, budget in budgets.items())
     speed = "as measured" if plan.profiled else f"estimated for {NOMINAL[plan.ranks[0].device.kind].name}"
     out.print(f"budget: {listed}; time: {speed}")
-    print_cuts([([value.name or "" for value in cut.values], cut.bytes) for cut in plan.cuts])
-    if plan.tensor is not None:
+    print_cuts([([value.name or "" for value in cut.values], cut.bytes) for cut in plan.cuts], plan.rows is not None)
+    if plan.weights:
         _print_split(plan)
     again = [rank.repeated for rank in plan.ranks[1:] if rank.repeated.nodes]
     if again:
@@ -64,18 +64,20 @@ SHOWN = 4 << 10
 
 
 def _print_split(plan: Plan) -> None:
-    """What of the weights is split, what the ranks sum, and what is whole on each of them."""
-    assert plan.tensor is not None
+    """What of the weights is split, what the ranks bring together, and what of the weights is not split."""
     inside = [weight for weight in plan.weights if weight.in_block]
     shares = []
     for what, weights in (("the blocks", inside), ("all", plan.weights)):
         held, divided = sum(each.bytes for each in weights), sum(each.split for each in weights)
         shares.append(f"{divided / max(1, held):.1%} of {what} ({format_bytes(held)})")
     out.print(f"weights split: {', '.join(shares)}; ", end="")
-    sums = plan.tensor.choice.sums
-    size = sum(map(plan.analysis.costs.value_bytes, sums.summed))
-    out.print(f"{sums.count} collectives, {format_bytes(size)} a run")
-    print_whole([(each.name, each.bytes - each.split, each.reason) for each in plan.weights if each.reason])
+    if plan.tensor is not None:
+        size = sum(map(plan.analysis.costs.value_bytes, plan.tensor.choice.sums.summed))
+    else:
+        size = sum(cut.bytes for cut in plan.cuts)
+    out.print(f"{plan.collectives} {ROUNDS[plan.split_mode]}, {format_bytes(size)} a run")
+    whole = [(each.name, each.bytes - each.split, each.reason) for each in plan.weights if each.reason]
+    print_whole(whole, plan.split_mode)
 
 
 def print_axes(plan: Plan) -> None:

@@ -11,6 +11,7 @@ import psutil
 from msgspec.structs import replace
 
 from splitc.compiler.plan import Plan
+from splitc.compiler.split.unlike import bind_unlike
 from splitc.runtime.arrays import make_inputs
 from splitc.runtime.compare import compare, load_unsplit
 from splitc.runtime.errors import OutputsDifferError, SplitcError
@@ -51,7 +52,7 @@ def verify_package(plan: Plan, package: Path) -> Optional[str]:
                     f"{len(bad)} of {len(differences)} outputs of the split model differ from the unsplit model's, "
                     f"'{worst.name}' most ({worst.problem or f'{worst.relative:.1e} of its largest value'}). Nothing "
                     "was written. This is a fault of splitc; please report it, and see what was split with "
-                    "'splitc plan --explain'. --no-verify writes the package as it is."
+                    "'splitc plan'. --no-verify writes the package as it is."
                 )
             return None
     return "the model itself fails on made-up inputs; compare it on real ones with 'splitc check --inputs'"
@@ -59,7 +60,11 @@ def verify_package(plan: Plan, package: Path) -> Optional[str]:
 
 def _candidates(plan: Plan, inputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """The inputs with the shapes to try: unlike sizes, then those that were planned."""
-    assert plan.tensor is not None
-    for shapes in (plan.tensor.axis_map.bound.shapes, plan.analysis.shapes):
+    analysis = plan.analysis
+    if plan.tensor is not None:
+        unlike = plan.tensor.axis_map.bound
+    else:
+        unlike = bind_unlike(analysis.graph, analysis.shapes, analysis.costs.bound)
+    for shapes in (unlike.shapes, analysis.shapes):
         if all(np.prod(shapes[tensor.name]) <= MOST_ELEMENTS for tensor in inputs):
             yield [replace(tensor, sample_shape=list(shapes[tensor.name])) for tensor in inputs]

@@ -259,7 +259,7 @@ def bench_command(
     if as_json:
         print_json({"time": replace(result, timeline=[]), "memory": measured})
         return
-    _print_bench(result, session.manifest.split_mode == "tensor")
+    _print_bench(result, session.manifest.split_mode)
     if measured:
         _print_memory(measured)
 
@@ -275,7 +275,15 @@ def _print_memory(found: Sequence[RankMemory]) -> None:
     out.print("weights and predicted are the plan's; loaded and peak were measured, the engine's own memory included.")
 
 
-def _print_bench(result: BenchResult, tensor: bool) -> None:
+# Who works while one request runs.
+AT_WORK = {
+    "layer": "one rank works while the others wait",
+    "row": "the main rank works, and the others multiply with it",
+    "tensor": "all ranks work on it at once",
+}
+
+
+def _print_bench(result: BenchResult, split_mode: str) -> None:
     numbers = ("latency", "90 %", "rate", "package / unsplit")
     rows = table("", "threads", *numbers, right=numbers)
     own = result.latency
@@ -297,8 +305,7 @@ def _print_bench(result: BenchResult, tensor: bool) -> None:
             "package / unsplit is time a request."
         )
     else:
-        how = "all ranks work on it at once" if tensor else "one rank works while the others wait"
-        out.print(f"Medians of {own.runs} runs, one request at a time: {how}.")
+        out.print(f"Medians of {own.runs} runs, one request at a time: {AT_WORK[split_mode]}.")
     for number, line in enumerate(draw_timeline(len(result.ranks), result.timeline[-4 * result.in_flight :])):
         out.print(f"rank {number} [cyan]{line}[/]")
 
@@ -414,10 +421,10 @@ def _print_manifest(manifest: Manifest) -> None:
         sizes = map(format_bytes, (rank.weights_bytes, rank.activation_bytes, rank.cache_bytes))
         rows.add_row(f"{number} {rank.device}", block_range(rank.blocks), *sizes)
     out.print(rows)
-    print_cuts([(cut.values, cut.bytes) for cut in manifest.cuts])
+    print_cuts([(cut.values, cut.bytes) for cut in manifest.cuts], manifest.split_mode == "row")
     if manifest.collectives:
-        out.print(f"{manifest.collectives} collectives a run")
-    print_whole([(each.name, each.bytes, each.reason) for each in manifest.unsplit])
+        out.print(f"{manifest.collectives} {ROUNDS[manifest.split_mode]} a run")
+    print_whole([(each.name, each.bytes, each.reason) for each in manifest.unsplit], manifest.split_mode)
     out.print()
     rows = table("", "name", "type", "shape")
     for kind, tensors in (("input", manifest.inputs), ("output", manifest.outputs)):
@@ -438,27 +445,30 @@ def _describe_build(build: Build) -> str:
 
 
 RANK_SIZES = ("weights", "activ.", "cache")
-
+# What brings the ranks of a mode together.
+ROUNDS = {"row": "round trips", "tensor": "collectives"}
 
 # Weights left whole that are listed one by one.
 WHOLE = 5
 
 
-def print_whole(weights: Sequence[tuple[str, int, str]]) -> None:
+def print_whole(weights: Sequence[tuple[str, int, str]], split_mode: str) -> None:
     """The weights that a split mode had to leave whole, the largest with the reason."""
     if not weights:
         return
     total = format_bytes(sum(size for _, size, _ in weights))
-    out.print(f"whole on each rank: {total} in {len(weights)} weights, the largest:")
+    where = "the main device" if split_mode == "row" else "each rank"
+    out.print(f"whole on {where}: {total} in {len(weights)} weights, the largest:")
     for name, size, reason in sorted(weights, key=lambda each: -each[1])[:WHOLE]:
         out.print(f"  {escape(name)} {format_bytes(size)}: {escape(reason)}")
 
 
-def print_cuts(cuts: Sequence[tuple[Sequence[str], int]]) -> None:
-    """What crosses each cut between two ranks."""
+def print_cuts(cuts: Sequence[tuple[Sequence[str], int]], from_main: bool) -> None:
+    """What crosses each cut: between two ranks that follow each other, or between the main rank and each other one."""
     for number, (names, size) in enumerate(cuts):
         listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        out.print(f"cut {number}-{number + 1}: {format_bytes(size)} a run ({listed or 'nothing'})")
+        first = 0 if from_main else number
+        out.print(f"cut {first}-{number + 1}: {format_bytes(size)} a run ({listed or 'nothing'})")
 
 
 def block_range(blocks: list[str]) -> str:

@@ -11,6 +11,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,8 @@ from splitc.runtime.engines.onnxruntime import OnnxRuntimeBackend
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.manifest import Rank, read_manifest
 from splitc.runtime.parts import cut_part
-from splitc.runtime.program import Failure, Program, Reduce, execute
+from splitc.runtime.program import Failure, Program, Receive, Reduce, Send, execute
+from splitc.runtime.transport.local import connect
 
 
 class RankMemory(msgspec.Struct, frozen=True):
@@ -41,9 +44,15 @@ class RankMemory(msgspec.Struct, frozen=True):
 
 
 def measure_memory(package: Path, threads: int, feeds: Mapping[str, npt.NDArray[Any]]) -> list[RankMemory]:
-    """Run the ranks one after another, each in a process of its own. Raises SplitcError when one fails."""
+    """Run the ranks one after another, each in a process of its own. Raises SplitcError when one fails.
+
+    Where ranks wait for later ones, all run once together before, for what they send each other.
+    """
     manifest = read_manifest(package)
     values: dict[str, npt.NDArray[Any]] = dict(feeds)
+    steps = [(number, step) for number, rank in enumerate(manifest.ranks) for step in rank.program]
+    if any(isinstance(step, Receive) and step.source > number for number, step in steps):
+        values.update(_run_together(package, manifest.ranks, threads, feeds))
     found = []
     with tempfile.TemporaryDirectory(prefix="splitc-measure-") as folder:
         inputs, outputs = Path(folder) / "inputs.npz", Path(folder) / "outputs.npz"
@@ -67,6 +76,34 @@ def measure_memory(package: Path, threads: int, feeds: Mapping[str, npt.NDArray[
             found.append(msgspec.json.decode(result.stdout, type=RankMemory))
             values.update(load_arrays(outputs))
     return found
+
+
+def _run_together(
+    package: Path, ranks: Sequence[Rank], threads: int, feeds: Mapping[str, npt.NDArray[Any]]
+) -> dict[str, npt.NDArray[Any]]:
+    """What the ranks send each other in one run."""
+    backend = OnnxRuntimeBackend(threads)
+    transports = connect(len(ranks))
+    programs = []
+    for rank in ranks:
+        sent = [step.value for step in rank.program if isinstance(step, Send)]
+        programs.append(Program(rank.program, [backend.load(package / engine.path) for engine in rank.engines], sent))
+
+    def run(number: int) -> dict[str, npt.NDArray[Any]]:
+        program = programs[number]
+        fed = partial(_cut_feeds, ranks[number], feeds, backend)
+        values, _ = execute(program, transports[number], fed, backend.accumulate)
+        return dict(backend.download({name: values[name] for name in program.outputs}))
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return {name: array for each in pool.map(run, range(len(ranks))) for name, array in each.items()}
+
+
+def _cut_feeds(rank: Rank, arrays: Mapping[str, npt.NDArray[Any]], backend: Backend) -> dict[str, Any]:
+    """What a rank is fed of these arrays."""
+    parts = {part.name: part for part in rank.parts}
+    cut = {n: cut_part(arrays[n], parts[n]) if n in parts else arrays[n] for n in rank.inputs}
+    return {name: backend.upload(array) for name, array in cut.items()}
 
 
 def _resident() -> int:
@@ -123,13 +160,8 @@ def _measure_rank(rank: Rank, package: Path, threads: int, inputs: Path, outputs
     before = _resident()
     engines = [backend.load(package / engine.path) for engine in rank.engines]
     loaded = _resident()
-    parts = {part.name: part for part in rank.parts}
-
-    def feeds() -> dict[str, Any]:
-        cut = {n: cut_part(arrays[n], parts[n]) if n in parts else arrays[n] for n in rank.inputs}
-        return {name: backend.upload(array) for name, array in cut.items()}
-
     transport = Alone(arrays, backend)
+    feeds = partial(_cut_feeds, rank, arrays, backend)
     execute(Program(rank.program, engines, rank.outputs), transport, feeds, backend.accumulate)
     peak = _peak()
     save_arrays(outputs, transport.sent)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Optional
 
 import numpy.typing as npt
 import onnx_ir as ir
 
+from splitc.compiler.costs import RANDOM
 from splitc.compiler.graph import Graph
 from splitc.compiler.shapes import BoundShapes, Shape
 from splitc.compiler.split import axes as ax
@@ -39,28 +40,42 @@ class AxisMap:
 
 def find_axes(graph: Graph, bound: BoundShapes) -> AxisMap:
     """Relate all axes of the model, node by node. `bound` should have unlike sizes for what is not alike."""
-    shared: dict[ir.Value, Axes] = {value: _fresh(bound.shapes.get(value.name or "")) for value in graph.graph.inputs}
+    inputs = {value: _fresh(bound.shapes.get(value.name or "")) for value in graph.graph.inputs}
+    return _relate(graph, bound, graph.nodes, inputs, frozenset())
+
+
+def find_axes_apart(graph: Graph, bound: BoundShapes, nodes: Collection[ir.Node]) -> AxisMap:
+    """Relate the axes of these nodes, each by itself: they have only weights, and what is made of those, in common."""
+    constant = graph.constant_nodes(RANDOM)
+    return _relate(graph, bound, _with_constant(graph, nodes, constant), {}, frozenset(nodes))
+
+
+def _relate(
+    graph: Graph, bound: BoundShapes, nodes: Iterable[ir.Node], shared: dict[ir.Value, Axes], apart: Collection[ir.Node]
+) -> AxisMap:
+    """The axes of the nodes, in order; `shared` are those of the values that are there before them.
+
+    Any other value that they read, what the nodes `apart` make included, has axes of its own at each use.
+    """
     operations: dict[ir.Node, Operation] = {}
 
     def axes_of(value: Optional[ir.Value]) -> Axes:
         if value is None:
             return None
         if not value.is_initializer():
-            return shared.get(value)
+            return shared[value] if value in shared else _fresh(bound.shapes.get(value.name or ""))
         shape = _weight_shape(value)
         if sum(size != 1 for size in shape) < 2:
             # Exporters merge equal vectors: biases of zeros, norms of ones. Each use may be cut in another way.
             return _fresh(shape)
         return shared.setdefault(value, _fresh(shape))
 
-    for node in graph.nodes:
-        for value in node.outputs:
-            uncertain = value.name in bound.uncertain and bound.shapes.get(value.name or "") is None
-            shared[value] = None if uncertain else _fresh(bound.shapes.get(value.name or ""))
+    for node in nodes:
+        made = [_fresh(bound.shapes.get(value.name or "")) for value in node.outputs]
+        if node not in apart:
+            shared.update(zip(node.outputs, made))
         constants = [_constant(value, bound) for value in node.inputs]
-        operation = Operation(
-            node, [axes_of(value) for value in node.inputs], [axes_of(value) for value in node.outputs], constants
-        )
+        operation = Operation(node, [axes_of(value) for value in node.inputs], made, constants)
         apply_rule(operation)
         for value in graph.reads[node]:
             if value not in node.inputs:  # a subgraph reads it
@@ -68,6 +83,19 @@ def find_axes(graph: Graph, bound: BoundShapes) -> AxisMap:
                     ax.pin(axis, Pin(node, "it is read inside control flow"))
         operations[node] = operation
     return AxisMap(operations, shared, bound)
+
+
+def _with_constant(graph: Graph, nodes: Collection[ir.Node], constant: Collection[ir.Node]) -> list[ir.Node]:
+    """The nodes, and the constant ones above them, in the model's order."""
+    found: set[ir.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            above = (value.producer() for value in graph.reads[node])
+            stack += [producer for producer in above if producer is not None and producer in constant]
+    return [node for node in graph.nodes if node in found]
 
 
 def _fresh(shape: Optional[Shape]) -> Axes:

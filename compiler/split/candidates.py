@@ -69,7 +69,7 @@ class Candidates:
 def find_candidates(graph: Graph, axis_map: AxisMap, size: Callable[[ir.Value], int], ranks: int) -> Candidates:
     """All atoms that reach weights and that no node needs whole. `size` gives the bytes of a value."""
     _pin_ends(graph, axis_map)
-    weights, contractions, ranged = _reached(axis_map, size), _contractions(axis_map), _ranged(axis_map)
+    weights, contractions, ranged = reached_weights(axis_map, size), _contractions(axis_map), _ranged(axis_map)
     given = {atom for value in graph.graph.outputs for axis in axis_map.axes[value] or () for atom in ax.atoms(axis)}
     least = LEAST_SHARE * sum(size(value) for value in graph.graph.initializers.values())
     found = Candidates((), {}, tuple(weights), contractions, ranged)
@@ -108,7 +108,7 @@ def _pin_ends(graph: Graph, axis_map: AxisMap) -> None:
                     ax.pin((leaf,), Pin(None, f"it is a part of an axis of '{value.name}'"))
 
 
-def _reached(axis_map: AxisMap, size: Callable[[ir.Value], int]) -> dict[Factor, dict[ir.Value, int]]:
+def reached_weights(axis_map: AxisMap, size: Callable[[ir.Value], int]) -> dict[Factor, dict[ir.Value, int]]:
     """For each atom the weights that have it, with the bytes that it divides."""
     found: dict[Factor, dict[ir.Value, int]] = defaultdict(dict)
     for value, axes in axis_map.weight_uses():

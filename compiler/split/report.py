@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Optional
 
@@ -12,7 +13,12 @@ from splitc.compiler.graph import describe_node
 from splitc.compiler.split import axes as ax
 from splitc.compiler.split.axes import Factor
 from splitc.compiler.split.operation import Axes
+from splitc.compiler.split.row import Products
 from splitc.compiler.split.tensor import TensorSplit
+from splitc.runtime.units import format_bytes
+
+# Less than this share of the blocks' weight bytes split is said aloud.
+WORTHWHILE = 0.5
 
 
 @dataclass(frozen=True)
@@ -30,29 +36,77 @@ class SplitWeight:
     reason: Optional[str]
 
 
-def split_weights(analysis: Analysis, split: TensorSplit) -> list[SplitWeight]:
-    """All weights of the model, in the order in which they are read."""
-    inside = {
+def block_weights(analysis: Analysis) -> set[ir.Value]:
+    """The weights that repeated blocks read."""
+    return {
         weight
         for block in analysis.partition.blocks
         if block.kind == "block"
         for weight in analysis.costs.weights(analysis.partition.with_free(block))
     }
+
+
+def warn_of_little(weights: Sequence[SplitWeight], where: str) -> list[str]:
+    """Say when little of the blocks' weights is split, and `where` the rest is."""
+    inside = [each for each in weights if each.in_block]
+    held, divided = sum(each.bytes for each in inside), sum(each.split for each in inside)
+    if divided >= WORTHWHILE * held:
+        return []
+    return [
+        f"only {divided / held:.0%} of the blocks' weights could be split ({format_bytes(divided)} of "
+        f"{format_bytes(held)}): the rest is {where}"
+    ]
+
+
+def split_weights(analysis: Analysis, split: TensorSplit) -> list[SplitWeight]:
+    """All weights of the model, in the order in which they are read."""
+    inside = block_weights(analysis)
     uses: dict[ir.Value, list[Axes]] = {}
     for value, axes in split.axis_map.weight_uses():
         uses.setdefault(value, []).append(axes)
     return [_describe(analysis, split, value, axes, value in inside) for value, axes in uses.items()]
 
 
-def _describe(analysis: Analysis, split: TensorSplit, value: ir.Value, uses: list[Axes], in_block: bool) -> SplitWeight:
-    size = analysis.costs.value_bytes(value)
-    share = min(_split_share(split, axes) for axes in uses)
-    atoms = [atom for axis in uses[0] or () for atom in dict.fromkeys(ax.atoms(axis))]
-    units = "; ".join(
+def sliced_weights(analysis: Analysis, products: Products, columns: TensorSplit) -> list[SplitWeight]:
+    """All weights of the model, in the order in which they are read, as row split divides them by `columns`."""
+    inside, sliced = block_weights(analysis), {each.node for each in products.found if each.columns in columns.ranges}
+    uses: dict[ir.Value, list[Axes]] = {}
+    for value, axes in products.axis_map.weight_uses():
+        uses.setdefault(value, []).append(axes)
+    found = []
+    for value in analysis.costs.weights(analysis.graph.nodes):
+        others = [node for node in products.readers[value] if node not in sliced]
+        share = 0.0 if others else min(_split_share(columns, axes) for axes in uses[value])
+        size = analysis.costs.value_bytes(value)
+        units = _units(columns, uses[value][0]) if share else ""
+        reason = None if share == 1.0 else _why_not_sliced(products, others)
+        found.append(SplitWeight(value.name or "", size, int(size * share), value in inside, units, reason))
+    return found
+
+
+def _why_not_sliced(products: Products, others: Sequence[ir.Node]) -> str:
+    """Why the nodes that read a weight at run time leave it whole."""
+    reasons = [products.declined[node].reason for node in others if node in products.declined]
+    if others:
+        return reasons[0] if reasons else "the shares leave all its columns to the main device"
+    return "it has no columns"
+
+
+def _units(split: TensorSplit, axes: Axes) -> str:
+    """For each axis that is cut how many units each rank has."""
+    atoms = [atom for axis in axes or () for atom in dict.fromkeys(ax.atoms(axis))]
+    return "; ".join(
         ",".join(str(each.size if each.counts else 0) for each in split.ranges[atom])
         for atom in atoms
         if atom in split.ranges
     )
+
+
+def _describe(analysis: Analysis, split: TensorSplit, value: ir.Value, uses: list[Axes], in_block: bool) -> SplitWeight:
+    size = analysis.costs.value_bytes(value)
+    share = min(_split_share(split, axes) for axes in uses)
+    atoms = [atom for axis in uses[0] or () for atom in dict.fromkeys(ax.atoms(axis))]
+    units = _units(split, uses[0])
     reasons = dict.fromkeys(why for atom in atoms if (why := why_whole(split, atom)))
     reason = None if share == 1.0 else "; ".join(reasons) or "it has no axis of known size"
     return SplitWeight(value.name or "", size, int(size * share), in_block, units, reason)

@@ -1,4 +1,4 @@
-"""Cut a rank's graph at its sums, for engines that can't do those: the program then does them between the pieces."""
+"""Cut a rank's graph at what ranks do together, which no engine can: the program does that between the pieces."""
 
 from __future__ import annotations
 
@@ -9,36 +9,26 @@ import onnx_ir as ir
 
 from splitc.compiler.costs import RANDOM
 from splitc.compiler.graph import node_reads
-from splitc.compiler.split.rank_graph import COLLECTIVE
-
-
-@dataclass(frozen=True)
-class Collective:
-    """What the ranks do together: `operation` is `sum` or `max`, of each one's `part`; all get the `whole`."""
-
-    operation: str
-    part: str
-    whole: str
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of a rank's graph, and the collectives that follow it."""
+    """A piece of a rank's graph, and the joints that follow it: nodes for what the ranks do together."""
 
     graph: ir.Graph
-    collectives: tuple[Collective, ...]
+    joints: tuple[ir.Node, ...]
 
 
-def cut_segments(graph: ir.Graph, outputs: Collection[str]) -> list[Segment]:
-    """The pieces of `graph` between its sums, in order. Of its outputs only those named are given.
+def cut_segments(graph: ir.Graph, outputs: Collection[str], joint: str) -> list[Segment]:
+    """The pieces of `graph` between its nodes of the kind `joint`, in order. Of its outputs only those named are given.
 
     A node goes into the last piece that is early enough for those that read it. What is computed from weights alone
     is computed in each piece that needs it, where the engine folds it.
     """
     constant = _constant_nodes(graph)
     # All ranks must come to the same pieces, so what this one does not give is only taken off then.
-    levels = _levels(graph, constant)
-    needed = _needed(graph, outputs)
+    levels = _levels(graph, constant, joint)
+    needed = _needed(graph, outputs, joint)
     count = 1 + max(levels.values(), default=0)
     members: list[list[ir.Node]] = [[] for _ in range(count)]
     for node in graph:
@@ -49,23 +39,13 @@ def cut_segments(graph: ir.Graph, outputs: Collection[str]) -> list[Segment]:
     last = {value: level for level, nodes in enumerate(members) for node in nodes for value in node_reads(node)}
     pieces = []
     for level, nodes in enumerate(members):
-        own = [node for node in nodes if node.op_type != COLLECTIVE]
-        sums = [node for node in nodes if node.op_type == COLLECTIVE]
-        parts = {node.inputs[0] for node in sums}
-        gives = [v for n in own for v in n.outputs if last.get(v, 0) > level or v in parts or v in given]
-        if own or sums:
-            piece = _extract(graph, own, gives, constant)
-            pieces.append(Segment(piece, tuple(map(_collective, sums))))
+        own = [node for node in nodes if node.op_type != joint]
+        joints = [node for node in nodes if node.op_type == joint]
+        joined = {value for node in joints for value in node.inputs}
+        gives = [v for n in own for v in n.outputs if last.get(v, 0) > level or v in joined or v in given]
+        if own or joints:
+            pieces.append(Segment(_extract(graph, own, gives, constant), tuple(joints)))
     return pieces
-
-
-def _collective(node: ir.Node) -> Collective:
-    operation = node.attributes.get_string("reduce_op", "sum")
-    return Collective(operation, _name(node.inputs[0]), _name(node.outputs[0]))
-
-
-def _name(value: ir.Value | None) -> str:
-    return (value.name if value is not None else None) or ""
 
 
 def _constant_nodes(graph: ir.Graph) -> frozenset[ir.Node]:
@@ -78,10 +58,10 @@ def _constant_nodes(graph: ir.Graph) -> frozenset[ir.Node]:
     return frozenset(found)
 
 
-def _needed(graph: ir.Graph, outputs: Collection[str]) -> set[ir.Node]:
-    """The nodes that stand above the outputs and the sums."""
+def _needed(graph: ir.Graph, outputs: Collection[str], joint: str) -> set[ir.Node]:
+    """The nodes that stand above the outputs and the joints."""
     needed: set[ir.Node] = set()
-    stack = [node for node in graph if node.op_type == COLLECTIVE]
+    stack = [node for node in graph if node.op_type == joint]
     stack += [node for node in graph if any(v.is_graph_output() and v.name in outputs for v in node.outputs)]
     while stack:
         node = stack.pop()
@@ -91,10 +71,10 @@ def _needed(graph: ir.Graph, outputs: Collection[str]) -> set[ir.Node]:
     return needed
 
 
-def _levels(graph: ir.Graph, constant: Collection[ir.Node]) -> dict[ir.Node, int]:
+def _levels(graph: ir.Graph, constant: Collection[ir.Node], joint: str) -> dict[ir.Node, int]:
     """For each node that is not constant the number of the piece that it goes into.
 
-    A sum has the number of the piece that it follows. Pieces are as few as can be; in them a node is as late as its
+    A joint has the number of the piece that it follows. Pieces are as few as can be; in them a node is as late as its
     readers allow, but what is an output is made early, and so is not held up.
     """
     early: dict[ir.Node, int] = {}
@@ -102,13 +82,13 @@ def _levels(graph: ir.Graph, constant: Collection[ir.Node]) -> dict[ir.Node, int
     for node in graph:
         if node not in constant:
             above = [producer for value in node_reads(node) if (producer := value.producer()) in early]
-            early[node] = max((early[p] + (p.op_type == COLLECTIVE) for p in above if p is not None), default=0)
+            early[node] = max((early[p] + (p.op_type == joint) for p in above if p is not None), default=0)
             for value in node_reads(node):
                 readers.setdefault(value, []).append(node)
     late: dict[ir.Node, int] = {}
     for node in reversed(list(early)):
         limits = [late[reader] for value in node.outputs for reader in readers.get(value, ()) if reader in late]
-        if node.op_type == COLLECTIVE:
+        if node.op_type == joint:
             late[node] = max(early[node], min(limits, default=early[node] + 1) - 1)
         elif any(value.is_graph_output() for value in node.outputs):
             late[node] = early[node]

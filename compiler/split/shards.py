@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Optional
 
 import numpy as np
@@ -23,6 +23,7 @@ class Shards:
     """The ranges of one rank."""
 
     ranges: Mapping[Factor, Range]
+    _cut: dict[tuple[int, bytes], ir.TensorProtocol] = field(default_factory=dict, repr=False, compare=False)
 
     def size(self, axis: Axis) -> int:
         """The rank's size of an axis."""
@@ -93,7 +94,16 @@ class Shards:
         return Part(name, parts) if parts else None
 
     def weight(self, tensor: ir.TensorProtocol, axes: Axes, name: str) -> ir.TensorProtocol:
-        """The rank's part of a weight, read when it is written: it costs no memory until then."""
+        """The rank's part of a weight, read when it is written: it costs no memory until then.
+
+        The same part of one weight is the same tensor each time, so that it is written once.
+        """
+        key = (id(tensor), self.key(axes))
+        if key not in self._cut:
+            self._cut[key] = self._cut_weight(tensor, axes, name)
+        return self._cut[key]
+
+    def _cut_weight(self, tensor: ir.TensorProtocol, axes: Axes, name: str) -> ir.TensorProtocol:
         split = [number for number, axis in enumerate(axes or ()) if self.is_split(axis)]
         if not axes or not split:
             return tensor

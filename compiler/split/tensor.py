@@ -31,7 +31,11 @@ class TensorSplit:
 
     def shards(self, rank: int) -> Shards:
         """The part of one rank."""
-        return Shards({atom: ranges[rank] for atom, ranges in self.ranges.items()})
+        return self._shards[rank]
+
+    @cached_property
+    def _shards(self) -> Sequence[Shards]:
+        return [Shards({atom: each[rank] for atom, each in self.ranges.items()}) for rank in range(self.ranks)]
 
     def axes(self, value: ir.Value) -> Axes:
         """The axes of a value of the model."""

@@ -23,6 +23,7 @@ from tests.conftest import DECODER, Arrays, decoder_feeds
 PROMPT = [5, 17, 33, 2, 90, 41, 8]
 MODES = {
     "layer": ("3xcpu", Request()),
+    "row": ("3xcpu", Request(split_mode="row", row_min=16)),
     "tensor": ("2xcpu", Request(split_mode="tensor")),
     "more ranks than heads": ("3xcpu", Request(split_mode="tensor")),
     "tensor in layers": ("4xcpu", Request(split_mode="tensor", pipeline_stages=2)),

@@ -25,16 +25,19 @@ from splitc.runtime.errors import EngineError, FeedError, MisuseError, SplitcErr
 from splitc.runtime.worker import Worker
 from tests.conftest import Arrays, assert_close, decoder_feeds, listen_to_interrupts, run_whole
 
+MODES = {
+    "layer": ("3xcpu", Request()),
+    "row": ("3xcpu", Request(split_mode="row", row_min=16)),
+    "tensor": ("2xcpu", Request(split_mode="tensor")),
+    "tensor in layers": ("4xcpu", Request(split_mode="tensor", pipeline_stages=2)),
+}
 
-@pytest.fixture(params=["layer", "tensor", "both"])
+
+@pytest.fixture(params=MODES)
 def streamed(request: pytest.FixtureRequest, decoder: Path, tmp_path: Path) -> Iterator[Session]:
-    """A session in each split mode, and in both at once."""
-    mode = "layer" if request.param == "layer" else "tensor"
-    stages = 2 if request.param == "both" else 1
-    devices = {"layer": "3xcpu", "tensor": "2xcpu", "both": "4xcpu"}[request.param]
-    compile_model(
-        plan_model(decoder, [devices], Request(split_mode=mode, pipeline_stages=stages)), tmp_path / "package"
-    )
+    """A session in each split mode, and in two at once."""
+    devices, asked = MODES[request.param]
+    compile_model(plan_model(decoder, [devices], asked), tmp_path / "package")
     with Session(tmp_path / "package", threads=1) as session:
         yield session
 

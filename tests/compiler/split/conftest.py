@@ -73,7 +73,41 @@ def check_split(
     sums: Optional[int] = None,
     tolerance: float = 2e-5,
 ) -> list[Plan]:
-    """Split a graph by each of the shares: the same outputs, and these weights split, those whole."""
+    """Split a graph by tensor with each of the shares: the same outputs, and these weights split, those whole."""
+    plans = _check(block, folder, split, shares, whole, tolerance, split_mode="tensor")
+    for plan in plans:
+        assert plan.tensor is not None
+        assert sums is None or len(plan.tensor.choice.sums.summed) == sums
+    return plans
+
+
+def check_rows(
+    block: Block,
+    folder: Path,
+    split: Collection[str],
+    shares: Sequence[Sequence[float]] = SHARES,
+    whole: Collection[str] = (),
+    rounds: Optional[int] = None,
+    tolerance: float = 2e-5,
+    least: int = 2,
+) -> list[Plan]:
+    """As `check_split`, by row: matrices of `least` x `least` or more, in so many rounds."""
+    plans = _check(block, folder, split, shares, whole, tolerance, split_mode="row", row_min=least)
+    for plan in plans:
+        assert plan.rows is not None
+        assert rounds is None or len(plan.rows.rounds) == rounds
+    return plans
+
+
+def _check(
+    block: Block,
+    folder: Path,
+    split: Collection[str],
+    shares: Sequence[Sequence[float]],
+    whole: Collection[str],
+    tolerance: float,
+    **mode: Any,
+) -> list[Plan]:
     model = folder / "block.onnx"
     save(block.model(), model)
     try:
@@ -85,13 +119,11 @@ def check_split(
     shapes = {name: array.shape for name, array in block.feeds.items()}
     plans = []
     for share in shares:
-        request = Request(split_mode="tensor", shapes=shapes, tensor_split=share, memory=["1GiB"])
+        request = Request(shapes=shapes, tensor_split=share, memory=["1GiB"], **mode)
         plan = plan_model(model, [f"{len(share)}xcpu"], request)
         fates = {weight.name: weight for weight in plan.weights}
         assert {name for name in split if fates[name].reason} == set(), fates
         assert {name for name in whole if not fates[name].reason} == set(), fates
-        assert plan.tensor is not None
-        assert sums is None or len(plan.tensor.choice.sums.summed) == sums
         compile_model(plan, folder / "package", force=True, verify=False)
         with Session(folder / "package", verify=False) as session:
             assert_close(session.run(block.feeds), expected, tolerance)

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from tests.compiler.split.conftest import Block, check_split
+from tests.compiler.split.conftest import Block, check_rows, check_split
 
 
 class RandomBlock(Block):
@@ -129,3 +129,10 @@ def test_random_transformer(seed: int, tmp_path: Path) -> None:
     ranks = int(block.chance.integers(2, 5))
     shares = [round(float(share), 2) for share in block.chance.uniform(0.5, 3, ranks)]
     check_split(block, tmp_path, block.split, [shares], tolerance=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(40, 60))
+def test_random_transformer_by_row(seed: int, tmp_path: Path) -> None:
+    block = RandomBlock(seed)
+    shares = [round(float(share), 2) for share in block.chance.uniform(0.5, 3, int(block.chance.integers(2, 5)))]
+    check_rows(block, tmp_path, [], [shares], tolerance=1e-4)
