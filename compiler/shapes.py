@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Optional, Union
 
 import numpy.typing as npt
@@ -209,11 +210,20 @@ def _agrees(size: Union[int, ir.SymbolicDim], number: int, bindings: Mapping[str
     return evaluate_size(size, bindings) in (number, None)
 
 
-def bind_shapes(model: ir.Model, inputs: Mapping[str, Shape]) -> BoundShapes:
-    """The shape of every value of the main graph, with those of the inputs bound to `inputs`."""
+def bind_shapes(
+    model: ir.Model,
+    inputs: Mapping[str, Shape],
+    known: Mapping[str, Optional[npt.NDArray[Any]]] = MappingProxyType({}),
+) -> BoundShapes:
+    """The shape of every value of the main graph, with those of the inputs bound to `inputs`.
+
+    Of an input that is a list of sizes the numbers may be `known`.
+    """
     bound = model.clone()
     for value in bound.graph.inputs:
         value.shape = ir.Shape(inputs[value.name or ""])
+        if (numbers := known.get(value.name or "")) is not None:
+            value.const_value = ir.tensor(numbers, name=value.name)
     infer_shapes(bound)
     # What inference finds lets more of the shape arithmetic be computed, and the other way round.
     while fold_shapes(bound.graph) + take_branches(bound.graph) and not _is_known(bound.graph):

@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Optional
 
+import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.graph import ModelError
@@ -20,12 +22,12 @@ from splitc.runtime.program import Program, execute
 from splitc.runtime.transport.local import connect
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Known:
     """What is known of a value: its shape, if it is, and its numbers where they follow from the shapes."""
 
     shape: Optional[Shape]
-    numbers: Optional[tuple[int, ...]] = None
+    numbers: Optional[npt.NDArray[Any]] = None
 
 
 class ShapeEngine:
@@ -56,14 +58,12 @@ class ShapeEngine:
                 "known sizes of what passes between them: use --engine onnxruntime"
             )
         with self._lock:
-            bound = bind_shapes(self._model, shapes)
+            bound = bind_shapes(self._model, shapes, {name: each.numbers for name, each in self.given.items()})
         return {name: _known(name, bound) for name in self.outputs}
 
 
 def _known(name: str, bound: BoundShapes) -> Known:
-    numbers = bound.constants.get(name)
-    shape = None if name in bound.uncertain else bound.shapes[name]
-    return Known(shape, None if numbers is None else tuple(map(int, numbers.reshape(-1))))
+    return Known(None if name in bound.uncertain else bound.shapes[name], bound.constants.get(name))
 
 
 def engine_sizes(
@@ -88,11 +88,12 @@ def engine_sizes(
 
 def _sizes(*three: Known) -> Sizes:
     low, middle, high = (list(each.shape or ()) for each in three)
-    numbers = [each.numbers for each in three]
-    if any(each is None for each in numbers):
-        return Sizes((low, middle, high))
-    first, second, third = (list(each or ()) for each in numbers)
-    return Sizes((low, middle, high), (first, second, third))
+    numbers = [
+        each.numbers.reshape(-1).tolist()
+        for each in three
+        if each.numbers is not None and np.issubdtype(each.numbers.dtype, np.integer)
+    ]
+    return Sizes((low, middle, high), tuple(numbers) if len(numbers) == 3 else None)
 
 
 def _run_on_shapes(programs: Sequence[RankProgram], shapes: Mapping[str, Shape]) -> list[list[dict[str, Known]]]:
