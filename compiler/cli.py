@@ -34,10 +34,11 @@ DEVICE = typer.Option(
     [], "--device", "-d", help='A device, repeatable: -d cpu0 -d cpu1. Several at once: "cpu0&cpu1", 3xcpu.'
 )
 SPLIT_MODE = typer.Option(
-    "layer",
+    "auto",
     "--split-mode",
-    help="layer: consecutive blocks to each device. row: slices of the large matmul weights to each device, and all "
-    "else to the main one. tensor: a part of every block to each device, at the same time.",
+    help="auto: what is predicted to be the best that fits. layer: consecutive blocks to each device. row: slices of "
+    "the large matmul weights to each device, and all else to the main one. tensor: a part of every block to each "
+    "device, at the same time.",
 )
 PIPELINE_STAGES = typer.Option(
     1, "--pipeline-stages", min=1, help="In tensor mode: groups of devices, each of which shares a run of blocks."

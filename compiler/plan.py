@@ -71,10 +71,29 @@ class CutPlan:
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """One way to use the devices that auto mode tried: seconds a request, and between the outputs of a stream.
+
+    `fullest` is the share of its budget that the fullest device holds at its peak, in bytes where a budget is not
+    known; `peaks` are all devices' peaks in bytes. What can't be has `refused`, the reason, instead.
+    """
+
+    name: str
+    mode: str
+    devices: int
+    latency: float = 0.0
+    interval: float = 0.0
+    fullest: float = 0.0
+    peaks: Sequence[int] = ()
+    refused: str | None = None
+
+
+@dataclass(frozen=True)
 class Plan:
     """The decisions for one model: its ranks in pipeline order, the cuts between them, and what a user should know.
 
-    `tensor` and `rows` say how a group of ranks shares its work, in the modes of these names.
+    `tensor` and `rows` say how a group of ranks shares its work, in the modes of these names. In auto mode `candidates`
+    are what was compared, and `choice` says what was chosen of them and why.
     """
 
     analysis: Analysis
@@ -88,6 +107,8 @@ class Plan:
     tensor: TensorSplit | None = None
     rows: RowSplit | None = None
     weights: tuple[SplitWeight, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
+    choice: str | None = None
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -116,7 +137,7 @@ class Request:
     `row_min` are sliced. `fallback` is the mode to take instead where the one asked for can't split the model.
     """
 
-    split_mode: str = "layer"
+    split_mode: str = "auto"
     objective: str = "throughput"
     engine: str | None = None
     shapes: Mapping[str, Shape] | None = None

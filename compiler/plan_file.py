@@ -68,6 +68,16 @@ class WeightEntry(Struct, frozen=True):
     split: str
 
 
+class CandidateEntry(Struct, frozen=True):
+    """What auto mode compared, for reading only: seconds, bytes at the devices' peaks, or why it can't be."""
+
+    name: str
+    latency: float = 0.0
+    interval: float = 0.0
+    peaks: list[int] = []
+    refused: Optional[str] = None
+
+
 class PlanFile(Struct, frozen=True, forbid_unknown_fields=True):
     """The content of plan.json. `blocks` maps every block, in the model's order, to the number of its stage.
 
@@ -94,6 +104,8 @@ class PlanFile(Struct, frozen=True, forbid_unknown_fields=True):
     cuts: list[CutEntry] = []
     warnings: list[str] = []
     weights: dict[str, WeightEntry] = {}
+    candidates: list[CandidateEntry] = []
+    choice: Optional[str] = None
 
 
 def to_file(plan: Plan) -> PlanFile:
@@ -141,6 +153,11 @@ def to_file(plan: Plan) -> PlanFile:
         cuts=[CutEntry(cut.bytes, [value.name or "" for value in cut.values]) for cut in plan.cuts],
         warnings=list(plan.warnings),
         weights=weights,
+        candidates=[
+            CandidateEntry(each.name, round(each.latency, 9), round(each.interval, 9), list(each.peaks), each.refused)
+            for each in plan.candidates
+        ],
+        choice=plan.choice,
     )
 
 

@@ -10,16 +10,14 @@ from splitc.compiler.analysis import Analysis, analyze, check_divisible
 from splitc.compiler.budgets import check_shares, find_budgets
 from splitc.compiler.graph import CannotSplitError
 from splitc.compiler.plan import Plan, Request
-from splitc.compiler.plan_layer import plan_layers
-from splitc.compiler.plan_row import plan_rows
-from splitc.compiler.plan_tensor import plan_tensors
+from splitc.compiler.plan_auto import PLANNERS, plan_auto
 from splitc.compiler.planner import OBJECTIVES
 from splitc.compiler.split.row import LEAST_SIDE
 from splitc.runtime.devices import Device, parse_devices
 from splitc.runtime.engines.kinds import choose_engine
 from splitc.runtime.errors import MisuseError
 
-MODES = {"layer": plan_layers, "row": plan_rows, "tensor": plan_tensors}
+MODES = ("auto", *PLANNERS)
 # The modes that any model can be split in.
 FALLBACKS = ("layer",)
 
@@ -36,14 +34,16 @@ def plan_model(model: str | Path, devices: Sequence[Device] | Sequence[str], req
     choose_engine(request.engine, devices)  # what is wrong with it is said before the model is read
     check_shares(request.tensor_split, len(devices))
     budgets = find_budgets(devices, request.memory, request.headroom)
+    if request.split_mode == "auto":
+        return plan_auto(Path(model), devices, budgets, request)
     try:
-        return MODES[request.split_mode](_analyze(Path(model), devices, request), devices, budgets, request)
+        return PLANNERS[request.split_mode](_analyze(Path(model), devices, request), devices, budgets, request)
     except CannotSplitError as error:
         if request.fallback is None:
             raise
         reason = str(error)
     request = replace(request, split_mode=request.fallback)
-    plan = MODES[request.split_mode](_analyze(Path(model), devices, request), devices, budgets, request)
+    plan = PLANNERS[request.split_mode](_analyze(Path(model), devices, request), devices, budgets, request)
     return replace(plan, warnings=(f"split by {request.split_mode} instead: {reason}", *plan.warnings))
 
 

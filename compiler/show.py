@@ -14,7 +14,7 @@ from splitc.compiler.split.report import why_whole
 from splitc.runtime.cli import RANK_SIZES, ROUNDS, block_range, print_cuts, print_whole
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.terminal import out, print_warning, table
-from splitc.runtime.units import format_bytes
+from splitc.runtime.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from splitc.compiler.plan import Plan
@@ -54,8 +54,24 @@ def print_plan(plan: Plan) -> None:
         nodes = sum(each.nodes for each in again)
         unsent, weights = (format_bytes(sum(getattr(each, n) for each in again)) for n in ("unsent", "weights"))
         out.print(f"computed again: {nodes} cheap nodes, which spares {unsent} a run and repeats {weights} of weights")
+    if plan.choice is not None:
+        _print_candidates(plan)
     for warning in plan.warnings:
         print_warning(warning)
+
+
+def _print_candidates(plan: Plan) -> None:
+    """What auto mode compared, and what it chose."""
+    numbers = ("a request", "in a stream", "fullest device")
+    rows = table("candidate", *numbers, "", right=numbers)
+    for each in plan.candidates:
+        if each.refused is not None:
+            rows.add_row(each.name, "", "", "", f"[dim]{escape(each.refused)}[/]")
+            continue
+        seconds = map(format_seconds, (each.latency, each.interval))
+        rows.add_row(each.name, *seconds, format_bytes(max(each.peaks)), "")
+    out.print(rows)
+    out.print(f"chosen: {plan.choice}")
 
 
 NUMBERS = ("size", "weights", "bytes", "sums")

@@ -1,0 +1,129 @@
+"""What a plan will take: a request's time from end to end, and the time between requests that stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from splitc.compiler.costs import NOMINAL, Speed
+from splitc.compiler.plan import Plan, RankPlan
+from splitc.runtime.devices import Device, cores, threads_for
+from splitc.runtime.machine import Machine
+
+# Seconds to start an engine, beside what it computes.
+START = {"cpu": 2e-5, "cuda": 1e-5}
+# How much of another thread's work, or another core's bandwidth, is gained by using it for one operator: threads wait
+# for each other, and the cores of a CPU share its memory.
+THREAD_GAIN, BANDWIDTH_GAIN = 0.85, 0.15
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds a request takes from its submission to its outputs, and seconds between the outputs of a stream."""
+
+    latency: float
+    interval: float
+
+
+def predict(plan: Plan, machine: Machine, threads: int | None, measured: float = 1.0) -> Prediction:
+    """Predict a plan's times on a machine's links. `threads` are those of each CPU device; None divides the cores.
+
+    Nodes take what the roofline model says, times `measured`, which is what a profile found the blocks to take over
+    what is estimated for them. Where a plan was profiled and its ranks hold whole blocks, their own times are taken.
+    """
+    return _Predictor(plan, machine, threads, measured).predict()
+
+
+class _Predictor:
+    def __init__(self, plan: Plan, machine: Machine, threads: int | None, measured: float) -> None:
+        self._plan = plan
+        self._machine = machine
+        self._devices = [rank.device for rank in plan.ranks]
+        self._threads = threads_for(self._devices, threads)
+        self._measured = measured
+
+    def predict(self) -> Prediction:
+        if self._plan.rows is not None:
+            latency = self._row_latency()
+            return Prediction(latency, latency)  # the main rank waits for the others
+        groups = sorted({rank.group for rank in self._plan.ranks})
+        members = [[rank for rank in self._plan.ranks if rank.group == group] for group in groups]
+        alone = [self._group_seconds(each, len(each)) for each in members]
+        together = [self._group_seconds(each, len(self._plan.ranks)) for each in members]
+        crossing = [
+            self._machine.copy(before[0].device, after[0].device).seconds(cut.bytes)
+            for before, after, cut in zip(members, members[1:], self._plan.cuts)
+        ]
+        return Prediction(sum(alone) + sum(crossing), max(map(sum, zip(together, [0.0, *crossing]))))
+
+    def _group_seconds(self, ranks: Sequence[RankPlan], at_once: int) -> float:
+        """The time of a stage, while so many ranks are at work: that of its slowest rank, and of what they sum."""
+        slowest = max(self._rank_seconds(rank, at_once) for rank in ranks)
+        if len(ranks) == 1:
+            return slowest + START[ranks[0].device.kind]
+        tensor = self._plan.tensor
+        assert tensor is not None
+        link = self._machine.sum(ranks[0].device, ranks[1].device)
+        stages = max(rank.group for rank in self._plan.ranks) + 1
+        size = sum(map(self._plan.analysis.costs.value_bytes, tensor.choice.sums.summed)) / stages
+        count = tensor.choice.sums.count / stages
+        hops = len(ranks) - 1
+        return slowest + hops * (count * link.latency + size * link.per_byte) + (count + 1) * self._start(ranks)
+
+    def _rank_seconds(self, rank: RankPlan, at_once: int) -> float:
+        if self._plan.profiled and self._plan.tensor is None:
+            return rank.seconds
+        return self._seconds(rank, rank.stage.nodes, at_once)
+
+    def _seconds(self, rank: RankPlan, nodes: Iterable[ir.Node], at_once: int) -> float:
+        """The time that the rank takes for its part of the nodes."""
+        speed = rank_speed(rank.device, self._threads, at_once)
+        costs = self._plan.analysis.costs
+        shares = ((node, self._share(rank, node)) for node in nodes if node not in costs.constant)
+        return self._measured * sum(share * costs.seconds(node, speed) for node, share in shares if share)
+
+    def _share(self, rank: RankPlan, node: ir.Node) -> float:
+        """The share of a node's work that the rank has."""
+        if self._plan.rows is not None:
+            product = self._plan.rows.products.get(node.outputs[0].name or "")
+            return 1.0 if product is None else self._plan.rows.share(rank.part, product)
+        if self._plan.tensor is None:
+            return 1.0
+        operation = self._plan.tensor.axis_map.operations[node]
+        shards = self._plan.tensor.shards(rank.part)
+        return shards.share(operation.outputs[0]) * shards.share((operation.contracted,))
+
+    def _row_latency(self) -> float:
+        """The main rank's own work, and in each round the slowest product and what is sent there and back."""
+        split, ranks = self._plan.rows, self._plan.ranks
+        assert split is not None
+        main, *others = ranks
+        own = [node for node in main.stage.nodes if node.outputs[0].name not in split.products]
+        total = self._seconds(main, own, 1)
+        link = self._machine.copy(main.device, others[0].device)
+        for products in split.rounds:
+            nodes = [product.node for product in products]
+            total += max(self._seconds(rank, nodes, len(ranks)) for rank in ranks)
+            total += 2 * link.latency + 2 * self._start(ranks)
+        # What comes back is copied once more, to where it is put together.
+        joined = sum(map(self._plan.analysis.costs.value_bytes, (each.result for each in split.products.values())))
+        speed = rank_speed(main.device, self._threads, 1)
+        return total + sum(cut.bytes for cut in self._plan.cuts) * link.per_byte + 2 * joined / speed.bytes
+
+    def _start(self, ranks: Sequence[RankPlan]) -> float:
+        return START[ranks[0].device.kind]
+
+
+def rank_speed(device: Device, threads: int, at_once: int) -> Speed:
+    """The speed of one of so many ranks that work at once: CPU devices share the cores, and their memory."""
+    one = NOMINAL[device.kind]
+    if device.kind != "cpu":
+        return one
+    available = cores()
+    used = min(available, threads * at_once)
+    computing = 1 + THREAD_GAIN * (min(threads, available) - 1)
+    crowded = min(1.0, available / (threads * at_once))
+    reading = (1 + BANDWIDTH_GAIN * (used - 1)) / at_once
+    return Speed(one.flops * computing * crowded, one.bytes * reading)

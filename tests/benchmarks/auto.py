@@ -1,0 +1,127 @@
+"""Auto mode's predictions beside what each candidate really takes, and how far its choice is from the best.
+
+    python -m tests.benchmarks.auto [--devices 2xcpu] [--profile] [--runs 20] [--only NAME ...]
+
+Decoders, small and large, with batches of 1 and of 8, for one token behind 128 others and for a prompt of 128. Every
+candidate is compiled and timed in turns with the others: one request at a time, and as a stream.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from models.llama import Size, build
+from models.writer import save
+from splitc.compiler import Request, compile_model
+from splitc.compiler.budgets import find_budgets
+from splitc.compiler.plan_auto import choose, plan_candidates
+from splitc.compiler.planner import OBJECTIVES
+from splitc.runtime import Session
+from splitc.runtime.arrays import make_inputs
+from splitc.runtime.devices import parse_devices
+from splitc.runtime.terminal import out, table
+from splitc.runtime.units import format_seconds
+
+SIZES = {
+    "small": Size(layers=4, hidden=256, heads=8, kv_heads=4, feed_forward=688, vocabulary=2000),
+    "large": Size(layers=12, hidden=768, heads=12, kv_heads=4, feed_forward=2048, vocabulary=8000),
+}
+# New tokens and past ones.
+WORK = {"token": (1, 128), "prompt": (128, 0)}
+ROUNDS = 5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", default="2xcpu")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--only", nargs="*", default=[])
+    options = parser.parse_args()
+    summary = table("model", "objective", "chosen", "best", "chosen / best", right=("chosen / best",))
+    with tempfile.TemporaryDirectory(prefix="splitc-auto-") as folder:
+        for name, size in SIZES.items():
+            model = Path(folder) / name / "model.onnx"
+            model.parent.mkdir()
+            save(build(size), model)
+            for work, (new, past) in WORK.items():
+                for batch in (1, 8):
+                    title = f"{name} {work} x{batch}"
+                    if not options.only or title in options.only:
+                        _compare(title, model, size, (batch, new, past), options, summary)
+    out.print(summary)
+
+
+def _shapes(size: Size, batch: int, new: int, past: int) -> dict[str, tuple[int, ...]]:
+    cache = (batch, size.kv_heads, past, size.head)
+    caches = {f"past_key_values.{layer}.{part}": cache for layer in range(size.layers) for part in ("key", "value")}
+    ids = {"input_ids": (batch, new), "attention_mask": (batch, past + new), "position_ids": (batch, new)}
+    return {**ids, **caches}
+
+
+def _compare(
+    title: str, model: Path, size: Size, work: tuple[int, int, int], options: argparse.Namespace, summary: Any
+) -> None:
+    """Predict and measure every candidate for one kind of work."""
+    devices = parse_devices([options.devices])
+    request = Request(shapes=_shapes(size, *work), profile=options.profile)
+    tried = plan_candidates(model, devices, find_budgets(devices, [], 1 << 30), request)
+    plans = {candidate.name: (candidate, plan) for candidate, plan in tried if plan is not None}
+    with tempfile.TemporaryDirectory(prefix="splitc-auto-") as folder, ExitStack() as stack:
+        sessions = {}
+        for name, (_, plan) in plans.items():
+            compile_model(plan, Path(folder) / name, verify=False)
+            sessions[name] = stack.enter_context(Session(Path(folder) / name, verify=False))
+        feeds = make_inputs(next(iter(sessions.values())).inputs)
+        measured = _measure(sessions, feeds, options.runs)
+    numbers = ("predicted", "measured")
+    rows = table(title, *numbers, "in a stream: predicted", "measured ", right=(*numbers, "measured "))
+    for name, (candidate, _) in plans.items():
+        latency, interval = measured[name]
+        cells = (candidate.latency, latency, candidate.interval, interval)
+        rows.add_row(name, *map(format_seconds, cells))
+    out.print(rows)
+    for number, objective in enumerate(reversed(OBJECTIVES)):
+        chosen = choose([candidate for candidate, _ in tried], objective, options.profile).name
+        best = min(measured, key=lambda name: measured[name][number])
+        ratio = measured[chosen][number] / measured[best][number]
+        summary.add_row(title, objective, chosen, best, f"{ratio:.2f}")
+
+
+def _measure(sessions: dict[str, Session], feeds: dict[str, Any], runs: int) -> dict[str, tuple[float, float]]:
+    """Median seconds of each session, in turns: of one request, and between those of a stream."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in sessions}
+    for number in range(ROUNDS + 1):
+        for name, session in sessions.items():
+            found = _one_by_one(session, feeds, runs), _streamed(session, feeds, runs)
+            if number:
+                times[name].append(found)
+    return {name: (median(a for a, _ in each), median(b for _, b in each)) for name, each in times.items()}
+
+
+def _one_by_one(session: Session, feeds: dict[str, Any], runs: int) -> float:
+    seconds = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        session.run(feeds)
+        seconds.append(time.perf_counter() - start)
+    return float(np.median(seconds))
+
+
+def _streamed(session: Session, feeds: dict[str, Any], runs: int) -> float:
+    start = time.perf_counter()
+    for _ in session.map([feeds] * runs):
+        pass
+    return (time.perf_counter() - start) / runs
+
+
+if __name__ == "__main__":
+    main()
