@@ -34,8 +34,8 @@ class Speed:
 # Of what could be computed once: weights are kept small for as long as possible, and random numbers are to differ.
 KEPT = frozenset({"DequantizeLinear", *RANDOM})
 
-# Orders of magnitude, for the shares of time that stages take; a profile measures instead. One core of a server CPU, and
-# what half precision reaches on a data center GPU of 2022.
+# Orders of magnitude, for the shares of time that stages take; a profile measures instead. One core of a server's CPU,
+# and what half precision reaches on a data center's GPU of 2022.
 NOMINAL = {"cpu": Speed(1.5e11, 2.5e10), "cuda": Speed(4e14, 3e12)}
 
 

@@ -24,8 +24,9 @@ Planner = Callable[[Analysis, Sequence[Device], Sequence[Budget], Request], Plan
 # What plans in each mode that can be asked for.
 PLANNERS: dict[str, Planner] = {"layer": plan_layers, "row": plan_rows, "tensor": plan_tensors}
 
-# Candidates whose times differ by less than this share are as good: no better are times known, measured or estimated.
-SLACK_MEASURED, SLACK_ESTIMATED = 0.02, 0.1
+# Candidates whose times differ by less than this share are as good. A stream hides what a device loses here and there,
+# and times are no better known than that, measured or estimated; a single request hides nothing.
+SLACK = {("throughput", False): 0.1, ("throughput", True): 0.05, ("latency", False): 0.02, ("latency", True): 0.02}
 # Up to so many devices every number of them is tried; above, 1, 2, 4, ... and all.
 FEW = 4
 
@@ -71,8 +72,7 @@ def choose(candidates: Sequence[Candidate], objective: str, profiled: bool) -> C
 def _about_as_fast(candidates: Sequence[Candidate], objective: str, profiled: bool) -> list[Candidate]:
     possible = [each for each in candidates if each.refused is None]
     best = min(_time(each, objective) for each in possible)
-    slack = SLACK_MEASURED if profiled else SLACK_ESTIMATED
-    return [each for each in possible if _time(each, objective) <= best * (1 + slack)]
+    return [each for each in possible if _time(each, objective) <= best * (1 + SLACK[objective, profiled])]
 
 
 def plan_candidates(

@@ -12,11 +12,16 @@ from splitc.compiler.plan import Plan, RankPlan
 from splitc.runtime.devices import Device, cores, threads_for
 from splitc.runtime.machine import Machine
 
-# Seconds to start an engine, beside what it computes.
-START = {"cpu": 2e-5, "cuda": 1e-5}
+# Seconds to start an engine, beside what it computes, and to cut or join an array of which ranks have parts.
+START, ARRAY = {"cpu": 4e-5, "cuda": 1e-5}, 1e-5
 # How much of another thread's work, or another core's bandwidth, is gained by using it for one operator: threads wait
 # for each other, and the cores of a CPU share its memory.
-THREAD_GAIN, BANDWIDTH_GAIN = 0.85, 0.15
+THREAD_GAIN, BANDWIDTH_GAIN = 0.9, 0.15
+# What takes fewer seconds is not spread over threads.
+SMALL = 2e-5
+# CPU devices that work at once keep this share of their speed. Where ranks meet again and again, the slower of them is
+# waited for: so much of the time between two meetings.
+CROWDED, JITTER = 0.9, 0.1
 
 
 @dataclass(frozen=True)
@@ -69,8 +74,17 @@ class _Predictor:
         stages = max(rank.group for rank in self._plan.ranks) + 1
         size = sum(map(self._plan.analysis.costs.value_bytes, tensor.choice.sums.summed)) / stages
         count = tensor.choice.sums.count / stages
-        hops = len(ranks) - 1
-        return slowest + hops * (count * link.latency + size * link.per_byte) + (count + 1) * self._start(ranks)
+        sums = (len(ranks) - 1) * (count * link.latency + size * link.per_byte)
+        return slowest * (1 + JITTER) + sums + (count + 1) * self._start(ranks) + self._parts_seconds() / stages
+
+    def _parts_seconds(self) -> float:
+        """The time to cut what is fed, and to join what is given, where ranks have parts of it."""
+        tensor, graph = self._plan.tensor, self._plan.analysis.graph
+        assert tensor is not None
+        ends = [*graph.graph.inputs, *graph.graph.outputs]
+        parts = [value for value in ends if tensor.shards(0).splits(tensor.axes(value))]
+        size = sum(map(self._plan.analysis.costs.value_bytes, parts))
+        return len(parts) * ARRAY + 2 * size / rank_speed(self._devices[0], self._threads, 1).bytes
 
     def _rank_seconds(self, rank: RankPlan, at_once: int) -> float:
         if self._plan.profiled and self._plan.tensor is None:
@@ -80,9 +94,14 @@ class _Predictor:
     def _seconds(self, rank: RankPlan, nodes: Iterable[ir.Node], at_once: int) -> float:
         """The time that the rank takes for its part of the nodes."""
         speed = rank_speed(rank.device, self._threads, at_once)
+        one = rank_speed(rank.device, 1, at_once)
         costs = self._plan.analysis.costs
-        shares = ((node, self._share(rank, node)) for node in nodes if node not in costs.constant)
-        return self._measured * sum(share * costs.seconds(node, speed) for node, share in shares if share)
+        total = 0.0
+        for node in nodes:
+            share = self._share(rank, node) if node not in costs.constant else 0.0
+            alone = share * costs.seconds(node, one)
+            total += alone if alone < SMALL else share * costs.seconds(node, speed)
+        return self._measured * total
 
     def _share(self, rank: RankPlan, node: ir.Node) -> float:
         """The share of a node's work that the rank has."""
@@ -105,7 +124,7 @@ class _Predictor:
         link = self._machine.copy(main.device, others[0].device)
         for products in split.rounds:
             nodes = [product.node for product in products]
-            total += max(self._seconds(rank, nodes, len(ranks)) for rank in ranks)
+            total += max(self._seconds(rank, nodes, len(ranks)) for rank in ranks) * (1 + JITTER)
             total += 2 * link.latency + 2 * self._start(ranks)
         # What comes back is copied once more, to where it is put together.
         joined = sum(map(self._plan.analysis.costs.value_bytes, (each.result for each in split.products.values())))
@@ -124,6 +143,6 @@ def rank_speed(device: Device, threads: int, at_once: int) -> Speed:
     available = cores()
     used = min(available, threads * at_once)
     computing = 1 + THREAD_GAIN * (min(threads, available) - 1)
-    crowded = min(1.0, available / (threads * at_once))
+    crowded = min(1.0, available / (threads * at_once)) * (CROWDED if at_once > 1 else 1.0)
     reading = (1 + BANDWIDTH_GAIN * (used - 1)) / at_once
     return Speed(one.flops * computing * crowded, one.bytes * reading)

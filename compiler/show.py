@@ -12,6 +12,7 @@ from splitc.compiler.split import axes as ax
 from splitc.compiler.split.axes import Factor
 from splitc.compiler.split.report import why_whole
 from splitc.runtime.cli import RANK_SIZES, ROUNDS, block_range, print_cuts, print_whole
+from splitc.runtime.engines.kinds import describe_engine
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.terminal import out, print_warning, table
 from splitc.runtime.units import format_bytes, format_seconds
@@ -46,6 +47,8 @@ def print_plan(plan: Plan) -> None:
     listed = each if same else ", ".join(f"{device} {budget}" for device, budget in budgets.items())
     speed = "as measured" if plan.profiled else f"estimated for {NOMINAL[plan.ranks[0].device.kind].name}"
     out.print(f"budget: {listed}; time: {speed}")
+    if any(rank.device.kind == "cuda" for rank in plan.ranks):
+        out.print(f"engines: {describe_engine(plan.engine)}")
     print_cuts([([value.name or "" for value in cut.values], cut.bytes) for cut in plan.cuts], plan.rows is not None)
     if plan.weights:
         _print_split(plan)

@@ -33,6 +33,14 @@ def choose_engine(asked: Optional[str], devices: Sequence[Device]) -> str:
     return asked
 
 
+def describe_engine(engine: str) -> str:
+    """What runs GPUs' engines of the kind, and why it is not TensorRT."""
+    if engine != ONNXRUNTIME:
+        return engine
+    why = "" if is_installed(TENSORRT) else " (TensorRT is not installed)"
+    return f"ONNX Runtime's CUDA provider{why}"
+
+
 def is_installed(engine: str) -> bool:
     """Whether this machine can build and run engines of the kind."""
     return engine not in MODULES or importlib.util.find_spec(MODULES[engine]) is not None
