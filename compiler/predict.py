@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import onnx_ir as ir
 
 from splitc.compiler.costs import NOMINAL, Speed
 from splitc.compiler.plan import Plan, RankPlan
-from splitc.runtime.devices import Device, cores, threads_for
+from splitc.runtime.devices import Device, cache_bytes, cores, threads_for
 from splitc.runtime.machine import Machine
 
-# Seconds to start an engine, beside what it computes, and to cut or join an array of which ranks have parts.
-START, ARRAY = {"cpu": 4e-5, "cuda": 1e-5}, 1e-5
+# Seconds to start an engine, beside what it computes; to feed it an array or give one; and to cut or join one of which
+# ranks have parts.
+START, ARRAY, PART = {"cpu": 4e-5, "cuda": 1e-5}, 5e-6, 1e-5
 # How much of another thread's work, or another core's bandwidth, is gained by using it for one operator: threads wait
 # for each other, and the cores of a CPU share its memory.
 THREAD_GAIN, BANDWIDTH_GAIN = 0.9, 0.15
 # What takes fewer seconds is not spread over threads.
 SMALL = 2e-5
-# CPU devices that work at once keep this share of their speed. Where ranks meet again and again, the slower of them is
+# CPU devices that work at once keep this share of their speed where they wait for memory. Where ranks meet again and again, the slower of them is
 # waited for: so much of the time between two meetings.
 CROWDED, JITTER = 0.9, 0.1
 
@@ -61,13 +63,27 @@ class _Predictor:
             self._machine.copy(before[0].device, after[0].device).seconds(cut.bytes)
             for before, after, cut in zip(members, members[1:], self._plan.cuts)
         ]
-        return Prediction(sum(alone) + sum(crossing), max(map(sum, zip(together, [0.0, *crossing]))))
+        slowest = max(map(sum, zip(together, [0.0, *crossing])))
+        # More ranks than cores take turns: the cores are then always at work.
+        every = sum(seconds * self._crowd(len(each)) for seconds, each in zip(together, members))
+        return Prediction(sum(alone) + sum(crossing), max(slowest, every) if self._on_cpu else slowest)
+
+    @property
+    def _on_cpu(self) -> bool:
+        return all(device.kind == "cpu" for device in self._devices)
+
+    def _crowd(self, ranks: int) -> float:
+        """The share of all cores that so many ranks want."""
+        return ranks * self._threads / cores()
 
     def _group_seconds(self, ranks: Sequence[RankPlan], at_once: int) -> float:
         """The time of a stage, while so many ranks are at work: that of its slowest rank, and of what they sum."""
         slowest = max(self._rank_seconds(rank, at_once) for rank in ranks)
+        if self._on_cpu:
+            slowest *= max(1.0, self._crowd(len(ranks)))
+        slowest += ARRAY * (len(ranks[0].stage.feeds) + len(ranks[0].stage.outputs))
         if len(ranks) == 1:
-            return slowest + START[ranks[0].device.kind]
+            return slowest + self._start(ranks)
         tensor = self._plan.tensor
         assert tensor is not None
         link = self._machine.sum(ranks[0].device, ranks[1].device)
@@ -84,7 +100,7 @@ class _Predictor:
         ends = [*graph.graph.inputs, *graph.graph.outputs]
         parts = [value for value in ends if tensor.shards(0).splits(tensor.axes(value))]
         size = sum(map(self._plan.analysis.costs.value_bytes, parts))
-        return len(parts) * ARRAY + 2 * size / rank_speed(self._devices[0], self._threads, 1).bytes
+        return len(parts) * PART + 2 * size / rank_speed(self._devices[0], self._threads, 1).bytes
 
     def _rank_seconds(self, rank: RankPlan, at_once: int) -> float:
         if self._plan.profiled and self._plan.tensor is None:
@@ -93,8 +109,8 @@ class _Predictor:
 
     def _seconds(self, rank: RankPlan, nodes: Iterable[ir.Node], at_once: int) -> float:
         """The time that the rank takes for its part of the nodes."""
-        speed = rank_speed(rank.device, self._threads, at_once)
-        one = rank_speed(rank.device, 1, at_once)
+        speed = self._speed(rank, self._threads, at_once)
+        one = self._speed(rank, 1, at_once)
         costs = self._plan.analysis.costs
         total = 0.0
         for node in nodes:
@@ -102,6 +118,14 @@ class _Predictor:
             alone = share * costs.seconds(node, one)
             total += alone if alone < SMALL else share * costs.seconds(node, speed)
         return self._measured * total
+
+    def _speed(self, rank: RankPlan, threads: int, at_once: int) -> Speed:
+        return rank_speed(rank.device, threads, at_once, self._is_cached)
+
+    @cached_property
+    def _is_cached(self) -> bool:
+        """Whether the processor's cache holds all that the ranks do, so that they don't wait for its memory."""
+        return sum(rank.memory.total for rank in self._plan.ranks) < cache_bytes()
 
     def _share(self, rank: RankPlan, node: ir.Node) -> float:
         """The share of a node's work that the rank has."""
@@ -120,11 +144,12 @@ class _Predictor:
         assert split is not None
         main, *others = ranks
         own = [node for node in main.stage.nodes if node.outputs[0].name not in split.products]
-        total = self._seconds(main, own, 1)
+        total = self._seconds(main, own, 1) + ARRAY * (len(main.stage.feeds) + len(main.stage.outputs))
         link = self._machine.copy(main.device, others[0].device)
         for products in split.rounds:
             nodes = [product.node for product in products]
-            total += max(self._seconds(rank, nodes, len(ranks)) for rank in ranks) * (1 + JITTER)
+            slowest = max(self._seconds(rank, nodes, len(ranks)) for rank in ranks)
+            total += slowest * (1 + JITTER) * max(1.0, self._crowd(len(ranks)) if self._on_cpu else 1.0)
             total += 2 * link.latency + 2 * self._start(ranks)
         # What comes back is copied once more, to where it is put together.
         joined = sum(map(self._plan.analysis.costs.value_bytes, (each.result for each in split.products.values())))
@@ -135,14 +160,19 @@ class _Predictor:
         return START[ranks[0].device.kind]
 
 
-def rank_speed(device: Device, threads: int, at_once: int) -> Speed:
-    """The speed of one of so many ranks that work at once: CPU devices share the cores, and their memory."""
+def rank_speed(device: Device, threads: int, at_once: int, cached: bool = False) -> Speed:
+    """The speed of one of so many ranks that work at once.
+
+    CPU devices share the cores, and their memory, unless what they read is in the cache.
+    """
     one = NOMINAL[device.kind]
     if device.kind != "cpu":
         return one
-    available = cores()
-    used = min(available, threads * at_once)
-    computing = 1 + THREAD_GAIN * (min(threads, available) - 1)
-    crowded = min(1.0, available / (threads * at_once)) * (CROWDED if at_once > 1 else 1.0)
-    reading = (1 + BANDWIDTH_GAIN * (used - 1)) / at_once
+    threads = min(threads, cores())
+    at_once = min(at_once, cores() // threads)
+    computing = 1 + THREAD_GAIN * (threads - 1)
+    if cached:
+        return Speed(one.flops * computing, one.bytes * computing)
+    crowded = CROWDED if at_once > 1 else 1.0
+    reading = (1 + BANDWIDTH_GAIN * (threads * at_once - 1)) / at_once
     return Speed(one.flops * computing * crowded, one.bytes * reading)

@@ -10,12 +10,14 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Optional
 
 import psutil
 
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.gpu import list_gpus
+from splitc.runtime.units import parse_bytes
 
 KINDS = ("cpu", "cuda")
 _NAME = re.compile(r"(?P<kind>[a-z]+):?(?P<index>\d+)")
@@ -93,6 +95,12 @@ def cores() -> int:
     process = psutil.Process()
     # Not every platform can pin a process (macOS has no affinity).
     return len(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else psutil.cpu_count() or 1
+
+
+def cache_bytes() -> int:
+    """The size of the processor's last cache; 0 where the system does not say."""
+    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max((parse_bytes(f"{size}iB") for size in sizes), default=0)  # they read 32768K
 
 
 def threads_for(devices: Sequence[Device], threads: int | None) -> int:

@@ -186,5 +186,5 @@ def _time_both(backends: Sequence[Backend], work: Callable[[int, Any], Any], arr
         thread.start()
     for thread in threads:
         thread.join()
-    seconds = [max(first, second) - start for start, first, second in zip(starts, *ends)]
+    seconds = [max(first, second) - start for start, first, second in zip(starts, ends[0], ends[1])]
     return median(seconds[WARMUP:])
