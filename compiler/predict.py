@@ -21,8 +21,8 @@ START, ARRAY, PART = {"cpu": 4e-5, "cuda": 1e-5}, 5e-6, 1e-5
 THREAD_GAIN, BANDWIDTH_GAIN = 0.9, 0.15
 # What takes fewer seconds is not spread over threads.
 SMALL = 2e-5
-# CPU devices that work at once keep this share of their speed where they wait for memory. Where ranks meet again and again, the slower of them is
-# waited for: so much of the time between two meetings.
+# CPU devices that work at once keep this share of their speed where they wait for memory. Where ranks meet again and
+# again, the slower of them is waited for: so much of the time between two meetings.
 CROWDED, JITTER = 0.9, 0.1
 
 

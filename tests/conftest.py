@@ -22,6 +22,9 @@ from splitc.runtime.devices import parse_devices
 Array = npt.NDArray[Any]
 Arrays = dict[str, Array]
 
+# What tests ask for that are not about the choice of a mode.
+LAYER = Request(split_mode="layer")
+
 DECODER = Size(layers=4, hidden=64, heads=4, kv_heads=2, feed_forward=160, vocabulary=96)
 
 
@@ -37,7 +40,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def package(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The decoder as a package of three stages."""
     path = tmp_path_factory.mktemp("package") / "decoder"
-    compile_model(plan_model(decoder, parse_devices(["3xcpu"])), path)
+    compile_model(plan_model(decoder, parse_devices(["3xcpu"]), LAYER), path)
     return path
 
 
@@ -71,7 +74,7 @@ def run_whole(model: Path, feeds: Mapping[str, Array]) -> Arrays:
 def run_split(model: Path, folder: Path, devices: str, feeds: Mapping[str, Array], **request: Any) -> Arrays:
     """What a package made of the model gives."""
     shapes = {name: array.shape for name, array in feeds.items()}
-    plan = plan_model(model, parse_devices([devices]), Request(shapes=shapes, **request))
+    plan = plan_model(model, parse_devices([devices]), Request(**{"split_mode": "layer", "shapes": shapes, **request}))
     compile_model(plan, folder, force=True)
     with Session(folder) as session:
         return session.run(feeds)

@@ -18,6 +18,7 @@ from models.llama import Size, build
 from models.writer import save
 from tests.conftest import assert_close, decoder_feeds, listen_to_interrupts, run_whole
 
+LAYERS = ("--split-mode", "layer")
 SPLITC = str(Path(sys.executable).with_name("splitc"))
 
 
@@ -31,7 +32,9 @@ def splitc(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str
 
 def test_compile_run_check_bench_inspect(decoder: Path, tmp_path: Path) -> None:
     package, feeds = tmp_path / "package", decoder_feeds()
-    compiled = splitc("compile", decoder, "-o", package, "-d", "cpu0", "-d", "cpu1", "--shapes", "input_ids:2x3")
+    compiled = splitc(
+        "compile", decoder, "-o", package, "-d", "cpu0", "-d", "cpu1", *LAYERS, "--shapes", "input_ids:2x3"
+    )
     assert "prologue..layers.1 (3)" in compiled.stdout
     assert "cut 0-1" in compiled.stdout
     np.savez(tmp_path / "in.npz", **feeds)
@@ -52,20 +55,20 @@ def test_results_as_json(decoder: Path, package: Path, tmp_path: Path) -> None:
     assert {"device", "weights_bytes", "activation_bytes", "cache_bytes", "blocks", "engines"} <= set(facts["ranks"][0])
     assert (facts["collectives"], facts["unsplit"], facts["engine"]) == (0, [], "onnxruntime")
     assert json.loads(splitc("devices", "--json").stdout)[0]["total_bytes"] > 0
-    assert json.loads(splitc("plan", decoder, "-d", "2xcpu", "--json").stdout)["blocks"]["layers.3"] == 1
+    assert json.loads(splitc("plan", decoder, "-d", "2xcpu", *LAYERS, "--json").stdout)["blocks"]["layers.3"] == 1
     checked = json.loads(splitc("check", package, "-m", decoder, "--json").stdout)
     assert all(output["passed"] for output in checked["outputs"])
     assert [rank["predicted_weights"] for rank in checked["memory"]] == [r["weights_bytes"] for r in facts["ranks"]]
     assert all(rank["peak"] >= rank["loaded"] > 0 for rank in checked["memory"])
     timed = json.loads(splitc("bench", package, "--runs", 2, "--json").stdout)
     assert [rank["device"] for rank in timed["time"]["ranks"]] == ["cpu0", "cpu1", "cpu2"]
-    result = splitc("compile", decoder, "-o", tmp_path / "p", "-d", "cpu0&cpu1", "--json")
+    result = splitc("compile", decoder, "-o", tmp_path / "p", "-d", "cpu0&cpu1", *LAYERS, "--json")
     assert json.loads(result.stdout)["split_mode"] == "layer"
 
 
 def test_plan_is_edited_and_compiled(decoder: Path, tmp_path: Path) -> None:
     plan, package = tmp_path / "plan.json", tmp_path / "package"
-    splitc("plan", decoder, "-d", "3xcpu", "-o", plan)
+    splitc("plan", decoder, "-d", "3xcpu", *LAYERS, "-o", plan)
     plan.write_text(plan.read_text().replace('"layers.1": 1', '"layers.1": 0'))
     splitc("compile", decoder, "--plan", plan, "-o", package)
     assert json.loads(splitc("inspect", package, "--json").stdout)["ranks"][0]["blocks"][-1] == "layers.1"
@@ -87,8 +90,8 @@ def test_outputs_that_differ_end_with_4(package: Path, tmp_path: Path) -> None:
         (["compile", "none.onnx", "-o", "p", "-d", "cpu0"], 1, "no such model file"),
         (["compile", "MODEL", "-o", "p", "-d", "gpu7"], 2, "unknown device 'gpu7': there are cpu0"),
         (["compile", "MODEL", "-o", "p"], 2, "no device given"),
-        (["compile", "MODEL", "-o", "p", "-d", "500xcpu"], 2, "500 devices, and the model can be cut into"),
-        (["compile", "MODEL", "-o", "p", "-d", "2xcpu", "--memory", "100KiB"], 3, "the devices have 200 KiB"),
+        (["compile", "MODEL", "-o", "p", "-d", "500xcpu", *LAYERS], 2, "500 devices, and the model can be cut into"),
+        (["compile", "MODEL", "-o", "p", "-d", "2xcpu", "--memory", "100KiB", *LAYERS], 3, "the devices have 200 KiB"),
         (["compile", "MODEL", "-o", "p", "-d", "2xcpu", "--memory", "cpu7=1GiB"], 2, "the devices are cpu0, cpu1"),
         (["compile", "MODEL", "-o", "p", "-d", "2xcpu", "--memory", "much"], 2, "as an amount of memory"),
         (["compile", "MODEL", "-o", "p", "-d", "cpu0", "--shapes", "idz:1x2"], 2, "the model has no such input"),

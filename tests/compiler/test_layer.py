@@ -18,17 +18,17 @@ from splitc.compiler.graph import ModelError
 from splitc.compiler.shapes import AskedShapes
 from splitc.compiler.split.layer import split_layers, stage_graph
 from splitc.runtime.devices import parse_devices
-from tests.conftest import Arrays, assert_close, decoder_feeds, run_split, run_whole
+from tests.conftest import LAYER, Arrays, assert_close, decoder_feeds, run_split, run_whole
 
 
 def test_only_the_hidden_state_crosses(decoder: Path) -> None:
-    plan = plan_model(decoder, parse_devices(["4xcpu"]))
+    plan = plan_model(decoder, parse_devices(["4xcpu"]), LAYER)
     assert [len(cut.values) for cut in plan.cuts] == [1, 1, 1]
     assert all(cut.bytes == 16 * 64 * 4 for cut in plan.cuts)
 
 
 def test_cache_goes_with_its_layer(decoder: Path) -> None:
-    for rank in plan_model(decoder, parse_devices(["4xcpu"])).ranks:
+    for rank in plan_model(decoder, parse_devices(["4xcpu"]), LAYER).ranks:
         layers = {block.name.rpartition(".")[2] for block in rank.stage.blocks if block.kind == "block"}
         past = {(value.name or "").split(".")[1] for value in rank.stage.feeds if "past" in (value.name or "")}
         present = {(value.name or "").split(".")[1] for value in rank.stage.outputs if "present" in (value.name or "")}
@@ -58,7 +58,7 @@ def test_shapes_of_what_a_stage_does_not_see_are_read_elsewhere(tmp_path: Path) 
         hidden = w.op("Add", hidden, w.op("Reshape", w.op("Tanh", folded), shape))
     w.output(hidden, "y", ir.DataType.FLOAT, ["batch", "length", 64])
     save(w.model(), tmp_path / "model.onnx")
-    plan = plan_model(tmp_path / "model.onnx", parse_devices(["3xcpu"]))
+    plan = plan_model(tmp_path / "model.onnx", parse_devices(["3xcpu"]), LAYER)
     assert [len(cut.values) for cut in plan.cuts] == [1, 1]
     assert plan.ranks[2].stage.borrowed
     assert not plan.ranks[2].stage.feeds
@@ -120,7 +120,7 @@ def test_model_inside_one_if_is_refused_with_the_reason(write_model: Callable[[s
     with pytest.raises(
         ModelError, match="of kind If, holds 100% of the model's weights, and splitc does not cut inside"
     ):
-        plan_model(path, parse_devices(["2xcpu"]))
+        plan_model(path, parse_devices(["2xcpu"]), LAYER)
     feeds: Arrays = {"x": np.ones((3, 4), np.float32), "c": np.array(True)}
     assert_close(run_split(path, tmp_path / "package", "1xcpu", feeds), run_whole(path, feeds))
 
@@ -163,7 +163,7 @@ def test_weight_that_several_stages_read_is_in_each_and_counted_in_each(tmp_path
         hidden = w.op("Tanh", w.op("MatMul", hidden, shared))
     w.output(hidden, "y", ir.DataType.FLOAT, ["n", 64])
     save(w.model(), tmp_path / "model.onnx")
-    plan = plan_model(tmp_path / "model.onnx", parse_devices(["3xcpu"]))
+    plan = plan_model(tmp_path / "model.onnx", parse_devices(["3xcpu"]), LAYER)
     assert [rank.memory.weights for rank in plan.ranks] == [64 * 64 * 4] * 3
     assert [rank.repeated.weights for rank in plan.ranks] == [0, 64 * 64 * 4, 64 * 64 * 4]
     feeds = {"x": np.ones((2, 64), np.float32)}

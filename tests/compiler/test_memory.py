@@ -44,16 +44,16 @@ def test_largest_weight_is_held_twice_while_it_is_loaded(write_model: Callable[[
         f"""<ir_version: 8, opset_import: ["" : 17]>
         g (float[n, 8] x) => (float[n, 8] y) <float[8, 8] w = {{{ones}}}> {{ y = MatMul(x, w) }}"""
     )
-    (rank,) = plan_model(path, ["cpu0"], Request(shapes={"x": (1, 8)})).ranks
+    (rank,) = plan_model(path, ["cpu0"], Request(split_mode="layer", shapes={"x": (1, 8)})).ranks
     assert (rank.memory.weights, rank.memory.loading) == (256, 256)
     assert rank.memory.total == 512
-    (rank,) = plan_model(path, ["cpu0"], Request(shapes={"x": (100, 8)})).ranks
+    (rank,) = plan_model(path, ["cpu0"], Request(split_mode="layer", shapes={"x": (100, 8)})).ranks
     assert rank.memory.total == 256 + 2 * 100 * 8 * 4
 
 
 def test_cache_is_both_past_and_present(decoder: Path) -> None:
     shapes = {"input_ids": (2, 3), "past_key_values.0.key": (2, 2, 5, 16)}
-    plan = plan_model(decoder, parse_devices(["2xcpu"]), Request(shapes=shapes))
+    plan = plan_model(decoder, parse_devices(["2xcpu"]), Request(split_mode="layer", shapes=shapes))
     one_layer = 2 * (2 * 2 * (5 + 8) * 16 * 4)
     assert [rank.memory.cache for rank in plan.ranks] == [2 * one_layer, 2 * one_layer]
 
@@ -73,6 +73,8 @@ def test_bound_for_the_planner_is_never_too_small(decoder: Path) -> None:
 
 def test_longer_inputs_need_more_and_may_not_fit(decoder: Path) -> None:
     devices = parse_devices(["2xcpu"])
-    assert plan_model(decoder, devices, Request(memory=["1MiB"], shapes={"input_ids": (1, 16)})).ranks
+    assert plan_model(
+        decoder, devices, Request(split_mode="layer", memory=["1MiB"], shapes={"input_ids": (1, 16)})
+    ).ranks
     with pytest.raises(DoesNotFitError, match="the first block that does not fit|The first block that does not fit"):
-        plan_model(decoder, devices, Request(memory=["1MiB"], shapes={"input_ids": (8, 512)}))
+        plan_model(decoder, devices, Request(split_mode="layer", memory=["1MiB"], shapes={"input_ids": (8, 512)}))

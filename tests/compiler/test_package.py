@@ -14,12 +14,12 @@ from splitc.compiler import Plan, compile_model, package, plan_model
 from splitc.runtime import MisuseError, Session, SplitcError
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.manifest import read_manifest
-from tests.conftest import assert_close, decoder_feeds, run_whole
+from tests.conftest import LAYER, assert_close, decoder_feeds, run_whole
 
 
 @pytest.fixture(scope="module")
 def plan(decoder: Path) -> Plan:
-    return plan_model(decoder, parse_devices(["2xcpu"]))
+    return plan_model(decoder, parse_devices(["2xcpu"]), LAYER)
 
 
 def test_manifest_says_what_was_decided(decoder: Path, plan: Plan, tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_disk_that_fills_up_leaves_nothing(plan: Plan, tmp_path: Path, monkeypat
 def test_names_with_spaces_and_other_letters(decoder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "mes modèles 模型"
     shutil.copytree(decoder.parent, folder)
-    plan = plan_model(folder / "decoder.onnx", parse_devices(["2xcpu"]))
+    plan = plan_model(folder / "decoder.onnx", parse_devices(["2xcpu"]), LAYER)
     compile_model(plan, folder / "le paquet ü")
     feeds = decoder_feeds()
     with Session(folder / "le paquet ü") as session:
@@ -122,8 +122,8 @@ def test_names_with_spaces_and_other_letters(decoder: Path, tmp_path: Path) -> N
 
 def test_model_that_was_linked_before_is_copied(decoder: Path, tmp_path: Path) -> None:
     model = shutil.copytree(decoder.parent, tmp_path / "model") / decoder.name
-    compile_model(plan_model(model, ["2xcpu"]), tmp_path / "linked", weights="link")
-    compile_model(plan_model(model, ["2xcpu"]), tmp_path / "copied")
+    compile_model(plan_model(model, ["2xcpu"], LAYER), tmp_path / "linked", weights="link")
+    compile_model(plan_model(model, ["2xcpu"], LAYER), tmp_path / "copied")
     assert all(file.sha256 for file in read_manifest(tmp_path / "copied").files)
 
 
@@ -131,7 +131,7 @@ def test_linked_weights_are_not_copied(decoder: Path, tmp_path: Path) -> None:
     model = shutil.copytree(decoder.parent, tmp_path / "model") / decoder.name
     target = tmp_path / "linked"
     warnings: list[str] = []
-    manifest = compile_model(plan_model(model, ["2xcpu"]), target, weights="link", warn=warnings.append)
+    manifest = compile_model(plan_model(model, ["2xcpu"], LAYER), target, weights="link", warn=warnings.append)
     data = model.with_name("decoder.onnx.data")
     for number in (0, 1):
         assert (target / f"rank{number}" / "source0.weights").samefile(data)
@@ -166,7 +166,7 @@ def test_linked_weights_inside_the_model_file_are_written(decoder: Path, tmp_pat
     model = ir.load(decoder)
     ir.external_data.load_to_model(model)
     ir.save(model, tmp_path / "inside.onnx")
-    inside = plan_model(tmp_path / "inside.onnx", parse_devices(["2xcpu"]))
+    inside = plan_model(tmp_path / "inside.onnx", parse_devices(["2xcpu"]), LAYER)
     compile_model(inside, tmp_path / "package", weights="link")
     feeds = decoder_feeds()
     with Session(tmp_path / "package") as session:
@@ -189,7 +189,7 @@ def test_one_file_a_weight_in_folders_below(decoder: Path, tmp_path: Path) -> No
     ir.save(model, tmp_path / "model.onnx")
     feeds = decoder_feeds()
     for weights in ("copy", "link"):
-        plan = plan_model(tmp_path / "model.onnx", parse_devices(["2xcpu"]))
+        plan = plan_model(tmp_path / "model.onnx", parse_devices(["2xcpu"]), LAYER)
         compile_model(plan, tmp_path / weights, weights=weights)
         with Session(tmp_path / weights) as session:
             assert_close(session.run(feeds), run_whole(decoder, feeds))

@@ -14,12 +14,12 @@ from splitc.compiler import compile_model, plan_model
 from splitc.compiler.plan_file import plan_from_file, write_plan
 from splitc.runtime import DoesNotFitError, MisuseError, Session
 from splitc.runtime.devices import parse_devices
-from tests.conftest import assert_close, decoder_feeds, run_whole
+from tests.conftest import LAYER, assert_close, decoder_feeds, run_whole
 
 
 @pytest.fixture
 def plan_path(decoder: Path, tmp_path: Path) -> Path:
-    write_plan(plan_model(decoder, parse_devices(["3xcpu"])), tmp_path / "plan.json")
+    write_plan(plan_model(decoder, parse_devices(["3xcpu"]), LAYER), tmp_path / "plan.json")
     return tmp_path / "plan.json"
 
 
@@ -118,7 +118,7 @@ def test_other_files_are_no_plan(decoder: Path, tmp_path: Path, content: str) ->
 def test_states_may_be_corrected(decoder: Path, tmp_path: Path) -> None:
     """A state taken out is fed and given by the caller; one that the model lacks is refused."""
     path = tmp_path / "plan.json"
-    write_plan(plan_model(decoder, parse_devices(["2xcpu"])), path)
+    write_plan(plan_model(decoder, parse_devices(["2xcpu"]), LAYER), path)
     content = json.loads(path.read_text())
     found = content["states"]
     content["states"] = found[1:]

@@ -29,7 +29,7 @@ def test_blocks_are_measured_and_equal_ones_once(decoder: Path, cache: Path) -> 
 
 
 def test_known_content_is_not_measured_again(decoder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    request = Request(shapes={"input_ids": (1, 8)}, profile=True)
+    request = Request(split_mode="layer", shapes={"input_ids": (1, 8)}, profile=True)
     first = plan_model(decoder, parse_devices(["2xcpu"]), request)
 
     def fail(*_: object) -> float:
@@ -39,11 +39,13 @@ def test_known_content_is_not_measured_again(decoder: Path, cache: Path, monkeyp
     second = plan_model(decoder, parse_devices(["2xcpu"]), request)
     assert [rank.seconds for rank in second.ranks] == [rank.seconds for rank in first.ranks]
     with pytest.raises(AssertionError, match="measured again"):
-        plan_model(decoder, parse_devices(["2xcpu"]), Request(shapes={"input_ids": (1, 9)}, profile=True))
+        plan_model(
+            decoder, parse_devices(["2xcpu"]), Request(split_mode="layer", shapes={"input_ids": (1, 9)}, profile=True)
+        )
 
 
 def test_planner_goes_by_what_was_measured(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A first layer that takes as long as all others together gets a device of its own."""
     monkeypatch.setattr(profile, "measure_blocks", lambda *_: [0.0, 3.0, 1.0, 1.0, 1.0, 0.0])
-    plan = plan_model(decoder, parse_devices(["2xcpu"]), Request(profile=True))
+    plan = plan_model(decoder, parse_devices(["2xcpu"]), Request(split_mode="layer", profile=True))
     assert [block.name for block in plan.ranks[0].stage.blocks] == ["prologue", "layers.0"]

@@ -22,7 +22,7 @@ ENGINE = 32 << 20
 def test_ranks_hold_what_was_predicted(tmp_path: Path) -> None:
     size = Size(layers=4, hidden=1024, heads=8, kv_heads=8, feed_forward=4096, vocabulary=1000)
     save(build(size), tmp_path / "model.onnx")
-    request = Request(shapes={"input_ids": (1, 16)}, tensor_split=[1, 1])
+    request = Request(split_mode="layer", shapes={"input_ids": (1, 16)}, tensor_split=[1, 1])
     compile_model(plan_model(tmp_path / "model.onnx", ["cpu0", "cpu1"], request), tmp_path / "package")
     feeds = make_inputs(read_manifest(tmp_path / "package").inputs)
     for rank in measure_memory(tmp_path / "package", 1, feeds):

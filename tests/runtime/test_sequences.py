@@ -18,7 +18,7 @@ from splitc.runtime.engines.onnxruntime import OnnxRuntimeBackend
 from splitc.runtime.errors import EngineError, MisuseError, SplitcError
 from splitc.runtime.generate import Timings
 from splitc.runtime.sampling import Sampling, choose_token
-from tests.conftest import DECODER, Arrays, decoder_feeds
+from tests.conftest import DECODER, LAYER, Arrays, decoder_feeds
 
 PROMPT = [5, 17, 33, 2, 90, 41, 8]
 MODES = {
@@ -83,7 +83,9 @@ def test_prompt_through_a_package_of_its_own(package: Path, decoder: Path, tmp_p
         model.graph.remove(join, safe=True)
         model.graph.inputs.remove(value)
     ir.save(model, decoder.with_name("prefill.onnx"))
-    request = Request(shapes={"input_ids": (1, 7), "attention_mask": (1, 7), "position_ids": (1, 7)})
+    request = Request(
+        split_mode="layer", shapes={"input_ids": (1, 7), "attention_mask": (1, 7), "position_ids": (1, 7)}
+    )
     compile_model(plan_model(decoder.with_name("prefill.onnx"), ["2xcpu"], request), tmp_path / "prefill")
     with Session(package) as session, Session(tmp_path / "prefill") as prefill:
         assert list(session.generate(PROMPT, max_new_tokens=30, prefill=prefill)) == plain_loop(decoder, PROMPT, 30)
@@ -150,7 +152,7 @@ def test_recurrent_states_are_states_too(write_model: Any, tmp_path: Path) -> No
     b.give(outputs[2], "cn", [1, "n", 5])
     model = tmp_path / "model.onnx"
     save(b.model(), model)
-    compile_model(plan_model(model, ["cpu0"]), tmp_path / "package")
+    compile_model(plan_model(model, ["cpu0"], LAYER), tmp_path / "package")
     whole = ort.InferenceSession(str(model))
     steps = [b.random(f"step {number}", 1 + number, 2, 6) for number in range(4)]
     h = c = np.zeros((1, 2, 5), np.float32)
@@ -167,7 +169,7 @@ def test_recurrent_states_are_states_too(write_model: Any, tmp_path: Path) -> No
 def test_model_without_states_has_no_sequences(tmp_path: Path) -> None:
     text = '<ir_version: 8, opset_import: ["" : 17]> g (float[n,4] x) => (int64[m] y) { y = Shape(x) }'
     ir.save(ir.from_onnx_text(text), tmp_path / "model.onnx")
-    compile_model(plan_model(tmp_path / "model.onnx", ["cpu0"]), tmp_path / "package")
+    compile_model(plan_model(tmp_path / "model.onnx", ["cpu0"], LAYER), tmp_path / "package")
     with Session(tmp_path / "package") as session:
         with pytest.raises(MisuseError, match="has no states"):
             session.start()

@@ -23,7 +23,7 @@ from splitc.runtime import Session
 from splitc.runtime.engines.onnxruntime import OnnxRuntimeEngine
 from splitc.runtime.errors import EngineError, FeedError, MisuseError, SplitcError
 from splitc.runtime.worker import Worker
-from tests.conftest import Arrays, assert_close, decoder_feeds, listen_to_interrupts, run_whole
+from tests.conftest import LAYER, Arrays, assert_close, decoder_feeds, listen_to_interrupts, run_whole
 
 MODES = {
     "layer": ("3xcpu", Request()),
@@ -118,7 +118,7 @@ def test_model_whose_rows_meet_is_not_cut(tmp_path: Path) -> None:
     x = b.data("x", (4, 12), ["n", 12])
     b.give(b.op("Softmax", b.op("MatMul", x, b.w("A", 12, 12)), axis=0), shape=["n", 12])
     save(b.model(), tmp_path / "model.onnx")
-    compile_model(plan_model(tmp_path / "model.onnx", ["cpu0"]), tmp_path / "package")
+    compile_model(plan_model(tmp_path / "model.onnx", ["cpu0"], LAYER), tmp_path / "package")
     with Session(tmp_path / "package") as session, pytest.raises(MisuseError, match="not known to treat the rows"):
         session.run(b.feeds, micro_batch=1)
 

@@ -66,7 +66,7 @@ def test_range_has_its_ends(decoder: Path) -> None:
 
 
 def test_size_that_depends_on_data_is_named(write_model: Callable[[str], Path]) -> None:
-    plan = plan_model(write_model(DATA_DEPENDENT), ["2xcpu"], Request(spread=True))
+    plan = plan_model(write_model(DATA_DEPENDENT), ["2xcpu"], Request(split_mode="layer", spread=True))
     programs = [rank_program(plan, number) for number in range(len(plan.ranks))]
     with pytest.raises(ModelError, match="depends on data"):
         engine_sizes(programs, [plan.analysis.shapes] * 3)

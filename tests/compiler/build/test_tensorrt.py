@@ -97,7 +97,7 @@ def test_what_is_written_later_is_built_where_it_runs(decoder: Path, tmp_path: P
 def test_range_of_sizes_is_what_the_engine_takes(decoder: Path, tmp_path: Path) -> None:
     low = {name: array.shape for name, array in decoder_feeds(1, 1, 0).items()}
     high = {name: array.shape for name, array in decoder_feeds(1, 8, 32).items()}
-    request = Request(engine=KIND, min_shapes=low, max_shapes=high, memory=["1GiB"])
+    request = Request(split_mode="layer", engine=KIND, min_shapes=low, max_shapes=high, memory=["1GiB"])
     manifest = compile_model(plan_model(decoder, ["cuda0"], request), tmp_path / "package")
     ids = next(tensor for tensor in manifest.inputs if tensor.name == "input_ids")
     assert (ids.min_shape, ids.sample_shape, ids.max_shape) == ([1, 1], [1, 8], [1, 8])
@@ -111,10 +111,13 @@ def test_node_that_the_parser_refuses_is_named_with_its_block(tmp_path: Path) ->
     broken = tmp_path / "broken.onnx"
     replace_operator(model, broken)
     with pytest.raises(BuildError, match=r"layers\.\d: '.*' \(com\.microsoft\.FastGelu\)") as caught:
-        compile_model(plan_model(broken, ["2xcuda"], Request(engine=KIND, memory=["1GiB"])), tmp_path / "package")
+        compile_model(
+            plan_model(broken, ["2xcuda"], Request(split_mode="layer", engine=KIND, memory=["1GiB"])),
+            tmp_path / "package",
+        )
     assert "rank0/stage0.onnx (rank 0, cuda0, prologue to layers.0)" in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == []
-    plan = plan_model(broken, ["2xcuda"], Request(engine=KIND, memory=["1GiB"]))
+    plan = plan_model(broken, ["2xcuda"], Request(split_mode="layer", engine=KIND, memory=["1GiB"]))
     (line,) = describe_refusals(plan)
     assert line.startswith("tensorrt-rtx does not take com.microsoft.FastGelu (2 nodes in layers.0..layers.1 (2)")
 
@@ -130,7 +133,7 @@ def replace_operator(model: Path, target: Path) -> None:
 
 
 def test_plan_says_what_was_not_checked(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_model(decoder, ["2xcuda"], Request(engine="tensorrt", memory=["1GiB"]))
+    plan = plan_model(decoder, ["2xcuda"], Request(split_mode="layer", engine="tensorrt", memory=["1GiB"]))
     monkeypatch.setattr("splitc.compiler.build.operators.is_installed", lambda engine: False)
     (line,) = describe_refusals(plan)
     assert line == "which operators tensorrt takes was not checked: it is not installed here (pip install tensorrt)"
