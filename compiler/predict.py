@@ -65,22 +65,17 @@ class _Predictor:
         ]
         slowest = max(map(sum, zip(together, [0.0, *crossing])))
         # More ranks than cores take turns: the cores are then always at work.
-        every = sum(seconds * self._crowd(len(each)) for seconds, each in zip(together, members))
-        return Prediction(sum(alone) + sum(crossing), max(slowest, every) if self._on_cpu else slowest)
-
-    @property
-    def _on_cpu(self) -> bool:
-        return all(device.kind == "cpu" for device in self._devices)
+        every = sum(seconds * min(1.0, self._crowd(len(each))) for seconds, each in zip(together, members))
+        return Prediction(sum(alone) + sum(crossing), max(slowest, every))
 
     def _crowd(self, ranks: int) -> float:
-        """The share of all cores that so many ranks want."""
-        return ranks * self._threads / cores()
+        """The share of all cores that so many ranks want; GPUs want none."""
+        on_cpu = all(device.kind == "cpu" for device in self._devices)
+        return ranks * self._threads / cores() if on_cpu else 0.0
 
     def _group_seconds(self, ranks: Sequence[RankPlan], at_once: int) -> float:
         """The time of a stage, while so many ranks are at work: that of its slowest rank, and of what they sum."""
-        slowest = max(self._rank_seconds(rank, at_once) for rank in ranks)
-        if self._on_cpu:
-            slowest *= max(1.0, self._crowd(len(ranks)))
+        slowest = max(self._rank_seconds(rank, at_once) for rank in ranks) * max(1.0, self._crowd(len(ranks)))
         slowest += ARRAY * (len(ranks[0].stage.feeds) + len(ranks[0].stage.outputs))
         if len(ranks) == 1:
             return slowest + self._start(ranks)
@@ -149,7 +144,7 @@ class _Predictor:
         for products in split.rounds:
             nodes = [product.node for product in products]
             slowest = max(self._seconds(rank, nodes, len(ranks)) for rank in ranks)
-            total += slowest * (1 + JITTER) * max(1.0, self._crowd(len(ranks)) if self._on_cpu else 1.0)
+            total += slowest * (1 + JITTER) * max(1.0, self._crowd(len(ranks)))
             total += 2 * link.latency + 2 * self._start(ranks)
         # What comes back is copied once more, to where it is put together.
         joined = sum(map(self._plan.analysis.costs.value_bytes, (each.result for each in split.products.values())))
