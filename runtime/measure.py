@@ -26,7 +26,7 @@ from splitc.runtime.engines.onnxruntime import OnnxRuntimeBackend
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.manifest import Rank, read_manifest
 from splitc.runtime.parts import cut_part
-from splitc.runtime.program import Failure, Program, Receive, Reduce, Send, execute
+from splitc.runtime.program import Failure, Program, Receive, Reduce, Send, Step, execute
 from splitc.runtime.transport.local import connect
 
 
@@ -134,7 +134,16 @@ class Alone:
         self._backend = backend
         self.sent: dict[str, npt.NDArray[Any]] = {}
 
+    def prepare(self, steps: Sequence[Step]) -> None:
+        pass
+
     def begin(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def leave(self) -> None:
         pass
 
     def join(self, group: Sequence[int]) -> Any:

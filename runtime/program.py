@@ -122,12 +122,11 @@ def execute(
     for number, step in enumerate(program.steps):
         start = time.perf_counter()
         if isinstance(step, Receive):
-            received = transport.receive(step.source, step.value)
+            values[step.value] = received = _receive(transport, step)
             if isinstance(received, Failure):
                 failure = failure or received
-            values[step.value] = received
         elif isinstance(step, Send):
-            transport.send(step.target, step.value, failure or values[step.value])
+            failure = _send(transport, step, failure or values[step.value])
         elif isinstance(step, Reduce):
             parts = failure or [values[name] for name in step.parts]
             wholes = transport.reduce(step, parts, accumulate)
@@ -148,3 +147,21 @@ def execute(
     if failure is not None:
         raise failure.error
     return values, spans
+
+
+def _receive(transport: Transport, step: Receive) -> Any:
+    """What was sent; a Failure where it does not arrive."""
+    try:
+        return transport.receive(step.source, step.value)
+    except Exception as error:  # it was taken off its channel: only this request is lost
+        return Failure(error)
+
+
+def _send(transport: Transport, step: Send, value: Any) -> Failure | None:
+    """Send a value, or a Failure where that can't be. Returns the Failure that was sent."""
+    try:
+        transport.send(step.target, step.value, value)
+    except Exception as error:  # nothing was sent, and the other rank must not wait for it
+        value = Failure(error)
+        transport.send(step.target, step.value, value)
+    return value if isinstance(value, Failure) else None

@@ -136,6 +136,12 @@ class Worker(threading.Thread):
             self._serve_all()
         except BaseException as error:  # a thread has no caller: the session must know that it is gone
             self._broken(error)
+        finally:
+            # Here, and not whenever the garbage collector comes by: this thread is on the right device.
+            self._sequences.clear()
+            self._transport.leave()
+            self.backend.detach()
+            del self._program
 
     def _serve_all(self) -> None:
         while (request := self.requests.get()) is not None:
@@ -155,6 +161,8 @@ class Worker(threading.Thread):
         for file in self._rank.engines:
             source = self._package / file.source if file.source is not None else None
             engines.append(self.backend.load(self._package / file.path, source))
+        self._transport.prepare(self._rank.program)
+        self.backend.reserve(self._rank.activation_bytes + 2 * self._rank.cache_bytes)
         for file, engine in zip(self._rank.engines, engines):
             if file.group:
                 engine.connect(self._transport.join(file.group))
@@ -201,7 +209,9 @@ class Worker(threading.Thread):
             self._sequences[request.sequence] = {name: values[output] for name, output in self._resident.items()}
         kept = set(self._resident.values()) if stateful else set[str]()
         given = [name for name in self._rank.outputs if name not in kept]
-        return self.backend.download({name: values[name] for name in given}), spans
+        outputs = self.backend.download({name: values[name] for name in given})
+        self._transport.finish()
+        return outputs, spans
 
     def _upload(self, name: str, array: Array) -> Any:
         part = self._parts.get(name)

@@ -56,6 +56,8 @@ def _run_job(trt: ModuleType, order: Order, number: int, job: Job, tell: Callabl
 
     _use_gpu(job)
     log = _logger(trt)
+    if hasattr(trt, "init_libnvinfer_plugins"):
+        trt.init_libnvinfer_plugins(log, "")
     builder, network = _open_network(trt, log)
     parser = trt.OnnxParser(network, log)
     if not parser.parse_from_file(job.source):
@@ -118,6 +120,8 @@ def _config(
     profile = Profile()
     for tensor in map(network.get_input, range(network.num_inputs)):
         sizes = job.sizes[tensor.name]
+        if tensor.is_shape_tensor and sizes.values is None:
+            raise SystemExit(f"the sizes in '{tensor.name}' depend on data, and an engine is built for known ones")
         profile.add(tensor.name, *(sizes.values if tensor.is_shape_tensor and sizes.values else sizes.shapes))
     wanted: dict[str, Any] = {
         "profiles": [profile],

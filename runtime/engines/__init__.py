@@ -38,6 +38,9 @@ class Backend(Protocol):
     def attach(self) -> None:
         """To be called first by the thread that uses the backend."""
 
+    def detach(self) -> None:
+        """To be called last by that thread."""
+
     def load(self, path: Path, source: Optional[Path] = None) -> Engine:
         """Load the engine file at `path`, which was built from `source`. Raises PackageError when it can't be."""
 
@@ -52,6 +55,9 @@ class Backend(Protocol):
 
     def used_bytes(self) -> Optional[int]:
         """The bytes in use of a memory that is the device's own; None for the host's."""
+
+    def reserve(self, size: int) -> None:
+        """Expect to need so many bytes beside the engines'."""
 
     def stop(self) -> None:
         """Make the engines that are running fail at once; they can't be run again."""

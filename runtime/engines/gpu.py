@@ -22,6 +22,24 @@ PATIENCE = 120.0
 EAGER, NAP = 0.002, 5e-5
 
 
+# Seconds that a rank waits for its GPU when it ends.
+CLOSING = 5.0
+# GPUs whose streams did not come to an end.
+_STUCK: list[Gpu] = []
+# cudaErrorNotReady.
+NOT_READY = 600
+# Smaller pieces of memory are taken as they are asked for.
+LARGE = 1 << 20
+
+
+def _rounded(size: int) -> int:
+    """The size of the piece of memory to take: so that a cache that grows a little fits one that was freed."""
+    if size < LARGE:
+        return size
+    step = 1 << (size.bit_length() - 4)
+    return -(-size // step) * step
+
+
 @dataclass(frozen=True, eq=False)
 class GpuArray:
     """An array in a GPU's memory at the address `pointer`, which `owner` keeps. `dtype` is numpy's name."""
@@ -64,10 +82,18 @@ class Gpu:
         self._device.use()
         self.stream.use()
 
+    def detach(self) -> None:
+        """Wait until the stream is done, so that its memory may go; that of a stream that hangs stays for ever."""
+        self.interrupted = lambda: None
+        try:
+            self.wait(self.record(), CLOSING)
+        except EngineError:
+            _STUCK.append(self)
+
     def empty(self, shape: tuple[int, ...], dtype: str) -> GpuArray:
         """Memory for an array, of CuPy's pool, which gives it to later work on this stream when it is free again."""
         size = math.prod(shape) * number_type(dtype).itemsize
-        memory = self.cuda.alloc(max(1, size))  # engines want an address also where there is nothing
+        memory = self.cuda.alloc(_rounded(max(1, size)))  # engines want an address also where there is nothing
         return GpuArray(memory.ptr, shape, dtype, memory)
 
     def upload(self, array: npt.NDArray[Any]) -> GpuArray:
@@ -110,11 +136,23 @@ class Gpu:
         return target
 
     def cast(self, value: GpuArray, dtype: str) -> GpuArray:
-        """The array in another number type."""
-        memory = self.cuda.UnownedMemory(value.pointer, max(1, value.nbytes), value.owner, self.index)
-        source = self.cupy.ndarray(value.shape, value.dtype, self.cuda.MemoryPointer(memory, 0))
-        result = source.astype(dtype)
-        return GpuArray(result.data.ptr, value.shape, dtype, result)
+        """The array in another number type: int64 as int32 on the GPU, all else by way of the host."""
+        if (value.dtype, dtype) != ("int64", "int32"):
+            return self.upload(self.download({"": value})[""].astype(number_type(dtype)))
+        target = self.empty(value.shape, dtype)
+        if count := math.prod(value.shape):
+            # The lower half of each number, as a copy of rows: a kernel would want a compiler on every machine.
+            kind = self.cuda.runtime.memcpyDeviceToDevice
+            self.cuda.runtime.memcpy2DAsync(target.pointer, 4, value.pointer, 8, 4, count, kind, self.stream.ptr)
+        return target
+
+    def reserve(self, size: int) -> None:
+        """Take memory for the pool in one piece, which it then divides.
+
+        Pieces that it takes one by one never become one again: a cache that grows a little with each step would find
+        none of those that were freed large enough.
+        """
+        self.cuda.alloc(max(1, size))
 
     def wait_all(self) -> None:
         """Wait until the stream has done all that it was given."""
@@ -138,15 +176,18 @@ class Gpu:
         while self._kept and self._kept[0][0].done:
             self._kept.popleft()
 
-    def wait(self, event: Any) -> None:
+    def wait(self, event: Any, patience: Optional[float] = None) -> None:
         """Wait for an event. Raises what `interrupted` tells, and EngineError when it takes too long."""
+        most = PATIENCE if patience is None else patience
         start = time.monotonic()
-        while not event.done:
+        while (status := self.cuda.runtime.eventQuery(event.ptr)) != 0:
+            if status != NOT_READY:  # an earlier kernel or copy failed, and all that follows it
+                raise EngineError(f"cuda{self.index} failed with CUDA error {status}")
             if (error := self.interrupted()) is not None:
                 raise error
             waited = time.monotonic() - start
-            if waited > PATIENCE:
-                raise EngineError(f"cuda{self.index} did not come to an end within {PATIENCE:.0f} s: it seems to hang")
+            if waited > most:
+                raise EngineError(f"cuda{self.index} did not come to an end within {most:.0f} s: it seems to hang")
             time.sleep(NAP if waited > EAGER else 0)
 
     def accumulate(self, operation: str, total: npt.NDArray[Any], part: npt.NDArray[Any]) -> None:

@@ -84,6 +84,9 @@ class OnnxRuntimeBackend:
     def attach(self) -> None:
         pass
 
+    def detach(self) -> None:
+        pass
+
     def load(self, path: Path, source: Optional[Path] = None) -> OnnxRuntimeEngine:
         return OnnxRuntimeEngine(path.name, open_session(path, self._threads), self._options)
 
@@ -92,6 +95,9 @@ class OnnxRuntimeBackend:
 
     def used_bytes(self) -> Optional[int]:
         return None
+
+    def reserve(self, size: int) -> None:
+        pass
 
     def stop(self) -> None:
         self._options.terminate = True

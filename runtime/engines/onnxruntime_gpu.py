@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import sys
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Optional
@@ -15,6 +19,8 @@ from splitc.runtime.engines.gpu import Gpu, GpuArray
 from splitc.runtime.engines.onnxruntime import ERRORS
 from splitc.runtime.errors import EngineError, PackageError
 
+# TensorProto.BFLOAT16, which numpy has no type for.
+BFLOAT16 = 16
 PROVIDER = "CUDAExecutionProvider"
 # The number types of ONNX Runtime's type strings, where these are not numpy's.
 NAMES = {"float": "float32", "double": "float64"}
@@ -30,6 +36,8 @@ class OnnxRuntimeGpuEngine:
         self._options = options
         self.inputs = [value.name for value in session.get_inputs()]
         self.outputs = [value.name for value in session.get_outputs()]
+        places = zip(session.get_inputs(), session.get_input_memory_infos())
+        self._on_host = {value.name for value, place in places if "cuda" not in place.name.lower()}
         self._types = {value.name: _type_name(value.type) for value in session.get_outputs()}
 
     def connect(self, communicator: Any) -> None:
@@ -37,25 +45,36 @@ class OnnxRuntimeGpuEngine:
 
     def run(self, values: Mapping[str, Any], into: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
         binding = self._session.io_binding()
-        for name in self.inputs:
-            binding.bind_input(name, *self._place(values[name]))
-        for name in self.outputs:
-            if name in into:
-                binding.bind_output(name, *self._place(into[name]))
-            else:
-                binding.bind_output(name, "cuda", self._gpu.index)
+        # ONNX Runtime would copy these to the host itself, waiting for the stream with the interpreter's lock held:
+        # the stream may wait for another rank, whose thread needs that lock.
+        on_host = self._gpu.download({name: values[name] for name in self.inputs if name in self._on_host})
         try:
+            for name in self.inputs:
+                if name in on_host:
+                    binding.bind_cpu_input(name, on_host[name])
+                else:
+                    binding.bind_input(name, *self._place(values[name]))
+            for name in self.outputs:
+                if name in into:
+                    binding.bind_output(name, *self._place(into[name]))
+                else:
+                    binding.bind_output(name, "cuda", self._gpu.index)
             self._session.run_with_iobinding(binding, self._options)
         except ERRORS as error:
             raise EngineError(f"{self._name} failed on cuda{self._gpu.index}: {error}") from error
-        made = {
-            name: GpuArray(value.data_ptr(), tuple(value.shape()), self._types[name], value)
-            for name, value in zip(self.outputs, binding.get_outputs())
-        }
+        made = {name: self._own(name, value) for name, value in zip(self.outputs, binding.get_outputs())}
         return {**made, **into}
 
+    def _own(self, name: str, value: ort.OrtValue) -> GpuArray:
+        """An output by itself: as an OrtValue it would keep all outputs of its run, through the binding."""
+        dtype, owner = self._types[name], value
+        if dtype not in ("bool", "bfloat16") and math.prod(value.shape()):  # which DLPack, or CuPy, does not pass on
+            owner = self._gpu.cupy.from_dlpack(value)
+        return GpuArray(value.data_ptr(), tuple(value.shape()), dtype, owner)
+
     def _place(self, value: GpuArray) -> tuple[Any, ...]:
-        return "cuda", self._gpu.index, number_type(value.dtype).type, value.shape, value.pointer
+        kind = BFLOAT16 if value.dtype == "bfloat16" else number_type(value.dtype).type
+        return "cuda", self._gpu.index, kind, value.shape, value.pointer
 
 
 class OnnxRuntimeGpuBackend(Gpu):
@@ -68,11 +87,21 @@ class OnnxRuntimeGpuBackend(Gpu):
         self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
 
     def load(self, path: Path, source: Optional[Path] = None) -> OnnxRuntimeGpuEngine:
+        _load_libraries()
         options = ort.SessionOptions()
         options.log_severity_level = 4  # errors come as exceptions
-        provider = {"device_id": str(self.index), "user_compute_stream": str(self.stream.ptr)}
+        options.intra_op_num_threads = options.inter_op_num_threads = 1  # what is left to the CPU is shape arithmetic
+        # Weights outside the arena, and that not larger than need be: a rank has a session for each of its pieces.
+        options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
+        provider = {
+            "device_id": str(self.index),
+            "user_compute_stream": str(self.stream.ptr),
+            "arena_extend_strategy": "kSameAsRequested",
+        }
         try:
-            session = ort.InferenceSession(str(path), options, providers=[(PROVIDER, provider), "CPUExecutionProvider"])
+            session = ort.InferenceSession(
+                str(path), options, providers=[(PROVIDER, provider), "CPUExecutionProvider"], enable_fallback=0
+            )
         except ERRORS as error:
             raise PackageError(f"ONNX Runtime can't load {path} on cuda{self.index}: {error}") from error
         if PROVIDER not in session.get_providers():  # it goes without a word
@@ -85,6 +114,14 @@ class OnnxRuntimeGpuBackend(Gpu):
 
     def stop(self) -> None:
         self._options.terminate = True
+
+
+@cache
+def _load_libraries() -> None:
+    """Load CUDA and cuDNN where pip put them, which the provider does not look for itself."""
+    if hasattr(ort, "preload_dlls"):
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
+            ort.preload_dlls()
 
 
 def _type_name(text: str) -> str:

@@ -33,7 +33,13 @@ class TensorrtEngine:
         self.outputs = [each for each in names if each not in self.inputs]
         self._types = {each: _type_name(engine.get_tensor_dtype(each)) for each in names}
         self._on_host = {each for each in names if engine.get_tensor_location(each) == trt.TensorLocation.HOST}
+        if given := [each for each in self.outputs if each in self._on_host]:
+            raise PackageError(
+                f"{name} gives '{given[0]}', a list of sizes, on the host, where no other engine takes it"
+            )
         self.context = _make_context(trt, engine)
+        if self.context is None:
+            raise PackageError(f"TensorRT can't make a context for {name} on cuda{backend.index}: {backend.said()}")
         # Version 10 renamed it.
         v2 = hasattr(engine, "device_memory_size_v2")
         self.scratch_bytes = int(engine.device_memory_size_v2 if v2 else engine.device_memory_size)
@@ -91,7 +97,10 @@ class TensorrtBackend(Gpu):
         self._options = options
         self._errors: list[str] = []
         self._logger = _make_logger(self.trt, self._errors)
+        if hasattr(self.trt, "init_libnvinfer_plugins"):
+            self.trt.init_libnvinfer_plugins(self._logger, "")
         self._runtime = self.trt.Runtime(self._logger)
+        self._runtime.engine_host_code_allowed = options.version_compatible  # such engines hold code for the host
         self._scratch: Optional[GpuArray] = None
 
     def load(self, path: Path, source: Optional[Path] = None) -> TensorrtEngine:

@@ -6,11 +6,20 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from splitc.runtime.program import Reduce
+    from splitc.runtime.program import Reduce, Step
 
 
 class Transport(Protocol):
     """One rank's end of the channels to all others. A channel between two ranks keeps its order."""
+
+    def prepare(self, steps: Sequence[Step]) -> None:
+        """Get ready for what the rank's program has it do with others; all ranks call this at the same time."""
+
+    def finish(self) -> None:
+        """The rank has done its steps of a request. Raises where another one has left it in the middle."""
+
+    def leave(self) -> None:
+        """The rank's thread ends."""
 
     def begin(self) -> None:
         """The rank comes to its next request. All ranks come to the same ones, in one order."""

@@ -17,7 +17,8 @@ def connect_devices(devices: Sequence[Device], backends: Sequence[Backend]) -> S
     if all(device.kind == "cpu" for device in devices):
         return ends
     from splitc.runtime.engines.gpu import Gpu
-    from splitc.runtime.transport.gpu import Clique, GpuTransport, check_copies
+    from splitc.runtime.transport.gpu import GpuTransport, check_copies
+    from splitc.runtime.transport.nccl import Clique
 
     gpus = {backend.index: backend for backend in backends if isinstance(backend, Gpu)}
     with ThreadPoolExecutor(

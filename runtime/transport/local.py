@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, Optional
 
-from splitc.runtime.program import Failure, Reduce
+from splitc.runtime.program import Failure, Reduce, Step
 
 Channels = dict[tuple[int, int], "SimpleQueue[tuple[Optional[str], Any]]"]
 
@@ -78,7 +78,16 @@ class LocalTransport:
         self.rank = rank
         self.hub = hub
 
+    def prepare(self, steps: Sequence[Step]) -> None:
+        pass
+
     def begin(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def leave(self) -> None:
         pass
 
     def join(self, group: Sequence[int]) -> Any:

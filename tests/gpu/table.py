@@ -106,7 +106,7 @@ def _package(model: Path, name: str, mode: str, devices: list[str], options: arg
     """The model compiled for the devices, and loaded."""
     target = options.work / name.replace(" ", "-")
     shutil.rmtree(target, ignore_errors=True)
-    most = options.cache + options.tokens * (ROUNDS + 1) + options.prompt
+    past = options.cache + options.tokens * (ROUNDS + 1)
     start = time.monotonic()
     cache = "past_key_values.0.key"
     heads, size = _head_sizes(model, cache)
@@ -115,7 +115,12 @@ def _package(model: Path, name: str, mode: str, devices: list[str], options: arg
         engine=options.engine,
         spread=True,
         min_shapes={"input_ids": (1, 1), "attention_mask": (1, 1), cache: (1, heads, 0, size)},
-        max_shapes={"input_ids": (1, options.prompt), "attention_mask": (1, most), cache: (1, heads, most, size)},
+        opt_shapes={"input_ids": (1, 1), "attention_mask": (1, past + 1), cache: (1, heads, past, size)},
+        max_shapes={
+            "input_ids": (1, options.prompt),
+            "attention_mask": (1, past + options.prompt),
+            cache: (1, heads, past, size),
+        },
     )
     plan = plan_model(model, devices, request)
     build_options = BuildOptions(optimization_level=options.optimization_level, tactic_sources=[])

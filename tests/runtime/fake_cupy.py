@@ -11,6 +11,7 @@ import ctypes
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
@@ -54,6 +55,8 @@ STREAMS: dict[int, Stream] = {}
 class Event:
     def __init__(self, disable_timing: bool = False) -> None:
         self.happened = threading.Event()
+        self.ptr = id(self)
+        EVENTS[self.ptr] = self
 
     @property
     def done(self) -> bool:
@@ -61,6 +64,9 @@ class Event:
 
     def record(self, stream: Stream) -> None:
         stream.work.put(self.happened.set)
+
+
+EVENTS: weakref.WeakValueDictionary[int, Event] = weakref.WeakValueDictionary()
 
 
 class Memory:
@@ -140,6 +146,7 @@ class NcclCommunicator:
             unique.barrier = unique.barrier or threading.Barrier(ranks)
         self._unique, self._rank, self._ranks = unique, rank, ranks
         self._barrier = unique.barrier
+        self._barrier.wait()  # on the host, and for ever
 
     def allReduce(self, source: int, target: int, count: int, kind: str, operation: str, stream: int) -> None:
         def work() -> None:
@@ -161,10 +168,10 @@ class NcclCommunicator:
         self._barrier.abort()
 
 
-def make(devices: int = DEVICES) -> types.SimpleNamespace:
-    """CuPy with so many devices."""
+def make_nccl() -> types.SimpleNamespace:
+    """CuPy's NCCL."""
     types_of = ("float16", "float32", "float64", "int8", "int32", "int64", "uint8")
-    nccl = types.SimpleNamespace(
+    return types.SimpleNamespace(
         available=True,
         get_unique_id=Unique,
         groupStart=lambda: None,
@@ -174,6 +181,10 @@ def make(devices: int = DEVICES) -> types.SimpleNamespace:
         NCCL_MAX="max",
         **{f"NCCL_{name.upper()}": name for name in types_of},
     )
+
+
+def make(devices: int = DEVICES) -> types.SimpleNamespace:
+    """CuPy with so many devices."""
     runtime = types.SimpleNamespace(
         CUDARuntimeError=CUDARuntimeError,
         getDeviceCount=lambda: devices,
@@ -182,6 +193,9 @@ def make(devices: int = DEVICES) -> types.SimpleNamespace:
         memGetInfo=lambda: (60 << 30, 80 << 30),
         memcpyAsync=copy_async,
         memcpyPeerAsync=copy_between,
+        memcpyDeviceToDevice=3,
+        eventQuery=lambda pointer: 0 if EVENTS[pointer].done else 600,
+        deviceEnablePeerAccess=lambda other: None,
         memcpyHostToDevice=1,
         memcpyDeviceToHost=2,
     )
@@ -192,6 +206,5 @@ def make(devices: int = DEVICES) -> types.SimpleNamespace:
         alloc=Memory,
         alloc_pinned_memory=lambda size: np.full(size, POISON, np.uint8).view(Pinned),
         runtime=runtime,
-        nccl=nccl,
     )
     return types.SimpleNamespace(cuda=cuda)

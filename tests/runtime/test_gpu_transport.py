@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -93,6 +94,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     cupy = fake_cupy.make()
     monkeypatch.setattr("splitc.runtime.gpu.find_cupy", lambda: cupy)
     monkeypatch.setattr("splitc.runtime.engines.gpu.need_cupy", lambda: cupy)
+    monkeypatch.setattr("splitc.runtime.transport.nccl.find_nccl", fake_cupy.make_nccl)
 
     def make_backend(engine: str, device: Device, threads: int, build: object = None) -> object:
         return FakeBackend(device.index) if device.kind == "cuda" else OnnxRuntimeBackend(threads)
@@ -128,18 +130,19 @@ def test_outputs_are_the_models(decoder: Path, tmp_path: Path, mode: str, device
         assert len(session.device_memory()) == sum(device.startswith("cuda") for device in devices)
 
 
+@pytest.mark.parametrize("failing", [0, 2])
 @pytest.mark.parametrize(("mode", "devices"), PLACES[:2])
 def test_request_that_fails_on_one_gpu_fails_alone(
-    decoder: Path, tmp_path: Path, mode: str, devices: list[str]
+    decoder: Path, tmp_path: Path, mode: str, devices: list[str], failing: int
 ) -> None:
     """The others wait in a collective on their GPUs, and would for ever."""
-    FakeBackend.failing = (1, 2)
+    FakeBackend.failing = (1, failing)
     feeds = decoder_feeds()
     whole = run_whole(decoder, feeds)
     with Session(package(decoder, tmp_path, mode, len(devices)), devices=devices, in_flight=8) as session:
         futures = [session.submit(feeds) for _ in range(6)]
         for number, future in enumerate(futures):
-            if number == 2:
+            if number == failing:
                 assert "on purpose" in str(future.exception(timeout=20))
             else:
                 assert_close(future.result(timeout=20), whole)
@@ -168,6 +171,26 @@ def test_hang_ends_in_an_error(decoder: Path, tmp_path: Path, monkeypatch: pytes
         with pytest.raises(EngineError, match=r"cuda1 did not come to an end within 0 s: it seems to hang"):
             session.run(decoder_feeds())
         stuck.set()
+
+
+def test_rank_that_can_not_load_keeps_nobody_waiting(
+    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are about to make a communicator with it."""
+    load = FakeBackend.load
+
+    def fail(self: FakeBackend, path: Path, source: Optional[Path] = None) -> HostEngine:
+        if self.index == 1:
+            raise PackageError("out of memory on purpose")
+        return load(self, path, source)
+
+    monkeypatch.setattr(FakeBackend, "load", fail)
+    place = package(decoder, tmp_path, "tensor", 3)
+    start = time.monotonic()
+    with pytest.raises(PackageError, match="out of memory on purpose"):
+        Session(place, devices=["cuda0", "cuda1", "cuda2"])
+    assert time.monotonic() - start < 10
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("splitc rank")]
 
 
 def test_gpu_that_is_not_there_is_named(decoder: Path, tmp_path: Path) -> None:
