@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Callable, Optional, Union
 
@@ -16,8 +16,7 @@ from splitc.compiler.aside import check_target, full_disk_explained, written_asi
 from splitc.compiler.batch import find_batch
 from splitc.compiler.build.onnxruntime import write_engines
 from splitc.compiler.build.package import Building, BuildSettings, check_buildable, finish_package
-from splitc.compiler.build.pieces import block_names, prepare_piece
-from splitc.compiler.build.sizes import engine_sizes
+from splitc.compiler.build.pieces import fit_to_build
 from splitc.compiler.build.tensorrt import engine_path
 from splitc.compiler.fills import find_fill
 from splitc.compiler.plan import Plan, RankPlan
@@ -68,12 +67,15 @@ def compile_model(
     with full_disk_explained(target, needed), written_aside(target) as folder:
         links: list[Path] = []
         ranks = []
-        for number, (rank, program) in enumerate(zip(plan.ranks, _programs(plan))):
+        programs: Iterable[RankProgram] = (rank_program(plan, number) for number in range(len(plan.ranks)))
+        if plan.engine in MODULES:
+            programs = fit_to_build(plan.analysis, list(programs))
+        for number, (rank, program) in enumerate(zip(plan.ranks, programs)):
             engines, linked, copied = _write_engines(plan, rank, program, folder / f"rank{number}", weights, progress)
             links += linked
             if copied:
                 warn(f"{folder.parent} can't hold hard links to the model's data, so rank {number} has a copy")
-            ranks.append(_rank(rank, program.program, engines))
+            ranks.append(_rank(rank, program, engines))
         files = [path for path in folder.rglob("*") if path.is_file()]
         manifest = _manifest(plan, ranks, m.describe_files(folder, files, links), threads, build.options)
         (folder / m.FILE_NAME).write_bytes(m.encode(manifest))
@@ -93,35 +95,11 @@ def _verify(plan: Plan, folder: Path) -> Optional[str]:
         return verify_package(plan, Path(place) / "package")
 
 
-@dataclass(frozen=True)
-class _Program:
-    """A rank's program, and for each of its engines the sizes that it is built for; none where it is not built."""
-
-    program: RankProgram
-    sizes: Sequence[dict[str, m.Sizes]]
-
-
-def _programs(plan: Plan) -> Iterator[_Program]:
-    """The ranks' programs, one at a time as far as can be, their pieces fit to be built where they are to be."""
-    if plan.engine not in MODULES:
-        for number in range(len(plan.ranks)):
-            yield _Program(rank_program(plan, number), ())
-        return
-    analysis = plan.analysis
-    programs = [rank_program(plan, number) for number in range(len(plan.ranks))]
-    sizes = engine_sizes(programs, (analysis.smallest, analysis.typical, analysis.shapes))
-    blocks = block_names(analysis)
-    for program, own in zip(programs, sizes):
-        for piece, each in zip((piece.graph for piece in program.pieces if piece.graph.outputs), own):
-            prepare_piece(piece, each, blocks)
-        yield _Program(program, own)
-
-
 def _write_engines(
-    plan: Plan, rank: RankPlan, program: _Program, folder: Path, weights: str, progress: Callable[[int], None]
+    plan: Plan, rank: RankPlan, program: RankProgram, folder: Path, weights: str, progress: Callable[[int], None]
 ) -> tuple[list[m.EngineFile], list[Path], list[Path]]:
     """Write a rank's pieces. Returns their entries, the links, and the copies made where no link could be."""
-    pieces = [piece.graph for piece in program.program.pieces if piece.graph.outputs]
+    pieces = program.engines
     width = len(str(len(pieces) - 1))
     suffixes = [f".{number:0{width}}" if len(pieces) > 1 else "" for number in range(len(pieces))]
     stage = f"stage{rank.group}"

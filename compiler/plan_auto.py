@@ -9,7 +9,7 @@ from pathlib import Path
 
 from splitc.compiler.analysis import Analysis, analyze, check_divisible
 from splitc.compiler.budgets import Budget, block_seconds
-from splitc.compiler.graph import CannotSplitError
+from splitc.compiler.graph import ModelError
 from splitc.compiler.plan import Candidate, Plan, Request
 from splitc.compiler.plan_layer import plan_layers
 from splitc.compiler.plan_row import plan_rows
@@ -134,7 +134,7 @@ def _try(
     try:
         stages = option.devices if option.mode == "layer" else option.stages
         plan = PLANNERS[option.mode](analyses.get(stages), on, within, wanted)
-    except (CannotSplitError, DoesNotFitError, MisuseError) as error:
+    except (ModelError, DoesNotFitError, MisuseError) as error:
         return Candidate(option.name, option.mode, option.devices, refused=_in_short(error)), None
     found = predict(plan, machine, request.threads, _measured(plan.analysis, on, request))
     return _describe(option, plan, found), plan
@@ -185,7 +185,7 @@ def _explain_misfit(candidates: Sequence[Candidate]) -> str:
     last = {candidate.mode: candidate for candidate in candidates}
     lines = [f"  {candidate.name}: {candidate.refused}" for candidate in last.values()]
     return (
-        "the model does not fit these devices in any mode:\n"
+        "the model does not fit these devices in any mode, or can't be split:\n"
         + "\n".join(lines)
         + "\nGive the devices more memory (--memory, --headroom), add one (-d), or plan for smaller inputs (--shapes)."
     )

@@ -17,7 +17,7 @@ from splitc.compiler.split.row import RowSplit
 from splitc.compiler.split.row_graph import main_pieces, part_name, slice_graph
 from splitc.compiler.split.segments import Segment, cut_segments
 from splitc.runtime.engines.kinds import has_collectives
-from splitc.runtime.manifest import Part
+from splitc.runtime.manifest import Part, Sizes
 from splitc.runtime.program import Receive, Reduce, Run, Send, Step
 
 
@@ -25,7 +25,8 @@ from splitc.runtime.program import Receive, Reduce, Run, Send, Step
 class RankProgram:
     """One rank's pieces in the order in which they run, its steps, and what it takes from and gives to the caller.
 
-    `keeps` are outputs that it has for its states while another rank gives them.
+    `keeps` are outputs that it has for its states while another rank gives them. `sizes` are, for each of its engines,
+    those of the inputs, where the engines are built for them.
     """
 
     pieces: tuple[Segment, ...]
@@ -34,6 +35,12 @@ class RankProgram:
     outputs: tuple[str, ...]
     parts: tuple[Part, ...]
     keeps: tuple[str, ...]
+    sizes: tuple[dict[str, Sizes], ...] = ()
+
+    @property
+    def engines(self) -> list[ir.Graph]:
+        """The pieces that compute something: each is an engine."""
+        return [piece.graph for piece in self.pieces if piece.graph.outputs]
 
 
 def rank_program(plan: Plan, number: int) -> RankProgram:

@@ -11,9 +11,9 @@ from rich.markup import escape
 from splitc.compiler.split import axes as ax
 from splitc.compiler.split.axes import Factor
 from splitc.compiler.split.report import why_whole
-from splitc.runtime.cli import RANK_SIZES, ROUNDS, block_range, print_cuts, print_whole
 from splitc.runtime.engines.kinds import describe_engine
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.show import RANK_SIZES, ROUNDS, block_range, print_cuts, print_whole
 from splitc.runtime.terminal import out, print_warning, table
 from splitc.runtime.units import format_bytes, format_seconds
 

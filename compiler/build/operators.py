@@ -14,9 +14,9 @@ from splitc.compiler.build.pieces import prepare_piece
 from splitc.compiler.build.tensorrt import Job, Order, Refusal, find_refused
 from splitc.compiler.plan import Plan
 from splitc.compiler.split.layer import Stage, split_layers, stage_graph
-from splitc.runtime.cli import block_range
 from splitc.runtime.engines.kinds import PACKAGES, is_installed
 from splitc.runtime.manifest import BuildOptions
+from splitc.runtime.show import block_range
 
 
 def describe_refusals(plan: Plan) -> list[str]:

@@ -56,7 +56,7 @@ def check_buildable(engine: str) -> None:
         raise MisuseError(
             "TensorRT builds engines on the GPU that they are for, and this machine has none: write the package with "
             "--build later and finish it there with 'splitc build PACKAGE', or use --engine tensorrt-rtx, which builds "
-            "here for RTX GPUs"
+            "here for RTX GPUs, or --engine onnxruntime, which builds nothing"
         )
 
 

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import onnx_ir as ir
 
 from splitc.compiler.analysis import Analysis
+from splitc.compiler.build.sizes import engine_sizes
 from splitc.compiler.build.tensorrt import BLOCK
+from splitc.compiler.programs import RankProgram
 from splitc.runtime.manifest import Sizes
 
 # Where a node is that no block owns: masks, rotary tables, and what a split adds.
 SHARED = "shared"
 
 
-def block_names(analysis: Analysis) -> dict[str, str]:
-    """The block of each value that a block makes, by the names of both."""
-    return {
+def fit_to_build(analysis: Analysis, programs: Sequence[RankProgram]) -> Iterator[RankProgram]:
+    """The ranks' programs with the sizes that their engines are built for, and their pieces prepared, in place.
+
+    Raises ModelError where a size that an engine takes can't be known.
+    """
+    sizes = engine_sizes(programs, (analysis.smallest, analysis.typical, analysis.shapes))
+    blocks = {
         value.name or "": block.name
         for block in analysis.partition.blocks
         for node in block.nodes
         for value in node.outputs
     }
+    for program, own in zip(programs, sizes):
+        for graph, each in zip(program.engines, own):
+            prepare_piece(graph, each, blocks)
+        yield replace(program, sizes=tuple(own))
 
 
 def prepare_piece(graph: ir.Graph, sizes: Mapping[str, Sizes], blocks: Mapping[str, str]) -> None:

@@ -99,7 +99,7 @@ def _sizes(*three: Known) -> Sizes:
 def _run_on_shapes(programs: Sequence[RankProgram], shapes: Mapping[str, Shape]) -> list[list[dict[str, Known]]]:
     """What each engine of each rank is given when the model's inputs have these shapes."""
     transports = connect(len(programs))
-    engines = [[ShapeEngine(piece.graph) for piece in each.pieces if piece.graph.outputs] for each in programs]
+    engines = [list(map(ShapeEngine, each.engines)) for each in programs]
 
     def run(rank: int) -> None:
         parts = {part.name: part for part in programs[rank].parts}

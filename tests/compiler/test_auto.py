@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import onnx_ir as ir
 import pytest
 
 from models.llama import Size, build
@@ -116,6 +117,26 @@ def test_among_about_as_fast_ones_room_decides() -> None:
     assert choose(everyone, "throughput", profiled=False) == roomy
     assert choose(everyone, "throughput", profiled=True) == roomy
     assert choose(everyone, "latency", profiled=False) == slow
+
+
+def test_model_inside_control_flow_runs_on_one_device(tmp_path: Path) -> None:
+    """A merged decoder is one If, which can't be cut."""
+    weight = ", ".join("0.5" for _ in range(64))
+    text = f"""
+    <ir_version: 8, opset_import: ["" : 17]>
+    model (bool first, float[4, 8] x) => (float[4, 8] y)
+    <float[8, 8] w = {{{weight}}}>
+    {{
+        y = If (first) <
+            then_branch = first_step () => (float[4, 8] a) {{ a = MatMul(x, w) }},
+            else_branch = later_step () => (float[4, 8] b) {{ c = MatMul(x, w)  b = Relu(c) }}
+        >
+    }}
+    """
+    ir.save(ir.from_onnx_text(text), tmp_path / "model.onnx")
+    plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(memory=["1GiB"]))
+    assert len(plan.ranks) == 1
+    assert "does not cut inside control flow" in str(next(c.refused for c in plan.candidates if c.name == "layer on 2"))
 
 
 def test_options_of_one_mode_are_refused(decoder: Path) -> None:
