@@ -18,8 +18,9 @@ from splitc.runtime.gpu import need_cupy
 
 # Seconds that a rank waits for its GPU before it says that something hangs.
 PATIENCE = 120.0
-# Seconds of waiting in which a rank looks again at once; after that it sleeps in between.
-EAGER, NAP = 0.002, 5e-5
+# Seconds between two looks whether a GPU is done: to look all the time would keep the interpreter's lock from the other
+# ranks' threads, which have work to give to their GPUs.
+NAP = 1e-5
 
 
 # Seconds that a rank waits for its GPU when it ends.
@@ -109,6 +110,8 @@ class Gpu:
 
     def download(self, values: Mapping[str, GpuArray]) -> dict[str, npt.NDArray[np.generic]]:
         """The arrays on the host; waits until the stream has made them all."""
+        if not values:
+            return {}
         landed = {}
         for name, value in values.items():
             pinned = self.cuda.alloc_pinned_memory(max(1, value.nbytes))
@@ -188,7 +191,7 @@ class Gpu:
             waited = time.monotonic() - start
             if waited > most:
                 raise EngineError(f"cuda{self.index} did not come to an end within {most:.0f} s: it seems to hang")
-            time.sleep(NAP if waited > EAGER else 0)
+            time.sleep(NAP)
 
     def accumulate(self, operation: str, total: npt.NDArray[Any], part: npt.NDArray[Any]) -> None:
         """Of arrays on the host: what NCCL does not do is done there."""

@@ -97,6 +97,7 @@ class OnnxRuntimeGpuBackend(Gpu):
             "device_id": str(self.index),
             "user_compute_stream": str(self.stream.ptr),
             "arena_extend_strategy": "kSameAsRequested",
+            "use_tf32": "0",  # what the graph computes in float32 has all its digits
         }
         try:
             session = ort.InferenceSession(
@@ -119,6 +120,7 @@ class OnnxRuntimeGpuBackend(Gpu):
 @cache
 def _load_libraries() -> None:
     """Load CUDA and cuDNN where pip put them, which the provider does not look for itself."""
+    ort.set_default_logger_severity(3)  # it warns, for each session, of a plug-in that nobody has
     if hasattr(ort, "preload_dlls"):
         with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
             ort.preload_dlls()
