@@ -91,12 +91,11 @@ class OnnxRuntimeGpuBackend(Gpu):
         options = ort.SessionOptions()
         options.log_severity_level = 4  # errors come as exceptions
         options.intra_op_num_threads = options.inter_op_num_threads = 1  # what is left to the CPU is shape arithmetic
-        # Weights outside the arena, and that not larger than need be: a rank has a session for each of its pieces.
+        # Weights outside the arena, which takes twice as much each time that it grows.
         options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
         provider = {
             "device_id": str(self.index),
             "user_compute_stream": str(self.stream.ptr),
-            "arena_extend_strategy": "kSameAsRequested",
             "use_tf32": "0",  # what the graph computes in float32 has all its digits
         }
         try:

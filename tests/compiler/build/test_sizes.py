@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
 from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler.build.pieces import prepare_piece
 from splitc.compiler.build.sizes import engine_sizes
 from splitc.compiler.graph import ModelError
 from splitc.compiler.programs import rank_program
@@ -91,3 +93,21 @@ model (float[4, 8] x) => (float[n, 8] y)
     y = MatMul(c, w)
 }}
 """
+
+
+def test_part_of_a_shape_is_sliced_for_parsers_that_give_all_of_it() -> None:
+    text = """
+    <ir_version: 8, opset_import: ["" : 17]>
+    model (float[2, 3, 5] x) => (int64[2] a, int64[1] b, int64[3] c)
+    {
+        a = Shape<start = 1>(x)
+        b = Shape<start = -3, end = -2>(x)
+        c = Shape(x)
+    }
+    """
+    model = ir.from_onnx_text(text)
+    prepare_piece(model.graph, {}, {})
+    assert not [node for node in model.graph if node.op_type == "Shape" and node.attributes]
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    found = [array.tolist() for array in session.run(None, {"x": np.zeros((2, 3, 5), np.float32)})]
+    assert found == [[3, 5], [2], [2, 3, 5]]
