@@ -48,6 +48,7 @@ INPUTS = typer.Option(
 DEVICE = typer.Option(
     [], "--device", "-d", help="Run on these devices instead of the package's: one for each rank, repeatable."
 )
+CUDA_GRAPH = typer.Option(True, "--cuda-graph/--no-cuda-graph", help="Replay TensorRT engines as CUDA graphs.")
 MEASURE = typer.Option(
     True, "--memory/--no-memory", help="Measure each rank's memory, in a process of its own, beside the prediction."
 )
@@ -103,13 +104,14 @@ def run(
     ),
     outputs: Path = typer.Option(..., "--outputs", help="Where the outputs go: .npz, or .json for polygraphy's JSON."),
     device: list[str] = DEVICE,
+    cuda_graph: bool = CUDA_GRAPH,
     threads: Optional[int] = THREADS,
     verify: bool = VERIFY,
     as_json: bool = JSON,
 ) -> None:
     """Run a package once, from a file of inputs to a file of outputs."""
     feeds = arrays.load_arrays(inputs)
-    with Session(package, devices=device, threads=threads, verify=verify) as session:
+    with Session(package, devices=device, cuda_graphs=cuda_graph, threads=threads, verify=verify) as session:
         results = session.run(feeds)
     arrays.save_arrays(outputs, results)
     if as_json:
@@ -131,6 +133,7 @@ def check(
     seed: int = SEED,
     memory: bool = MEASURE,
     device: list[str] = DEVICE,
+    cuda_graph: bool = CUDA_GRAPH,
     threads: Optional[int] = THREADS,
     verify: bool = VERIFY,
     as_json: bool = JSON,
@@ -138,7 +141,7 @@ def check(
     """Compare a package with the unsplit model on the same inputs. Exit code 4 when an output differs."""
     if not model.is_file():
         raise MisuseError(f"no such model file: {model}")
-    with Session(package, devices=device, threads=threads, verify=verify) as session:
+    with Session(package, devices=device, cuda_graphs=cuda_graph, threads=threads, verify=verify) as session:
         with _feeds(session, inputs, seed) as feeds:
             actual = session.run(feeds)
         expected = load_unsplit(model, session.threads * len(session.manifest.ranks))(feeds)
@@ -160,6 +163,8 @@ def _measure(session: Session, feeds: dict[str, arrays.Array]) -> list[RankMemor
     """The memory of each rank: of GPUs what they hold now, after runs; of CPU devices in a process of its own each."""
     for source, target in session.by_host:
         print_warning(f"copies from {source} to {target} come out wrong on this machine: they go through the host")
+    for note in session.notes:
+        print_warning(note)
     return session.device_memory() or measure_memory(session.package, session.threads, feeds)
 
 
@@ -198,6 +203,7 @@ def bench_command(
     seed: int = SEED,
     memory: bool = MEASURE,
     device: list[str] = DEVICE,
+    cuda_graph: bool = CUDA_GRAPH,
     threads: Optional[int] = THREADS,
     verify: bool = VERIFY,
     as_json: bool = JSON,
@@ -205,7 +211,9 @@ def bench_command(
     """Time a package: latency and rate, and how long each rank was busy and waiting."""
     if baseline and not baseline.is_file():
         raise MisuseError(f"no such model file: {baseline}")
-    session = Session(package, devices=device, threads=threads, verify=verify, in_flight=in_flight)
+    session = Session(
+        package, devices=device, cuda_graphs=cuda_graph, threads=threads, verify=verify, in_flight=in_flight
+    )
     with session, _feeds(session, inputs, seed) as feeds:
         result = bench(
             session,
@@ -246,6 +254,7 @@ def generate_command(
     ),
     prompt_chunk: int = typer.Option(PROMPT_CHUNK, "--prompt-chunk", min=1, help="Tokens of the prompt at a time."),
     device: list[str] = DEVICE,
+    cuda_graph: bool = CUDA_GRAPH,
     threads: Optional[int] = THREADS,
     verify: bool = VERIFY,
     as_json: bool = JSON,
@@ -257,7 +266,9 @@ def generate_command(
     timings = Timings()
     tokens: list[int] = []
     with ExitStack() as stack:
-        session = stack.enter_context(Session(package, devices=device, threads=threads, verify=verify))
+        session = stack.enter_context(
+            Session(package, devices=device, cuda_graphs=cuda_graph, threads=threads, verify=verify)
+        )
         first = stack.enter_context(Session(prefill, threads=threads, verify=verify)) if prefill else None
         stream = session.generate(
             ids,

@@ -44,6 +44,7 @@ class Session:
     `verify=False` skips comparing the files' hashes with the manifest, which reads every byte of the weights once.
     `devices` are others to run on than the package was made for, one for each rank; an ONNX Runtime package for GPUs
     runs on CPU devices too, and the other way round.
+    TensorRT engines are captured as CUDA graphs, unless `cuda_graphs` is False.
     At most `in_flight` requests are under way at a time (default: two a stage): their feeds, what they have on the
     devices and their outputs are what the session holds beside its weights. Any number of threads may use one session.
     Raises PackageError for a package that is damaged or that an engine can't load.
@@ -57,6 +58,7 @@ class Session:
         verify: bool = True,
         in_flight: Optional[int] = None,
         devices: Optional[Sequence[str]] = None,
+        cuda_graphs: bool = True,
     ) -> None:
         self.package = Path(package)
         self.manifest: Manifest = read_manifest(self.package)
@@ -76,7 +78,9 @@ class Session:
         # All ranks must see requests in one order, whoever submits them: values of two requests have the same names.
         self._order = threading.Lock()
         build = self.manifest.build
-        backends = [make_backend(self.manifest.engine, device, self.threads, build) for device in self.devices]
+        backends = [
+            make_backend(self.manifest.engine, device, self.threads, build, cuda_graphs) for device in self.devices
+        ]
         self._transports = connect_devices(self.devices, backends)
         self.resident_states = find_resident(self.manifest)
         self._workers = [
@@ -101,6 +105,11 @@ class Session:
         """Pairs of GPUs that exchange values through the host, since copies between them come out wrong here."""
         pairs = {pair for each in self._transports for pair in getattr(each, "by_host", ())}
         return [(f"cuda{source}", f"cuda{target}") for source, target in sorted(pairs)]
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know of how the GPUs work."""
+        return [note for worker in self._workers for note in getattr(worker.backend, "notes", ())]
 
     def device_memory(self) -> list[RankMemory]:
         """What the ranks' GPUs hold since the session began, beside what was predicted; nothing for CPU devices."""

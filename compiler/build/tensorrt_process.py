@@ -147,12 +147,27 @@ def _config(
     if not hasattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED"):
         types = _number_types(job)
         wanted["fp16"] = ir.DataType.FLOAT16 in types
+        if ir.DataType.FLOAT16 in types:
+            _keep_float32(trt, network)
+            wanted["precision_constraints"] = "obey"
         wanted["int8"] = ir.DataType.INT8 in types
     # Collectives inside engines were a preview in 10.16.
     previews = [each for name, each in trt.PreviewFeature.__members__.items() if name.startswith("MULTIDEVICE")]
     if previews:
         wanted["preview_features"] = previews
     return create_config(builder, network, **wanted)
+
+
+def _keep_float32(trt: ModuleType, network: Any) -> None:
+    """What the graph computes in float32 stays so, in place: a network that is not strongly typed may take half."""
+    for layer in map(network.get_layer, range(network.num_layers)):
+        outputs = [layer.get_output(number) for number in range(layer.num_outputs)]
+        if layer.type in (trt.LayerType.CONSTANT, trt.LayerType.SHAPE) or any(o is None for o in outputs):
+            continue
+        if outputs and all(output.dtype == trt.float32 for output in outputs):
+            layer.precision = trt.float32
+            for number in range(layer.num_outputs):
+                layer.set_output_type(number, trt.float32)
 
 
 def _number_types(job: Job) -> set[ir.DataType | None]:

@@ -58,6 +58,7 @@ class GpuArray:
 class Gpu:
     """A rank's GPU. To be made anywhere, and then used by one thread, which calls `attach` first.
 
+    `notes` are what a user should know of it.
     `interrupted` tells, while the thread waits, why it should not wait any longer.
     Raises PackageError where there is no such GPU.
     """
@@ -73,6 +74,7 @@ class Gpu:
         if index >= count:
             raise PackageError(f"there is no cuda{index}: this machine has {count} GPUs (see 'splitc devices')")
         self.interrupted: Callable[[], Optional[BaseException]] = lambda: None
+        self.notes: list[str] = []
         self._device = self.cuda.Device(index)
         with self._device:
             self.stream = self.cuda.Stream(non_blocking=True)

@@ -15,7 +15,9 @@ from splitc.runtime.gpu import list_gpus
 from splitc.runtime.manifest import Build, BuildOptions, Manifest
 
 
-def make_backend(engine: str, device: Device, threads: int, build: Optional[Build] = None) -> Backend:
+def make_backend(
+    engine: str, device: Device, threads: int, build: Optional[Build] = None, cuda_graphs: bool = True
+) -> Backend:
     """What loads engines of the kind on the device: a CPU device with so many threads, or a GPU.
 
     Raises PackageError where the GPU, or a library, is missing.
@@ -24,7 +26,8 @@ def make_backend(engine: str, device: Device, threads: int, build: Optional[Buil
     if engine in MODULES:
         from splitc.runtime.engines.tensorrt import TensorrtBackend
 
-        return TensorrtBackend(engine, device.index, build.options if build is not None else BuildOptions())
+        options = build.options if build is not None else BuildOptions()
+        return TensorrtBackend(engine, device.index, options, cuda_graphs)
     if device.kind == "cuda":
         from splitc.runtime.engines.onnxruntime_gpu import OnnxRuntimeGpuBackend
 

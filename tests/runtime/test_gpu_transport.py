@@ -96,7 +96,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("splitc.runtime.engines.gpu.need_cupy", lambda: cupy)
     monkeypatch.setattr("splitc.runtime.transport.nccl.find_nccl", fake_cupy.make_nccl)
 
-    def make_backend(engine: str, device: Device, threads: int, build: object = None) -> object:
+    def make_backend(engine: str, device: Device, threads: int, build: object, cuda_graphs: bool) -> object:
         return FakeBackend(device.index) if device.kind == "cuda" else OnnxRuntimeBackend(threads)
 
     monkeypatch.setattr("splitc.runtime.session.make_backend", make_backend)
