@@ -18,6 +18,7 @@ from typing import Any, Callable
 
 import msgspec
 import onnx_ir as ir
+from onnx_ir.passes.common import ShapeInferencePass
 
 from splitc.compiler.build.tensorrt import BLOCK, Failed, Finished, Job, Order, Progress, Refusal
 from splitc.runtime.engines.kinds import MODULES, TENSORRT_RTX
@@ -148,7 +149,7 @@ def _config(
         types = _number_types(job)
         wanted["fp16"] = ir.DataType.FLOAT16 in types
         if ir.DataType.FLOAT16 in types:
-            _keep_float32(trt, network)
+            _keep_float32(trt, network, job)
             wanted["precision_constraints"] = "obey"
         wanted["int8"] = ir.DataType.INT8 in types
     # Collectives inside engines were a preview in 10.16.
@@ -158,13 +159,17 @@ def _config(
     return create_config(builder, network, **wanted)
 
 
-def _keep_float32(trt: ModuleType, network: Any) -> None:
-    """What the graph computes in float32 stays so, in place: a network that is not strongly typed may take half."""
+def _keep_float32(trt: ModuleType, network: Any, job: Job) -> None:
+    """What the graph computes in float32 stays so, in place: a network that is not strongly typed may take half.
+
+    TensorRT itself says float32 of everything before it builds, but tensors have the names of the graph's values.
+    """
+    model = ShapeInferencePass()(ir.load(job.source)).model
+    single = {value.name for node in model.graph for value in node.outputs if value.dtype == ir.DataType.FLOAT}
+    free = (trt.LayerType.CONSTANT, trt.LayerType.SHAPE, trt.LayerType.CAST)
     for layer in map(network.get_layer, range(network.num_layers)):
         outputs = [layer.get_output(number) for number in range(layer.num_outputs)]
-        if layer.type in (trt.LayerType.CONSTANT, trt.LayerType.SHAPE) or any(o is None for o in outputs):
-            continue
-        if outputs and all(output.dtype == trt.float32 for output in outputs):
+        if layer.type not in free and outputs and all(output.name in single for output in outputs):
             layer.precision = trt.float32
             for number in range(layer.num_outputs):
                 layer.set_output_type(number, trt.float32)
