@@ -166,13 +166,15 @@ def _keep_float32(trt: ModuleType, network: Any, job: Job) -> None:
     """
     model = ShapeInferencePass()(ir.load(job.source)).model
     single = {value.name for node in model.graph for value in node.outputs if value.dtype == ir.DataType.FLOAT}
-    free = (trt.LayerType.CONSTANT, trt.LayerType.SHAPE, trt.LayerType.CAST)
+    free = (trt.LayerType.CONSTANT, trt.LayerType.SHAPE)
     for layer in map(network.get_layer, range(network.num_layers)):
         outputs = [layer.get_output(number) for number in range(layer.num_outputs)]
-        if layer.type not in free and outputs and all(output.name in single for output in outputs):
+        if layer.type in free or not outputs or any(output.name not in single for output in outputs):
+            continue
+        if layer.type != trt.LayerType.CAST:  # which has no precision of its own
             layer.precision = trt.float32
-            for number in range(layer.num_outputs):
-                layer.set_output_type(number, trt.float32)
+        for number in range(layer.num_outputs):
+            layer.set_output_type(number, trt.float32)
 
 
 def _number_types(job: Job) -> set[ir.DataType | None]:
