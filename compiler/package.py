@@ -110,7 +110,7 @@ def _write_engines(
         for path, graph in zip(paths, pieces)
     ]
     if plan.engine in MODULES:
-        group = [n for n, each in enumerate(plan.ranks) if each.stage is rank.stage]
+        group = [n for n, each in enumerate(plan.ranks) if each.group == rank.group]
         entries = [
             _to_build(entry, sizes, group if any(node.op_type == COLLECTIVE for node in graph) else [])
             for entry, sizes, graph in zip(entries, program.sizes, pieces)

@@ -129,7 +129,7 @@ def _measure_pair(devices: Sequence[Device]) -> list[Measured]:
         array = np.zeros(size // 4, np.float32)
         # There and back again, each time to one who has been waiting: half of it is one way.
         there = _time_both(backends, lambda rank, value: _bounce(rank, ends[rank], value), array) - _busy_seconds()
-        together = _time_both(backends, lambda rank, value: _sum(rank, ends[rank], backends[rank], value), array)
+        together = _time_both(backends, lambda rank, value: _sum(ends[rank], backends[rank], value), array)
         found.append(Measured(size, max(0.0, there) / 2, together))
     return found
 
@@ -159,8 +159,8 @@ def _bounce(rank: int, end: Transport, value: Any) -> Any:
     return value
 
 
-def _sum(rank: int, end: Transport, backend: Backend, value: Any) -> Any:
-    """Both ranks meet, and rank 1, which is timed by the other, has been waiting."""
+def _sum(end: Transport, backend: Backend, value: Any) -> Any:
+    """Both ranks hand the value in; rank 1 does so first, and waits for rank 0."""
     return end.reduce(Reduce("sum", ["x"], ["x"], [0, 1]), [value], backend.accumulate)[0]
 
 

@@ -26,7 +26,8 @@ from splitc.runtime.engines.onnxruntime import OnnxRuntimeBackend
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.manifest import Rank, read_manifest
 from splitc.runtime.parts import cut_part
-from splitc.runtime.program import Failure, Program, Receive, Reduce, Send, Step, execute
+from splitc.runtime.program import Failure, Program, Receive, Reduce, Send, execute
+from splitc.runtime.transport import WithoutSetup
 from splitc.runtime.transport.local import connect
 
 
@@ -123,7 +124,7 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-class Alone:
+class Alone(WithoutSetup):
     """A transport for one rank by itself: what others would send lies in `arrays`, what it sends is kept.
 
     For a collective it takes its own part: the numbers are others then, the bytes are the same.
@@ -133,18 +134,6 @@ class Alone:
         self._arrays = arrays
         self._backend = backend
         self.sent: dict[str, npt.NDArray[Any]] = {}
-
-    def prepare(self, steps: Sequence[Step]) -> None:
-        pass
-
-    def begin(self) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-    def leave(self) -> None:
-        pass
 
     def join(self, group: Sequence[int]) -> Any:
         raise RuntimeError("a rank by itself has nobody to exchange values with")

@@ -21,8 +21,6 @@ PATIENCE = 120.0
 # Seconds between two looks whether a GPU is done: to look all the time would keep the interpreter's lock from the other
 # ranks' threads, which have work to give to their GPUs.
 NAP = 1e-5
-
-
 # Seconds that a rank waits for its GPU when it ends.
 CLOSING = 5.0
 # GPUs whose streams did not come to an end.
@@ -31,14 +29,6 @@ _STUCK: list[Gpu] = []
 NOT_READY = 600
 # Smaller pieces of memory are taken as they are asked for.
 LARGE = 1 << 20
-
-
-def _rounded(size: int) -> int:
-    """The size of the piece of memory to take: so that a cache that grows a little fits one that was freed."""
-    if size < LARGE:
-        return size
-    step = 1 << (size.bit_length() - 4)
-    return -(-size // step) * step
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,3 +191,11 @@ class Gpu:
 
     def _copy(self, target: int, source: int, size: int, kind: int) -> None:
         self.cuda.runtime.memcpyAsync(target, source, size, kind, self.stream.ptr)
+
+
+def _rounded(size: int) -> int:
+    """The size of the piece of memory to take: so that a cache that grows a little fits one that was freed."""
+    if size < LARGE:
+        return size
+    step = 1 << (size.bit_length() - 4)
+    return -(-size // step) * step

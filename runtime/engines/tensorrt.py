@@ -17,9 +17,9 @@ from splitc.runtime.engines.kinds import MODULES, need_installed
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.manifest import BuildOptions
 
-# TensorRT's names of number types, where they are not numpy's in upper case.
 # Graphs that an engine keeps.
 MOST_GRAPHS = 32
+# TensorRT's names of number types, where they are not numpy's in upper case.
 TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16"}
 
 

@@ -43,3 +43,19 @@ class Transport(Protocol):
         overwritten, and the results are shared: nobody may write to them. A rank that hands in something else than a
         list has failed; all get that instead.
         """
+
+
+class WithoutSetup:
+    """For a transport that has nothing to get ready before a request and nothing to agree on after it."""
+
+    def prepare(self, steps: Sequence[Step]) -> None:
+        pass
+
+    def begin(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def leave(self) -> None:
+        pass

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, Optional
 
-from splitc.runtime.program import Failure, Reduce, Step
+from splitc.runtime.program import Failure, Reduce
+from splitc.runtime.transport import WithoutSetup
 
 Channels = dict[tuple[int, int], "SimpleQueue[tuple[Optional[str], Any]]"]
 
@@ -71,24 +72,12 @@ class Hub:
     failure: Optional[Failure] = None
 
 
-class LocalTransport:
+class LocalTransport(WithoutSetup):
     """The end that belongs to `rank`."""
 
     def __init__(self, rank: int, hub: Hub) -> None:
         self.rank = rank
         self.hub = hub
-
-    def prepare(self, steps: Sequence[Step]) -> None:
-        pass
-
-    def begin(self) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-    def leave(self) -> None:
-        pass
 
     def join(self, group: Sequence[int]) -> Any:
         raise RuntimeError("engines on CPU devices exchange nothing while they run")
