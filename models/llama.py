@@ -13,7 +13,7 @@ import argparse
 import math
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
@@ -251,7 +251,7 @@ class Decoder:
         return w.op("ReduceSum", w.op("Mul", outer, by_expert), w.constant([1], np.int64), keepdims=0)
 
 
-def main() -> None:
+def main(build: Callable[[Size], ir.Model] = build) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, required=True, help="the ONNX file to write")
     for name in ("layers", "hidden", "heads", "kv_heads", "feed_forward", "vocabulary", "experts"):
