@@ -2,9 +2,9 @@
 
     python models/llama_fused.py -o llama.onnx --layers 16 --hidden 2048 --heads 32 --kv-heads 8 --dtype fp16
 
-One operator does all of the attention (rotary embedding and cache included), another the residual sum with its norm. The
-cache may have room for what is to come: how far it is filled is counted in the attention mask, which is as long as the
-cache then. So no size changes from token to token.
+One operator does all of the attention (rotary embedding and cache included), another the residual sum with its norm;
+logits are those of the last token only. The cache may have room for what is to come: how far it is filled is counted in
+the attention mask, which is as long as the cache then. So no size changes from token to token.
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ class FusedDecoder(Decoder):
                     added = self.feed_forward(f"{name}.mlp", normed)
                 presents.append(present)
             normed, _ = self.add_norm("model.norm", hidden, added)
+            normed = w.op("Gather", normed, w.constant([-1], np.int64), axis=1)
         with w.scope("lm_head"):
             logits = w.op("MatMul", normed, self.weight("lm_head.weight", size.hidden, size.vocabulary))
-        w.output(logits, "logits", size.dtype, ["batch", "sequence", size.vocabulary])
+        w.output(logits, "logits", size.dtype, ["batch", 1, size.vocabulary])
         cache[2] = "total"
         for layer, pair in enumerate(presents):
             for value, part in zip(pair, ("key", "value")):

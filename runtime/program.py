@@ -61,10 +61,15 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class Replay:
+    """All steps of all ranks at once, as a CUDA graph."""
+
+
+@dataclass(frozen=True)
 class Span:
     """One step as it ran: times in seconds of time.perf_counter."""
 
-    step: Step
+    step: Union[Step, Replay]
     start: float
     end: float
 
@@ -147,6 +152,17 @@ def execute(
     if failure is not None:
         raise failure.error
     return values, spans
+
+
+def overlap(programs: Sequence[Sequence[Step]]) -> bool:
+    """Whether a request can begin while the one before is further on: a rank that needs nothing of another one."""
+    needs: list[set[int]] = []
+    for program in programs:
+        sources = {step.source for step in program if isinstance(step, Receive)}
+        needs.append(sources.union(*(step.ranks for step in program if isinstance(step, Reduce))))
+    for _ in programs:
+        needs = [own.union(*(needs[rank] for rank in own)) for own in needs]
+    return any(set(range(len(programs))) - {rank} - own for rank, own in enumerate(needs))
 
 
 def _receive(transport: Transport, step: Receive) -> Any:

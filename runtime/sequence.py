@@ -90,7 +90,7 @@ class StateSequence:
         }
 
     def _submit(self, feeds: Mapping[str, Array], first: Mapping[str, Array]) -> Future[Request]:
-        return self._session.submit_request(feeds, self._number, first, self._capacity is not None)
+        return self._session.submit_request(feeds, self._number, first, self._capacity is not None, here=True)
 
     def close(self) -> None:
         """Let the states go."""

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Optional, TypeVar, Union
@@ -24,12 +25,16 @@ from splitc.runtime.errors import FeedError, MisuseError, SplitcError
 from splitc.runtime.manifest import Manifest, Part, State, Tensor, read_manifest, verify_files
 from splitc.runtime.measure import RankMemory
 from splitc.runtime.parts import join_parts
+from splitc.runtime.program import overlap
+from splitc.runtime.recording import Recording, Recordings
 from splitc.runtime.sequence import StateSequence
 from splitc.runtime.transport.devices import connect_devices
-from splitc.runtime.worker import NEVER, Forget, Request, Served, Worker
+from splitc.runtime.worker import NEVER, Request, Served, Worker
 
 Array = npt.NDArray[Any]
 
+# Seconds between two looks whether a session is broken.
+BROKEN = 0.1
 # Seconds that a session waits, when it is closed, for requests under way; then their engines are stopped.
 PATIENCE = 10.0
 
@@ -44,7 +49,7 @@ class Session:
     `verify=False` skips comparing the files' hashes with the manifest, which reads every byte of the weights once.
     `devices` are others to run on than the package was made for, one for each rank; an ONNX Runtime package for GPUs
     runs on CPU devices too, and the other way round.
-    TensorRT engines are captured as CUDA graphs, unless `cuda_graphs` is False.
+    On GPUs, requests of sizes that came before are replayed as CUDA graphs, unless `cuda_graphs` is False.
     At most `in_flight` requests are under way at a time (default: two a stage): their feeds, what they have on the
     devices and their outputs are what the session holds beside its weights. Any number of threads may use one session.
     Raises PackageError for a package that is damaged or that an engine can't load.
@@ -72,6 +77,8 @@ class Session:
         self._parts = [{part.name: part for part in rank.parts} for rank in self.manifest.ranks]
         self._places = threading.BoundedSemaphore(self.in_flight)
         self._sequences = itertools.count()
+        self._overlap = overlap([rank.program for rank in self.manifest.ranks])
+        self._recordings: Optional[Recordings] = None
         self._closed = False
         self._failure: Optional[BaseException] = None
         self._under_way: set[Request] = set()
@@ -90,6 +97,9 @@ class Session:
         for worker in self._workers:
             worker.start()
         self._wait_loaded()
+        direct = all(getattr(each, "direct", False) for each in self._transports)
+        if cuda_graphs and direct:
+            self._recordings = Recordings(self._workers)
 
     def _wait_loaded(self) -> None:
         """Wait until each rank has its engines. Raises the first error; the other ranks are then ended."""
@@ -109,7 +119,10 @@ class Session:
     @property
     def notes(self) -> list[str]:
         """What a user should know of how the GPUs work."""
-        return [note for worker in self._workers for note in getattr(worker.backend, "notes", ())]
+        notes = [note for worker in self._workers for note in getattr(worker.backend, "notes", ())]
+        if self._recordings is not None and self._recordings.why_plain is not None:
+            notes.append(f"requests are not replayed as CUDA graphs: {self._recordings.why_plain}")
+        return notes
 
     def device_memory(self) -> list[RankMemory]:
         """What the ranks' GPUs hold since the session began, beside what was predicted; nothing for CPU devices."""
@@ -139,7 +152,7 @@ class Session:
 
     def run_timed(self, feeds: Mapping[str, npt.ArrayLike]) -> tuple[dict[str, Array], dict[int, Served]]:
         """As `run`; returns beside the outputs when each rank did what."""
-        request = self.submit_request(check_feeds(feeds, self.inputs)).result()
+        request = self.submit_request(check_feeds(feeds, self.inputs), here=True).result()
         return self.join(request), request.served
 
     def submit(self, feeds: Mapping[str, npt.ArrayLike]) -> Future[dict[str, Array]]:
@@ -182,22 +195,63 @@ class Session:
         sequence: Optional[int] = None,
         first: Optional[Mapping[str, Array]] = None,
         room: bool = False,
+        here: bool = False,
     ) -> Future[Request]:
         """Start a run of checked feeds: of a stateful sequence, where that is given, from the states `first` on.
 
-        `room` says that these have room for what is to come.
+        `room` says that these have room for what is to come. One who waits for the result anyway may have the calling
+        thread replay the request, if it is replayed: `here`.
         """
         self._places.acquire()
         request = Request(arrays, len(self._workers), sequence, first or {}, room)
         with self._order:
-            if self._closed or self._failure is not None:
+            try:
+                self._check_usable()
+                recording = self._find_recording(request)
+            except BaseException:
                 self._places.release()
-                raise self._unusable()
+                raise
             self._under_way.add(request)
             request.future.add_done_callback(lambda _: self._done(request))
-            for worker in self._workers:
-                worker.requests.put(request)
+            if recording is None:
+                for worker in self._workers:
+                    worker.requests.put(request)
+        if recording is not None:
+            play = partial(recording[0].play, request, recording[1])
+            if here:
+                play()
+            else:
+                self._workers[0].requests.put(play)
         return request.future
+
+    def _find_recording(self, request: Request) -> Optional[tuple[Recordings, Recording]]:
+        """The recording to replay the request with, if it is to be replayed.
+
+        Where requests overlap, only those that find nothing else under way are. What is replayed and what is not never
+        run together: both work on the same streams.
+        """
+        if self._recordings is None:
+            return None
+        others = list(self._under_way)
+        replayed = self._recordings.takes(request) and not (self._overlap and others)
+        recording = None
+        if replayed:
+            self._wait_for([other for other in others if not other.replayed])
+            recording = self._recordings.find(request)
+        if recording is None:
+            self._wait_for([other for other in others if other.replayed])
+            return None
+        request.replayed = True
+        return self._recordings, recording
+
+    def _wait_for(self, requests: Sequence[Request]) -> None:
+        """Wait for requests to end. Raises SplitcError when the session breaks."""
+        while wait([request.future for request in requests], BROKEN).not_done:
+            self._check_usable()
+
+    def _check_usable(self) -> None:
+        if self._closed or self._failure is not None:
+            raise self._unusable()
 
     def _unusable(self) -> SplitcError:
         if self._failure is not None:
@@ -221,8 +275,10 @@ class Session:
     def forget(self, sequence: int) -> None:
         """Let the states of a sequence go."""
         with self._order:
+            if self._recordings is not None:
+                self._recordings.forget(sequence)
             for worker in self._workers:
-                worker.requests.put(Forget(sequence))
+                worker.requests.put(partial(worker.sequences.pop, sequence, None))
 
     def join(self, request: Request) -> dict[str, Array]:
         """The ranks' outputs together: whole ones, those of which ranks have parts, and inputs handed back."""
@@ -255,6 +311,8 @@ class Session:
             self._closed = True
             for request in list(self._under_way):  # they end meanwhile
                 request.cancel()
+            if self._recordings is not None:
+                self._recordings.end(PATIENCE)
             for worker in self._workers:
                 worker.requests.put(None)
         deadline = time.monotonic() + PATIENCE

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import numpy.typing as npt
 
@@ -36,6 +36,11 @@ class Served:
 NEVER = Served(0.0, 0.0, ())
 
 
+def closed_before() -> SplitcError:
+    """What a request gets that was cancelled."""
+    return SplitcError("the session was closed before this request ran")
+
+
 @dataclass(eq=False)
 class Request:
     """One run on its way through the ranks, each of which adds its part; the last one completes the future.
@@ -55,6 +60,7 @@ class Request:
     served: dict[int, Served] = field(default_factory=dict)
     error: Optional[BaseException] = None
     submitted: float = field(default_factory=time.perf_counter)
+    replayed: bool = False
     started: bool = False
     cancelled: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -87,17 +93,13 @@ class Request:
             self.future.set_result(self)
 
 
-@dataclass(frozen=True)
-class Forget:
-    """Tells a worker that a sequence has ended, so that its states can go."""
-
-    sequence: int
-
-
 class Worker(threading.Thread):
     """One rank of a session. `states` are those that stay on the ranks.
 
+    `requests` are run in their order; what else the thread is to do comes with them, as a function.
     `broken` is called when the thread itself fails, not just a request.
+    `resident` has the output for each input that is a state; `sequences` hold the states.
+    `why_plain` says, once it is loaded, what keeps its work from being captured as a CUDA graph, if anything does.
     """
 
     def __init__(
@@ -111,19 +113,20 @@ class Worker(threading.Thread):
         broken: Callable[[BaseException], None],
     ) -> None:
         super().__init__(name=f"splitc rank {number} ({rank.device})", daemon=True)
-        self.requests: SimpleQueue[Optional[Request | Forget]] = SimpleQueue()
+        self.requests: SimpleQueue[Union[Request, Callable[[], None], None]] = SimpleQueue()
         self.backend = backend
-        self._number = number
+        self.number = number
         self._rank = rank
         stays = [state for state in states if state.input in rank.inputs]
-        self._resident = {state.input: state.output for state in stays}
+        self.resident = {state.input: state.output for state in stays}
         self._in_place = [state for state in stays if state.in_place]
         self._package = package
         self.ready: Future[None] = Future()
+        self.why_plain: Optional[str] = None
         self._parts = {part.name: part for part in rank.parts}
-        self._transport = transport
+        self.transport = transport
         self._broken = broken
-        self._sequences: dict[int, dict[str, Any]] = {}
+        self.sequences: dict[Optional[int], dict[str, Any]] = {}
 
     def run(self) -> None:
         try:
@@ -138,20 +141,19 @@ class Worker(threading.Thread):
             self._broken(error)
         finally:
             # Here, and not whenever the garbage collector comes by: this thread is on the right device.
-            self._sequences.clear()
-            self._transport.leave()
+            self.sequences.clear()
+            self.transport.leave()
             self.backend.detach()
             del self._program
 
     def _serve_all(self) -> None:
         while (request := self.requests.get()) is not None:
-            if isinstance(request, Forget):
-                self._sequences.pop(request.sequence, None)
+            if not isinstance(request, Request):
+                request()
             elif request.begin():
                 self._serve(request)
             else:
-                error = SplitcError("the session was closed before this request ran")
-                request.finish(self._number, {}, NEVER, error)
+                request.finish(self.number, {}, NEVER, closed_before())
 
     def _load(self) -> Program:
         """Load the engines; those that exchange values while they run learn with whom."""
@@ -161,11 +163,12 @@ class Worker(threading.Thread):
         for file in self._rank.engines:
             source = self._package / file.source if file.source is not None else None
             engines.append(self.backend.load(self._package / file.path, source))
-        self._transport.prepare(self._rank.program)
+        self.transport.prepare(self._rank.program)
         self.backend.reserve(self._rank.activation_bytes + 2 * self._rank.cache_bytes)
         for file, engine in zip(self._rank.engines, engines):
             if file.group:
-                engine.connect(self._transport.join(file.group))
+                engine.connect(self.transport.join(file.group))
+        self.why_plain = next((why for each in engines if (why := getattr(each, "why_plain", None))), None)
         self._loaded = self.backend.used_bytes()
         return Program(self._rank.program, engines, [*self._rank.outputs, *self._rank.keeps])
 
@@ -182,37 +185,51 @@ class Worker(threading.Thread):
 
     def _serve(self, request: Request) -> None:
         start = time.perf_counter()
-        self._transport.begin()
+        self.transport.begin()
         try:
             outputs, spans = self._run_request(request)
         except Exception as error:  # whoever waits for the request gets it
-            request.finish(self._number, {}, Served(start, time.perf_counter(), ()), error)
+            request.finish(self.number, {}, Served(start, time.perf_counter(), ()), error)
         else:
-            request.finish(self._number, outputs, Served(start, time.perf_counter(), spans), None)
+            request.finish(self.number, outputs, Served(start, time.perf_counter(), spans), None)
 
     def _run_request(self, request: Request) -> tuple[dict[str, Array], list[Span]]:
-        stateful = request.sequence is not None
-        states = self._sequences.get(request.sequence) if request.sequence is not None else None
+        states = self.sequences.get(request.sequence, {})
+        values, spans = self.execute(request, states, lambda name: self.backend.upload(self.cut(name, request)))
+        if request.sequence is not None:
+            kept = {name: values[output] for name, output in self.resident.items()}
+            self.sequences[request.sequence] = {name: self._settle(kept[name], states.get(name)) for name in kept}
+        outputs = self.backend.download({name: values[name] for name in self.given(request)})
+        self.transport.finish()
+        return outputs, spans
 
+    def execute(
+        self, request: Request, states: Mapping[str, Any], upload: Callable[[str], Any]
+    ) -> tuple[dict[str, Any], list[Span]]:
+        """Run the program on the states that stay on this rank, and on what `upload` makes of inputs."""
         into: dict[str, Any] = {}
 
         def feeds() -> dict[str, Any]:
-            given = {**request.feeds, **request.first}
-            own = states or {}
-            fed = {name: own[name] if name in own else self._upload(name, given[name]) for name in self._rank.inputs}
+            fed = {name: states[name] if name in states else upload(name) for name in self._rank.inputs}
             if request.room:
                 into.update({state.output: fed[state.input] for state in self._in_place})
             return fed
 
-        values, spans = execute(self._program, self._transport, feeds, self.backend.accumulate, into)
-        if request.sequence is not None:
-            self._sequences[request.sequence] = {name: values[output] for name, output in self._resident.items()}
-        kept = set(self._resident.values()) if stateful else set[str]()
-        given = [name for name in self._rank.outputs if name not in kept]
-        outputs = self.backend.download({name: values[name] for name in given})
-        self._transport.finish()
-        return outputs, spans
+        return execute(self._program, self.transport, feeds, self.backend.accumulate, into)
 
-    def _upload(self, name: str, array: Array) -> Any:
+    def given(self, request: Request) -> list[str]:
+        """The outputs that the rank gives the request, rather than keep as a state."""
+        kept = set(self.resident.values()) if request.sequence is not None else set[str]()
+        return [name for name in self._rank.outputs if name not in kept]
+
+    def cut(self, name: str, request: Request) -> Array:
+        """This rank's part of an input."""
+        array = request.first[name] if name in request.first else request.feeds[name]
         part = self._parts.get(name)
-        return self.backend.upload(array if part is None else cut_part(array, part))
+        return array if part is None else cut_part(array, part)
+
+    def _settle(self, state: Any, before: Any) -> Any:
+        """A state in memory where it can stay: recorded graphs use that of ONNX Runtime's arena as it is free."""
+        if state is before or not getattr(self.backend, "recorded", False):
+            return state
+        return self.backend.copy_from(state, self.backend.index)

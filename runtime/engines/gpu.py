@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Callable, Optional
 
 import numpy as np
 import numpy.typing as npt
 
 from splitc.runtime.arrays import accumulate_arrays, number_type
+from splitc.runtime.engines.combine import combine
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.gpu import need_cupy
 
@@ -45,15 +46,29 @@ class GpuArray:
         return math.prod(self.shape) * number_type(self.dtype).itemsize
 
 
+@dataclass(eq=False)
+class Tape:
+    """A rank's part of a recorded request: memory on the host that is copied to the GPU when the request begins, and
+    from it when it ends, by the names of inputs and outputs; and what must stay while the recording does.
+    """
+
+    inputs: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+    outputs: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+    kept: list[Any] = field(default_factory=list)
+
+
 class Gpu:
     """A rank's GPU. To be made anywhere, and then used by one thread, which calls `attach` first.
 
     `notes` are what a user should know of it.
+    While a request is recorded as a CUDA graph, `tape` is this rank's part of that; `recorded` says that one ever was.
     `interrupted` tells, while the thread waits, why it should not wait any longer.
     Raises PackageError where there is no such GPU.
     """
 
     def __init__(self, index: int) -> None:
+        self.tape: Optional[Tape] = None
+        self.recorded = False
         self.cupy = need_cupy()
         self.cuda = self.cupy.cuda
         self.index = index
@@ -65,14 +80,16 @@ class Gpu:
             raise PackageError(f"there is no cuda{index}: this machine has {count} GPUs (see 'splitc devices')")
         self.interrupted: Callable[[], Optional[BaseException]] = lambda: None
         self.notes: list[str] = []
-        self._device = self.cuda.Device(index)
-        with self._device:
+        self.device = self.cuda.Device(index)
+        with self.device:
             self.stream = self.cuda.Stream(non_blocking=True)
         self._kept: deque[tuple[Any, tuple[Any, ...]]] = deque()
+        # Memory of recordings: each uses it from its beginning to its end, one after the other.
+        self._private = self.cuda.MemoryPool()
 
     def attach(self) -> None:
         """Make the calling thread work on this GPU and stream."""
-        self._device.use()
+        self.device.use()
         self.stream.use()
 
     def detach(self) -> None:
@@ -86,39 +103,42 @@ class Gpu:
     def empty(self, shape: tuple[int, ...], dtype: str) -> GpuArray:
         """Memory for an array, of CuPy's pool, which gives it to later work on this stream when it is free again."""
         size = math.prod(shape) * number_type(dtype).itemsize
-        memory = self.cuda.alloc(_rounded(max(1, size)))  # engines want an address also where there is nothing
+        take = self.cuda.alloc if self.tape is None else self._private.malloc
+        memory = take(_rounded(max(1, size)))  # engines want an address also where there is nothing
         return GpuArray(memory.ptr, shape, dtype, memory)
 
     def upload(self, array: npt.NDArray[Any]) -> GpuArray:
         """The array on the GPU, copied behind what the stream has to do."""
+        return self.stage(array)[0]
+
+    def stage(self, array: npt.NDArray[Any]) -> tuple[GpuArray, npt.NDArray[Any]]:
+        """As `upload`; beside it the pinned memory that the array is copied from, as an array."""
         array = np.asarray(array, order="C")
         target = self.empty(array.shape, str(array.dtype))
-        if array.nbytes:
-            pinned = self.cuda.alloc_pinned_memory(array.nbytes)
-            np.frombuffer(pinned, np.uint8, array.nbytes)[:] = array.reshape(-1).view(np.uint8)
-            self._copy(target.pointer, pinned.ptr, array.nbytes, self.cuda.runtime.memcpyHostToDevice)
-            self.keep(pinned)
-        return target
+        staged = self._pinned(array.shape, array.dtype)
+        staged[...] = array
+        self._copy(target.pointer, staged.ctypes.data, array.nbytes, self.cuda.runtime.memcpyHostToDevice)
+        self.keep(staged)
+        return target, staged
 
     def download(self, values: Mapping[str, GpuArray]) -> dict[str, npt.NDArray[np.generic]]:
         """The arrays on the host; waits until the stream has made them all."""
         if not values:
             return {}
+        if self.tape is not None:
+            raise EngineError(f"{', '.join(values)}: the host reads that while the request runs")
+        landed = self.land(values)
+        self.wait(self.record())
+        return {name: array.copy() for name, array in landed.items()}
+
+    def land(self, values: Mapping[str, GpuArray]) -> dict[str, npt.NDArray[np.generic]]:
+        """Pinned memory on the host that the arrays are copied to, behind what the stream has to do."""
         landed = {}
         for name, value in values.items():
-            pinned = self.cuda.alloc_pinned_memory(max(1, value.nbytes))
-            if value.nbytes:
-                self._copy(pinned.ptr, value.pointer, value.nbytes, self.cuda.runtime.memcpyDeviceToHost)
-            landed[name] = pinned
-        self.keep(*landed.values())  # also when the wait ends in an error, and the copies are still to come
-        self.wait(self.record())
-        return {
-            name: np.frombuffer(pinned, np.uint8, values[name].nbytes)
-            .view(number_type(values[name].dtype))
-            .reshape(values[name].shape)
-            .copy()
-            for name, pinned in landed.items()
-        }
+            landed[name] = self._pinned(value.shape, number_type(value.dtype))
+            self._copy(landed[name].ctypes.data, value.pointer, value.nbytes, self.cuda.runtime.memcpyDeviceToHost)
+        self.keep(*landed.values())  # also when a wait ends in an error, and the copies are still to come
+        return landed
 
     def copy_from(self, value: GpuArray, other: int) -> GpuArray:
         """An array of the GPU `other` on this one. Without peer access the driver takes it through the host."""
@@ -129,6 +149,18 @@ class Gpu:
             )
             self.keep(value)
         return target
+
+    def copy_over(self, target: GpuArray, value: GpuArray) -> None:
+        """Write an array of this GPU over another one of the same size."""
+        self._copy(target.pointer, value.pointer, value.nbytes, self.cuda.runtime.memcpyDeviceToDevice)
+        self.keep(value)
+
+    def combine(self, operation: str, parts: Sequence[GpuArray]) -> GpuArray:
+        """The `sum` or `max` of arrays of which others are on GPUs that this one has access to."""
+        whole = self.empty(parts[0].shape, parts[0].dtype)
+        if size := math.prod(whole.shape):
+            combine(operation, parts, whole, size)
+        return whole
 
     def cast(self, value: GpuArray, dtype: str) -> GpuArray:
         """The array in another number type: int64 as int32 on the GPU, all else by way of the host."""
@@ -155,7 +187,7 @@ class Gpu:
 
     def used_bytes(self) -> int:
         """The bytes of this GPU's memory that are in use, by anyone."""
-        with self._device:
+        with self.device:
             free, total = self.cuda.runtime.memGetInfo()
         return int(total - free)
 
@@ -167,11 +199,14 @@ class Gpu:
 
     def keep(self, *objects: Any) -> None:
         """Hold on to objects until the stream has come so far: it may not have read their memory yet."""
+        if self.tape is not None:
+            self.tape.kept.extend(objects)
+            return
         self._kept.append((self.record(), objects))
         while self._kept and self._kept[0][0].done:
             self._kept.popleft()
 
-    def wait(self, event: Any, patience: Optional[float] = None) -> None:
+    def wait(self, event: Any, patience: Optional[float] = None, nap: float = NAP) -> None:
         """Wait for an event. Raises what `interrupted` tells, and EngineError when it takes too long."""
         most = PATIENCE if patience is None else patience
         start = time.monotonic()
@@ -183,14 +218,21 @@ class Gpu:
             waited = time.monotonic() - start
             if waited > most:
                 raise EngineError(f"cuda{self.index} did not come to an end within {most:.0f} s: it seems to hang")
-            time.sleep(NAP)
+            time.sleep(nap)
 
     def accumulate(self, operation: str, total: npt.NDArray[Any], part: npt.NDArray[Any]) -> None:
         """Of arrays on the host: what NCCL does not do is done there."""
         accumulate_arrays(operation, total, part)
 
+    def _pinned(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """An array in the host's memory that a GPU can copy to and from by itself."""
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        pinned = self.cuda.alloc_pinned_memory(max(1, size))
+        return np.frombuffer(pinned, np.uint8, size).view(dtype).reshape(shape)
+
     def _copy(self, target: int, source: int, size: int, kind: int) -> None:
-        self.cuda.runtime.memcpyAsync(target, source, size, kind, self.stream.ptr)
+        if size:
+            self.cuda.runtime.memcpyAsync(target, source, size, kind, self.stream.ptr)
 
 
 def _rounded(size: int) -> int:

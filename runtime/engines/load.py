@@ -31,7 +31,7 @@ def make_backend(
     if device.kind == "cuda":
         from splitc.runtime.engines.onnxruntime_gpu import OnnxRuntimeGpuBackend
 
-        return OnnxRuntimeGpuBackend(device.index)
+        return OnnxRuntimeGpuBackend(device.index, cuda_graphs)
     from splitc.runtime.engines.onnxruntime import OnnxRuntimeBackend
 
     return OnnxRuntimeBackend(threads)

@@ -22,6 +22,11 @@ from splitc.runtime.errors import EngineError, PackageError
 # TensorProto.BFLOAT16, which numpy has no type for.
 BFLOAT16 = 16
 PROVIDER = "CUDAExecutionProvider"
+# Sizes of inputs whose outputs' shapes an engine remembers.
+REMEMBERED = 64
+# What ONNX Runtime says of a session that it could not capture as a CUDA graph itself: nodes on the CPU exchange values
+# with the GPU, through memory that would be used for something else when a graph is replayed.
+NOT_CAPTURED = "graph capture"
 # The number types of ONNX Runtime's type strings, where these are not numpy's.
 NAMES = {"float": "float32", "double": "float64"}
 
@@ -29,8 +34,16 @@ NAMES = {"float": "float32", "double": "float64"}
 class OnnxRuntimeGpuEngine:
     """One ONNX file in a session of its own, which works on the GPU's stream and does not wait for it."""
 
-    def __init__(self, name: str, session: ort.InferenceSession, gpu: Gpu, options: ort.RunOptions) -> None:
+    def __init__(
+        self,
+        name: str,
+        session: ort.InferenceSession,
+        gpu: Gpu,
+        options: ort.RunOptions,
+        why_plain: Optional[str] = None,
+    ) -> None:
         self._name = name
+        self.why_plain = why_plain
         self._session = session
         self._gpu = gpu
         self._options = options
@@ -38,13 +51,20 @@ class OnnxRuntimeGpuEngine:
         self.outputs = [value.name for value in session.get_outputs()]
         places = zip(session.get_inputs(), session.get_input_memory_infos())
         self._on_host = {value.name for value, place in places if "cuda" not in place.name.lower()}
+        if self._on_host:
+            self.why_plain = f"{name} takes '{min(self._on_host)}' on the host"
         self._types = {value.name: _type_name(value.type) for value in session.get_outputs()}
+        # The outputs' shapes, in their order, for inputs' shapes that came.
+        self._shapes: dict[Any, list[tuple[int, ...]]] = {}
 
     def connect(self, communicator: Any) -> None:
         raise RuntimeError("ONNX Runtime's engines exchange nothing while they run")
 
     def run(self, values: Mapping[str, Any], into: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
         binding = self._session.io_binding()
+        sizes = tuple(values[name].shape for name in self.inputs)
+        if self._gpu.tape is not None:
+            into = {**self._room(sizes), **into}
         # ONNX Runtime would copy these to the host itself, waiting for the stream with the interpreter's lock held:
         # the stream may wait for another rank, whose thread needs that lock.
         on_host = self._gpu.download({name: values[name] for name in self.inputs if name in self._on_host})
@@ -62,8 +82,21 @@ class OnnxRuntimeGpuEngine:
             self._session.run_with_iobinding(binding, self._options)
         except ERRORS as error:
             raise EngineError(f"{self._name} failed on cuda{self._gpu.index}: {error}") from error
-        made = {name: self._own(name, value) for name, value in zip(self.outputs, binding.get_outputs())}
-        return {**made, **into}
+        given = binding.get_outputs()
+        if sizes not in self._shapes:
+            self._shapes = dict(list(self._shapes.items())[1 - REMEMBERED :])
+            self._shapes[sizes] = [tuple(value.shape()) for value in given]
+        return {
+            name: into[name] if name in into else self._own(name, value) for name, value in zip(self.outputs, given)
+        }
+
+    def _room(self, sizes: Any) -> dict[str, GpuArray]:
+        """Memory of ours for the outputs: what ONNX Runtime's own arena has now, it gives to others after the run."""
+        if sizes not in self._shapes:
+            raise EngineError(f"{self._name} has not run with these sizes before")
+        return {
+            name: self._gpu.empty(shape, self._types[name]) for name, shape in zip(self.outputs, self._shapes[sizes])
+        }
 
     def _own(self, name: str, value: ort.OrtValue) -> GpuArray:
         """An output by itself: as an OrtValue it would keep all outputs of its run, through the binding."""
@@ -80,11 +113,13 @@ class OnnxRuntimeGpuEngine:
 class OnnxRuntimeGpuBackend(Gpu):
     """ONNX Runtime's CUDA provider on one GPU."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, cuda_graphs: bool = True) -> None:
         super().__init__(index)
+        self._cuda_graphs = cuda_graphs
         self._options = ort.RunOptions()
         # What follows on the stream waits for it there; the host need not.
         self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        self._options.add_run_config_entry("gpu_graph_id", "-1")  # what is captured is captured by us
 
     def load(self, path: Path, source: Optional[Path] = None) -> OnnxRuntimeGpuEngine:
         _load_libraries()
@@ -98,19 +133,28 @@ class OnnxRuntimeGpuBackend(Gpu):
             "user_compute_stream": str(self.stream.ptr),
             "use_tf32": "0",  # what the graph computes in float32 has all its digits
         }
+        why_plain = None
         try:
-            session = ort.InferenceSession(
-                str(path), options, providers=[(PROVIDER, provider), "CPUExecutionProvider"], enable_fallback=0
-            )
-        except ERRORS as error:
-            raise PackageError(f"ONNX Runtime can't load {path} on cuda{self.index}: {error}") from error
+            session = self._open(path, options, {**provider, "enable_cuda_graph": str(int(self._cuda_graphs))})
+        except PackageError as error:
+            if NOT_CAPTURED not in str(error):
+                raise
+            session = self._open(path, options, provider)
+            why_plain = f"nodes of {path.name} on the CPU exchange values with those on the GPU"
         if PROVIDER not in session.get_providers():  # it goes without a word
             raise PackageError(
                 f"ONNX Runtime dropped its {PROVIDER}, and would have run on the CPU: it wants CUDA and cuDNN of the "
                 "versions that it was built for (pip install 'onnxruntime-gpu[cuda,cudnn]'), and onnxruntime and "
                 "onnxruntime-gpu must not both be installed"
             )
-        return OnnxRuntimeGpuEngine(path.name, session, self, self._options)
+        return OnnxRuntimeGpuEngine(path.name, session, self, self._options, why_plain)
+
+    def _open(self, path: Path, options: ort.SessionOptions, provider: Mapping[str, str]) -> ort.InferenceSession:
+        providers = [(PROVIDER, dict(provider)), "CPUExecutionProvider"]
+        try:
+            return ort.InferenceSession(str(path), options, providers=providers, enable_fallback=0)
+        except ERRORS as error:
+            raise PackageError(f"ONNX Runtime can't load {path} on cuda{self.index}: {error}") from error
 
     def stop(self) -> None:
         self._options.terminate = True

@@ -40,6 +40,7 @@ class TensorrtEngine:
             raise PackageError(
                 f"{name} gives '{given[0]}', a list of sizes, on the host, where no other engine takes it"
             )
+        self.why_plain = f"{name} takes a list of sizes on the host" if self._on_host else None
         self.context = _make_context(trt, engine)
         if self.context is None:
             raise PackageError(f"TensorRT can't make a context for {name} on cuda{backend.index}: {backend.said()}")
@@ -56,6 +57,7 @@ class TensorrtEngine:
         new = ctypes.pythonapi.PyCapsule_New
         new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
         self._capture = False  # to capture what waits for other ranks has been seen to hang
+        self.why_plain = f"{self._name} waits for other ranks while it runs"
         if not self.context.set_communicator(new(communicator.comm, b"ncclComm_t", None)):
             raise PackageError(f"{self._name} does not take its communicator: {self._backend.said()}")
 
@@ -99,6 +101,10 @@ class TensorrtEngine:
         is of the addresses that it was captured with: the pool gives the same ones again and again.
         """
         stream = self._backend.stream
+        if self._backend.tape is not None:
+            bind()
+            self._enqueue()
+            return
         if (graph := self._graphs.get(key)) is not None:
             graph.launch(stream)
             return
@@ -156,6 +162,7 @@ class TensorrtBackend(Gpu):
         self._runtime = self.trt.Runtime(self._logger)
         self._runtime.engine_host_code_allowed = options.version_compatible  # such engines hold code for the host
         self._scratch: Optional[GpuArray] = None
+        self._most_scratch = 0
 
     def load(self, path: Path, source: Optional[Path] = None) -> TensorrtEngine:
         engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
@@ -165,7 +172,9 @@ class TensorrtBackend(Gpu):
             engine.weight_streaming_budget_v2 = engine.get_weight_streaming_automatic_budget()
         if self._options.strip_weights:
             self._refit(engine, path, source)
-        return TensorrtEngine(path.name, engine, self)
+        loaded = TensorrtEngine(path.name, engine, self)
+        self._most_scratch = max(self._most_scratch, loaded.scratch_bytes)
+        return loaded
 
     def _refit(self, engine: Any, path: Path, source: Optional[Path]) -> None:
         """Give an engine that was built without weights those of its ONNX file."""
@@ -179,10 +188,8 @@ class TensorrtBackend(Gpu):
 
         Returns its address.
         """
-        if self._scratch is None or self._scratch.nbytes < engine.scratch_bytes:
-            if self._scratch is not None:
-                self.keep(self._scratch)
-            self._scratch = self.empty((engine.scratch_bytes,), "uint8")
+        if self._scratch is None:
+            self._scratch = self.empty((self._most_scratch,), "uint8")
         if hasattr(engine.context, "set_device_memory"):
             engine.context.set_device_memory(self._scratch.pointer, self._scratch.nbytes)
         else:

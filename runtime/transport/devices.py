@@ -17,7 +17,7 @@ def connect_devices(devices: Sequence[Device], backends: Sequence[Backend]) -> S
     if all(device.kind == "cpu" for device in devices):
         return ends
     from splitc.runtime.engines.gpu import Gpu
-    from splitc.runtime.transport.gpu import GpuTransport, check_copies
+    from splitc.runtime.transport.gpu import GpuTransport, check_copies, have_access
     from splitc.runtime.transport.nccl import Clique
 
     gpus = {backend.index: backend for backend in backends if isinstance(backend, Gpu)}
@@ -27,4 +27,5 @@ def connect_devices(devices: Sequence[Device], backends: Sequence[Backend]) -> S
         by_host = pool.submit(check_copies, gpus).result()
     places = [backend.index if isinstance(backend, Gpu) else None for backend in backends]
     cliques: dict[tuple[int, ...], Clique] = {}
-    return [GpuTransport(end, backend, places, cliques, by_host) for end, backend in zip(ends, backends)]
+    direct = None not in places and not by_host and have_access(gpus)
+    return [GpuTransport(end, backend, places, cliques, by_host, direct) for end, backend in zip(ends, backends)]

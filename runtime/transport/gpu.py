@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any, Optional
 
 import numpy as np
@@ -29,10 +30,19 @@ class Parcel:
     ready: Any
 
 
+@dataclass(frozen=True)
+class Offer:
+    """A rank's parts of a sum, for others to read once `ready` has happened."""
+
+    parts: Sequence[GpuArray]
+    ready: Any
+
+
 class GpuTransport(LocalTransport):
     """The end of a rank. `devices` are the GPUs of all ranks, None for a CPU device; `cliques` all ranks share.
 
     Pairs of GPUs in `by_host` exchange arrays through the host, since copies between them are not to be trusted.
+    `direct` says that all ranks are on GPUs that have access to each other's memory.
     """
 
     def __init__(
@@ -42,13 +52,16 @@ class GpuTransport(LocalTransport):
         devices: Sequence[Optional[int]],
         cliques: dict[Group, Clique],
         by_host: frozenset[tuple[int, int]],
+        direct: bool,
     ) -> None:
         super().__init__(local.rank, local.hub)
         self._backend = backend
         self._gpu = backend if isinstance(backend, Gpu) else None
         self._devices = devices
         self.by_host = by_host
+        self.direct = direct
         self._request = -1
+        self._offered: dict[tuple[int, ...], Any] = {}
         self._collectives = None if self._gpu is None else Collectives(self.rank, self._gpu, cliques, self._meet)
         if self._gpu is not None:
             self._gpu.interrupted = self._why_stop
@@ -101,10 +114,32 @@ class GpuTransport(LocalTransport):
         return self._gpu.copy_from(value.value, value.gpu)
 
     def reduce(self, step: Reduce, parts: Any, accumulate: Callable[[str, Any, Any], None]) -> Any:
+        if self._gpu is not None and self._gpu.tape is not None:
+            return self._reduce_in_graph(self._gpu, step, parts)
         if not self._is_apart(step.ranks):
             return self._reduce_on_host(step, parts, accumulate)
         assert self._collectives is not None
         return self._collectives.reduce(step, parts, self._request)
+
+    def meet(self, ranks: Sequence[int], value: Any) -> Any:
+        """What these ranks hand in, in their order, when all have done so; or the Failure that one handed in."""
+        step = Reduce("sum", [], [], list(ranks))
+        met = super().reduce(
+            step, value if isinstance(value, Failure) else [[value]], lambda _, all, own: all.extend(own)
+        )
+        return met if isinstance(met, Failure) else met[0]
+
+    def _reduce_in_graph(self, gpu: Gpu, step: Reduce, parts: Any) -> Any:
+        """Each rank reads the parts of all, when these are there. The host waits only while the graph is recorded."""
+        offers = self.meet(step.ranks, parts if isinstance(parts, Failure) else Offer(parts, gpu.record()))
+        if isinstance(offers, Failure):
+            return offers
+        for offer in offers:
+            gpu.stream.wait_event(offer.ready)
+        wholes = [gpu.combine(step.operation, column) for column in zip(*(offer.parts for offer in offers))]
+        # The others have read what this rank offered before as soon as they offer the next: its memory may go only now.
+        self._offered[tuple(step.ranks)] = parts
+        return wholes
 
     def _is_apart(self, ranks: Sequence[int]) -> bool:
         """Whether each of the ranks has a GPU of its own, as NCCL wants it."""
@@ -113,8 +148,7 @@ class GpuTransport(LocalTransport):
 
     def _meet(self, group: Sequence[int], failure: Optional[Failure]) -> Optional[Failure]:
         """Wait on the host for all ranks of a group."""
-        step = Reduce("sum", [], [], list(group))
-        met = super().reduce(step, failure or [], accumulate_arrays)
+        met = self.meet(group, failure)
         return met if isinstance(met, Failure) else None
 
     def _reduce_on_host(self, step: Reduce, parts: Any, accumulate: Callable[[str, Any, Any], None]) -> Any:
@@ -162,6 +196,12 @@ def check_copies(gpus: Mapping[int, Gpu]) -> frozenset[tuple[int, int]]:
                 if not np.array_equal(arrived, PATTERN):
                     wrong.add((source, target))
     return frozenset(wrong)
+
+
+def have_access(gpus: Mapping[int, Gpu]) -> bool:
+    """Whether each GPU has access to the memory of all others."""
+    pairs = permutations(gpus, 2)
+    return all(gpus[one].cuda.runtime.deviceCanAccessPeer(one, other) for one, other in pairs)
 
 
 def _let_copy(gpus: Mapping[int, Gpu]) -> None:

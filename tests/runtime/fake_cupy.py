@@ -12,7 +12,8 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
@@ -28,25 +29,84 @@ current = threading.local()
 
 
 class Stream:
-    """A queue of work and the thread that does it."""
+    """A queue of work and the thread that does it. While the stream is captured, its work goes to a graph instead."""
 
     def __init__(self, non_blocking: bool = False) -> None:
         self.ptr = id(self)
-        self.work: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self.graph: Graph | None = None
+        self._tasks: SimpleQueue[Callable[[], object]] = SimpleQueue()
         STREAMS[self.ptr] = self
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
         while True:
-            task = self.work.get()
+            task = self._tasks.get()
             time.sleep(SLOWNESS)
             task()
+
+    def put(self, task: Callable[[], object]) -> None:
+        if self.graph is not None:
+            self.graph.work.setdefault(self.ptr, []).append(task)
+        else:
+            self._tasks.put(task)
 
     def use(self) -> None:
         current.stream = self
 
     def wait_event(self, event: Event) -> None:
-        self.work.put(event.happened.wait)  # type: ignore[arg-type]
+        if event.graph is not None:
+            self.graph = event.graph
+        self.put(event.happened.wait)
+
+    def begin_capture(self, mode: int) -> None:
+        self.graph = Graph(self)
+
+    def end_capture(self) -> Graph:
+        graph = self.graph
+        assert graph is not None
+        for event in graph.events:
+            event.graph = None
+        captured = [stream for stream in STREAMS.values() if stream.graph is graph]
+        for stream in captured:
+            stream.graph = None
+        if any(graph.unjoined(stream.ptr) for stream in captured):
+            raise CUDARuntimeError("unjoined work")
+        return graph
+
+
+class Graph:
+    """What streams were given while they were captured; each does its part in its own time."""
+
+    def __init__(self, origin: Stream) -> None:
+        self.origin = origin
+        self.work: dict[int, list[Callable[[], object]]] = {origin.ptr: []}
+        self.events: list[Event] = []
+
+    def unjoined(self, stream: int) -> bool:
+        """Whether the stream's last event is not one that the origin waits for."""
+        waited = [getattr(task, "__self__", None) for task in self.work[self.origin.ptr]]
+        last = [event for event in self.events if event.stream == stream][-1:]
+        return stream != self.origin.ptr and not any(event.happened in waited for event in last)
+
+    def upload(self, stream: Stream) -> None:
+        pass
+
+    def launch(self, stream: Stream) -> None:
+        stream.put(self._run)
+
+    def _run(self) -> None:
+        for event in self.events:
+            event.happened.clear()
+        threads = [threading.Thread(target=self._run_part, args=(part,)) for part in self.work.values()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _run_part(self, tasks: list[Callable[[], object]]) -> None:
+        for task in tasks:
+            time.sleep(SLOWNESS)
+            task()
 
 
 STREAMS: dict[int, Stream] = {}
@@ -56,14 +116,22 @@ class Event:
     def __init__(self, disable_timing: bool = False) -> None:
         self.happened = threading.Event()
         self.ptr = id(self)
+        self.graph: Graph | None = None
+        self.stream = 0
         EVENTS[self.ptr] = self
 
     @property
     def done(self) -> bool:
+        if self.graph is not None:
+            raise CUDARuntimeError("an event of a graph that is being captured can't be asked")
         return self.happened.is_set()
 
     def record(self, stream: Stream) -> None:
-        stream.work.put(self.happened.set)
+        self.graph, self.stream = stream.graph, stream.ptr
+        self.happened.clear()
+        if self.graph is not None:
+            self.graph.events.append(self)
+        stream.put(self.happened.set)
 
 
 EVENTS: weakref.WeakValueDictionary[int, Event] = weakref.WeakValueDictionary()
@@ -73,13 +141,25 @@ class Memory:
     """Bytes on a device, freed in the order of the stream that they were allocated on."""
 
     def __init__(self, size: int) -> None:
-        self._bytes = np.full(size, POISON, np.uint8)
-        self.ptr = self._bytes.ctypes.data
+        self.bytes = np.full(size, POISON, np.uint8)
+        self.ptr = self.bytes.ctypes.data
         self._stream = current.stream
 
     def __del__(self) -> None:
-        freed = self._bytes
-        self._stream.work.put(lambda: freed.fill(POISON))
+        freed = self.bytes
+        self._stream.put(lambda: freed.fill(POISON))
+
+
+class MemoryPool:
+    """Memory that stays the pool's when it is freed."""
+
+    def __init__(self) -> None:
+        self.memory: list[object] = []
+
+    def malloc(self, size: int) -> Memory:
+        taken = Memory(size)
+        self.memory.append(taken.bytes)
+        return taken
 
 
 class Pinned(np.ndarray):
@@ -114,7 +194,7 @@ class CUDARuntimeError(RuntimeError):
 
 
 def copy_async(target: int, source: int, size: int, kind: int, stream: int) -> None:
-    STREAMS[stream].work.put(lambda: ctypes.memmove(target, source, size) and None)
+    STREAMS[stream].put(lambda: ctypes.memmove(target, source, size) and None)
 
 
 def copy_between(target: int, to: int, source: int, at: int, size: int, stream: int) -> None:
@@ -162,10 +242,24 @@ class NcclCommunicator:
                 return
             np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(target)).view(kind)[:] = result
 
-        STREAMS[stream].work.put(work)
+        STREAMS[stream].put(work)
 
     def abort(self) -> None:
         self._barrier.abort()
+
+
+def combine(operation: str, parts: Sequence[Any], whole: Any, size: int) -> None:
+    """`splitc.runtime.engines.combine` without a GPU."""
+
+    def view(array: Any) -> Any:
+        return np.ctypeslib.as_array((ctypes.c_uint8 * array.nbytes).from_address(array.pointer)).view(array.dtype)
+
+    def work() -> None:
+        operator = np.add if operation == "sum" else np.maximum
+        view(whole)[:] = operator.reduce([view(part) for part in parts], axis=0)
+
+    parts, whole = [replace(part, owner=None) for part in parts], replace(whole, owner=None)
+    current.stream.put(work)
 
 
 def make_nccl() -> types.SimpleNamespace:
@@ -198,11 +292,14 @@ def make(devices: int = DEVICES) -> types.SimpleNamespace:
         deviceEnablePeerAccess=lambda other: None,
         memcpyHostToDevice=1,
         memcpyDeviceToHost=2,
+        streamCaptureModeRelaxed=2,
     )
     cuda = types.SimpleNamespace(
         Device=Device,
         Stream=Stream,
         Event=Event,
+        MemoryPool=MemoryPool,
+        get_elapsed_time=lambda begin, end: 0.01,
         alloc=Memory,
         alloc_pinned_memory=lambda size: np.full(size, POISON, np.uint8).view(Pinned),
         runtime=runtime,

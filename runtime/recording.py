@@ -1,0 +1,241 @@
+"""Requests as CUDA graphs: what all GPUs do for a request, recorded once for its sizes, and replayed.
+
+What the host gives a GPU piece by piece takes it some ten microseconds each, and in a step of a decoder that is more
+than the GPUs take. A graph is given at once. It has all ranks' engines, what passes between them, and the copies of
+inputs and outputs. It is ordered by events, as plain work is: no GPU in it waits for another one by spinning, so it can't
+hang.
+
+The ranks' threads record it together: each gives its own stream what it would give it anyway, while the streams are
+captured as one. The same sizes have to be run plainly before, so that engines know the shapes of their outputs, and all
+memory and all kernels are there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Optional
+
+import numpy.typing as npt
+
+from splitc.runtime.engines.gpu import Gpu, GpuArray, Tape
+from splitc.runtime.errors import EngineError
+from splitc.runtime.program import Failure, Replay, Span
+from splitc.runtime.transport.gpu import GpuTransport
+from splitc.runtime.worker import NEVER, Request, Served, Worker, closed_before
+
+Array = npt.NDArray[Any]
+# Recordings that a session keeps, and kinds of requests of which it remembers that they came.
+MOST, REMEMBERED = 8, 64
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """The graph of requests of one kind, the memory that it uses, by rank, and events before and after it.
+
+    It has the addresses of `states` in it, which are those of a sequence, by rank.
+    """
+
+    graph: Any
+    tapes: Sequence[Tape]
+    states: Sequence[Mapping[str, Any]]
+    begin: Any
+    end: Any
+
+
+class Recordings:
+    """What a session has recorded. One request at a time is replayed: `lock` is held meanwhile."""
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self.lock = threading.Lock()
+        self.why_plain = next((worker.why_plain for worker in workers if worker.why_plain), None)
+        self._workers = workers
+        self._kept: OrderedDict[tuple[Any, ...], Recording] = OrderedDict()
+        self._seen: OrderedDict[tuple[Any, ...], None] = OrderedDict()
+
+    def takes(self, request: Request) -> bool:
+        """Whether the request is to be replayed: one of its kind was run plainly before."""
+        if self.why_plain is not None or request.first:
+            return False
+        kind = _kind(request)
+        if kind in self._seen:
+            return True
+        self._seen[kind] = None
+        if len(self._seen) > REMEMBERED:
+            self._seen.popitem(last=False)
+        return False
+
+    def find(self, request: Request) -> Optional[Recording]:
+        """The recording for the request, which is made now if it is not there; None where that can't be.
+
+        Nothing else may run meanwhile.
+        """
+        kind = _kind(request)
+        states = [worker.sequences.get(request.sequence, {}) for worker in self._workers]
+        known = self._kept.pop(kind, None)
+        if known is None or any(own is not other for own, other in zip(states, known.states)):
+            try:
+                known = self._record(request, states)
+            except Exception as error:  # of engines, CuPy, CUDA: the request may still run plainly
+                self.why_plain = str(error)
+                return None
+        self._kept[kind] = known
+        if len(self._kept) > MOST:
+            self._kept.popitem(last=False)
+        return known
+
+    def forget(self, sequence: int) -> None:
+        """A sequence has ended."""
+        for kind in [kind for kind in self._kept if kind[0] == sequence]:
+            del self._kept[kind]
+
+    def end(self, patience: float) -> None:
+        """Let the recordings go when none is being replayed any more, or after so many seconds."""
+        if self.lock.acquire(timeout=patience):
+            self._kept.clear()
+            self.lock.release()
+
+    def play(self, request: Request, recording: Recording) -> None:
+        """Replay the request; it gets its outputs, or the error."""
+        with self.lock:
+            if not request.begin():
+                for worker in self._workers:
+                    request.finish(worker.number, {}, NEVER, closed_before())
+                return
+            start = time.perf_counter()
+            outputs: list[dict[str, Array]] = [{} for _ in self._workers]
+            failed: Optional[BaseException] = None
+            span = Span(Replay(), start, start)
+            try:
+                outputs, span = self._launch(request, recording)
+            except Exception as error:  # whoever waits for the request gets it
+                failed = error
+            served = Served(start, time.perf_counter(), [span])
+        for worker, own in zip(self._workers, outputs):
+            request.finish(worker.number, own, served, failed)
+
+    def _launch(self, request: Request, recording: Recording) -> tuple[list[dict[str, Array]], Span]:
+        """The ranks' outputs, and when the GPUs were at work."""
+        first = self._workers[0].backend
+        assert isinstance(first, Gpu)
+        for worker, tape in zip(self._workers, recording.tapes):
+            for name, staged in tape.inputs.items():
+                staged[...] = worker.cut(name, request)
+        with first.device:
+            recording.begin.record(first.stream)
+            recording.graph.launch(first.stream)
+            recording.end.record(first.stream)
+            first.wait(recording.end, nap=0.0)
+            seconds = first.cuda.get_elapsed_time(recording.begin, recording.end) / 1e3
+        now = time.perf_counter()
+        outputs = [{name: landed.copy() for name, landed in tape.outputs.items()} for tape in recording.tapes]
+        return outputs, Span(Replay(), now - seconds, now)
+
+    def _record(self, request: Request, states: Sequence[Mapping[str, Any]]) -> Recording:
+        """Have all ranks' threads record the request. Raises the first one's error where it can't be captured."""
+        tapes = [Tape() for _ in self._workers]
+        made: list[Future[Any]] = [Future() for _ in self._workers]
+        for worker, tape, future in zip(self._workers, tapes, made):
+            worker.requests.put(partial(_take_part, worker, len(tapes), request, tape, future))
+        done, _ = wait(made, return_when=FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+        graph, begin, end = made[0].result()
+        return Recording(graph, tapes, states, begin, end)
+
+
+def _kind(request: Request) -> tuple[Any, ...]:
+    """What requests have in common that one recording serves."""
+    return request.sequence, request.room, *((name, array.shape) for name, array in request.feeds.items())
+
+
+def _take_part(worker: Worker, ranks: int, request: Request, tape: Tape, made: Future[Any]) -> None:
+    """Record what one rank does, while all others do the same; `made` gets rank 0's graph, with two events."""
+    try:
+        made.set_result(_capture(worker, range(ranks), request, tape))
+    except BaseException as error:  # the session waits for this
+        made.set_exception(error)
+
+
+def _capture(worker: Worker, everyone: Sequence[int], request: Request, tape: Tape) -> Any:
+    """All ranks' streams as one graph: it begins on rank 0's, spreads to those that wait for it, and comes back.
+
+    The ranks agree on each step: none goes on when another one has failed.
+    """
+    gpu, transport = worker.backend, worker.transport
+    assert isinstance(gpu, Gpu) and isinstance(transport, GpuTransport)
+    leads = worker.number == 0
+    _agreed(transport.meet(everyone, _attempt(gpu.wait_all)))
+    start = _agreed(transport.meet(everyone, _attempt(partial(_begin, gpu)) if leads else None))[0]
+    ends = transport.meet(everyone, _attempt(partial(_give, worker, gpu, request, tape, start)))
+    graph = transport.meet(everyone, _attempt(partial(_end, gpu, ends)) if leads else None)
+    _agreed(ends)
+    _agreed(graph)
+    gpu.recorded = True
+    if not leads:
+        return None
+    graph[0].upload(gpu.stream)
+    return graph[0], gpu.cuda.Event(), gpu.cuda.Event()
+
+
+def _attempt(work: Callable[[], Any]) -> Any:
+    """What the work returns; a Failure where it raises."""
+    try:
+        return work()
+    except Exception as error:  # the other ranks wait for what this one hands in, whatever it is
+        return Failure(error)
+
+
+def _agreed(met: Any) -> Any:
+    """What all ranks handed in. Raises what one of them failed with."""
+    if isinstance(met, Failure):
+        raise met.error
+    return met
+
+
+def _begin(gpu: Gpu) -> Any:
+    # Engines may take memory while they are captured, which CUDA allows in this mode only.
+    gpu.stream.begin_capture(gpu.cuda.runtime.streamCaptureModeRelaxed)
+    return gpu.record()
+
+
+def _give(worker: Worker, gpu: Gpu, request: Request, tape: Tape, start: Any) -> Any:
+    """Give the rank's stream all that it does for the request. Returns the event of its end."""
+    gpu.stream.wait_event(start)
+    gpu.tape = tape
+    try:
+        states = worker.sequences.get(request.sequence, {})
+
+        def stage(name: str) -> GpuArray:
+            value, tape.inputs[name] = gpu.stage(worker.cut(name, request))
+            return value
+
+        values, _ = worker.execute(request, states, stage)
+        if request.sequence is not None:
+            for name, output in worker.resident.items():
+                _replace(gpu, name, states[name], values[output])
+        tape.outputs.update(gpu.land({name: values[name] for name in worker.given(request)}))
+        return gpu.record()
+    finally:
+        gpu.tape = None
+
+
+def _replace(gpu: Gpu, name: str, state: GpuArray, value: GpuArray) -> None:
+    """Write what a state becomes over what it was, where the next replay finds it."""
+    if value.shape != state.shape or value.dtype != state.dtype:
+        raise EngineError(f"the state '{name}' grows from {state.shape} to {value.shape}")
+    if value.pointer != state.pointer:
+        gpu.copy_over(state, value)
+
+
+def _end(gpu: Gpu, ends: Any) -> Any:
+    """The graph. To be called whatever came of the capture, so that all streams are themselves again."""
+    if not isinstance(ends, Failure):
+        for end in ends:
+            gpu.stream.wait_event(end)
+    return gpu.stream.end_capture()

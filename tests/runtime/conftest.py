@@ -1,0 +1,3 @@
+from tests.runtime.fake_gpus import gpus
+
+__all__ = ["gpus"]

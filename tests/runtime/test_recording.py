@@ -1,0 +1,167 @@
+"""Requests that are replayed as CUDA graphs, on GPUs that are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.llama import Size
+from models.llama_fused import build as build_fused
+from models.writer import save
+from splitc.runtime import Session
+from splitc.runtime.errors import EngineError
+from splitc.runtime.program import Receive, Reduce, Replay, Send, overlap
+from tests.conftest import assert_close, decoder_feeds, run_whole
+from tests.runtime import fake_cupy
+from tests.runtime.fake_gpus import FakeBackend, package
+
+pytestmark = pytest.mark.usefixtures("gpus")
+
+PLACES = [
+    ("layer", ["cuda0"]),
+    ("layer", ["cuda0", "cuda1", "cuda2"]),
+    ("layer", ["cuda1", "cuda1"]),
+    ("row", ["cuda0", "cuda1"]),
+    ("tensor", ["cuda0", "cuda1"]),
+    ("tensor", ["cuda2", "cuda0", "cuda2"]),
+]
+
+
+def shifted(feeds: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Feeds of the same sizes with other numbers."""
+    ids, cache = (feeds["input_ids"] + number) % 50, "past_key_values.1.key"
+    return {**feeds, "input_ids": ids, cache: feeds[cache] * (number + 1)}
+
+
+def is_replayed(session: Session, feeds: Mapping[str, Any]) -> bool:
+    _, served = session.run_timed(feeds)
+    return all([type(span.step) for span in each.spans] == [Replay] for each in served.values())
+
+
+@pytest.mark.parametrize(("mode", "devices"), PLACES)
+def test_sizes_that_came_before_are_replayed(decoder: Path, tmp_path: Path, mode: str, devices: list[str]) -> None:
+    options = {"row_min": 16} if mode == "row" else {}
+    with Session(package(decoder, tmp_path, mode, len(devices), **options), devices=devices) as session:
+        for number in range(4):
+            for sizes in ((1, 1, 4), (2, 3, 5)):
+                feeds = shifted(decoder_feeds(*sizes), number)
+                assert_close(session.run(feeds), run_whole(decoder, feeds))
+        assert is_replayed(session, decoder_feeds(2, 3, 5))
+        assert not is_replayed(session, decoder_feeds(2, 4, 5))
+        assert session.notes == []
+
+
+def test_nothing_is_replayed_where_nobody_wants_it(decoder: Path, tmp_path: Path) -> None:
+    place = package(decoder, tmp_path, "tensor", 2)
+    with Session(place, devices=["cuda0", "cuda1"], cuda_graphs=False) as session:
+        assert [is_replayed(session, decoder_feeds()) for _ in range(4)] == [False] * 4
+
+
+@pytest.mark.parametrize("mode", ["layer", "tensor"])
+def test_replays_and_plain_runs_take_turns(decoder: Path, tmp_path: Path, mode: str) -> None:
+    """Layer mode replays only what finds the stages idle; sizes that are new run plainly in between."""
+    with Session(package(decoder, tmp_path, mode, 2), devices=["cuda0", "cuda1"], in_flight=4) as session:
+        many = [shifted(decoder_feeds(1, 1, 3 + number % 5), number) for number in range(30)]
+        for feeds, outputs in zip(many, session.map(many)):
+            assert_close(outputs, run_whole(decoder, feeds))
+
+
+def fused(tmp_path: Path) -> Path:
+    path = tmp_path / "fused" / "model.onnx"
+    save(build_fused(Size(layers=2, hidden=64, heads=4, kv_heads=2, feed_forward=96, vocabulary=50)), path)
+    return path
+
+
+@pytest.mark.parametrize("mode", ["layer", "tensor"])
+def test_states_are_where_the_graph_left_them(tmp_path: Path, mode: str) -> None:
+    """Two sequences in turns, each with room for its cache, so that no size changes from token to token."""
+    place = package(fused(tmp_path), tmp_path, mode, 2)
+
+    def tokens(session: Session) -> list[Any]:
+        found = []
+        with session.start(capacity=12) as one, session.start(capacity=12) as other:
+            for step in range(8):
+                for sequence, token in ((one, step + 3), (other, 2 * step)):
+                    mask = (np.arange(12) <= step).astype(np.int64)[None]
+                    outputs = sequence.run({"input_ids": np.array([[token]]), "attention_mask": mask})
+                    found.append(outputs["logits"])
+        return found
+
+    with Session(place) as on_cpu, Session(place, devices=["cuda0", "cuda1"]) as session:
+        for own, expected in zip(tokens(session), tokens(on_cpu)):
+            assert_close({"logits": own}, {"logits": expected})
+        assert session._recordings is not None
+        assert not session._recordings._kept, "the recordings of sequences that have ended go with them"
+
+
+def test_states_that_grow_are_not_replayed(decoder: Path, tmp_path: Path) -> None:
+    place = package(decoder, tmp_path, "tensor", 2)
+    feeds = decoder_feeds(1, 1, 0)
+    with Session(place, devices=["cuda0", "cuda1"]) as session, session.start() as sequence:
+        for past in range(4):
+            own = {"input_ids": feeds["input_ids"], "attention_mask": np.ones((1, past + 1), np.int64)}
+            sequence.run({**own, "position_ids": np.full((1, 1), past)})
+        assert session.notes == []
+
+
+def test_engine_that_can_not_be_captured_runs_plainly_and_is_named(
+    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = FakeBackend.load
+
+    def load_plain(self: FakeBackend, path: Path, source: Any = None) -> Any:
+        engine = load(self, path, source)
+        engine.why_plain = f"{path.name} has nodes on the CPU"  # type: ignore[attr-defined]
+        return engine
+
+    monkeypatch.setattr(FakeBackend, "load", load_plain)
+    with Session(package(decoder, tmp_path, "layer", 2), devices=["cuda0", "cuda1"]) as session:
+        assert [is_replayed(session, decoder_feeds()) for _ in range(3)] == [False] * 3
+        assert session.notes == ["requests are not replayed as CUDA graphs: stage0.onnx has nodes on the CPU"]
+
+
+@pytest.mark.parametrize("mode", ["layer", "tensor"])
+def test_rank_that_fails_while_it_is_recorded(
+    decoder: Path, tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request runs plainly, all the same, and so do later ones; nobody waits for the rank that failed."""
+    FakeBackend.failing = (1, 1)  # the second run of its engine, which is when it is recorded
+    whole = run_whole(decoder, decoder_feeds())
+    with Session(package(decoder, tmp_path, mode, 2), devices=["cuda0", "cuda1"]) as session:
+        for _ in range(4):
+            assert_close(session.run(decoder_feeds()), whole)
+        assert session.notes == ["requests are not replayed as CUDA graphs: an engine failed on purpose"]
+
+
+def test_graph_that_fails_ends_in_an_error(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: fake_cupy.Graph, stream: fake_cupy.Stream) -> None:
+        raise EngineError("a launch failed on purpose")
+
+    with Session(package(decoder, tmp_path, "tensor", 2), devices=["cuda0", "cuda1"]) as session:
+        session.run(decoder_feeds())
+        monkeypatch.setattr(fake_cupy.Graph, "launch", fail)
+        with pytest.raises(EngineError, match="on purpose"):
+            session.run(decoder_feeds())
+
+
+def test_gpus_without_access_to_each_other_run_plainly(
+    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cupy = fake_cupy.make()
+    cupy.cuda.runtime.deviceCanAccessPeer = lambda one, other: 0
+    monkeypatch.setattr("splitc.runtime.engines.gpu.need_cupy", lambda: cupy)
+    with Session(package(decoder, tmp_path, "layer", 2), devices=["cuda0", "cuda1"]) as session:
+        assert [is_replayed(session, decoder_feeds()) for _ in range(3)] == [False] * 3
+
+
+def test_requests_overlap_where_a_rank_needs_nothing_of_another() -> None:
+    together = Reduce("sum", ["a"], ["b"], [0, 1])
+    assert overlap([[Send("a", 1)], [Receive("a", 0)]])
+    assert not overlap([[Send("a", 1), Receive("b", 1)], [Receive("a", 0), Send("b", 0)]])
+    assert not overlap([[together], [together]])
+    assert overlap([[together, Send("b", 2)], [together], [Receive("b", 0)]])
+    assert not overlap([[]])
