@@ -35,7 +35,10 @@ CHOSEN = 2
 
 @dataclass(frozen=True)
 class Size:
-    """The dimensions of a decoder."""
+    """The dimensions of a decoder.
+
+    With a `capacity`, it takes one token at a time, and its caches have room for so many from the beginning.
+    """
 
     layers: int = 2
     hidden: int = 256
@@ -45,6 +48,7 @@ class Size:
     vocabulary: int = 2000
     dtype: ir.DataType = ir.DataType.FLOAT
     experts: int = 0
+    capacity: int = 0
 
     @property
     def head(self) -> int:
@@ -83,10 +87,11 @@ class Decoder:
 
     def build(self) -> ir.Model:
         w, size = self.writer, self.size
-        ids = w.input("input_ids", ir.DataType.INT64, ["batch", "sequence"])
-        mask = w.input("attention_mask", ir.DataType.INT64, ["batch", "past + sequence"])
-        positions = w.input("position_ids", ir.DataType.INT64, ["batch", "sequence"])
-        cache = ["batch", size.kv_heads, "past", size.head]
+        new, total = (1, size.capacity) if size.capacity else ("sequence", "past + sequence")
+        ids = w.input("input_ids", ir.DataType.INT64, ["batch", new])
+        mask = w.input("attention_mask", ir.DataType.INT64, ["batch", total])
+        positions = w.input("position_ids", ir.DataType.INT64, ["batch", new])
+        cache = ["batch", size.kv_heads, size.capacity or "past", size.head]
         past = [
             [w.input(f"past_key_values.{layer}.{part}", size.dtype, cache) for part in ("key", "value")]
             for layer in range(size.layers)
@@ -98,6 +103,7 @@ class Decoder:
                     "Gather", self.weight("model.embed_tokens.weight", size.vocabulary, size.hidden, std=1.0), ids
                 )
             bias = self.attention_bias(mask, positions)
+            self.write = self.place(positions) if size.capacity else self.append
             cosine, sine = self.rotary(positions)
             for layer in range(size.layers):
                 with w.scope(f"layers.{layer}"):
@@ -106,8 +112,8 @@ class Decoder:
             hidden = self.norm("model.norm", hidden)
         with w.scope("lm_head"):
             logits = w.op("MatMul", hidden, self.weight("lm_head.weight", size.hidden, size.vocabulary))
-        w.output(logits, "logits", size.dtype, ["batch", "sequence", size.vocabulary])
-        cache[2] = "past + sequence"
+        w.output(logits, "logits", size.dtype, ["batch", new, size.vocabulary])
+        cache[2] = total
         for layer, pair in enumerate(presents):
             for value, part in zip(pair, ("key", "value")):
                 w.output(value, f"present.{layer}.{part}", size.dtype, cache)
@@ -130,6 +136,10 @@ class Decoder:
     def attention_bias(self, mask: ir.Value, positions: ir.Value) -> ir.Value:
         """0 where a query may look, the smallest number where not: [batch, 1, sequence, past + sequence]."""
         w = self.writer
+        present = w.op("Cast", w.op("Unsqueeze", mask, w.constant([1, 2], np.int64)), to=ir.DataType.BOOL)
+        dtype = self.size.dtype.numpy()
+        if self.size.capacity:  # the mask says all
+            return w.op("Where", present, w.constant(0, dtype), w.constant(np.finfo(dtype).min, dtype))
         total = w.op("Shape", mask, start=1, end=2)
         length = w.op("Shape", positions, start=1, end=2)
         zero, one = w.constant(0, np.int64), w.constant(1, np.int64)
@@ -138,10 +148,20 @@ class Decoder:
         new = w.op("Range", zero, w.op("Squeeze", length, axis), one)
         queries = w.op("Add", new, w.op("Sub", total, length))
         causal = w.op("LessOrEqual", keys, w.op("Unsqueeze", queries, w.constant([1], np.int64)))
-        present = w.op("Cast", w.op("Unsqueeze", mask, w.constant([1, 2], np.int64)), to=ir.DataType.BOOL)
-        dtype = self.size.dtype.numpy()
         allowed = w.op("And", causal, present)
         return w.op("Where", allowed, w.constant(0, dtype), w.constant(np.finfo(dtype).min, dtype))
+
+    def append(self, past: ir.Value, new: ir.Value) -> ir.Value:
+        """A cache that grows by what is new."""
+        return self.writer.op("Concat", past, new, axis=2)
+
+    def place(self, positions: ir.Value) -> Callable[[ir.Value, ir.Value], ir.Value]:
+        """Caches of a fixed size, in which the one new token has the place that its position says."""
+        w = self.writer
+        places = w.constant(np.arange(self.size.capacity), np.int64)
+        here = w.op("Equal", w.op("Unsqueeze", positions, w.constant([1], np.int64)), places)
+        taken = w.op("Unsqueeze", here, w.constant([3], np.int64))
+        return lambda past, new: w.op("Where", taken, new, past)
 
     def rotary(self, positions: ir.Value) -> tuple[ir.Value, ir.Value]:
         """Cosines and sines of the rotary embedding: [batch, 1, sequence, head]."""
@@ -189,8 +209,8 @@ class Decoder:
             return w.op("Transpose", split, perm=[0, 2, 1, 3])
 
         query = self.rotate(project("q", size.heads), rotary)
-        key = w.op("Concat", past[0], self.rotate(project("k", size.kv_heads), rotary), axis=2)
-        value = w.op("Concat", past[1], project("v", size.kv_heads), axis=2)
+        key = self.write(past[0], self.rotate(project("k", size.kv_heads), rotary))
+        value = self.write(past[1], project("v", size.kv_heads))
         every_key, every_value = self.repeat(key), self.repeat(value)
         scores = w.op("MatMul", query, w.op("Transpose", every_key, perm=[0, 1, 3, 2]))
         scaled = w.op("Mul", scores, w.constant(1 / math.sqrt(size.head), size.dtype.numpy()))
@@ -254,7 +274,7 @@ class Decoder:
 def main(build: Callable[[Size], ir.Model] = build) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, required=True, help="the ONNX file to write")
-    for name in ("layers", "hidden", "heads", "kv_heads", "feed_forward", "vocabulary", "experts"):
+    for name in ("layers", "hidden", "heads", "kv_heads", "feed_forward", "vocabulary", "experts", "capacity"):
         option = "--" + name.replace("_", "-")
         parser.add_argument(option, type=int, default=getattr(Size, name), help=f"default {getattr(Size, name)}")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from splitc.runtime.engines.onnxruntime import OnnxRuntimeBackend
-from splitc.runtime.program import Receive, Reduce, Run
+from splitc.runtime.program import Receive, Reduce, Replay, Run
 from splitc.runtime.session import Session, check_feeds, in_order
 from splitc.runtime.worker import Served
 
@@ -30,6 +30,7 @@ class Latency:
 class RankTimes:
     """Median seconds a run of a rank: its engines at work, waiting for other ranks (or summing with them), all else.
 
+    Where requests are replayed as CUDA graphs, the first is all that the GPUs took.
     `overhead` is ours: handing values on, binding them, cutting and joining parts. `utilization` is the share of the
     whole time that its engines were at work.
     """
@@ -135,7 +136,8 @@ def _stream(session: Session, feeds: Mapping[str, npt.NDArray[Any]], count: int,
     arrays = check_feeds(feeds, session.inputs)
     latencies, timeline = [], []
     first = time.perf_counter()
-    for request in in_order((session.submit_request(arrays) for _ in range(count)), in_flight):
+    alone = in_flight == 1
+    for request in in_order((session.submit_request(arrays, here=alone) for _ in range(count)), in_flight):
         session.join(request)
         latencies.append(max(served.end for served in request.served.values()) - request.submitted)
         timeline.append(request.served)
@@ -167,7 +169,7 @@ def _rank_times(device: str, number: int, streams: Sequence[_Stream]) -> RankTim
     def seconds(*kinds: type) -> list[float]:
         return [sum(s.end - s.start for s in each.spans if isinstance(s.step, kinds)) for each in served]
 
-    busy, waiting = np.array(seconds(Run)), np.array(seconds(Receive, Reduce))
+    busy, waiting = np.array(seconds(Run, Replay)), np.array(seconds(Receive, Reduce))
     overhead = np.array([each.end - each.start for each in served]) - busy - waiting
     whole = sum(stream.seconds for stream in streams)
     typical = [float(np.median(each)) for each in (busy, waiting, overhead)]

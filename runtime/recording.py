@@ -2,8 +2,8 @@
 
 What the host gives a GPU piece by piece takes it some ten microseconds each, and in a step of a decoder that is more
 than the GPUs take. A graph is given at once. It has all ranks' engines, what passes between them, and the copies of
-inputs and outputs. It is ordered by events, as plain work is: no GPU in it waits for another one by spinning, so it can't
-hang.
+inputs and outputs. It is ordered by events, as plain work is: no GPU in it spins until another one has come so far, and
+so it can't hang.
 
 The ranks' threads record it together: each gives its own stream what it would give it anyway, while the streams are
 captured as one. The same sizes have to be run plainly before, so that engines know the shapes of their outputs, and all

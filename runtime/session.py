@@ -278,7 +278,7 @@ class Session:
             if self._recordings is not None:
                 self._recordings.forget(sequence)
             for worker in self._workers:
-                worker.requests.put(partial(worker.sequences.pop, sequence, None))
+                worker.requests.put(partial(worker.forget, sequence))
 
     def join(self, request: Request) -> dict[str, Array]:
         """The ranks' outputs together: whole ones, those of which ranks have parts, and inputs handed back."""

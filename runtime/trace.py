@@ -10,7 +10,7 @@ import msgspec
 
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.manifest import Rank
-from splitc.runtime.program import Receive, Reduce, Run, Span
+from splitc.runtime.program import Receive, Reduce, Replay, Run, Span
 from splitc.runtime.worker import Served
 
 # For each request what each rank did.
@@ -25,6 +25,8 @@ def describe(span: Span, rank: Rank) -> str:
     step = span.step
     if isinstance(step, Run):
         return rank.engines[step.engine].path.rpartition("/")[2]
+    if isinstance(step, Replay):
+        return "all ranks, as a CUDA graph"
     if isinstance(step, Reduce):
         return f"{step.operation} of {len(step.wholes)} over {len(step.ranks)} ranks"
     return f"from rank {step.source}" if isinstance(step, Receive) else f"to rank {step.target}"
@@ -74,7 +76,7 @@ def draw_timeline(ranks: int, requests: Timeline, width: int = 72) -> list[str]:
     lines = []
     for rank in spans:
         busy = [0.0] * width
-        for span in (span for span in rank if isinstance(span.step, Run)):
+        for span in (span for span in rank if isinstance(span.step, (Run, Replay))):
             first, last = (span.start - zero) / column, (span.end - zero) / column
             for place in range(int(first), min(width, int(last) + 1)):
                 busy[place] += max(0.0, min(last, place + 1) - max(first, place))

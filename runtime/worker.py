@@ -198,7 +198,9 @@ class Worker(threading.Thread):
         values, spans = self.execute(request, states, lambda name: self.backend.upload(self.cut(name, request)))
         if request.sequence is not None:
             kept = {name: values[output] for name, output in self.resident.items()}
-            self.sequences[request.sequence] = {name: self._settle(kept[name], states.get(name)) for name in kept}
+            self.sequences[request.sequence] = {
+                name: value if value is states.get(name) else self.backend.settle(value) for name, value in kept.items()
+            }
         outputs = self.backend.download({name: values[name] for name in self.given(request)})
         self.transport.finish()
         return outputs, spans
@@ -222,14 +224,12 @@ class Worker(threading.Thread):
         kept = set(self.resident.values()) if request.sequence is not None else set[str]()
         return [name for name in self._rank.outputs if name not in kept]
 
+    def forget(self, sequence: int) -> None:
+        """Let the states of a sequence go."""
+        self.sequences.pop(sequence, None)
+
     def cut(self, name: str, request: Request) -> Array:
         """This rank's part of an input."""
         array = request.first[name] if name in request.first else request.feeds[name]
         part = self._parts.get(name)
         return array if part is None else cut_part(array, part)
-
-    def _settle(self, state: Any, before: Any) -> Any:
-        """A state in memory where it can stay: recorded graphs use that of ONNX Runtime's arena as it is free."""
-        if state is before or not getattr(self.backend, "recorded", False):
-            return state
-        return self.backend.copy_from(state, self.backend.index)

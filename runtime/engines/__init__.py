@@ -50,6 +50,9 @@ class Backend(Protocol):
     def download(self, values: Mapping[str, Any]) -> dict[str, npt.NDArray[np.generic]]:
         """Values of the backend's engines as arrays, by name; waits until they are made."""
 
+    def settle(self, value: Any) -> Any:
+        """The value in memory where it may stay from request to request."""
+
     def wait_all(self) -> None:
         """Wait until all that the device was given is done."""
 

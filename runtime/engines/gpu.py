@@ -150,6 +150,10 @@ class Gpu:
             self.keep(value)
         return target
 
+    def settle(self, value: GpuArray) -> GpuArray:
+        """The array in memory of ours, where a recording may write to that of an engine's own pool."""
+        return self.copy_from(value, self.index) if self.recorded else value
+
     def copy_over(self, target: GpuArray, value: GpuArray) -> None:
         """Write an array of this GPU over another one of the same size."""
         self._copy(target.pointer, value.pointer, value.nbytes, self.cuda.runtime.memcpyDeviceToDevice)

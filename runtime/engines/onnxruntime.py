@@ -90,6 +90,9 @@ class OnnxRuntimeBackend:
     def load(self, path: Path, source: Optional[Path] = None) -> OnnxRuntimeEngine:
         return OnnxRuntimeEngine(path.name, open_session(path, self._threads), self._options)
 
+    def settle(self, value: ort.OrtValue) -> ort.OrtValue:
+        return value
+
     def wait_all(self) -> None:
         pass
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from splitc.runtime.arrays import accumulate_arrays
 from splitc.runtime.engines import Backend
-from splitc.runtime.engines.gpu import Gpu
+from splitc.runtime.engines.gpu import Gpu, GpuArray
 from splitc.runtime.program import Failure, Reduce, Step
 from splitc.runtime.transport.local import LocalTransport
 from splitc.runtime.transport.nccl import Clique, Collectives, Group
@@ -124,9 +124,8 @@ class GpuTransport(LocalTransport):
     def meet(self, ranks: Sequence[int], value: Any) -> Any:
         """What these ranks hand in, in their order, when all have done so; or the Failure that one handed in."""
         step = Reduce("sum", [], [], list(ranks))
-        met = super().reduce(
-            step, value if isinstance(value, Failure) else [[value]], lambda _, all, own: all.extend(own)
-        )
+        handed_in = value if isinstance(value, Failure) else [[value]]
+        met = super().reduce(step, handed_in, lambda _, everyone, own: everyone.extend(own))
         return met if isinstance(met, Failure) else met[0]
 
     def _reduce_in_graph(self, gpu: Gpu, step: Reduce, parts: Any) -> Any:

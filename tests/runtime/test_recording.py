@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from models.llama import Size
+from models.llama import Size, build
 from models.llama_fused import build as build_fused
 from models.writer import save
 from splitc.runtime import Session
@@ -70,25 +71,32 @@ def test_replays_and_plain_runs_take_turns(decoder: Path, tmp_path: Path, mode: 
             assert_close(outputs, run_whole(decoder, feeds))
 
 
-def fused(tmp_path: Path) -> Path:
-    path = tmp_path / "fused" / "model.onnx"
-    save(build_fused(Size(layers=2, hidden=64, heads=4, kv_heads=2, feed_forward=96, vocabulary=50)), path)
-    return path
+ROOM = 12
+SMALL = Size(layers=2, hidden=64, heads=4, kv_heads=2, feed_forward=96, vocabulary=50)
 
 
-@pytest.mark.parametrize("mode", ["layer", "tensor"])
-def test_states_are_where_the_graph_left_them(tmp_path: Path, mode: str) -> None:
+@pytest.mark.parametrize("mode", ["layer", "tensor", "row"])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_states_are_where_the_graph_left_them(tmp_path: Path, mode: str, in_place: bool) -> None:
     """Two sequences in turns, each with room for its cache, so that no size changes from token to token."""
-    place = package(fused(tmp_path), tmp_path, mode, 2)
+    model = tmp_path / "model" / "model.onnx"
+    save(build_fused(SMALL) if in_place else build(replace(SMALL, capacity=ROOM)), model)
+    place = package(model, tmp_path, mode, 2, **({"row_min": 16} if mode == "row" else {}))
 
     def tokens(session: Session) -> list[Any]:
         found = []
-        with session.start(capacity=12) as one, session.start(capacity=12) as other:
+        room = ROOM if in_place else None
+        with session.start(capacity=room) as one, session.start(capacity=room) as other:
             for step in range(8):
                 for sequence, token in ((one, step + 3), (other, 2 * step)):
-                    mask = (np.arange(12) <= step).astype(np.int64)[None]
-                    outputs = sequence.run({"input_ids": np.array([[token]]), "attention_mask": mask})
-                    found.append(outputs["logits"])
+                    feeds = {
+                        "input_ids": np.array([[token]]),
+                        "attention_mask": (np.arange(ROOM) <= step).astype(np.int64)[None],
+                        "position_ids": np.array([[step]]),
+                    }
+                    taken = {tensor.name: feeds[tensor.name] for tensor in session.inputs if tensor.name in feeds}
+                    found.append(sequence.run(taken)["logits"])
+            assert session._recordings is None or len(session._recordings._kept) == 2
         return found
 
     with Session(place) as on_cpu, Session(place, devices=["cuda0", "cuda1"]) as session:
