@@ -55,6 +55,10 @@ class Size:
         """The size of one head."""
         return self.hidden // self.heads
 
+    def cache_shape(self, length: int) -> tuple[int, int, int]:
+        """The shape of keys, or values, of so many tokens."""
+        return self.kv_heads, length, self.head
+
 
 def build(size: Size) -> ir.Model:
     """The decoder as a model. Its weights are made when they are written, one at a time."""

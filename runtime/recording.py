@@ -60,11 +60,11 @@ class Recordings:
 
     def takes(self, request: Request) -> bool:
         """Whether the request is to be replayed: one of its kind was run plainly before."""
-        if self.why_plain is not None or request.first:
+        if self.why_plain is not None:
             return False
         kind = _kind(request)
         if kind in self._seen:
-            return True
+            return not request.first
         self._seen[kind] = None
         if len(self._seen) > REMEMBERED:
             self._seen.popitem(last=False)
