@@ -3,9 +3,9 @@
     python -m tests.gpu.peers --gpus 2
 
 Tensor parallelism is Megatron's, by hand, with torch.distributed, one process a GPU: projections by columns, then by
-rows, and two sums a layer. Steps of one token and prompts are captured as CUDA graphs, sums included. `device_map="auto"`
-is transformers' Llama dispatched over the GPUs by accelerate, which runs plainly. Needs PyTorch, transformers and
-accelerate.
+rows, and two sums a layer. Steps of one token and prompts are captured as CUDA graphs, sums included.
+`device_map="auto"` is transformers' Llama dispatched over the GPUs by accelerate, which runs plainly. Needs PyTorch,
+transformers and accelerate.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python -m tests.gpu.table --devices 2xcuda --engine onnxruntime --work /tmp/gpu
     python -m tests.gpu.table --devices 2xcpu --layers 2 --hidden 256 --tokens 8     # the same, without a GPU
 
-A decoder of the dimensions of an 8B model, with room for its cache, is compiled for one device, and for all of them in
-each mode. For each package: steps of one token with a full cache, as CUDA graphs and without; the part of a step in
-which no GPU is at work; a prompt; prompts with several requests in flight; and the memory of each device beside what was
-predicted. All times are medians; those of packages are taken in turns with those of one device.
+A decoder of the dimensions of an 8B model, with room for its cache, is compiled for one device, and for all of them
+in each mode. For each package: steps of one token with a full cache, as CUDA graphs and without; the part of a step
+in which no GPU is at work; a prompt; prompts with several requests in flight; and the memory of each device beside
+what was predicted. All times are medians; those of packages are taken in turns with those of one device.
 
 Correctness is that of a decoder of fewer layers, with random weights, against ONNX Runtime on the CPU. The large one's
 weights are zeros: to make others would take longer than all else.
