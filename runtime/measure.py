@@ -27,7 +27,6 @@ from splitc.runtime.errors import SplitcError
 from splitc.runtime.manifest import Rank, read_manifest
 from splitc.runtime.parts import cut_part
 from splitc.runtime.program import Failure, Program, Receive, Reduce, Send, execute
-from splitc.runtime.transport import WithoutSetup
 from splitc.runtime.transport.local import connect
 
 
@@ -124,7 +123,7 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-class Alone(WithoutSetup):
+class Alone:
     """A transport for one rank by itself: what others would send lies in `arrays`, what it sends is kept.
 
     For a collective it takes its own part: the numbers are others then, the bytes are the same.

@@ -60,6 +60,14 @@ class Failure:
     error: BaseException
 
 
+def attempt(work: Callable[[], Any]) -> Any:
+    """What the work returns; a Failure where it raises, for other ranks that wait for what comes of it."""
+    try:
+        return work()
+    except Exception as error:  # whatever it is, it belongs to the request
+        return Failure(error)
+
+
 @dataclass(frozen=True)
 class Replay:
     """All steps of all ranks at once, as a CUDA graph."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from splitc.runtime.engines.gpu import Gpu, GpuArray, Tape
 from splitc.runtime.errors import EngineError
-from splitc.runtime.program import Failure, Replay, Span
+from splitc.runtime.program import Failure, Replay, Span, attempt
 from splitc.runtime.transport.gpu import GpuTransport
 from splitc.runtime.worker import NEVER, Request, Served, Worker, closed_before
 
@@ -49,10 +49,14 @@ class Recording:
 
 
 class Recordings:
-    """What a session has recorded. One request at a time is replayed: `lock` is held meanwhile."""
+    """What a session has recorded. One request at a time is replayed: `lock` is held meanwhile.
+
+    `behind` is set when something ran plainly, which the streams may not be done with yet.
+    """
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self.lock = threading.Lock()
+        self.behind = False
         self.why_plain = next((worker.why_plain for worker in workers if worker.why_plain), None)
         self._workers = workers
         self._kept: OrderedDict[tuple[Any, ...], Recording] = OrderedDict()
@@ -126,6 +130,10 @@ class Recordings:
         for worker, tape in zip(self._workers, recording.tapes):
             for name, staged in tape.inputs.items():
                 staged[...] = worker.cut(name, request)
+        if self.behind:
+            for worker in self._workers:
+                first.stream.wait_event(_record(worker.backend))
+            self.behind = False
         with first.device:
             recording.begin.record(first.stream)
             recording.graph.launch(first.stream)
@@ -149,6 +157,11 @@ class Recordings:
         return Recording(graph, tapes, states, begin, end)
 
 
+def _record(gpu: Any) -> Any:
+    with gpu.device:
+        return gpu.record()
+
+
 def _kind(request: Request) -> tuple[Any, ...]:
     """What requests have in common that one recording serves."""
     return request.sequence, request.room, *((name, array.shape) for name, array in request.feeds.items())
@@ -170,10 +183,10 @@ def _capture(worker: Worker, everyone: Sequence[int], request: Request, tape: Ta
     gpu, transport = worker.backend, worker.transport
     assert isinstance(gpu, Gpu) and isinstance(transport, GpuTransport)
     leads = worker.number == 0
-    _agreed(transport.meet(everyone, _attempt(gpu.wait_all)))
-    start = _agreed(transport.meet(everyone, _attempt(partial(_begin, gpu)) if leads else None))[0]
-    ends = transport.meet(everyone, _attempt(partial(_give, worker, gpu, request, tape, start)))
-    graph = transport.meet(everyone, _attempt(partial(_end, gpu, ends)) if leads else None)
+    _agreed(transport.meet(everyone, attempt(gpu.wait_all)))
+    start = _agreed(transport.meet(everyone, attempt(partial(_begin, gpu)) if leads else None))[0]
+    ends = transport.meet(everyone, attempt(partial(_give, worker, gpu, request, tape, start)))
+    graph = transport.meet(everyone, attempt(partial(_end, gpu, ends)) if leads else None)
     _agreed(ends)
     _agreed(graph)
     gpu.recorded = True
@@ -181,14 +194,6 @@ def _capture(worker: Worker, everyone: Sequence[int], request: Request, tape: Ta
         return None
     graph[0].upload(gpu.stream)
     return graph[0], gpu.cuda.Event(), gpu.cuda.Event()
-
-
-def _attempt(work: Callable[[], Any]) -> Any:
-    """What the work returns; a Failure where it raises."""
-    try:
-        return work()
-    except Exception as error:  # the other ranks wait for what this one hands in, whatever it is
-        return Failure(error)
 
 
 def _agreed(met: Any) -> Any:

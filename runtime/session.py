@@ -240,6 +240,7 @@ class Session:
             recording = self._recordings.find(request)
         if recording is None:
             self._wait_for([other for other in others if other.replayed])
+            self._recordings.behind = True
             return None
         request.replayed = True
         return self._recordings, recording

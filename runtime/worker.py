@@ -163,7 +163,6 @@ class Worker(threading.Thread):
         for file in self._rank.engines:
             source = self._package / file.source if file.source is not None else None
             engines.append(self.backend.load(self._package / file.path, source))
-        self.transport.prepare(self._rank.program)
         self.backend.reserve(self._rank.activation_bytes + 2 * self._rank.cache_bytes)
         for file, engine in zip(self._rank.engines, engines):
             if file.group:
@@ -185,11 +184,12 @@ class Worker(threading.Thread):
 
     def _serve(self, request: Request) -> None:
         start = time.perf_counter()
-        self.transport.begin()
         try:
             outputs, spans = self._run_request(request)
         except Exception as error:  # whoever waits for the request gets it
             request.finish(self.number, {}, Served(start, time.perf_counter(), ()), error)
+            if any(file.group for file in self._rank.engines):
+                self._broken(error)  # the other ranks' engines wait for this one's on their GPUs, and would for ever
         else:
             request.finish(self.number, outputs, Served(start, time.perf_counter(), spans), None)
 
@@ -202,7 +202,6 @@ class Worker(threading.Thread):
                 name: value if value is states.get(name) else self.backend.settle(value) for name, value in kept.items()
             }
         outputs = self.backend.download({name: values[name] for name in self.given(request)})
-        self.transport.finish()
         return outputs, spans
 
     def execute(

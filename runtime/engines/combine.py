@@ -69,7 +69,7 @@ def combine(operation: str, parts: Sequence[GpuArray], whole: GpuArray, size: in
     """Write the sum, or the greatest, of parts of `size` elements to `whole`, on CuPy's current GPU and stream.
 
     The parts are taken in their order, so the bits are the same on all GPUs. Raises EngineError for a number type that
-    can't be summed.
+    can't be summed, and where CuPy can't compile.
     """
     if whole.dtype not in TYPES:
         raise EngineError(f"can't sum {whole.dtype} over GPUs")
@@ -91,4 +91,12 @@ def _compile(operation: str, dtype: str, count: int) -> Any:
         parameters="".join(f"const {kind}* {name}, " for name in names),
         operation=OPERATIONS[operation],
     )
-    return need_cupy().RawKernel(source, "combine")
+    try:
+        kernel = need_cupy().RawKernel(source, "combine")
+        kernel.compile()
+    except Exception as error:  # of CuPy's several, none of which says what to do
+        raise EngineError(
+            "CuPy can't compile what sums over GPUs; its compiler is NVRTC, pip install nvidia-cuda-nvrtc-cu12 (or "
+            f"nvidia-cuda-nvrtc with a driver of CUDA 13): {error}"
+        ) from error
+    return kernel

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -18,6 +19,7 @@ from splitc.runtime.arrays import number_type
 from splitc.runtime.engines.gpu import Gpu, GpuArray
 from splitc.runtime.engines.onnxruntime import ERRORS
 from splitc.runtime.errors import EngineError, PackageError
+from splitc.runtime.gpu import need_cupy
 
 # TensorProto.BFLOAT16, which numpy has no type for.
 BFLOAT16 = 16
@@ -163,6 +165,9 @@ class OnnxRuntimeGpuBackend(Gpu):
 @cache
 def _load_libraries() -> None:
     """Load CUDA and cuDNN where pip put them, which the provider does not look for itself."""
+    if need_cupy().cuda.runtime.getDeviceCount() > 1:
+        # Attention kernels that fail on all GPUs of a process but the first: cudaErrorInvalidValue, in version 1.31.
+        os.environ.setdefault("ORT_ENABLE_XQA", "0")
     ort.set_default_logger_severity(3)  # it warns, for each session, of a plug-in that nobody has
     if hasattr(ort, "preload_dlls"):
         with contextlib.redirect_stdout(sys.stderr):  # standard output is for results

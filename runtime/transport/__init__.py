@@ -6,23 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from splitc.runtime.program import Reduce, Step
+    from splitc.runtime.program import Reduce
 
 
 class Transport(Protocol):
     """One rank's end of the channels to all others. A channel between two ranks keeps its order."""
 
-    def prepare(self, steps: Sequence[Step]) -> None:
-        """Get ready for what the rank's program has it do with others; all ranks call this at the same time."""
-
-    def finish(self) -> None:
-        """The rank has done its steps of a request. Raises where another one has left it in the middle."""
-
     def leave(self) -> None:
         """The rank's thread ends."""
-
-    def begin(self) -> None:
-        """The rank comes to its next request. All ranks come to the same ones, in one order."""
 
     def join(self, group: Sequence[int]) -> Any:
         """What engines of these ranks exchange values with while they run; all of them call this at the same time."""
@@ -43,19 +34,3 @@ class Transport(Protocol):
         overwritten, and the results are shared: nobody may write to them. A rank that hands in something else than a
         list has failed; all get that instead.
         """
-
-
-class WithoutSetup:
-    """For a transport that has nothing to get ready before a request and nothing to agree on after it."""
-
-    def prepare(self, steps: Sequence[Step]) -> None:
-        pass
-
-    def begin(self) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-    def leave(self) -> None:
-        pass

@@ -17,15 +17,13 @@ def connect_devices(devices: Sequence[Device], backends: Sequence[Backend]) -> S
     if all(device.kind == "cpu" for device in devices):
         return ends
     from splitc.runtime.engines.gpu import Gpu
-    from splitc.runtime.transport.gpu import GpuTransport, check_copies, have_access
-    from splitc.runtime.transport.nccl import Clique
+    from splitc.runtime.transport.gpu import GpuTransport, check_copies, let_copy
 
     gpus = {backend.index: backend for backend in backends if isinstance(backend, Gpu)}
     with ThreadPoolExecutor(
         1
     ) as pool:  # CuPy's current device and stream are a thread's: the caller's stay as they are
+        links = pool.submit(let_copy, gpus).result()
         by_host = pool.submit(check_copies, gpus).result()
     places = [backend.index if isinstance(backend, Gpu) else None for backend in backends]
-    cliques: dict[tuple[int, ...], Clique] = {}
-    direct = None not in places and not by_host and have_access(gpus)
-    return [GpuTransport(end, backend, places, cliques, by_host, direct) for end, backend in zip(ends, backends)]
+    return [GpuTransport(end, backend, places, links - by_host, by_host) for end, backend in zip(ends, backends)]

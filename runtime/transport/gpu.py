@@ -1,12 +1,13 @@
 """Ranks that are threads of one process, some or all of them on GPUs: arrays go from GPU to GPU, ordered by events.
 
-The host waits for nothing here. Sums are NCCL's where each rank of a group has a GPU of its own; two ranks on one GPU,
-and groups of GPUs and CPU devices, sum on the host.
+The host waits for no GPU here. Where GPUs have access to each other's memory, each reads the others' parts of a sum by
+itself: a rank that fails says so when the ranks' threads meet, and no GPU waits for what will not come. Other groups, and
+those with CPU devices, sum on the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from typing import Any, Optional
@@ -16,9 +17,9 @@ import numpy as np
 from splitc.runtime.arrays import accumulate_arrays
 from splitc.runtime.engines import Backend
 from splitc.runtime.engines.gpu import Gpu, GpuArray
-from splitc.runtime.program import Failure, Reduce, Step
+from splitc.runtime.program import Failure, Reduce, attempt
 from splitc.runtime.transport.local import LocalTransport
-from splitc.runtime.transport.nccl import Clique, Collectives, Group
+from splitc.runtime.transport.nccl import find_nccl
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,10 @@ class Offer:
 
 
 class GpuTransport(LocalTransport):
-    """The end of a rank. `devices` are the GPUs of all ranks, None for a CPU device; `cliques` all ranks share.
+    """The end of a rank. `devices` are the GPUs of all ranks, None for a CPU device.
 
-    Pairs of GPUs in `by_host` exchange arrays through the host, since copies between them are not to be trusted.
-    `direct` says that all ranks are on GPUs that have access to each other's memory.
+    `links` are the pairs of GPUs of which the first has access to the second's memory. Pairs in `by_host` exchange arrays
+    through the host, since copies between them are not to be trusted.
     """
 
     def __init__(
@@ -50,46 +51,37 @@ class GpuTransport(LocalTransport):
         local: LocalTransport,
         backend: Backend,
         devices: Sequence[Optional[int]],
-        cliques: dict[Group, Clique],
+        links: Collection[tuple[int, int]],
         by_host: frozenset[tuple[int, int]],
-        direct: bool,
     ) -> None:
         super().__init__(local.rank, local.hub)
         self._backend = backend
         self._gpu = backend if isinstance(backend, Gpu) else None
         self._devices = devices
+        self._links = links
         self.by_host = by_host
-        self.direct = direct
-        self._request = -1
+        self.direct = self._is_direct(range(len(devices)))
         self._offered: dict[tuple[int, ...], Any] = {}
-        self._collectives = None if self._gpu is None else Collectives(self.rank, self._gpu, cliques, self._meet)
+        self._communicators: list[Any] = []
         if self._gpu is not None:
             self._gpu.interrupted = self._why_stop
 
-    def prepare(self, steps: Sequence[Step]) -> None:
-        for group in dict.fromkeys(tuple(step.ranks) for step in steps if isinstance(step, Reduce)):
-            if self._is_apart(group):
-                self.join(group)
-
     def join(self, group: Sequence[int]) -> Any:
-        assert self._collectives is not None and self._gpu is not None
-        communicator = self._collectives.connect(group, self._request)
-        if isinstance(communicator, Failure):
-            raise communicator.error
-        self._gpu.wait_all()
-        return communicator
+        def name() -> Any:
+            nccl = find_nccl()
+            return nccl, nccl.get_unique_id() if self.rank == group[0] else None
 
-    def begin(self) -> None:
-        self._request += 1
-
-    def finish(self) -> None:
-        # A rank that went on to the next request could not tell any more whether another one left this one.
-        if self._gpu is not None and self._collectives is not None and self._collectives.any:
-            self._gpu.wait_all()
+        # Who makes a communicator waits for all others: none begins when one can't.
+        known = self.meet(group, attempt(name))
+        if isinstance(known, Failure):
+            raise known.error
+        nccl, unique = known[0]
+        self._communicators.append(nccl.NcclCommunicator(len(group), unique, list(group).index(self.rank)))
+        return self._communicators[-1]
 
     def leave(self) -> None:
-        if self._collectives is not None:
-            self._collectives.abort()
+        while self._communicators:
+            self._communicators.pop().abort()
 
     def send(self, target: int, name: str, value: Any) -> None:
         super().send(target, name, value if isinstance(value, Failure) else self._give(value, self._devices[target]))
@@ -114,12 +106,9 @@ class GpuTransport(LocalTransport):
         return self._gpu.copy_from(value.value, value.gpu)
 
     def reduce(self, step: Reduce, parts: Any, accumulate: Callable[[str, Any, Any], None]) -> Any:
-        if self._gpu is not None and self._gpu.tape is not None:
-            return self._reduce_in_graph(self._gpu, step, parts)
-        if not self._is_apart(step.ranks):
-            return self._reduce_on_host(step, parts, accumulate)
-        assert self._collectives is not None
-        return self._collectives.reduce(step, parts, self._request)
+        if self._gpu is not None and self._is_direct(step.ranks):
+            return self._reduce_directly(self._gpu, step, parts)
+        return self._reduce_on_host(step, parts, accumulate)
 
     def meet(self, ranks: Sequence[int], value: Any) -> Any:
         """What these ranks hand in, in their order, when all have done so; or the Failure that one handed in."""
@@ -128,27 +117,23 @@ class GpuTransport(LocalTransport):
         met = super().reduce(step, handed_in, lambda _, everyone, own: everyone.extend(own))
         return met if isinstance(met, Failure) else met[0]
 
-    def _reduce_in_graph(self, gpu: Gpu, step: Reduce, parts: Any) -> Any:
-        """Each rank reads the parts of all, when these are there. The host waits only while the graph is recorded."""
-        offers = self.meet(step.ranks, parts if isinstance(parts, Failure) else Offer(parts, gpu.record()))
+    def _reduce_directly(self, gpu: Gpu, step: Reduce, parts: Any) -> Any:
+        """Each rank reads the parts of all as soon as these are made. Their threads meet only to say where they will be."""
+        own = parts if isinstance(parts, Failure) else attempt(lambda: Offer(parts, gpu.record()))
+        offers = self.meet(step.ranks, own)
         if isinstance(offers, Failure):
             return offers
         for offer in offers:
             gpu.stream.wait_event(offer.ready)
-        wholes = [gpu.combine(step.operation, column) for column in zip(*(offer.parts for offer in offers))]
-        # The others have read what this rank offered before as soon as they offer the next: its memory may go only now.
+        # The others have read what this rank offered before when they offer the next: its memory may go only now.
         self._offered[tuple(step.ranks)] = parts
-        return wholes
+        columns = list(zip(*(offer.parts for offer in offers)))
+        return attempt(lambda: [gpu.combine(step.operation, column) for column in columns])
 
-    def _is_apart(self, ranks: Sequence[int]) -> bool:
-        """Whether each of the ranks has a GPU of its own, as NCCL wants it."""
-        gpus = [self._devices[rank] for rank in ranks]
-        return None not in gpus and len(set(gpus)) == len(gpus)
-
-    def _meet(self, group: Sequence[int], failure: Optional[Failure]) -> Optional[Failure]:
-        """Wait on the host for all ranks of a group."""
-        met = self.meet(group, failure)
-        return met if isinstance(met, Failure) else None
+    def _is_direct(self, ranks: Sequence[int]) -> bool:
+        """Whether all of the ranks are on GPUs that can read each other's memory."""
+        gpus = {self._devices[rank] for rank in ranks}
+        return None not in gpus and all(pair in self._links for pair in permutations(gpus, 2))
 
     def _reduce_on_host(self, step: Reduce, parts: Any, accumulate: Callable[[str, Any, Any], None]) -> Any:
         if self._gpu is None and all(device is None for device in map(self._devices.__getitem__, step.ranks)):
@@ -164,11 +149,10 @@ class GpuTransport(LocalTransport):
 
     def _why_stop(self) -> Optional[BaseException]:
         """Why this rank's GPU may never finish the request."""
-        assert self._collectives is not None
-        if self.hub.failure is not None:
-            self._collectives.abort()
-            return self.hub.failure.error
-        return self._collectives.why_stop(self._request)
+        if self.hub.failure is None:
+            return None
+        self.leave()
+        return self.hub.failure.error
 
 
 # cudaErrorPeerAccessAlreadyEnabled: another session of this process did it.
@@ -180,10 +164,9 @@ PATTERN = (np.arange(1 << 20, dtype=np.uint32) * np.uint32(2654435761)).view(np.
 def check_copies(gpus: Mapping[int, Gpu]) -> frozenset[tuple[int, int]]:
     """The pairs of GPUs between which copies come out wrong, as they do on some machines; one array is sent each way.
 
-    To be called before the ranks' threads start. Where GPUs can, they are let copy without the host.
+    To be called before the ranks' threads start.
     """
     wrong = set()
-    _let_copy(gpus)
     for source in gpus:
         gpus[source].attach()
         value = gpus[source].upload(PATTERN)
@@ -197,21 +180,21 @@ def check_copies(gpus: Mapping[int, Gpu]) -> frozenset[tuple[int, int]]:
     return frozenset(wrong)
 
 
-def have_access(gpus: Mapping[int, Gpu]) -> bool:
-    """Whether each GPU has access to the memory of all others."""
-    pairs = permutations(gpus, 2)
-    return all(gpus[one].cuda.runtime.deviceCanAccessPeer(one, other) for one, other in pairs)
+def let_copy(gpus: Mapping[int, Gpu]) -> frozenset[tuple[int, int]]:
+    """Give each GPU access to the others' memory, where it can have it; else the driver copies through the host.
 
-
-def _let_copy(gpus: Mapping[int, Gpu]) -> None:
-    """Give each GPU access to the others' memory, where it can have it; else the driver copies through the host."""
+    Returns the pairs of which the first has access to the second's. To be called before `check_copies`.
+    """
+    links = set()
     for one, gpu in gpus.items():
         gpu.attach()
         runtime = gpu.cuda.runtime
         for other in gpus:
             if other != one and runtime.deviceCanAccessPeer(one, other):
+                links.add((one, other))
                 try:
                     runtime.deviceEnablePeerAccess(other)
                 except runtime.CUDARuntimeError as error:
                     if error.status != ALREADY:
                         raise
+    return frozenset(links)

@@ -207,47 +207,6 @@ def copy_between(target: int, to: int, source: int, at: int, size: int, stream: 
 WRONG: set[tuple[int, int]] = set()
 
 
-class Unique:
-    """What the communicators of one id have in common."""
-
-    def __init__(self) -> None:
-        self.barrier: threading.Barrier | None = None
-        self.parts: dict[int, Any] = {}
-        self.lock = threading.Lock()
-
-
-class NcclCommunicator:
-    """All ranks' kernels wait on their streams for each other, and for ever when one does not come."""
-
-    comm = 0
-
-    def __init__(self, ranks: int, unique: Unique, rank: int) -> None:
-        with unique.lock:
-            unique.barrier = unique.barrier or threading.Barrier(ranks)
-        self._unique, self._rank, self._ranks = unique, rank, ranks
-        self._barrier = unique.barrier
-        self._barrier.wait()  # on the host, and for ever
-
-    def allReduce(self, source: int, target: int, count: int, kind: str, operation: str, stream: int) -> None:
-        def work() -> None:
-            size = count * np.dtype(kind).itemsize
-            own = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(source)).view(kind)
-            self._unique.parts[self._rank] = own.copy()
-            try:
-                self._barrier.wait()
-                parts = [self._unique.parts[rank] for rank in range(self._ranks)]
-                result = np.sum(parts, axis=0) if operation == "sum" else np.max(parts, axis=0)
-                self._barrier.wait()
-            except threading.BrokenBarrierError:
-                return
-            np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(target)).view(kind)[:] = result
-
-        STREAMS[stream].put(work)
-
-    def abort(self) -> None:
-        self._barrier.abort()
-
-
 def combine(operation: str, parts: Sequence[Any], whole: Any, size: int) -> None:
     """`splitc.runtime.engines.combine` without a GPU."""
 
@@ -260,21 +219,6 @@ def combine(operation: str, parts: Sequence[Any], whole: Any, size: int) -> None
 
     parts, whole = [replace(part, owner=None) for part in parts], replace(whole, owner=None)
     current.stream.put(work)
-
-
-def make_nccl() -> types.SimpleNamespace:
-    """CuPy's NCCL."""
-    types_of = ("float16", "float32", "float64", "int8", "int32", "int64", "uint8")
-    return types.SimpleNamespace(
-        available=True,
-        get_unique_id=Unique,
-        groupStart=lambda: None,
-        groupEnd=lambda: None,
-        NcclCommunicator=NcclCommunicator,
-        NCCL_SUM="sum",
-        NCCL_MAX="max",
-        **{f"NCCL_{name.upper()}": name for name in types_of},
-    )
 
 
 def make(devices: int = DEVICES) -> types.SimpleNamespace:

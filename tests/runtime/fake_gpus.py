@@ -92,7 +92,6 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     cupy = fake_cupy.make()
     monkeypatch.setattr("splitc.runtime.gpu.find_cupy", lambda: cupy)
     monkeypatch.setattr("splitc.runtime.engines.gpu.need_cupy", lambda: cupy)
-    monkeypatch.setattr("splitc.runtime.transport.nccl.find_nccl", fake_cupy.make_nccl)
     monkeypatch.setattr("splitc.runtime.engines.gpu.combine", fake_cupy.combine)
 
     def make_backend(engine: str, device: Device, threads: int, build: object, cuda_graphs: bool) -> object:
