@@ -20,9 +20,7 @@ def connect_devices(devices: Sequence[Device], backends: Sequence[Backend]) -> S
     from splitc.runtime.transport.gpu import GpuTransport, check_copies, let_copy
 
     gpus = {backend.index: backend for backend in backends if isinstance(backend, Gpu)}
-    with ThreadPoolExecutor(
-        1
-    ) as pool:  # CuPy's current device and stream are a thread's: the caller's stay as they are
+    with ThreadPoolExecutor(1) as pool:  # CuPy's current device and stream are a thread's: the caller's stay
         links = pool.submit(let_copy, gpus).result()
         by_host = pool.submit(check_copies, gpus).result()
     places = [backend.index if isinstance(backend, Gpu) else None for backend in backends]

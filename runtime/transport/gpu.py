@@ -1,8 +1,8 @@
 """Ranks that are threads of one process, some or all of them on GPUs: arrays go from GPU to GPU, ordered by events.
 
 The host waits for no GPU here. Where GPUs have access to each other's memory, each reads the others' parts of a sum by
-itself: a rank that fails says so when the ranks' threads meet, and no GPU waits for what will not come. Other groups, and
-those with CPU devices, sum on the host.
+itself: a rank that fails says so when the ranks' threads meet, and no GPU waits for what will not come. Other groups,
+and those with CPU devices, sum on the host.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Offer:
 class GpuTransport(LocalTransport):
     """The end of a rank. `devices` are the GPUs of all ranks, None for a CPU device.
 
-    `links` are the pairs of GPUs of which the first has access to the second's memory. Pairs in `by_host` exchange arrays
-    through the host, since copies between them are not to be trusted.
+    `links` are the pairs of GPUs of which the first has access to the second's memory. Pairs in `by_host` exchange
+    arrays through the host, since copies between them are not to be trusted.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class GpuTransport(LocalTransport):
         return met if isinstance(met, Failure) else met[0]
 
     def _reduce_directly(self, gpu: Gpu, step: Reduce, parts: Any) -> Any:
-        """Each rank reads the parts of all as soon as these are made. Their threads meet only to say where they will be."""
+        """Each rank reads the parts of all when these are made. Their threads meet only to say where they will be."""
         own = parts if isinstance(parts, Failure) else attempt(lambda: Offer(parts, gpu.record()))
         offers = self.meet(step.ranks, own)
         if isinstance(offers, Failure):

@@ -14,8 +14,8 @@ def find_nccl() -> Any:
     nccl = importlib.import_module("cupy.cuda.nccl")
     if not nccl.available:
         raise PackageError(
-            "these engines sum over GPUs by NCCL: pip install nvidia-nccl-cu12 (nvidia-nccl-cu13 with a driver of CUDA 13)"
+            "these engines sum over GPUs by NCCL: pip install nvidia-nccl-cu12 (or -cu13, with a driver of CUDA 13)"
         )
-    # All connections when a communicator is made, and not in the first collective, which would wait for them on the host.
+    # All connections when a communicator is made, and not in the first collective, which would make the host wait.
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     return nccl
