@@ -23,6 +23,9 @@ OPERATORS = frozenset(
     """.split()  # noqa: SIM905  # as a list it would take a page
 )
 
+# Those that make more of few numbers.
+EXPANDING = frozenset({"ConstantOfShape", "Expand", "Range", "Tile"})
+
 
 def fold_shapes(graph: ir.Graph) -> int:
     """Give every value that shape arithmetic makes its `const_value`, in place. Returns how many are new.

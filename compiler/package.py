@@ -106,7 +106,7 @@ def _write_engines(
     paths = [folder / f"{stage}{suffix}.onnx" for suffix in suffixes]
     # Names first: to write a graph changes where its weights are.
     entries = [
-        m.EngineFile(f"{folder.name}/{path.name}", names(graph.inputs), names(graph.outputs))
+        m.EngineFile(f"{folder.name}/{path.name}", names(graph.inputs), names(graph.outputs), _sizes_only(graph))
         for path, graph in zip(paths, pieces)
     ]
     if plan.engine in MODULES:
@@ -117,6 +117,15 @@ def _write_engines(
         ]
     links, copies = write_engines(dict(zip(paths, pieces)), plan.analysis.graph.model, weights == "link", progress)
     return entries, links, copies
+
+
+def _sizes_only(graph: ir.Graph) -> list[str]:
+    """The inputs that only Shape and Size read."""
+    return [
+        value.name or ""
+        for value in graph.inputs
+        if value.uses() and all(use.node.op_type in ("Shape", "Size") for use in value.uses())
+    ]
 
 
 def _to_build(entry: m.EngineFile, sizes: dict[str, m.Sizes], group: list[int]) -> m.EngineFile:

@@ -87,11 +87,13 @@ class EngineFile(Struct, frozen=True):
 
     `source` is the ONNX file that it is built from, where the package holds that, and `sizes` the inputs' that it is
     built for. `group` are the ranks with which it exchanges values while it runs, itself included.
+    `sizes_only` are the inputs of which it reads nothing but the sizes.
     """
 
     path: str
     inputs: list[str]
     outputs: list[str]
+    sizes_only: list[str] = []
     source: Optional[str] = None
     sizes: dict[str, Sizes] = {}
     group: list[int] = []

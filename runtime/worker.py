@@ -162,7 +162,7 @@ class Worker(threading.Thread):
         engines = []
         for file in self._rank.engines:
             source = self._package / file.source if file.source is not None else None
-            engines.append(self.backend.load(self._package / file.path, source))
+            engines.append(self.backend.load(self._package / file.path, source, file.sizes_only))
         self.backend.reserve(self._rank.activation_bytes + 2 * self._rank.cache_bytes)
         for file, engine in zip(self._rank.engines, engines):
             if file.group:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from splitc.compiler.costs import RANDOM
+from splitc.compiler.fold import EXPANDING, LONGEST, OPERATORS
 from splitc.compiler.graph import node_reads
 
 
@@ -23,9 +25,10 @@ def cut_segments(graph: ir.Graph, outputs: Collection[str], joint: str) -> list[
     """The pieces of `graph` between its nodes of the kind `joint`, in order. Of its outputs only those named are given.
 
     A node goes into the last piece that is early enough for those that read it. What is computed from weights alone
-    is computed in each piece that needs it, where the engine folds it.
+    is computed in each piece that needs it, where the engine folds it. So is what follows from the sizes of the graph's
+    inputs: it is a few numbers that engines have on the host, and would have to take from there.
     """
-    constant = _constant_nodes(graph)
+    constant = _repeated_nodes(graph)
     # All ranks must come to the same pieces, so what this one does not give is only taken off then.
     levels = _levels(graph, constant, joint)
     needed = _needed(graph, outputs, joint)
@@ -48,14 +51,32 @@ def cut_segments(graph: ir.Graph, outputs: Collection[str], joint: str) -> list[
     return pieces
 
 
-def _constant_nodes(graph: ir.Graph) -> frozenset[ir.Node]:
-    """The nodes that compute from weights alone."""
+def _repeated_nodes(graph: ir.Graph) -> frozenset[ir.Node]:
+    """The nodes that compute from weights alone, and shape arithmetic on the sizes of the graph's inputs."""
     found: set[ir.Node] = set()
     for node in graph:
         given = node.op_type in RANDOM or any(value.is_graph_output() for value in node.outputs)
         if not given and all(v.is_initializer() or v.producer() in found for v in node_reads(node)):
             found.add(node)
-    return frozenset(found)
+    few: set[ir.Node] = set()
+    for node in graph:
+        if node in found or node.op_type not in OPERATORS - EXPANDING or any(v.is_graph_output() for v in node.outputs):
+            continue
+        reads = node_reads(node)
+        if node.op_type in ("Shape", "Size"):
+            repeated = all(value.is_graph_input() for value in reads)
+        else:
+            repeated = all(value.producer() in few or _is_short_constant(value, found) for value in reads)
+        if repeated:
+            few.add(node)
+    return frozenset(found | few)
+
+
+def _is_short_constant(value: ir.Value, constant: Collection[ir.Node]) -> bool:
+    """Whether the value is a few numbers that follow from weights."""
+    if not value.is_initializer() and value.producer() not in constant:
+        return False
+    return value.shape is not None and value.shape.is_static() and math.prod(value.shape.numpy()) <= LONGEST
 
 
 def _needed(graph: ir.Graph, outputs: Collection[str], joint: str) -> set[ir.Node]:

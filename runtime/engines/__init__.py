@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional, Protocol
 
@@ -41,8 +41,11 @@ class Backend(Protocol):
     def detach(self) -> None:
         """To be called last by that thread."""
 
-    def load(self, path: Path, source: Optional[Path] = None) -> Engine:
-        """Load the engine file at `path`, which was built from `source`. Raises PackageError when it can't be."""
+    def load(self, path: Path, source: Optional[Path] = None, sizes_only: Collection[str] = ()) -> Engine:
+        """Load the engine file at `path`, which was built from `source`. Raises PackageError when it can't be.
+
+        Of the inputs `sizes_only` it reads nothing but the sizes.
+        """
 
     def upload(self, array: npt.NDArray[Any]) -> Any:
         """The array as a value that the backend's engines take."""

@@ -143,11 +143,13 @@ class Gpu:
     def copy_from(self, value: GpuArray, other: int) -> GpuArray:
         """An array of the GPU `other` on this one. Without peer access the driver takes it through the host."""
         target = self.empty(value.shape, value.dtype)
-        if value.nbytes:
+        if self.tape is not None:  # where all GPUs have access to each other, and CUDA does not capture copies of peers
+            self._copy(target.pointer, value.pointer, value.nbytes, self.cuda.runtime.memcpyDefault)
+        elif value.nbytes:
             self.cuda.runtime.memcpyPeerAsync(
                 target.pointer, self.index, value.pointer, other, value.nbytes, self.stream.ptr
             )
-            self.keep(value)
+        self.keep(value)
         return target
 
     def settle(self, value: GpuArray) -> GpuArray:

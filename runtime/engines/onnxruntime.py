@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Optional
@@ -87,7 +87,7 @@ class OnnxRuntimeBackend:
     def detach(self) -> None:
         pass
 
-    def load(self, path: Path, source: Optional[Path] = None) -> OnnxRuntimeEngine:
+    def load(self, path: Path, source: Optional[Path] = None, sizes_only: Collection[str] = ()) -> OnnxRuntimeEngine:
         return OnnxRuntimeEngine(path.name, open_session(path, self._threads), self._options)
 
     def settle(self, value: ort.OrtValue) -> ort.OrtValue:

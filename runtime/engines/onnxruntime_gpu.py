@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -42,6 +42,7 @@ class OnnxRuntimeGpuEngine:
         session: ort.InferenceSession,
         gpu: Gpu,
         options: ort.RunOptions,
+        sizes_only: Collection[str] = (),
         why_plain: Optional[str] = None,
     ) -> None:
         self._name = name
@@ -52,7 +53,9 @@ class OnnxRuntimeGpuEngine:
         self.inputs = [value.name for value in session.get_inputs()]
         self.outputs = [value.name for value in session.get_outputs()]
         places = zip(session.get_inputs(), session.get_input_memory_infos())
-        self._on_host = {value.name for value, place in places if "cuda" not in place.name.lower()}
+        on_host = {value.name for value, place in places if "cuda" not in place.name.lower()}
+        self._on_host = on_host.difference(sizes_only)
+        self._sizes_on_host = on_host.intersection(sizes_only)
         if self._on_host:
             self.why_plain = f"{name} takes '{min(self._on_host)}' on the host"
         self._types = {value.name: _type_name(value.type) for value in session.get_outputs()}
@@ -74,6 +77,8 @@ class OnnxRuntimeGpuEngine:
             for name in self.inputs:
                 if name in on_host:
                     binding.bind_cpu_input(name, on_host[name])
+                elif name in self._sizes_on_host:
+                    binding.bind_cpu_input(name, np.empty(values[name].shape, number_type(values[name].dtype)))
                 else:
                     binding.bind_input(name, *self._place(values[name]))
             for name in self.outputs:
@@ -123,7 +128,7 @@ class OnnxRuntimeGpuBackend(Gpu):
         self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         self._options.add_run_config_entry("gpu_graph_id", "-1")  # what is captured is captured by us
 
-    def load(self, path: Path, source: Optional[Path] = None) -> OnnxRuntimeGpuEngine:
+    def load(self, path: Path, source: Optional[Path] = None, sizes_only: Collection[str] = ()) -> OnnxRuntimeGpuEngine:
         _load_libraries()
         options = ort.SessionOptions()
         options.log_severity_level = 4  # errors come as exceptions
@@ -149,7 +154,7 @@ class OnnxRuntimeGpuBackend(Gpu):
                 "versions that it was built for (pip install 'onnxruntime-gpu[cuda,cudnn]'), and onnxruntime and "
                 "onnxruntime-gpu must not both be installed"
             )
-        return OnnxRuntimeGpuEngine(path.name, session, self, self._options, why_plain)
+        return OnnxRuntimeGpuEngine(path.name, session, self, self._options, sizes_only, why_plain)
 
     def _open(self, path: Path, options: ort.SessionOptions, provider: Mapping[str, str]) -> ort.InferenceSession:
         providers = [(PROVIDER, dict(provider)), "CPUExecutionProvider"]

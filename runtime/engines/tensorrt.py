@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Optional
@@ -164,7 +164,7 @@ class TensorrtBackend(Gpu):
         self._scratch: Optional[GpuArray] = None
         self._most_scratch = 0
 
-    def load(self, path: Path, source: Optional[Path] = None) -> TensorrtEngine:
+    def load(self, path: Path, source: Optional[Path] = None, sizes_only: Collection[str] = ()) -> TensorrtEngine:
         engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
         if engine is None:
             raise PackageError(f"TensorRT can't load {path} on cuda{self.index}: {self.said()}")

@@ -93,8 +93,8 @@ def test_decoder_has_its_layers(write: MakeModel, change: Callable[[ir.Model], N
     analysis = analyze(write(model), AskedShapes(), 1)
     assert kinds(analysis) == ["prologue", *["block"] * 6, "epilogue"]
     weights = [analysis.costs.weight_bytes(block.nodes) for block in analysis.partition.blocks[1:-1]]
-    # The last one may have taken the final norm along.
-    assert max(weights) - min(weights) <= 4 * 64
+    # The last one may have taken the final norm along, and its two constants.
+    assert max(weights) - min(weights) <= 4 * (64 + 2)
 
 
 def test_blocks_are_called_what_the_exporter_called_them(decoder: Path) -> None:

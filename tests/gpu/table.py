@@ -46,7 +46,7 @@ from splitc.runtime.units import format_bytes, format_seconds
 
 Feeds = dict[str, npt.NDArray[Any]]
 # Requests under way at the same time, rounds of turns, and prompts in each.
-IN_FLIGHT, ROUNDS, PROMPTS = 4, 5, 8
+IN_FLIGHT, ROUNDS, PROMPTS = 4, 3, 8
 # What an H200 reads in a second, and computes, as far as that was measured.
 BYTES, FLOPS = 4.3e12, 790e12
 
@@ -137,7 +137,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--cache", type=int, default=1024, help="tokens in the cache")
-    parser.add_argument("--tokens", type=int, default=50, help="tokens that are timed, in each round")
+    parser.add_argument("--tokens", type=int, default=30, help="tokens that are timed, in each round")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--optimization-level", type=int)
     options = parser.parse_args()
@@ -182,7 +182,8 @@ def _package(model: Path, name: str, mode: str, devices: list[str], options: arg
     shapes: dict[str, Any] = {"input_ids": (1, 1), "attention_mask": (1, 2 * options.cache)}
     if not options.capacity_only:
         shapes["past_key_values.0.key"] = (1, *_size(options, 1).cache_shape(2 * options.cache))
-    request = Request(split_mode=mode, engine=options.engine, spread=True, shapes=shapes)
+    memory = () if "cpu" in options.devices else ("120GiB",)  # what is free has the other packages in it
+    request = Request(split_mode=mode, engine=options.engine, spread=True, shapes=shapes, memory=memory)
     plan = plan_model(model, devices, request)
     build_options = BuildOptions(optimization_level=options.optimization_level, tactic_sources=[])
     weights = "link" if mode == "layer" and options.engine == "onnxruntime" else "copy"

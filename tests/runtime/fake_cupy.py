@@ -237,6 +237,7 @@ def make(devices: int = DEVICES) -> types.SimpleNamespace:
         memcpyHostToDevice=1,
         memcpyDeviceToHost=2,
         streamCaptureModeRelaxed=2,
+        memcpyDefault=4,
     )
     cuda = types.SimpleNamespace(
         Device=Device,

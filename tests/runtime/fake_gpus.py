@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -66,7 +66,7 @@ class FakeBackend(Gpu):
 
     failing: Optional[tuple[int, int]] = None
 
-    def load(self, path: Path, source: Optional[Path] = None) -> HostEngine:
+    def load(self, path: Path, source: Optional[Path] = None, sizes_only: Collection[str] = ()) -> HostEngine:
         engine = HostEngine(self, path)
         if self.failing and self.failing[0] == self.index and path.name.endswith(("stage0.1.onnx", "stage1.onnx")):
             _fail_in(engine, self.failing[1])

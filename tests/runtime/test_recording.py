@@ -121,7 +121,7 @@ def test_engine_that_can_not_be_captured_runs_plainly_and_is_named(
 ) -> None:
     load = FakeBackend.load
 
-    def load_plain(self: FakeBackend, path: Path, source: Any = None) -> Any:
+    def load_plain(self: FakeBackend, path: Path, source: Any = None, sizes_only: Any = ()) -> Any:
         engine = load(self, path, source)
         engine.why_plain = f"{path.name} has nodes on the CPU"  # type: ignore[attr-defined]
         return engine
