@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -18,7 +18,7 @@ from splitc.runtime.errors import SplitcError
 from splitc.runtime.manifest import Rank, State
 from splitc.runtime.measure import RankMemory
 from splitc.runtime.parts import cut_part
-from splitc.runtime.program import Program, Span, execute
+from splitc.runtime.program import Failure, Program, Span, attempt, execute
 from splitc.runtime.transport import Transport
 
 Array = npt.NDArray[Any]
@@ -126,6 +126,8 @@ class Worker(threading.Thread):
         self._parts = {part.name: part for part in rank.parts}
         self.transport = transport
         self._broken = broken
+        # So that a device that works by itself has the next request to do while one waits for what it did.
+        self._finisher = ThreadPoolExecutor(1) if backend.asynchronous else None
         self.sequences: dict[Optional[int], dict[str, Any]] = {}
 
     def run(self) -> None:
@@ -142,6 +144,8 @@ class Worker(threading.Thread):
         finally:
             # Here, and not whenever the garbage collector comes by: this thread is on the right device.
             self.sequences.clear()
+            if self._finisher is not None:
+                self._finisher.shutdown()
             self.transport.leave()
             self.backend.detach()
             del self._program
@@ -184,16 +188,22 @@ class Worker(threading.Thread):
 
     def _serve(self, request: Request) -> None:
         start = time.perf_counter()
-        try:
-            outputs, spans = self._run_request(request)
-        except Exception as error:  # whoever waits for the request gets it
-            request.finish(self.number, {}, Served(start, time.perf_counter(), ()), error)
-            if any(file.group for file in self._rank.engines):
-                self._broken(error)  # the other ranks' engines wait for this one's on their GPUs, and would for ever
+        fetch = attempt(lambda: self._run_request(request))
+        if self._finisher is None:
+            self._finish(request, start, fetch)
         else:
-            request.finish(self.number, outputs, Served(start, time.perf_counter(), spans), None)
+            self._finisher.submit(self._finish, request, start, fetch)
 
-    def _run_request(self, request: Request) -> tuple[dict[str, Array], list[Span]]:
+    def _finish(self, request: Request, start: float, fetch: Any) -> None:
+        """Give the request what came of it; `fetch` waits for its outputs."""
+        made, spans = (fetch, ()) if isinstance(fetch, Failure) else (attempt(fetch[0]), fetch[1])
+        error = made.error if isinstance(made, Failure) else None
+        request.finish(self.number, {} if error else made, Served(start, time.perf_counter(), spans), error)
+        if error is not None and any(file.group for file in self._rank.engines):
+            self._broken(error)  # the other ranks' engines wait for this one's on their GPUs, and would for ever
+
+    def _run_request(self, request: Request) -> tuple[Callable[[], dict[str, Array]], list[Span]]:
+        """Run the program. Returns what waits for the outputs."""
         states = self.sequences.get(request.sequence, {})
         values, spans = self.execute(request, states, lambda name: self.backend.upload(self.cut(name, request)))
         if request.sequence is not None:
@@ -201,8 +211,7 @@ class Worker(threading.Thread):
             self.sequences[request.sequence] = {
                 name: value if value is states.get(name) else self.backend.settle(value) for name, value in kept.items()
             }
-        outputs = self.backend.download({name: values[name] for name in self.given(request)})
-        return outputs, spans
+        return self.backend.fetch({name: values[name] for name in self.given(request)}), spans
 
     def execute(
         self, request: Request, states: Mapping[str, Any], upload: Callable[[str], Any]

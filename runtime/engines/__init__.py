@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional, Protocol
 
@@ -33,7 +33,12 @@ class Engine(Protocol):
 
 
 class Backend(Protocol):
-    """Loads engines on one device, and moves arrays to it and from it."""
+    """Loads engines on one device, and moves arrays to it and from it.
+
+    Where it is `asynchronous`, engines have only been told to run when `run` returns.
+    """
+
+    asynchronous: bool
 
     def attach(self) -> None:
         """To be called first by the thread that uses the backend."""
@@ -52,6 +57,9 @@ class Backend(Protocol):
 
     def download(self, values: Mapping[str, Any]) -> dict[str, npt.NDArray[np.generic]]:
         """Values of the backend's engines as arrays, by name; waits until they are made."""
+
+    def fetch(self, values: Mapping[str, Any]) -> Callable[[], dict[str, npt.NDArray[np.generic]]]:
+        """Begin to download; what is returned waits, on any thread, and gives the arrays."""
 
     def settle(self, value: Any) -> Any:
         """The value in memory where it may stay from request to request."""

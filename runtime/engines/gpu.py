@@ -22,6 +22,11 @@ PATIENCE = 120.0
 # Seconds between two looks whether a GPU is done: to look all the time would keep the interpreter's lock from the other
 # ranks' threads, which have work to give to their GPUs.
 NAP = 1e-5
+# The parts of a known time in which to sleep, and after which to look now and then only: a sleep takes some 60
+# microseconds longer than it should.
+EARLY, LATE = 0.7, 2.0
+# Seconds that are worth sleeping in.
+WORTH = 5e-4
 # Seconds that a rank waits for its GPU when it ends.
 CLOSING = 5.0
 # GPUs whose streams did not come to an end.
@@ -65,6 +70,8 @@ class Gpu:
     `interrupted` tells, while the thread waits, why it should not wait any longer.
     Raises PackageError where there is no such GPU.
     """
+
+    asynchronous = True
 
     def __init__(self, index: int) -> None:
         self.tape: Optional[Tape] = None
@@ -115,6 +122,8 @@ class Gpu:
         """As `upload`; beside it the pinned memory that the array is copied from, as an array."""
         array = np.asarray(array, order="C")
         target = self.empty(array.shape, str(array.dtype))
+        if not array.nbytes:
+            return target, array
         staged = self._pinned(array.shape, array.dtype)
         staged[...] = array
         self._copy(target.pointer, staged.ctypes.data, array.nbytes, self.cuda.runtime.memcpyHostToDevice)
@@ -123,13 +132,21 @@ class Gpu:
 
     def download(self, values: Mapping[str, GpuArray]) -> dict[str, npt.NDArray[np.generic]]:
         """The arrays on the host; waits until the stream has made them all."""
+        return self.fetch(values)()
+
+    def fetch(self, values: Mapping[str, GpuArray]) -> Callable[[], dict[str, npt.NDArray[np.generic]]]:
+        """Begin to download; what is returned waits, on any thread, and gives the arrays."""
         if not values:
-            return {}
+            return dict
         if self.tape is not None:
             raise EngineError(f"{', '.join(values)}: the host reads that while the request runs")
-        landed = self.land(values)
-        self.wait(self.record())
-        return {name: array.copy() for name, array in landed.items()}
+        landed, made = self.land(values), self.record()
+
+        def wait() -> dict[str, npt.NDArray[np.generic]]:
+            self.wait(made)
+            return {name: array.copy() for name, array in landed.items()}
+
+        return wait
 
     def land(self, values: Mapping[str, GpuArray]) -> dict[str, npt.NDArray[np.generic]]:
         """Pinned memory on the host that the arrays are copied to, behind what the stream has to do."""
@@ -212,10 +229,15 @@ class Gpu:
         while self._kept and self._kept[0][0].done:
             self._kept.popleft()
 
-    def wait(self, event: Any, patience: Optional[float] = None, nap: float = NAP) -> None:
-        """Wait for an event. Raises what `interrupted` tells, and EngineError when it takes too long."""
+    def wait(self, event: Any, patience: Optional[float] = None, expected: float = 0.0) -> None:
+        """Wait for an event. Raises what `interrupted` tells, and EngineError when it takes too long.
+
+        When it is known how many seconds it takes, the thread looks all the time towards their end.
+        """
         most = PATIENCE if patience is None else patience
         start = time.monotonic()
+        if expected > WORTH:
+            time.sleep(EARLY * expected)
         while (status := self.cuda.runtime.eventQuery(event.ptr)) != 0:
             if status != NOT_READY:  # an earlier kernel or copy failed, and all that follows it
                 raise EngineError(f"cuda{self.index} failed with CUDA error {status}")
@@ -224,7 +246,8 @@ class Gpu:
             waited = time.monotonic() - start
             if waited > most:
                 raise EngineError(f"cuda{self.index} did not come to an end within {most:.0f} s: it seems to hang")
-            time.sleep(nap)
+            if waited > LATE * expected:
+                time.sleep(NAP)
 
     def accumulate(self, operation: str, total: npt.NDArray[Any], part: npt.NDArray[Any]) -> None:
         """Of arrays on the host: what NCCL does not do is done there."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Optional
@@ -77,6 +78,8 @@ class OnnxRuntimeEngine:
 class OnnxRuntimeBackend:
     """ONNX Runtime's CPU provider with a number of threads an engine."""
 
+    asynchronous = False
+
     def __init__(self, threads: int) -> None:
         self._threads = threads
         self._options = ort.RunOptions()
@@ -89,6 +92,9 @@ class OnnxRuntimeBackend:
 
     def load(self, path: Path, source: Optional[Path] = None, sizes_only: Collection[str] = ()) -> OnnxRuntimeEngine:
         return OnnxRuntimeEngine(path.name, open_session(path, self._threads), self._options)
+
+    def fetch(self, values: Mapping[str, Any]) -> Callable[[], dict[str, npt.NDArray[np.generic]]]:
+        return partial(self.download, values)
 
     def settle(self, value: ort.OrtValue) -> ort.OrtValue:
         return value
