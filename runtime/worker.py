@@ -197,10 +197,13 @@ class Worker(threading.Thread):
     def _finish(self, request: Request, start: float, fetch: Any) -> None:
         """Give the request what came of it; `fetch` waits for its outputs."""
         made, spans = (fetch, ()) if isinstance(fetch, Failure) else (attempt(fetch[0]), fetch[1])
-        error = made.error if isinstance(made, Failure) else None
-        request.finish(self.number, {} if error else made, Served(start, time.perf_counter(), spans), error)
-        if error is not None and any(file.group for file in self._rank.engines):
-            self._broken(error)  # the other ranks' engines wait for this one's on their GPUs, and would for ever
+        served = Served(start, time.perf_counter(), spans)
+        if not isinstance(made, Failure):
+            request.finish(self.number, made, served, None)
+            return
+        request.finish(self.number, {}, served, made.error)
+        if any(file.group for file in self._rank.engines):
+            self._broken(made.error)  # the other ranks' engines wait for this one's on their GPUs, and would for ever
 
     def _run_request(self, request: Request) -> tuple[Callable[[], dict[str, Array]], list[Span]]:
         """Run the program. Returns what waits for the outputs."""

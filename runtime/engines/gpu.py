@@ -178,12 +178,10 @@ class Gpu:
         self._copy(target.pointer, value.pointer, value.nbytes, self.cuda.runtime.memcpyDeviceToDevice)
         self.keep(value)
 
-    def combine(self, operation: str, parts: Sequence[GpuArray]) -> GpuArray:
-        """The `sum` or `max` of arrays of which others are on GPUs that this one has access to."""
-        whole = self.empty(parts[0].shape, parts[0].dtype)
+    def combine(self, operation: str, parts: Sequence[GpuArray], whole: GpuArray) -> None:
+        """Write the `sum` or `max` of arrays, of which others are on GPUs that this one has access to, to `whole`."""
         if size := math.prod(whole.shape):
             combine(operation, parts, whole, size)
-        return whole
 
     def cast(self, value: GpuArray, dtype: str) -> GpuArray:
         """The array in another number type: int64 as int32 on the GPU, all else by way of the host."""

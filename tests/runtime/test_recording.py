@@ -14,9 +14,11 @@ from models.llama import Size, build
 from models.llama_fused import build as build_fused
 from models.writer import save
 from splitc.runtime import Session
+from splitc.runtime.engines.gpu import GpuArray
 from splitc.runtime.errors import EngineError
 from splitc.runtime.program import Receive, Reduce, Replay, Send, overlap
-from tests.conftest import assert_close, decoder_feeds, run_whole
+from splitc.runtime.transport.gpu import slices
+from tests.conftest import DECODER, assert_close, decoder_feeds, run_whole
 from tests.runtime import fake_cupy
 from tests.runtime.fake_gpus import FakeBackend, package
 
@@ -54,6 +56,34 @@ def test_sizes_that_came_before_are_replayed(decoder: Path, tmp_path: Path, mode
         assert is_replayed(session, decoder_feeds(2, 3, 5))
         assert not is_replayed(session, decoder_feeds(2, 4, 5))
         assert session.notes == []
+
+
+def test_large_sums_are_made_in_slices(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("splitc.runtime.transport.gpu.LARGE", 1)
+    combined = []
+    combine = fake_cupy.combine
+
+    def watch(operation: str, parts: Any, whole: Any, size: int) -> None:
+        combined.append(size)
+        combine(operation, parts, whole, size)
+
+    monkeypatch.setattr("splitc.runtime.engines.gpu.combine", watch)
+    devices = ["cuda0", "cuda1", "cuda2"]
+    with Session(package(decoder, tmp_path, "tensor", 3), devices=devices, in_flight=4) as session:
+        many = [shifted(decoder_feeds(2, 3, 5), number) for number in range(8)]
+        for feeds, outputs in zip(many, session.map(many)):
+            assert_close(outputs, run_whole(decoder, feeds))
+        assert is_replayed(session, decoder_feeds(2, 3, 5))
+    assert max(combined) < 2 * 3 * DECODER.hidden
+
+
+def test_slices_are_all_of_an_array() -> None:
+    for size, count in ((1, 3), (1000, 3), (1024, 4), (7, 4)):
+        found = slices(GpuArray(1 << 20, (size,), "float16", None), count)
+        assert sum(each.shape[0] for each in found) == size
+        assert [each.pointer for each in found] == [
+            (1 << 20) + 2 * sum(before.shape[0] for before in found[:number]) for number in range(count)
+        ]
 
 
 def test_nothing_is_replayed_where_nobody_wants_it(decoder: Path, tmp_path: Path) -> None:
