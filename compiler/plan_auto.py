@@ -27,6 +27,8 @@ PLANNERS: dict[str, Planner] = {"layer": plan_layers, "row": plan_rows, "tensor"
 # Candidates whose times differ by less than this share are as good. A stream hides what a device loses here and there,
 # and times are no better known than that, measured or estimated; a single request hides nothing.
 SLACK = {("throughput", False): 0.1, ("throughput", True): 0.05, ("latency", False): 0.02, ("latency", True): 0.02}
+# Shares of what the fullest device holds that are not worth another device.
+ROOM = 0.05
 # Up to so many devices every number of them is tried; above, 1, 2, 4, ... and all.
 FEW = 4
 
@@ -64,9 +66,14 @@ def plan_auto(model: Path, devices: Sequence[Device], budgets: Sequence[Budget],
 
 
 def choose(candidates: Sequence[Candidate], objective: str, profiled: bool) -> Candidate:
-    """Of the candidates that are about as fast as the fastest that of which the fullest device has most room."""
+    """Of the candidates that are about as fast as the fastest that of which the fullest device has most room.
+
+    A device more must be worth it: what differs by less than ROOM in what its fullest device holds is as good.
+    """
     good = _about_as_fast(candidates, objective, profiled)
-    return min(good, key=lambda each: (round(each.fullest, 3), _time(each, objective)))
+    least = min(each.fullest for each in good)
+    roomy = [each for each in good if each.fullest <= least * (1 + ROOM)]
+    return min(roomy, key=lambda each: (each.devices, _time(each, objective)))
 
 
 def _about_as_fast(candidates: Sequence[Candidate], objective: str, profiled: bool) -> list[Candidate]:
@@ -176,7 +183,7 @@ def _reason(chosen: Candidate, candidates: Sequence[Candidate], request: Request
     best = format_seconds(min(_time(each, request.objective) for each in good))
     return (
         f"{chosen.name}: {time} {what}, of {len(good)} about as fast (the fastest {best}) the one whose fullest device "
-        "has most room"
+        "has most room, with as few devices as give that"
     )
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 import timeit
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -17,8 +18,10 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
+from splitc.runtime.capture import capture
 from splitc.runtime.devices import Device
 from splitc.runtime.engines import Backend
+from splitc.runtime.engines.gpu import Tape
 from splitc.runtime.engines.kinds import ONNXRUNTIME
 from splitc.runtime.engines.load import make_backend
 from splitc.runtime.program import Reduce
@@ -66,9 +69,9 @@ class Machine(Struct, frozen=True):
 
 
 # What a machine has that was not measured. Threads of one process hand a value on as it is, and wake each other; GPUs
-# have PCI Express 4 between them.
-TYPICAL_COPY = {"cpu": Link(3e-5, 0.0), "cuda": Link(2e-5, 5e-11), "mixed": Link(5e-5, 1e-10)}
-TYPICAL_SUM = {"cpu": Link(6e-5, 2e-10), "cuda": Link(3e-5, 1e-10), "mixed": Link(1e-4, 4e-10)}
+# have PCI Express 4 between them, and replay what they do.
+TYPICAL_COPY = {"cpu": Link(3e-5, 0.0), "cuda": Link(1e-5, 5e-11), "mixed": Link(5e-5, 1e-10)}
+TYPICAL_SUM = {"cpu": Link(6e-5, 2e-10), "cuda": Link(1e-5, 1e-10), "mixed": Link(1e-4, 4e-10)}
 
 
 def kind(one: Device, other: Device) -> str:
@@ -124,6 +127,8 @@ def _fit(points: Sequence[tuple[int, float]]) -> Link:
 def _measure_pair(devices: Sequence[Device]) -> list[Measured]:
     backends = [make_backend(ONNXRUNTIME, device, 1) for device in devices]
     ends = connect_devices(devices, backends)
+    if all(getattr(end, "direct", False) for end in ends):
+        return [_measure_replayed(backends, ends, np.zeros(size // 4, np.float32)) for size in SIZES]
     found = []
     for size in SIZES:
         array = np.zeros(size // 4, np.float32)
@@ -132,6 +137,34 @@ def _measure_pair(devices: Sequence[Device]) -> list[Measured]:
         together = _time_both(backends, lambda rank, value: _sum(ends[rank], backends[rank], value), array)
         found.append(Measured(size, max(0.0, there) / 2, together))
     return found
+
+
+def _measure_replayed(backends: Sequence[Any], ends: Sequence[Any], array: Any) -> Measured:
+    """GPUs that have access to each other's memory, which replay what they do: as a part of that."""
+    sums = _time_replayed(backends, ends, lambda rank, value: _sum(ends[rank], backends[rank], value), array)
+    there = _time_replayed(backends, ends, lambda rank, value: _bounce(rank, ends[rank], value), array)
+    return Measured(array.nbytes, there / 2, sums)
+
+
+def _time_replayed(backends: Sequence[Any], ends: Sequence[Any], work: Callable[[int, Any], Any], array: Any) -> float:
+    """Median seconds of the work, of which a graph does RUNS in a row."""
+
+    def run(rank: int) -> Any:
+        gpu = backends[rank]
+        gpu.attach()
+
+        def give() -> None:
+            value = gpu.empty(array.shape, str(array.dtype))
+            for _ in range(RUNS):
+                value = work(rank, value)
+
+        work(rank, gpu.upload(array))  # plainly, so that its kernel is there
+        return capture(gpu, ends[rank], range(len(ends)), Tape(), give)
+
+    with ThreadPoolExecutor(len(ends)) as pool:
+        captured, *_ = pool.map(run, range(len(ends)))
+    seconds: list[float] = [captured.play() / RUNS for _ in range(WARMUP + RUNS)]
+    return median(seconds[WARMUP:])
 
 
 # What a rank does while the other one waits, as if it ran an engine: the other's core goes to sleep meanwhile, and a

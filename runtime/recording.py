@@ -5,9 +5,9 @@ than the GPUs take. A graph is given at once. It has all ranks' engines, what pa
 inputs and outputs. It is ordered by events, as plain work is: no GPU in it spins until another one has come so far, and
 so it can't hang.
 
-The ranks' threads record it together: each gives its own stream what it would give it anyway, while the streams are
-captured as one. The same sizes have to be run plainly before, so that engines know the shapes of their outputs, and all
-memory and all kernels are there.
+The ranks' threads record it together (`splitc.runtime.capture`): each gives its own stream what it would give it
+anyway. The same sizes have to be run plainly before, so that engines know the shapes of their outputs, and all memory
+and all kernels are there.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from typing import Any, Optional
 
 import numpy.typing as npt
 
+from splitc.runtime.capture import Captured, capture
 from splitc.runtime.engines.gpu import Gpu, GpuArray, Tape
 from splitc.runtime.errors import EngineError
-from splitc.runtime.program import Failure, Replay, Span, attempt
+from splitc.runtime.program import Replay, Span
 from splitc.runtime.transport.gpu import GpuTransport
 from splitc.runtime.worker import NEVER, Request, Served, Worker, closed_before
 
@@ -36,17 +37,15 @@ MOST, REMEMBERED = 8, 64
 
 @dataclass(eq=False)
 class Recording:
-    """The graph of requests of one kind, the memory that it uses, by rank, and events before and after it.
+    """The graph of requests of one kind, and the memory that it uses, by rank.
 
     It has the addresses of `states` in it, which are those of a sequence, by rank. The shortest replay took the GPUs so
     many `seconds`.
     """
 
-    graph: Any
+    captured: Captured
     tapes: Sequence[Tape]
     states: Sequence[Mapping[str, Any]]
-    begin: Any
-    end: Any
     seconds: float = 0.0
 
 
@@ -127,22 +126,15 @@ class Recordings:
 
     def _launch(self, request: Request, recording: Recording) -> tuple[list[dict[str, Array]], Span]:
         """The ranks' outputs, and when the GPUs were at work."""
-        first = self._workers[0].backend
-        assert isinstance(first, Gpu)
         for worker, tape in zip(self._workers, recording.tapes):
             for name, staged in tape.inputs.items():
                 staged[...] = worker.cut(name, request)
         if self.behind:
             for worker in self._workers:
-                first.stream.wait_event(_record(worker.backend))
+                recording.captured.gpu.stream.wait_event(_record_event(worker.backend))
             self.behind = False
-        with first.device:
-            recording.begin.record(first.stream)
-            recording.graph.launch(first.stream)
-            recording.end.record(first.stream)
-            first.wait(recording.end, expected=recording.seconds)
-            seconds = first.cuda.get_elapsed_time(recording.begin, recording.end) / 1e3
-            recording.seconds = min(seconds, recording.seconds or seconds)
+        seconds = recording.captured.play(recording.seconds)
+        recording.seconds = min(seconds, recording.seconds or seconds)
         now = time.perf_counter()
         outputs = [{name: landed.copy() for name, landed in tape.outputs.items()} for tape in recording.tapes]
         return outputs, Span(Replay(), now - seconds, now)
@@ -150,19 +142,15 @@ class Recordings:
     def _record(self, request: Request, states: Sequence[Mapping[str, Any]]) -> Recording:
         """Have all ranks' threads record the request. Raises the first one's error where it can't be captured."""
         tapes = [Tape() for _ in self._workers]
-        made: list[Future[Any]] = [Future() for _ in self._workers]
+        made: list[Future[Optional[Captured]]] = [Future() for _ in self._workers]
         for worker, tape, future in zip(self._workers, tapes, made):
             worker.requests.put(partial(_take_part, worker, len(tapes), request, tape, future))
         done, _ = wait(made, return_when=FIRST_EXCEPTION)
         for future in done:
             future.result()
-        graph, begin, end = made[0].result()
-        return Recording(graph, tapes, states, begin, end)
-
-
-def _record(gpu: Any) -> Any:
-    with gpu.device:
-        return gpu.record()
+        captured = made[0].result()
+        assert captured is not None
+        return Recording(captured, tapes, states)
 
 
 def _kind(request: Request) -> tuple[Any, ...]:
@@ -170,67 +158,34 @@ def _kind(request: Request) -> tuple[Any, ...]:
     return request.sequence, request.room, *((name, array.shape) for name, array in request.feeds.items())
 
 
-def _take_part(worker: Worker, ranks: int, request: Request, tape: Tape, made: Future[Any]) -> None:
-    """Record what one rank does, while all others do the same; `made` gets rank 0's graph, with two events."""
+def _record_event(gpu: Any) -> Any:
+    with gpu.device:
+        return gpu.record()
+
+
+def _take_part(worker: Worker, ranks: int, request: Request, tape: Tape, made: Future[Optional[Captured]]) -> None:
+    """Record what one rank does for the request, while all others do the same; `made` gets the first one's graph."""
+    gpu, transport = worker.backend, worker.transport
+    assert isinstance(gpu, Gpu) and isinstance(transport, GpuTransport)
     try:
-        made.set_result(_capture(worker, range(ranks), request, tape))
+        made.set_result(capture(gpu, transport, range(ranks), tape, partial(_give, worker, gpu, request, tape)))
     except BaseException as error:  # the session waits for this
         made.set_exception(error)
 
 
-def _capture(worker: Worker, everyone: Sequence[int], request: Request, tape: Tape) -> Any:
-    """All ranks' streams as one graph: it begins on rank 0's, spreads to those that wait for it, and comes back.
+def _give(worker: Worker, gpu: Gpu, request: Request, tape: Tape) -> None:
+    """Give the rank's stream all that it does for the request."""
+    states = worker.sequences.get(request.sequence, {})
 
-    The ranks agree on each step: none goes on when another one has failed.
-    """
-    gpu, transport = worker.backend, worker.transport
-    assert isinstance(gpu, Gpu) and isinstance(transport, GpuTransport)
-    leads = worker.number == 0
-    _agreed(transport.meet(everyone, attempt(gpu.wait_all)))
-    start = _agreed(transport.meet(everyone, attempt(partial(_begin, gpu)) if leads else None))[0]
-    ends = transport.meet(everyone, attempt(partial(_give, worker, gpu, request, tape, start)))
-    graph = transport.meet(everyone, attempt(partial(_end, gpu, ends)) if leads else None)
-    _agreed(ends)
-    _agreed(graph)
-    gpu.recorded = True
-    if not leads:
-        return None
-    graph[0].upload(gpu.stream)
-    return graph[0], gpu.cuda.Event(), gpu.cuda.Event()
+    def stage(name: str) -> GpuArray:
+        value, tape.inputs[name] = gpu.stage(worker.cut(name, request))
+        return value
 
-
-def _agreed(met: Any) -> Any:
-    """What all ranks handed in. Raises what one of them failed with."""
-    if isinstance(met, Failure):
-        raise met.error
-    return met
-
-
-def _begin(gpu: Gpu) -> Any:
-    # Engines may take memory while they are captured, which CUDA allows in this mode only.
-    gpu.stream.begin_capture(gpu.cuda.runtime.streamCaptureModeRelaxed)
-    return gpu.record()
-
-
-def _give(worker: Worker, gpu: Gpu, request: Request, tape: Tape, start: Any) -> Any:
-    """Give the rank's stream all that it does for the request. Returns the event of its end."""
-    gpu.stream.wait_event(start)
-    gpu.tape = tape
-    try:
-        states = worker.sequences.get(request.sequence, {})
-
-        def stage(name: str) -> GpuArray:
-            value, tape.inputs[name] = gpu.stage(worker.cut(name, request))
-            return value
-
-        values, _ = worker.execute(request, states, stage)
-        if request.sequence is not None:
-            for name, output in worker.resident.items():
-                _replace(gpu, name, states[name], values[output])
-        tape.outputs.update(gpu.land({name: values[name] for name in worker.given(request)}))
-        return gpu.record()
-    finally:
-        gpu.tape = None
+    values, _ = worker.execute(request, states, stage)
+    if request.sequence is not None:
+        for name, output in worker.resident.items():
+            _replace(gpu, name, states[name], values[output])
+    tape.outputs.update(gpu.land({name: values[name] for name in worker.given(request)}))
 
 
 def _replace(gpu: Gpu, name: str, state: GpuArray, value: GpuArray) -> None:
@@ -239,11 +194,3 @@ def _replace(gpu: Gpu, name: str, state: GpuArray, value: GpuArray) -> None:
         raise EngineError(f"the state '{name}' grows from {state.shape} to {value.shape}")
     if value.pointer != state.pointer:
         gpu.copy_over(state, value)
-
-
-def _end(gpu: Gpu, ends: Any) -> Any:
-    """The graph. To be called whatever came of the capture, so that all streams are themselves again."""
-    if not isinstance(ends, Failure):
-        for end in ends:
-            gpu.stream.wait_event(end)
-    return gpu.stream.end_capture()

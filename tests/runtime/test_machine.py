@@ -3,7 +3,9 @@ from pathlib import Path
 import pytest
 
 from splitc.runtime.devices import parse_devices
+from splitc.runtime.engines.onnxruntime import OnnxRuntimeBackend
 from splitc.runtime.machine import TYPICAL_COPY, Link, Machine, _fit, known_machine, measure_machine
+from tests.runtime.fake_gpus import FakeBackend
 
 
 def test_measured_links_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,3 +33,18 @@ def test_line_is_found(link: Link) -> None:
     found = _fit([(size, link.seconds(size)) for size in (1024, 65536, 1 << 20, 1 << 24)])
     assert found.latency == pytest.approx(link.latency, rel=1e-6)
     assert found.per_byte == pytest.approx(link.per_byte, rel=1e-6, abs=1e-18)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_gpus_are_measured_as_they_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(
+        "splitc.runtime.machine.make_backend",
+        lambda engine, device, threads: FakeBackend(device.index) if device.kind == "cuda" else OnnxRuntimeBackend(1),
+    )
+    devices = parse_devices(["cuda0", "cuda1", "cpu0"])
+    found = measure_machine(devices).measured
+    assert set(found) == {"cuda0-cuda1", "cpu-cuda0", "cpu-cuda1"}
+    # 25 in a graph, which takes 10 us by the clock of GPUs that are not there.
+    assert {each.reduce for each in found["cuda0-cuda1"]} == {1e-5 / 25}
+    assert all(each.copy > 1e-6 for each in found["cpu-cuda0"])
