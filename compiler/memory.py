@@ -47,18 +47,19 @@ class StageMemory:
     """Bytes of one stage. Cache is the states' inputs and outputs; activations are all other values at their peak.
 
     `loading` is the largest weight of a product: ONNX Runtime rearranges weights one by one when it loads them, and for
-    a moment holds one of them twice.
+    a moment holds one of them twice. `engines` is what engines take for themselves.
     """
 
     weights: int
     activations: int
     cache: int
     loading: int
+    engines: int = 0
 
     @property
     def total(self) -> int:
         """The most bytes at any time: while it loads or while it runs."""
-        return self.weights + max(self.activations + self.cache, self.loading)
+        return self.weights + self.engines + max(self.activations + self.cache, self.loading)
 
 
 def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Optional[HeldParts] = None) -> StageMemory:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
@@ -11,14 +11,18 @@ from splitc.compiler.analysis import Analysis
 from splitc.compiler.memory import StageMemory
 from splitc.compiler.shapes import AskedShapes, Shape
 from splitc.compiler.split.layer import Stage
-from splitc.compiler.split.report import SplitWeight
+from splitc.compiler.split.report import SplitWeight, warn_of_little
 from splitc.compiler.split.row import LEAST_SIDE, RowSplit
 from splitc.compiler.split.tensor import TensorSplit
 from splitc.runtime.devices import Device
+from splitc.runtime.engines.kinds import ONNXRUNTIME, choose_engine
 from splitc.runtime.errors import DoesNotFitError
 from splitc.runtime.units import format_bytes
 
 DEFAULT_HEADROOM = 1 << 30
+# Bytes that each of ONNX Runtime's sessions on a GPU takes for its libraries beside weights, as measured on an H200
+# with version 1.31. That of a rank's only one is left to the headroom.
+ENGINE_BYTES = 78 << 20
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ class Plan:
     profiled: bool
     ranks: tuple[RankPlan, ...]
     cuts: tuple[CutPlan, ...]
-    warnings: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
     tensor: TensorSplit | None = None
     rows: RowSplit | None = None
     weights: tuple[SplitWeight, ...] = ()
@@ -160,6 +164,43 @@ class Request:
         """All that it says of shapes."""
         given = (self.shapes, self.min_shapes, self.opt_shapes, self.max_shapes)
         return AskedShapes(*(each or {} for each in given))
+
+
+def assemble(
+    analysis: Analysis,
+    request: Request,
+    ranks: Sequence[RankPlan],
+    cuts: Sequence[CutPlan],
+    tensor: TensorSplit | None = None,
+    rows: RowSplit | None = None,
+    weights: Sequence[SplitWeight] = (),
+    whole: str = "",
+) -> Plan:
+    """The plan of these ranks, with what a user should know of it; `whole` is where weights are that are not split."""
+    engine = choose_engine(request.engine, [rank.device for rank in ranks])
+    plan = Plan(
+        analysis,
+        request.split_mode,
+        engine,
+        request.objective,
+        request.profile,
+        tuple(_with_engines(rank, engine, tensor, rows) for rank in ranks),
+        tuple(cuts),
+        tensor=tensor,
+        rows=rows,
+        weights=tuple(weights),
+    )
+    return replace(plan, warnings=(*plan_warnings(analysis, plan.ranks), *warn_of_little(weights, whole)))
+
+
+def _with_engines(rank: RankPlan, engine: str, tensor: TensorSplit | None, rows: RowSplit | None) -> RankPlan:
+    """The rank with the memory of its engines' libraries, where it has many of them on a GPU."""
+    if engine != ONNXRUNTIME or rank.device.kind != "cuda":
+        return rank
+    more = tensor.choice.sums.count if tensor is not None else 0
+    if rows is not None:
+        more = 2 * len(rows.rounds) if rank.part == 0 else len(rows.rounds) - 1
+    return replace(rank, memory=replace(rank.memory, engines=more * ENGINE_BYTES))
 
 
 def plan_warnings(analysis: Analysis, ranks: Sequence[RankPlan]) -> list[str]:

@@ -11,11 +11,10 @@ from functools import cache
 from splitc.compiler.analysis import Analysis
 from splitc.compiler.budgets import Budget, as_shares, block_seconds
 from splitc.compiler.memory import RangeMemory, stage_memory
-from splitc.compiler.plan import CutPlan, Plan, RankPlan, Repeated, Request, plan_warnings
+from splitc.compiler.plan import CutPlan, Plan, RankPlan, Repeated, Request, assemble
 from splitc.compiler.planner import Assignment, StageCosts, Target, plan_stages
 from splitc.compiler.split.layer import Stage, split_layers
 from splitc.runtime.devices import Device
-from splitc.runtime.engines.kinds import choose_engine
 from splitc.runtime.errors import DoesNotFitError
 
 # How much slower the slowest stage may be for fewer bytes cut and more even memory: times are not known better than
@@ -104,16 +103,7 @@ def make_plan(
         )
         for number, (device, each, stage) in enumerate(zip(devices, chosen, stages))
     ]
-    return Plan(
-        analysis,
-        request.split_mode,
-        choose_engine(request.engine, devices),
-        request.objective,
-        request.profile,
-        tuple(ranks),
-        tuple(stage_cuts(analysis, stages)),
-        tuple(plan_warnings(analysis, ranks)),
-    )
+    return assemble(analysis, request, ranks, stage_cuts(analysis, stages))
 
 
 def repeated(analysis: Analysis, stages: Sequence[Stage], number: int) -> Repeated:

@@ -14,13 +14,12 @@ from splitc.compiler.budgets import Budget, as_shares, block_seconds
 from splitc.compiler.costs import NOMINAL
 from splitc.compiler.graph import CannotSplitError
 from splitc.compiler.memory import StageMemory, held_parts, stage_memory
-from splitc.compiler.plan import CutPlan, Plan, RankPlan, Repeated, Request, check_memory, plan_warnings
+from splitc.compiler.plan import CutPlan, Plan, RankPlan, Repeated, Request, assemble, check_memory
 from splitc.compiler.split.layer import Stage, split_layers
-from splitc.compiler.split.report import sliced_weights, warn_of_little
+from splitc.compiler.split.report import sliced_weights
 from splitc.compiler.split.row import LEAST_SIDE, Product, Products, RowSplit, find_products, slice_products
 from splitc.compiler.split.row_graph import find_rounds, product_stage
 from splitc.runtime.devices import Device, parse_devices
-from splitc.runtime.engines.kinds import choose_engine
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.units import format_bytes
 
@@ -101,19 +100,8 @@ def make_row_plan(
         for number, device in enumerate(devices)
     ]
     weights = sliced_weights(analysis, products, split.columns)
-    warnings = [*plan_warnings(analysis, ranks), *warn_of_little(weights, WHOLE)]
-    return Plan(
-        analysis,
-        request.split_mode,
-        choose_engine(request.engine, devices),
-        request.objective,
-        request.profile,
-        tuple(ranks),
-        tuple(_crossing(analysis, split, number) for number in range(1, len(devices))),
-        tuple(warnings),
-        rows=split,
-        weights=tuple(weights),
-    )
+    cuts = [_crossing(analysis, split, number) for number in range(1, len(devices))]
+    return assemble(analysis, request, ranks, cuts, rows=split, weights=weights, whole=WHOLE)
 
 
 def _slice(

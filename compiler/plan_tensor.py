@@ -8,14 +8,13 @@ from splitc.compiler.analysis import Analysis
 from splitc.compiler.budgets import Budget, as_shares, block_seconds
 from splitc.compiler.graph import CannotSplitError
 from splitc.compiler.memory import held_parts, stage_memory
-from splitc.compiler.plan import Plan, RankPlan, Repeated, Request, check_memory, plan_warnings
+from splitc.compiler.plan import Plan, RankPlan, Repeated, Request, assemble, check_memory
 from splitc.compiler.plan_layer import choose_stages, repeated, stage_cuts
 from splitc.compiler.planner import Assignment, Target
 from splitc.compiler.split.layer import split_layers
-from splitc.compiler.split.report import SplitWeight, split_weights, warn_of_little
+from splitc.compiler.split.report import SplitWeight, split_weights
 from splitc.compiler.split.tensor import split_tensors
 from splitc.runtime.devices import Device
-from splitc.runtime.engines.kinds import choose_engine
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.units import format_bytes
 
@@ -94,19 +93,8 @@ def make_tensor_plan(
             )
     weights = split_weights(analysis, split)
     _check_split(weights)
-    warnings = [*plan_warnings(analysis, ranks), *warn_of_little(weights, WHOLE)]
-    return Plan(
-        analysis,
-        request.split_mode,
-        choose_engine(request.engine, devices),
-        request.objective,
-        request.profile,
-        tuple(ranks),
-        tuple(stage_cuts(analysis, stages)),
-        tuple(warnings),
-        tensor=split,
-        weights=tuple(weights),
-    )
+    cuts = stage_cuts(analysis, stages)
+    return assemble(analysis, request, ranks, cuts, tensor=split, weights=weights, whole=WHOLE)
 
 
 def _check_split(weights: Sequence[SplitWeight]) -> None:

@@ -13,8 +13,8 @@ from splitc.compiler.plan import Plan, RankPlan
 from splitc.runtime.devices import Device, cache_bytes, cores, threads_for
 from splitc.runtime.machine import Machine
 
-# Seconds to start an engine, beside what it computes (on GPUs as part of a CUDA graph); to feed it an array or give one;
-# and to cut or join one of which ranks have parts.
+# Seconds to start an engine, beside what it computes (on GPUs as part of a CUDA graph); to feed it an array or give
+# one; and to cut or join one of which ranks have parts.
 START, ARRAY, PART = {"cpu": 4e-5, "cuda": 2e-6}, 5e-6, 1e-5
 # How much of another thread's work, or another core's bandwidth, is gained by using it for one operator: threads wait
 # for each other, and the cores of a CPU share its memory.
