@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,11 +17,12 @@ from splitc.runtime.cli import JSON, app
 from splitc.runtime.engines.kinds import MODULES
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.manifest import BuildOptions
+from splitc.runtime.options import with_options
 from splitc.runtime.terminal import err, out, print_json, print_warning, run_app
 from splitc.runtime.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from splitc.compiler.build.package import Building
+    from splitc.compiler.build.package import Building, BuildSettings
     from splitc.compiler.plan import Request
 
 # Options that only engines which are built have.
@@ -134,26 +133,55 @@ def _request(
     )
 
 
-def _with_request(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of `_request`, and what they make as its argument `request`."""
-    options = inspect.signature(_request).parameters
-    own = inspect.signature(command).parameters
+def _build_settings(
+    build_when: str = typer.Option(
+        "now", "--build", help="now, or later: write ONNX files, for 'splitc build' on another machine.", **TENSORRT
+    ),
+    keep_onnx: bool = typer.Option(
+        False, "--keep-onnx", help="Leave the ONNX files in the package, to build it again.", **TENSORRT
+    ),
+    timing_cache: Optional[Path] = TIMING_CACHE,
+    optimization_level: Optional[int] = typer.Option(
+        None, "--builder-optimization-level", min=0, max=5, help="0 builds fast, 5 builds fast engines.", **TENSORRT
+    ),
+    workspace: Optional[str] = typer.Option(
+        None, "--workspace", help="The most scratch memory of an engine, as in 4GiB.", **TENSORRT
+    ),
+    version_compatible: bool = typer.Option(
+        False, "--version-compatible", help="Engines that later versions of TensorRT run too.", **TENSORRT
+    ),
+    hardware_compatible: bool = typer.Option(
+        False, "--hardware-compatible", help="Engines that GPUs from Ampere on run.", **TENSORRT
+    ),
+    weight_streaming: bool = typer.Option(
+        False, "--weight-streaming", help="Engines that can keep weights in host memory.", **TENSORRT
+    ),
+    strip_weights: bool = typer.Option(
+        False, "--strip-weights", help="Engines without weights, which they take from the ONNX files.", **TENSORRT
+    ),
+    tactic_sources: Optional[str] = typer.Option(
+        None, "--tactic-sources", help="Libraries to take kernels from: cublas,cudnn, or none.", **TENSORRT
+    ),
+) -> BuildSettings:
+    """How TensorRT's engines are to be built."""
+    from splitc.compiler.build.package import BuildSettings
 
-    @functools.wraps(command)
-    def run(**arguments: Any) -> None:
-        request = _request(**{name: arguments.pop(name) for name in options})
-        command(request=request, **arguments)
-
-    parameters = [*(each for name, each in own.items() if name != "request"), *options.values()]
-    keywords = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
-    run.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]  # what Typer reads
-    known = {**command.__annotations__, **_request.__annotations__}
-    run.__annotations__ = {each.name: known[each.name] for each in keywords}
-    return run
+    if build_when not in ("now", "later"):
+        raise MisuseError(f"unknown --build '{build_when}': there are now and later")
+    options = BuildOptions(
+        optimization_level=optimization_level,
+        workspace=None if workspace is None else parse_bytes(workspace),
+        version_compatible=version_compatible,
+        hardware_compatible=hardware_compatible,
+        weight_streaming=weight_streaming,
+        strip_weights=strip_weights,
+        tactic_sources=_parse_sources(tactic_sources),
+    )
+    return BuildSettings(options, build_when == "later", keep_onnx, timing_cache)
 
 
 @app.command()
-@_with_request
+@with_options("request", _request)
 def plan(
     request: Request,
     model: Path = MODEL,
@@ -186,9 +214,11 @@ def plan(
 
 
 @app.command("compile")
-@_with_request
+@with_options("request", _request)
+@with_options("build", _build_settings)
 def compile_command(
     request: Request,
+    build: BuildSettings,
     model: Path = MODEL,
     package: Path = typer.Option(..., "--output", "-o", help="The package's folder, which must not exist yet."),
     plan_path: Optional[Path] = typer.Option(
@@ -202,56 +232,16 @@ def compile_command(
         True, "--verify/--no-verify", help="In row and tensor mode: compare with the unsplit model before writing."
     ),
     force: bool = typer.Option(False, "--force", help="Replace a package that is there."),
-    build_when: str = typer.Option(
-        "now", "--build", help="now, or later: write ONNX files, for 'splitc build' on another machine.", **TENSORRT
-    ),
-    keep_onnx: bool = typer.Option(
-        False, "--keep-onnx", help="Leave the ONNX files in the package, to build it again.", **TENSORRT
-    ),
-    timing_cache: Optional[Path] = TIMING_CACHE,
-    optimization_level: Optional[int] = typer.Option(
-        None, "--builder-optimization-level", min=0, max=5, help="0 builds fast, 5 builds fast engines.", **TENSORRT
-    ),
-    workspace: Optional[str] = typer.Option(
-        None, "--workspace", help="The most scratch memory of an engine, as in 4GiB.", **TENSORRT
-    ),
-    version_compatible: bool = typer.Option(
-        False, "--version-compatible", help="Engines that later versions of TensorRT run too.", **TENSORRT
-    ),
-    hardware_compatible: bool = typer.Option(
-        False, "--hardware-compatible", help="Engines that GPUs from Ampere on run.", **TENSORRT
-    ),
-    weight_streaming: bool = typer.Option(
-        False, "--weight-streaming", help="Engines that can keep weights in host memory.", **TENSORRT
-    ),
-    strip_weights: bool = typer.Option(
-        False, "--strip-weights", help="Engines without weights, which they take from the ONNX files.", **TENSORRT
-    ),
-    tactic_sources: Optional[str] = typer.Option(
-        None, "--tactic-sources", help="Libraries to take kernels from: cublas,cudnn, or none.", **TENSORRT
-    ),
     as_json: bool = JSON,
 ) -> None:
     """Split a model over devices and write the package that runs it."""
     # Imported here, as in plan: a machine that only runs packages has no onnx.
     from splitc.compiler.aside import check_target
-    from splitc.compiler.build.package import BuildSettings
     from splitc.compiler.package import compile_model
     from splitc.compiler.plan_file import plan_from_file, to_file
     from splitc.compiler.plan_model import plan_model
 
     check_target(package, force)
-    if build_when not in ("now", "later"):
-        raise MisuseError(f"unknown --build '{build_when}': there are now and later")
-    options = BuildOptions(
-        optimization_level=optimization_level,
-        workspace=None if workspace is None else parse_bytes(workspace),
-        version_compatible=version_compatible,
-        hardware_compatible=hardware_compatible,
-        weight_streaming=weight_streaming,
-        strip_weights=strip_weights,
-        tactic_sources=_parse_sources(tactic_sources),
-    )
     if plan_path:
         if device or request.tensor_split or request.memory or request.shapes or request.engine:
             raise MisuseError("--plan has the devices, shares, budgets, shapes and engine: edit it, or leave it out")
@@ -268,7 +258,7 @@ def compile_command(
             threads=request.threads,
             force=force,
             verify=verify,
-            build=BuildSettings(options, build_when == "later", keep_onnx, timing_cache),
+            build=build,
             progress=progress,
             building=building,
             warn=print_warning,

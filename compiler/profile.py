@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import platform
 import tempfile
 import time
@@ -13,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Optional
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
@@ -23,38 +22,34 @@ from splitc.compiler.build.onnxruntime import write_engines
 from splitc.compiler.fills import find_fill
 from splitc.compiler.split.layer import Stage, split_layers, stage_graph
 from splitc.runtime.arrays import fill_array
+from splitc.runtime.cache import read_cache, write_cache
 from splitc.runtime.devices import Device, threads_for
 from splitc.runtime.engines.kinds import ONNXRUNTIME
 from splitc.runtime.engines.load import make_backend
 from splitc.runtime.manifest import Fill
 
 WARMUP, RUNS = 2, 7
-
-
-def cache_file() -> Path:
-    """Where measured times are kept, by the content of what was measured."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "splitc" / "block_seconds.json"
+# Where measured times are kept, by the content of what was measured.
+FILE = "block_seconds.json"
 
 
 def measure_blocks(analysis: Analysis, devices: Sequence[Device], threads: Optional[int]) -> list[float]:
     """Median seconds of each block by itself, with the bound shapes and made-up inputs.
 
     Blocks with the same content (operators, attributes, shapes, types) are measured once, on this machine for ever:
-    the times are kept in `cache_file()`.
+    the times are kept.
     """
     count = threads_for(devices, threads)
     stages = split_layers(analysis.graph, analysis.partition, range(1, len(analysis.partition.blocks) + 1))
-    path = cache_file()
-    known: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
+    try:
+        known = msgspec.json.decode(read_cache(FILE), type=dict[str, float])
+    except msgspec.DecodeError:
+        known = {}
     keys = [_content(analysis, stage, devices[0], count) for stage in stages]
     for key, stage in zip(keys, stages):
         if key not in known:
             known[key] = _measure(analysis, stage, devices[0], count)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            aside = path.with_suffix(f".{os.getpid()}")
-            aside.write_text(json.dumps(known, indent=1))
-            aside.replace(path)
+            write_cache(FILE, msgspec.json.encode(known))
     return [known[key] for key in keys]
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Optional
 
@@ -19,6 +20,7 @@ from splitc.runtime.generate import PROMPT_CHUNK, Timings
 from splitc.runtime.machine import known_machine, measure_machine
 from splitc.runtime.manifest import Manifest, read_manifest
 from splitc.runtime.measure import RankMemory, measure_memory
+from splitc.runtime.options import with_options
 from splitc.runtime.sampling import Sampling
 from splitc.runtime.session import Session, format_shape
 from splitc.runtime.show import differences_table, print_bench, print_devices, print_links, print_manifest, print_memory
@@ -48,7 +50,7 @@ INPUTS = typer.Option(
 DEVICE = typer.Option(
     [], "--device", "-d", help="Run on these devices instead of the package's: one for each rank, repeatable."
 )
-CUDA_GRAPH = typer.Option(True, "--cuda-graph/--no-cuda-graph", help="Replay TensorRT engines as CUDA graphs.")
+CUDA_GRAPH = typer.Option(True, "--cuda-graph/--no-cuda-graph", help="Replay what came before as CUDA graphs, on GPUs.")
 MEASURE = typer.Option(
     True, "--memory/--no-memory", help="Measure each rank's memory, in a process of its own, beside the prediction."
 )
@@ -96,22 +98,33 @@ def devices(
         print_links(machine)
 
 
+Load = Callable[..., Session]
+
+
+def _loading(
+    device: list[str] = DEVICE,
+    cuda_graph: bool = CUDA_GRAPH,
+    threads: Optional[int] = THREADS,
+    verify: bool = VERIFY,
+) -> Load:
+    """How a command loads a package."""
+    return partial(Session, devices=device, cuda_graphs=cuda_graph, threads=threads, verify=verify)
+
+
 @app.command()
+@with_options("load", _loading)
 def run(
+    load: Load,
     package: Path = PACKAGE,
     inputs: Path = typer.Option(
         ..., "--inputs", help="Arrays by input name: .npz, a folder of .npy, polygraphy's JSON."
     ),
     outputs: Path = typer.Option(..., "--outputs", help="Where the outputs go: .npz, or .json for polygraphy's JSON."),
-    device: list[str] = DEVICE,
-    cuda_graph: bool = CUDA_GRAPH,
-    threads: Optional[int] = THREADS,
-    verify: bool = VERIFY,
     as_json: bool = JSON,
 ) -> None:
     """Run a package once, from a file of inputs to a file of outputs."""
     feeds = arrays.load_arrays(inputs)
-    with Session(package, devices=device, cuda_graphs=cuda_graph, threads=threads, verify=verify) as session:
+    with load(package) as session:
         results = session.run(feeds)
     arrays.save_arrays(outputs, results)
     if as_json:
@@ -124,7 +137,9 @@ def run(
 
 
 @app.command()
+@with_options("load", _loading)
 def check(
+    load: Load,
     package: Path = PACKAGE,
     model: Path = typer.Option(..., "--model", "-m", help="The unsplit ONNX model."),
     inputs: Optional[Path] = INPUTS,
@@ -132,16 +147,12 @@ def check(
     atol: Optional[float] = typer.Option(None, "--atol", help="Absolute tolerance, added to that."),
     seed: int = SEED,
     memory: bool = MEASURE,
-    device: list[str] = DEVICE,
-    cuda_graph: bool = CUDA_GRAPH,
-    threads: Optional[int] = THREADS,
-    verify: bool = VERIFY,
     as_json: bool = JSON,
 ) -> None:
     """Compare a package with the unsplit model on the same inputs. Exit code 4 when an output differs."""
     if not model.is_file():
         raise MisuseError(f"no such model file: {model}")
-    with Session(package, devices=device, cuda_graphs=cuda_graph, threads=threads, verify=verify) as session:
+    with load(package) as session:
         with _feeds(session, inputs, seed) as feeds:
             actual = session.run(feeds)
         expected = load_unsplit(model, session.threads * len(session.manifest.ranks))(feeds)
@@ -184,7 +195,9 @@ def _feeds(session: Session, inputs: Optional[Path], seed: int) -> Iterator[dict
 
 
 @app.command("bench")
+@with_options("load", _loading)
 def bench_command(
+    load: Load,
     package: Path = PACKAGE,
     baseline: Optional[Path] = typer.Option(
         None, "--baseline", help="The unsplit model, timed in turns with the package."
@@ -202,19 +215,12 @@ def bench_command(
     warmup: int = typer.Option(5, "--warmup", min=0, help="Runs before that."),
     seed: int = SEED,
     memory: bool = MEASURE,
-    device: list[str] = DEVICE,
-    cuda_graph: bool = CUDA_GRAPH,
-    threads: Optional[int] = THREADS,
-    verify: bool = VERIFY,
     as_json: bool = JSON,
 ) -> None:
     """Time a package: latency and rate, and how long each rank was busy and waiting."""
     if baseline and not baseline.is_file():
         raise MisuseError(f"no such model file: {baseline}")
-    session = Session(
-        package, devices=device, cuda_graphs=cuda_graph, threads=threads, verify=verify, in_flight=in_flight
-    )
-    with session, _feeds(session, inputs, seed) as feeds:
+    with load(package, in_flight=in_flight) as session, _feeds(session, inputs, seed) as feeds:
         result = bench(
             session,
             feeds,
@@ -236,7 +242,9 @@ def bench_command(
 
 
 @app.command("generate")
+@with_options("load", _loading)
 def generate_command(
+    load: Load,
     package: Path = PACKAGE,
     prompt: Optional[str] = typer.Option(None, "--prompt", "-p", help="The text to go on from."),
     prompt_ids: Optional[str] = typer.Option(None, "--prompt-ids", help="The same as token ids: 1,2,3."),
@@ -253,10 +261,6 @@ def generate_command(
         None, "--prefill", help="A package for the prompt: the model without caches, where it is a model of its own."
     ),
     prompt_chunk: int = typer.Option(PROMPT_CHUNK, "--prompt-chunk", min=1, help="Tokens of the prompt at a time."),
-    device: list[str] = DEVICE,
-    cuda_graph: bool = CUDA_GRAPH,
-    threads: Optional[int] = THREADS,
-    verify: bool = VERIFY,
     as_json: bool = JSON,
 ) -> None:
     """Generate text, or tokens, with a package of a language model."""
@@ -266,10 +270,8 @@ def generate_command(
     timings = Timings()
     tokens: list[int] = []
     with ExitStack() as stack:
-        session = stack.enter_context(
-            Session(package, devices=device, cuda_graphs=cuda_graph, threads=threads, verify=verify)
-        )
-        first = stack.enter_context(Session(prefill, threads=threads, verify=verify)) if prefill else None
+        session = stack.enter_context(load(package))
+        first = stack.enter_context(load(prefill, devices=None)) if prefill else None
         stream = session.generate(
             ids,
             max_new_tokens=max_new_tokens,

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 import time
 import timeit
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -18,6 +16,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
+from splitc.runtime.cache import read_cache, write_cache
 from splitc.runtime.capture import capture
 from splitc.runtime.devices import Device
 from splitc.runtime.engines import Backend
@@ -31,6 +30,8 @@ from splitc.runtime.transport.devices import connect_devices
 # Bytes of the values that are sent: what costs time by itself, and what costs time by its size.
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)
 WARMUP, RUNS = 5, 25
+# Where what was measured is kept.
+FILE = "machine.json"
 
 
 class Link(Struct, frozen=True):
@@ -84,17 +85,11 @@ def pair(one: Device, other: Device) -> str:
     return "-".join(sorted("cpu" if device.kind == "cpu" else str(device) for device in (one, other)))
 
 
-def cache_file() -> Path:
-    """Where what was measured is kept."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "splitc" / "machine.json"
-
-
 def known_machine() -> Machine:
     """What `splitc devices --measure` found on this machine; nothing where it never ran."""
     try:
-        return msgspec.json.decode(cache_file().read_bytes(), type=Machine)
-    except (OSError, msgspec.DecodeError):
+        return msgspec.json.decode(read_cache(FILE), type=Machine)
+    except msgspec.DecodeError:
         return Machine()
 
 
@@ -106,11 +101,7 @@ def measure_machine(devices: Sequence[Device]) -> Machine:
         {name: _fit([(each.bytes, each.reduce) for each in found]) for name, found in measured.items()},
         measured,
     )
-    path = cache_file()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(f".{os.getpid()}")
-    aside.write_bytes(msgspec.json.format(msgspec.json.encode(machine), indent=2) + b"\n")
-    aside.replace(path)
+    write_cache(FILE, msgspec.json.format(msgspec.json.encode(machine), indent=2) + b"\n")
     return machine
 
 

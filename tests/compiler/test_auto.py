@@ -11,7 +11,7 @@ import pytest
 from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.compiler.plan import Candidate, Plan
+from splitc.compiler.plan import ENGINE_BYTES, Candidate, Plan
 from splitc.compiler.plan_auto import choose
 from splitc.compiler.plan_file import plan_from_file, write_plan
 from splitc.compiler.predict import predict
@@ -117,6 +117,26 @@ def test_among_about_as_fast_ones_room_decides() -> None:
     assert choose(everyone, "throughput", profiled=False) == roomy
     assert choose(everyone, "throughput", profiled=True) == roomy
     assert choose(everyone, "latency", profiled=False) == slow
+
+
+def test_little_room_is_not_worth_another_device() -> None:
+    one = Candidate("a", "layer", 1, 1.0, 1.0, 0.100)
+    two = Candidate("b", "layer", 2, 1.0, 0.99, 0.098)
+    assert choose([one, two], "throughput", profiled=False) == one
+
+
+def test_many_engines_on_a_gpu_are_counted(decoder: Path) -> None:
+    """ONNX Runtime's sessions hold libraries' memory on a GPU; on a CPU device they share it."""
+
+    def engines(device: str, mode: str) -> list[int]:
+        request = Request(split_mode=mode, engine="onnxruntime", memory=["4GiB"], row_min=16 if mode == "row" else 256)
+        return [rank.memory.engines for rank in plan_model(decoder, [device], request).ranks]
+
+    assert engines("2xcpu", "tensor") == engines("2xcuda", "layer") == [0, 0]
+    sums = plan_model(decoder, ["2xcpu"], Request(split_mode="tensor")).collectives
+    assert engines("2xcuda", "tensor") == [sums * ENGINE_BYTES] * 2
+    main, helper = engines("2xcuda", "row")
+    assert main == 2 * (helper + ENGINE_BYTES)
 
 
 def test_model_inside_control_flow_runs_on_one_device(tmp_path: Path) -> None:
