@@ -97,12 +97,12 @@ def generate(
     if fill is not None and fill.below and (unknown := [token for token in prompt if not 0 <= token < fill.below]):
         raise MisuseError(f"the prompt has the token {unknown[0]}, and the model has a vocabulary of {fill.below}")
     timings = timings if timings is not None else Timings()
-    feeder = Feeder(session.manifest, roles)
+    room = None if prefill is not None else len(prompt) + max_new_tokens
+    feeder = Feeder(session.manifest, roles, room)
     generator = np.random.default_rng(sampling.seed)
     stateful = bool(session.manifest.states)
     chunk = feeder.chunk(len(prompt), prompt_chunk if stateful else len(prompt))
     tokens = list(prompt)
-    room = None if prefill is not None else len(tokens) + max_new_tokens
     sequence = session.start(room) if stateful else None
     run = sequence.run if sequence is not None else session.run
     try:
@@ -156,9 +156,12 @@ def _prefill(prefill: Session, sequence: StateSequence, manifest: Manifest, toke
 class Feeder:
     """Makes the feeds of one step, in the number types of the model's inputs."""
 
-    def __init__(self, manifest: Manifest, roles: Roles) -> None:
+    def __init__(self, manifest: Manifest, roles: Roles, room: Optional[int] = None) -> None:
         self.roles = roles
         self._inputs = {tensor.name: tensor for tensor in manifest.inputs}
+        # Caches that are written in place have room for all tokens from the beginning, and so has their mask: no size
+        # changes from token to token then.
+        self._room = room if manifest.states and all(state.in_place for state in manifest.states) else None
 
     def chunk(self, prompt: int, wanted: int) -> int:
         """How many tokens of the prompt go through at once. Raises MisuseError for a model of a fixed longer length."""
@@ -177,8 +180,16 @@ class Feeder:
         return {name: array.astype(self._inputs[name].dtype) for name, array in made.items()}
 
     def _mask(self, tensor: Tensor, new: int, total: int) -> Array:
-        """Ones: nothing is padded. Raises MisuseError for a mask that is not one number a token."""
+        """Ones for what is there, and zeros for the room behind it.
+
+        Raises MisuseError for a mask that is not one number a token, and for a sequence longer than its fixed length.
+        """
         if len(tensor.shape) != 2:
             raise MisuseError(f"can't generate with a mask of {len(tensor.shape)} dimensions ('{tensor.name}')")
-        ids = self._inputs[self.roles.ids]
-        return np.ones((1, new if tensor.shape == ids.shape and tensor.shape[1] is not None else total))
+        length, ids = tensor.shape[1], self._inputs[self.roles.ids]
+        if tensor.shape == ids.shape and length is not None:
+            return np.ones((1, new))
+        room = length if isinstance(length, int) else self._room or total
+        if total > room:
+            raise MisuseError(f"the model has room for {room} tokens, and the sequence comes to {total}")
+        return (np.arange(room) < total)[None]

@@ -17,7 +17,9 @@ from splitc.runtime import Session
 from splitc.runtime.engines.gpu import GpuArray
 from splitc.runtime.errors import EngineError
 from splitc.runtime.program import Receive, Reduce, Replay, Send, overlap
+from splitc.runtime.recording import Recording, Recordings
 from splitc.runtime.transport.gpu import slices
+from splitc.runtime.worker import Request
 from tests.conftest import DECODER, assert_close, decoder_feeds, run_whole
 from tests.runtime import fake_cupy
 from tests.runtime.fake_gpus import FakeBackend, package
@@ -203,3 +205,27 @@ def test_requests_overlap_where_a_rank_needs_nothing_of_another() -> None:
     assert not overlap([[together], [together]])
     assert overlap([[together, Send("b", 2)], [together], [Receive("b", 0)]])
     assert not overlap([[]])
+
+
+def watch(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """A list to which each request is added that is replayed."""
+    replayed: list[Request] = []
+    play = Recordings.play
+
+    def note(self: Recordings, request: Request, recording: Recording) -> None:
+        replayed.append(request)
+        play(self, request, recording)
+
+    monkeypatch.setattr(Recordings, "play", note)
+    return replayed
+
+
+def test_generated_tokens_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tmp_path / "model" / "model.onnx"
+    save(build_fused(SMALL), model)
+    place = package(model, tmp_path, "tensor", 2)
+    with Session(place) as on_cpu, Session(place, devices=["cuda0", "cuda1"]) as session:
+        replays = watch(monkeypatch)
+        tokens = list(session.generate([3], max_new_tokens=12))
+        assert tokens == list(on_cpu.generate([3], max_new_tokens=12))
+    assert len(replays) == 12 - 1, "all but the first"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import onnxruntime as ort
 import pytest
 from typer.testing import CliRunner
 
+from models.llama import Size, build
+from models.llama_fused import build as build_fused
+from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
 from splitc.runtime.cli import app
@@ -215,3 +219,29 @@ def test_sampling_follows_the_chances() -> None:
     assert {choose_token(logits, Sampling(temperature=1.0, top_p=0.6), generator) for _ in range(200)} == {0, 1}
     assert {choose_token(logits, Sampling(temperature=1.0, top_p=0.4), generator) for _ in range(200)} == {0}
     assert choose_token(logits, Sampling(), generator) == 0
+
+
+SMALL = Size(layers=2, hidden=64, heads=4, kv_heads=2, feed_forward=96, vocabulary=50)
+
+
+def tokens_of(model: ir.Model, folder: Path, count: int, **options: Any) -> list[int]:
+    path = folder / "model.onnx"
+    save(model, path)
+    compile_model(plan_model(path, ["2xcpu"], LAYER), folder / "package")
+    with Session(folder / "package") as session:
+        return list(session.generate([3, 1, 4, 1, 5], max_new_tokens=count, **options))
+
+
+def test_caches_with_room_give_the_tokens_of_caches_that_grow(tmp_path: Path) -> None:
+    """Whether the room is the graph's, or ours: masks are as long as the caches from the beginning then."""
+    growing = tokens_of(build(SMALL), tmp_path / "growing", 20)
+    assert tokens_of(build(replace(SMALL, capacity=32)), tmp_path / "fixed", 20) == growing
+    assert len(set(growing)) > 3
+    fused = build_fused(SMALL)
+    whole = tokens_of(fused, tmp_path / "fused", 20)
+    assert tokens_of(build_fused(SMALL), tmp_path / "pieces", 20, prompt_chunk=2) == whole
+
+
+def test_full_cache_is_said(tmp_path: Path) -> None:
+    with pytest.raises(MisuseError, match="the model has room for 8 tokens, and the sequence comes to 9"):
+        tokens_of(build(replace(SMALL, capacity=8)), tmp_path, 20)
