@@ -33,6 +33,8 @@ from splitc.runtime.worker import NEVER, Request, Served, Worker, closed_before
 Array = npt.NDArray[Any]
 # Recordings that a session keeps, and kinds of requests of which it remembers that they came.
 MOST, REMEMBERED = 8, 64
+# Requests of other kinds after which a recording is not in use any more.
+IDLE = 64
 
 
 @dataclass(eq=False)
@@ -40,13 +42,14 @@ class Recording:
     """The graph of requests of one kind, and the memory that it uses, by rank.
 
     It has the addresses of `states` in it, which are those of a sequence, by rank. The shortest replay took the GPUs so
-    many `seconds`.
+    many `seconds`; the `last` request has that number.
     """
 
     captured: Captured
     tapes: Sequence[Tape]
     states: Sequence[Mapping[str, Any]]
     seconds: float = 0.0
+    last: int = 0
 
 
 class Recordings:
@@ -58,6 +61,7 @@ class Recordings:
     def __init__(self, workers: Sequence[Worker]) -> None:
         self.lock = threading.Lock()
         self.behind = False
+        self._requests = 0
         self.why_plain = next((worker.why_plain for worker in workers if worker.why_plain), None)
         self._workers = workers
         self._kept: OrderedDict[tuple[Any, ...], Recording] = OrderedDict()
@@ -65,22 +69,25 @@ class Recordings:
 
     def takes(self, request: Request) -> bool:
         """Whether the request is to be replayed: one of its kind was run plainly before."""
-        if self.why_plain is not None:
+        self._requests += 1
+        if self.why_plain is not None or request.first:
             return False
-        kind = _kind(request)
-        if kind in self._seen:
-            return not request.first
+        kind = self._kind(request)
+        if kind in self._kept:
+            return True
+        known = kind in self._seen
         self._seen[kind] = None
+        self._seen.move_to_end(kind)
         if len(self._seen) > REMEMBERED:
             self._seen.popitem(last=False)
-        return False
+        return known and self._has_room()
 
     def find(self, request: Request) -> Optional[Recording]:
         """The recording for the request, which is made now if it is not there; None where that can't be.
 
         Nothing else may run meanwhile.
         """
-        kind = _kind(request)
+        kind = self._kind(request)
         states = [worker.sequences.get(request.sequence, {}) for worker in self._workers]
         known = self._kept.pop(kind, None)
         if known is None or any(own is not other for own, other in zip(states, known.states)):
@@ -89,10 +96,26 @@ class Recordings:
             except Exception as error:  # of engines, CuPy, CUDA: the request may still run plainly
                 self.why_plain = str(error)
                 return None
+        known.last = self._requests
         self._kept[kind] = known
         if len(self._kept) > MOST:
             self._kept.popitem(last=False)
         return known
+
+    def _has_room(self) -> bool:
+        """Whether another recording may be made. One that is in use does not go for it: more sequences than recordings
+        would else make each step record.
+        """
+        oldest = next(iter(self._kept.values()), None)
+        return len(self._kept) < MOST or oldest is None or self._requests - oldest.last > IDLE
+
+    def _kind(self, request: Request) -> tuple[Any, ...]:
+        """What requests have in common that one recording serves; of a sequence also how long its states are."""
+        sizes = [(name, array.shape) for name, array in request.feeds.items()]
+        if request.sequence is not None:
+            states = (worker.sequences.get(request.sequence, {}) for worker in self._workers)
+            sizes += [(name, each[name].shape) for each in states for name in list(each)[:1]]
+        return request.sequence, request.room, *sizes
 
     def forget(self, sequence: int) -> None:
         """A sequence has ended."""
@@ -151,11 +174,6 @@ class Recordings:
         captured = made[0].result()
         assert captured is not None
         return Recording(captured, tapes, states)
-
-
-def _kind(request: Request) -> tuple[Any, ...]:
-    """What requests have in common that one recording serves."""
-    return request.sequence, request.room, *((name, array.shape) for name, array in request.feeds.items())
 
 
 def _record_event(gpu: Any) -> Any:

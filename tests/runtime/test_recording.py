@@ -148,6 +148,30 @@ def test_states_that_grow_are_not_replayed(decoder: Path, tmp_path: Path) -> Non
         assert session.notes == []
 
 
+def test_recordings_in_use_stay(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More kinds of requests than recordings in turns: some are replayed, and none recorded again and again."""
+    monkeypatch.setattr("splitc.runtime.recording.MOST", 2)
+    monkeypatch.setattr("splitc.runtime.recording.IDLE", 8)
+    made = []
+    record = Recordings._record
+
+    def note(self: Recordings, *given: Any) -> Recording:
+        made.append(given)
+        return record(self, *given)
+
+    monkeypatch.setattr(Recordings, "_record", note)
+    with Session(package(decoder, tmp_path, "layer", 2), devices=["cuda0", "cuda1"]) as session:
+        for _ in range(5):
+            for past in range(3):
+                feeds = decoder_feeds(1, 1, past)
+                assert_close(session.run(feeds), run_whole(decoder, feeds))
+        assert len(made) == 2
+        for past in (7, 8):
+            for _ in range(12):
+                session.run(decoder_feeds(1, 1, past))
+        assert len(made) == 4, "those that are not in use any more make room"
+
+
 def test_engine_that_can_not_be_captured_runs_plainly_and_is_named(
     decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,4 +252,4 @@ def test_generated_tokens_are_replayed(tmp_path: Path, monkeypatch: pytest.Monke
         replays = watch(monkeypatch)
         tokens = list(session.generate([3], max_new_tokens=12))
         assert tokens == list(on_cpu.generate([3], max_new_tokens=12))
-    assert len(replays) == 12 - 1, "all but the first"
+    assert len(replays) == 12 - 2, "all but those that begin the sequence"
