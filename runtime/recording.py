@@ -33,6 +33,8 @@ from splitc.runtime.worker import NEVER, Request, Served, Worker, closed_before
 Array = npt.NDArray[Any]
 # Recordings that a session keeps, and kinds of requests of which it remembers that they came.
 MOST, REMEMBERED = 8, 64
+# What requests have that belong to no sequence.
+STATELESS: dict[str, Any] = {}
 # Requests of other kinds after which a recording is not in use any more.
 IDLE = 64
 
@@ -88,7 +90,7 @@ class Recordings:
         Nothing else may run meanwhile.
         """
         kind = self._kind(request)
-        states = [worker.sequences.get(request.sequence, {}) for worker in self._workers]
+        states = [worker.sequences.get(request.sequence, STATELESS) for worker in self._workers]
         known = self._kept.pop(kind, None)
         if known is None or any(own is not other for own, other in zip(states, known.states)):
             try:
