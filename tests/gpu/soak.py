@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--mode", default="tensor")
     options = parser.parse_args()
     dtype = ir.DataType.FLOAT if "cpu" in options.devices else ir.DataType.FLOAT16
-    size = Size(layers=4, hidden=512, heads=8, kv_heads=4, feed_forward=1024, vocabulary=1000, dtype=dtype)
+    size = Size(layers=2, hidden=512, heads=8, kv_heads=4, feed_forward=1024, vocabulary=1000, dtype=dtype)
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="splitc-soak-") as folder:
         model, package = Path(folder) / "model.onnx", Path(folder) / "package"
@@ -42,6 +42,8 @@ def main() -> None:
         compile_model(plan_model(model, [options.devices], request), package, verify=False)
         first = None
         for load in range(options.loads):
+            if load % 10 == 0:
+                print(f"{options.devices}: {load} loads in {time.monotonic() - start:.0f} s", flush=True)
             faulthandler.dump_traceback_later(options.patience, exit=True)
             logits = _decode(package, options.steps, size)
             first = logits if first is None else first

@@ -1,0 +1,151 @@
+"""Sessions on real GPUs, as many as there are up to four, with ONNX Runtime's CUDA provider."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from models.llama import Size, build
+from models.llama_fused import build as build_fused
+from models.writer import save
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.runtime import Session
+from splitc.runtime.capture import capture
+from splitc.runtime.compare import compare, load_unsplit
+from splitc.runtime.devices import parse_devices
+from splitc.runtime.engines.gpu import Gpu, Tape
+from splitc.runtime.errors import EngineError
+from splitc.runtime.gpu import list_gpus
+from splitc.runtime.transport.devices import connect_devices
+
+GPUS = min(4, len(list_gpus()))
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
+
+SIZE = Size(layers=3, hidden=512, heads=8, kv_heads=4, feed_forward=1024, vocabulary=1000, dtype=ir.DataType.FLOAT16)
+ROOM = 64
+MODES = ["layer", "row", "tensor"]
+
+
+@pytest.fixture(scope="module", params=MODES)
+def package(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
+    folder = tmp_path_factory.mktemp(request.param)
+    save(build_fused(SIZE), folder / "model.onnx")
+    asked = Request(split_mode=request.param, engine="onnxruntime", spread=True)
+    compile_model(plan_model(folder / "model.onnx", [f"{GPUS}xcuda"], asked), folder / "package", verify=False)
+    yield folder / "model.onnx", folder / "package"
+
+
+def feeds(tokens: int, past: int, seed: int) -> dict[str, Any]:
+    generator = np.random.default_rng(seed)
+    caches = {
+        f"past_key_values.{layer}.{part}": generator.standard_normal((1, SIZE.kv_heads, past, SIZE.head)).astype("f2")
+        for layer in range(SIZE.layers)
+        for part in ("key", "value")
+    }
+    ids = generator.integers(0, SIZE.vocabulary, (1, tokens))
+    return {"input_ids": ids, "attention_mask": np.ones((1, tokens + past), np.int64), **caches}
+
+
+def agree(expected: dict[str, Any], outputs: dict[str, Any]) -> None:
+    assert all(each.passed for each in compare(expected, outputs, number_type="float16"))
+
+
+def test_outputs_are_the_models(package: tuple[Path, Path]) -> None:
+    whole = load_unsplit(package[0], 4)
+    with Session(package[1], in_flight=4) as session:
+        many = [feeds(*sizes, seed) for seed in range(4) for sizes in ((1, 8), (5, 3), (1, 20), (1, 8))]
+        for given, outputs in zip(many, session.map(many)):
+            agree(whole(given), outputs)
+        for given in many:  # by now all sizes came before
+            agree(whole(given), session.run(given))
+        assert session.notes == []
+
+
+def test_states_are_where_the_graph_left_them(package: tuple[Path, Path]) -> None:
+    whole = load_unsplit(package[0], 4)
+    with Session(package[1]) as session, session.start(capacity=ROOM) as one, session.start(capacity=ROOM) as other:
+        for first, sequence in ((1, one), (500, other)):
+            states = {
+                state.input: np.zeros((1, SIZE.kv_heads, ROOM, SIZE.head), "f2") for state in session.manifest.states
+            }
+            for step in range(12):
+                given = {
+                    "input_ids": np.array([[first + step]]),
+                    "attention_mask": (np.arange(ROOM) <= step).astype(np.int64)[None],
+                }
+                expected = whole({**given, **states})
+                states = {state.input: expected[state.output] for state in session.manifest.states}
+                agree({"logits": expected["logits"]}, sequence.run(given))
+        assert session.notes == []
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_rank_that_fails_fails_one_request(package: tuple[Path, Path], graphs: bool) -> None:
+    given = feeds(3, 8, 0)
+    with Session(package[1], cuda_graphs=graphs, in_flight=4) as session:
+        right = session.run(given)
+        engine = session._workers[-1]._program.engines[-1]
+        run = engine.run
+
+        def fail(*_: Any) -> Any:
+            raise EngineError("an engine failed on purpose")
+
+        engine.run = fail  # type: ignore[method-assign]
+        start = time.monotonic()
+        with pytest.raises(EngineError, match="on purpose"):
+            session.run(given)
+        assert time.monotonic() - start < 10
+        engine.run = run  # type: ignore[method-assign]
+        for future in [session.submit(given) for _ in range(8)]:
+            agree(right, future.result(timeout=60))
+
+
+def test_caches_that_grow(tmp_path: Path) -> None:
+    """Nodes on the CPU are said, and what they are part of runs plainly."""
+    save(build(replace(SIZE, dtype=ir.DataType.FLOAT)), tmp_path / "model.onnx")
+    asked = Request(split_mode="tensor", engine="onnxruntime")
+    compile_model(plan_model(tmp_path / "model.onnx", [f"{GPUS}xcuda"], asked), tmp_path / "package")
+    with Session(tmp_path / "package", devices=[f"{GPUS}xcpu"]) as on_cpu, Session(tmp_path / "package") as session:
+        assert list(session.generate([1, 2, 3], max_new_tokens=16)) == list(
+            on_cpu.generate([1, 2, 3], max_new_tokens=16)
+        )
+
+
+@pytest.mark.parametrize("operation", ["sum", "max"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int8", "uint8", "int32", "int64"])
+def test_arrays_of_several_gpus_are_combined(operation: str, dtype: str) -> None:
+    gpus = [Gpu(index) for index in range(GPUS)]
+    connect_devices(parse_devices([f"{GPUS}xcuda"]), gpus)  # type: ignore[arg-type]
+    for size in (1, 7, 8, 4096, 100_003):
+        arrays = [np.random.default_rng(index).integers(0, 20, size).astype(dtype) for index in range(GPUS)]
+        parts = []
+        for gpu, array in zip(gpus, arrays):
+            gpu.attach()
+            parts.append(gpu.upload(array))
+            gpu.wait_all()
+        gpus[0].attach()
+        whole = gpus[0].empty((size,), dtype)
+        gpus[0].combine(operation, parts, whole)
+        expected = np.sum(arrays, axis=0) if operation == "sum" else np.max(arrays, axis=0)
+        np.testing.assert_array_equal(gpus[0].download({"": whole})[""], expected.astype(dtype))
+
+
+def test_capture_of_nothing_leaves_streams_as_they_were() -> None:
+    gpu = Gpu(0)
+    (end,) = connect_devices(parse_devices(["cuda0"]), [gpu])  # type: ignore[list-item]
+    gpu.attach()
+
+    def fail() -> None:
+        raise EngineError("nothing was given, on purpose")
+
+    with pytest.raises(EngineError, match="on purpose"):
+        capture(gpu, end, [0], Tape(), fail)  # type: ignore[arg-type]
+    array = np.arange(10)
+    np.testing.assert_array_equal(gpu.download({"": gpu.upload(array)})[""], array)
