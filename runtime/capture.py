@@ -45,7 +45,8 @@ def capture(
 ) -> Optional[Captured]:
     """Capture what `give` gives the rank's stream, while all others do the same; the first one gets the graph.
 
-    `tape` holds what must stay as long as the graph does. Raises on all ranks what one of them failed with.
+    `tape` gets the memory on the host that the graph copies to and from. Raises on all ranks what one of them failed
+    with.
     """
     leads = transport.rank == everyone[0]
     _agreed(transport.meet(everyone, attempt(gpu.wait_all)))
@@ -55,6 +56,7 @@ def capture(
     _agreed(ends)
     _agreed(graph)
     gpu.recorded = True
+    tape.kept.clear()
     if not leads:
         return None
     graph[0].upload(gpu.stream)

@@ -54,7 +54,8 @@ class GpuArray:
 @dataclass(eq=False)
 class Tape:
     """A rank's part of a recorded request: memory on the host that is copied to the GPU when the request begins, and
-    from it when it ends, by the names of inputs and outputs; and what must stay while the recording does.
+    from it when it ends, by the names of inputs and outputs. What is `kept` is needed until all is captured: whatever
+    else a graph uses is the GPU's private memory, which no one else gets.
     """
 
     inputs: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
