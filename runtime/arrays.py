@@ -67,6 +67,16 @@ def number_type(name: str) -> np.dtype[Any]:
     return known
 
 
+def zeros(shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
+    """Zeros that take no memory, and can't be written to."""
+    return np.broadcast_to(np.zeros((), dtype), tuple(shape))
+
+
+def is_zeros(array: Array) -> bool:
+    """Whether the array was made by `zeros`, as far as one can tell without looking at all of it."""
+    return bool(array.size) and not any(array.strides) and not array.any()
+
+
 def accumulate_arrays(operation: str, total: Array, part: Array) -> None:
     """Bring `part` into `total`, in place, by `sum` or `max`."""
     OPERATIONS[operation](total, part, out=total)

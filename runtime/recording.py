@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from typing import Any, Optional
 
 import numpy.typing as npt
 
+from splitc.runtime.arrays import is_zeros
 from splitc.runtime.capture import Captured, capture
 from splitc.runtime.engines.gpu import Gpu, GpuArray, Tape
 from splitc.runtime.errors import EngineError
@@ -31,10 +32,16 @@ from splitc.runtime.transport.gpu import GpuTransport
 from splitc.runtime.worker import NEVER, Request, Served, Worker, closed_before
 
 Array = npt.NDArray[Any]
+# The ranks' states of a sequence, what tells them from others, and what tells requests apart.
+States = Sequence[dict[str, Any]]
+Places = tuple[int, ...]
+Kind = tuple[Any, ...]
 # Recordings that a session keeps, and kinds of requests of which it remembers that they came.
 MOST, REMEMBERED = 8, 64
 # What requests have that belong to no sequence.
 STATELESS: dict[str, Any] = {}
+# Sequences that have ended whose states are kept for new ones.
+FREE = 2
 # Requests of other kinds after which a recording is not in use any more.
 IDLE = 64
 
@@ -49,7 +56,7 @@ class Recording:
 
     captured: Captured
     tapes: Sequence[Tape]
-    states: Sequence[Mapping[str, Any]]
+    states: States
     seconds: float = 0.0
     last: int = 0
 
@@ -66,16 +73,43 @@ class Recordings:
         self._requests = 0
         self.why_plain = next((worker.why_plain for worker in workers if worker.why_plain), None)
         self._workers = workers
-        self._kept: OrderedDict[tuple[Any, ...], Recording] = OrderedDict()
-        self._seen: OrderedDict[tuple[Any, ...], None] = OrderedDict()
+        self._kept: OrderedDict[tuple[Places, Kind], Recording] = OrderedDict()
+        self._seen: OrderedDict[Kind, None] = OrderedDict()
+        # States of sequences that have ended.
+        self._free: dict[Places, States] = {}
+
+    def adopt(self, request: Request) -> None:
+        """Give a new sequence the states of one that has ended, which graphs know, where they are of its sizes."""
+        if not all(map(is_zeros, request.first.values())):
+            return
+        states = next((states for states in self._free.values() if self._fit(request, states)), None)
+        if states is None:
+            return
+        del self._free[_places(states)]
+        for worker, own in zip(self._workers, states):
+            gpu = worker.backend
+            assert isinstance(gpu, Gpu)
+            with gpu.device:
+                for state in own.values():
+                    gpu.clear(state)
+            worker.sequences[request.sequence] = own
+        request.first = {}
+
+    def _fit(self, request: Request, states: States) -> bool:
+        """Whether the states are of the sizes that the sequence begins with."""
+        if set(request.first) != {name for own in states for name in own}:
+            return False
+        sizes = ((worker.cut(name, request), own[name]) for worker, own in zip(self._workers, states) for name in own)
+        return all(first.shape == state.shape and str(first.dtype) == state.dtype for first, state in sizes)
 
     def takes(self, request: Request) -> bool:
         """Whether the request is to be replayed: one of its kind was run plainly before."""
         self._requests += 1
         if self.why_plain is not None or request.first:
             return False
-        kind = self._kind(request)
-        if kind in self._kept:
+        states = self._states(request)
+        kind = _kind(request, states)
+        if (_places(states), kind) in self._kept:
             return True
         known = kind in self._seen
         self._seen[kind] = None
@@ -89,20 +123,24 @@ class Recordings:
 
         Nothing else may run meanwhile.
         """
-        kind = self._kind(request)
-        states = [worker.sequences.get(request.sequence, STATELESS) for worker in self._workers]
-        known = self._kept.pop(kind, None)
-        if known is None or any(own is not other for own, other in zip(states, known.states)):
+        states = self._states(request)
+        key = _places(states), _kind(request, states)
+        known = self._kept.pop(key, None)
+        if known is None:
             try:
                 known = self._record(request, states)
             except Exception as error:  # of engines, CuPy, CUDA: the request may still run plainly
                 self.why_plain = str(error)
                 return None
         known.last = self._requests
-        self._kept[kind] = known
+        self._kept[key] = known
         if len(self._kept) > MOST:
-            self._kept.popitem(last=False)
+            self._drop(next(iter(self._kept))[0], 1)
         return known
+
+    def _states(self, request: Request) -> States:
+        """The ranks' states of the request's sequence."""
+        return [worker.sequences.get(request.sequence, STATELESS) for worker in self._workers]
 
     def _has_room(self) -> bool:
         """Whether another recording may be made. One that is in use does not go for it: more sequences than recordings
@@ -111,23 +149,27 @@ class Recordings:
         oldest = next(iter(self._kept.values()), None)
         return len(self._kept) < MOST or oldest is None or self._requests - oldest.last > IDLE
 
-    def _kind(self, request: Request) -> tuple[Any, ...]:
-        """What requests have in common that one recording serves; of a sequence also how long its states are."""
-        sizes = [(name, array.shape) for name, array in request.feeds.items()]
-        if request.sequence is not None:
-            states = (worker.sequences.get(request.sequence, {}) for worker in self._workers)
-            sizes += [(name, each[name].shape) for each in states for name in list(each)[:1]]
-        return request.sequence, request.room, *sizes
-
     def forget(self, sequence: int) -> None:
-        """A sequence has ended."""
-        for kind in [kind for kind in self._kept if kind[0] == sequence]:
-            del self._kept[kind]
+        """A sequence has ended. Another one may have its states, where a graph knows them."""
+        states = [worker.sequences.get(sequence, STATELESS) for worker in self._workers]
+        places = _places(states)
+        if any(known == places for known, _ in self._kept):
+            self._free[places] = states
+        if len(self._free) > FREE:
+            self._drop(next(iter(self._free)), MOST)
+
+    def _drop(self, places: Places, count: int) -> None:
+        """Let so many recordings with these states go, the oldest first."""
+        for key in [key for key in self._kept if key[0] == places][:count]:
+            del self._kept[key]
+        if not any(known == places for known, _ in self._kept):
+            self._free.pop(places, None)
 
     def end(self, patience: float) -> None:
         """Let the recordings go when none is being replayed any more, or after so many seconds."""
         if self.lock.acquire(timeout=patience):
             self._kept.clear()
+            self._free.clear()
             self.lock.release()
 
     def play(self, request: Request, recording: Recording) -> None:
@@ -164,7 +206,7 @@ class Recordings:
         outputs = [{name: landed.copy() for name, landed in tape.outputs.items()} for tape in recording.tapes]
         return outputs, Span(Replay(), now - seconds, now)
 
-    def _record(self, request: Request, states: Sequence[Mapping[str, Any]]) -> Recording:
+    def _record(self, request: Request, states: States) -> Recording:
         """Have all ranks' threads record the request. Raises the first one's error where it can't be captured."""
         tapes = [Tape() for _ in self._workers]
         made: list[Future[Optional[Captured]]] = [Future() for _ in self._workers]
@@ -176,6 +218,18 @@ class Recordings:
         captured = made[0].result()
         assert captured is not None
         return Recording(captured, tapes, states)
+
+
+def _places(states: States) -> Places:
+    """What tells the ranks' states from others, as long as they are there."""
+    return tuple(map(id, states))
+
+
+def _kind(request: Request, states: States) -> Kind:
+    """What requests have in common of which engines do the same; of a sequence also how long its states are."""
+    sizes = [(name, array.shape) for name, array in request.feeds.items()]
+    sizes += [(name, own[name].shape) for own in states for name in list(own)[:1]]
+    return request.sequence is None, request.room, *sizes
 
 
 def _record_event(gpu: Any) -> Any:

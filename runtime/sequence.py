@@ -7,9 +7,9 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Optional
 
-import numpy as np
 import numpy.typing as npt
 
+from splitc.runtime.arrays import number_type, zeros
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.manifest import State, Tensor
 
@@ -120,4 +120,4 @@ def _zeros(state: State, tensor: Tensor, sizes: Mapping[str, int], batch: int, r
         else:
             planned = tensor.sample_shape[axis] if tensor.sample_shape else 1
             shape.append(batch if axis == 0 else planned)
-    return np.zeros(shape, np.dtype(tensor.dtype))
+    return zeros(shape, number_type(tensor.dtype))

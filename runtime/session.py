@@ -233,6 +233,8 @@ class Session:
         if self._recordings is None:
             return None
         others = list(self._under_way)
+        if request.first:
+            self._recordings.adopt(request)
         replayed = self._recordings.takes(request) and not (self._overlap and others)
         recording = None
         if replayed:

@@ -13,11 +13,12 @@ from typing import Any, Optional, Union
 
 import numpy.typing as npt
 
+from splitc.runtime.arrays import is_zeros, zeros
 from splitc.runtime.engines import Backend
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.manifest import Rank, State
 from splitc.runtime.measure import RankMemory
-from splitc.runtime.parts import cut_part
+from splitc.runtime.parts import cut_part, part_shape
 from splitc.runtime.program import Failure, Program, Span, attempt, execute
 from splitc.runtime.transport import Transport
 
@@ -210,10 +211,9 @@ class Worker(threading.Thread):
         states = self.sequences.get(request.sequence, {})
         values, spans = self.execute(request, states, lambda name: self.backend.upload(self.cut(name, request)))
         if request.sequence is not None:
-            kept = {name: values[output] for name, output in self.resident.items()}
-            self.sequences[request.sequence] = {
-                name: value if value is states.get(name) else self.backend.settle(value) for name, value in kept.items()
-            }
+            kept = {n: self.backend.settle(values[output], states.get(n)) for n, output in self.resident.items()}
+            if not states or any(kept[name] is not states[name] for name in kept):  # recordings know the states by it
+                self.sequences[request.sequence] = kept
         return self.backend.fetch({name: values[name] for name in self.given(request)}), spans
 
     def execute(
@@ -243,4 +243,6 @@ class Worker(threading.Thread):
         """This rank's part of an input."""
         array = request.first[name] if name in request.first else request.feeds[name]
         part = self._parts.get(name)
-        return array if part is None else cut_part(array, part)
+        if part is None:
+            return array
+        return zeros(part_shape(array.shape, part), array.dtype) if is_zeros(array) else cut_part(array, part)

@@ -61,8 +61,8 @@ class Backend(Protocol):
     def fetch(self, values: Mapping[str, Any]) -> Callable[[], dict[str, npt.NDArray[np.generic]]]:
         """Begin to download; what is returned waits, on any thread, and gives the arrays."""
 
-    def settle(self, value: Any) -> Any:
-        """The value in memory where it may stay from request to request."""
+    def settle(self, value: Any, before: Any) -> Any:
+        """A state where it may stay from request to request: `value`, or what was there `before`, with that in it."""
 
     def wait_all(self) -> None:
         """Wait until all that the device was given is done."""

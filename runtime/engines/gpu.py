@@ -12,7 +12,7 @@ from typing import Any, Callable, Optional
 import numpy as np
 import numpy.typing as npt
 
-from splitc.runtime.arrays import accumulate_arrays, number_type
+from splitc.runtime.arrays import accumulate_arrays, is_zeros, number_type
 from splitc.runtime.engines.combine import combine
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.gpu import need_cupy
@@ -117,11 +117,18 @@ class Gpu:
 
     def upload(self, array: npt.NDArray[Any]) -> GpuArray:
         """The array on the GPU, copied behind what the stream has to do."""
-        return self.stage(array)[0]
+        if not is_zeros(array):
+            return self.stage(array)[0]
+        target = self.empty(array.shape, str(array.dtype))
+        self.clear(target)
+        return target
+
+    def clear(self, array: GpuArray) -> None:
+        """Make the array zeros."""
+        self.cuda.runtime.memsetAsync(array.pointer, 0, array.nbytes, self.stream.ptr)
 
     def stage(self, array: npt.NDArray[Any]) -> tuple[GpuArray, npt.NDArray[Any]]:
         """As `upload`; beside it the pinned memory that the array is copied from, as an array."""
-        array = np.asarray(array, order="C")
         target = self.empty(array.shape, str(array.dtype))
         if not array.nbytes:
             return target, array
@@ -170,9 +177,14 @@ class Gpu:
         self.keep(value)
         return target
 
-    def settle(self, value: GpuArray) -> GpuArray:
-        """The array in memory of ours, where a recording may write to that of an engine's own pool."""
-        return self.copy_from(value, self.index) if self.recorded else value
+    def settle(self, value: GpuArray, before: Optional[GpuArray]) -> GpuArray:
+        """Recordings know states by their addresses, and write to memory of engines' own pools."""
+        if value is before or not self.recorded:
+            return value
+        if before is None or (before.shape, before.dtype) != (value.shape, value.dtype):
+            return self.copy_from(value, self.index)
+        self.copy_over(before, value)
+        return before
 
     def copy_over(self, target: GpuArray, value: GpuArray) -> None:
         """Write an array of this GPU over another one of the same size."""

@@ -96,7 +96,7 @@ class OnnxRuntimeBackend:
     def fetch(self, values: Mapping[str, Any]) -> Callable[[], dict[str, npt.NDArray[np.generic]]]:
         return partial(self.download, values)
 
-    def settle(self, value: ort.OrtValue) -> ort.OrtValue:
+    def settle(self, value: ort.OrtValue, before: Optional[ort.OrtValue]) -> ort.OrtValue:
         return value
 
     def wait_all(self) -> None:

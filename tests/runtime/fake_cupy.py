@@ -197,6 +197,10 @@ def copy_async(target: int, source: int, size: int, kind: int, stream: int) -> N
     STREAMS[stream].put(lambda: ctypes.memmove(target, source, size) and None)
 
 
+def set_async(target: int, value: int, size: int, stream: int) -> None:
+    STREAMS[stream].put(lambda: ctypes.memset(target, value, size) and None)
+
+
 def copy_between(target: int, to: int, source: int, at: int, size: int, stream: int) -> None:
     if (at, to) in WRONG:
         source, size = target, 0
@@ -238,6 +242,7 @@ def make(devices: int = DEVICES) -> types.SimpleNamespace:
         memcpyDeviceToHost=2,
         streamCaptureModeRelaxed=2,
         memcpyDefault=4,
+        memsetAsync=set_async,
     )
     cuda = types.SimpleNamespace(
         Device=Device,
