@@ -28,7 +28,7 @@ PLANNERS: dict[str, Planner] = {"layer": plan_layers, "row": plan_rows, "tensor"
 # and times are no better known than that, measured or estimated; a single request hides nothing.
 SLACK = {("throughput", False): 0.1, ("throughput", True): 0.05, ("latency", False): 0.02, ("latency", True): 0.02}
 # Shares of what the fullest device holds that are not worth another device.
-ROOM = 0.05
+ROOM = 0.02
 # Up to so many devices every number of them is tried; above, 1, 2, 4, ... and all.
 FEW = 4
 

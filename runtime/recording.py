@@ -64,7 +64,7 @@ class Recording:
 class Recordings:
     """What a session has recorded. One request at a time is replayed: `lock` is held meanwhile.
 
-    `behind` is set when something ran plainly, which the streams may not be done with yet.
+    `behind` is set when streams were given something plainly, with which they may not be done yet.
     """
 
     def __init__(self, workers: Sequence[Worker]) -> None:
@@ -94,6 +94,7 @@ class Recordings:
                     gpu.clear(state)
             worker.sequences[request.sequence] = own
         request.first = {}
+        self.behind = True
 
     def _fit(self, request: Request, states: States) -> bool:
         """Whether the states are of the sizes that the sequence begins with."""

@@ -121,7 +121,7 @@ def test_among_about_as_fast_ones_room_decides() -> None:
 
 def test_little_room_is_not_worth_another_device() -> None:
     one = Candidate("a", "layer", 1, 1.0, 1.0, 0.100)
-    two = Candidate("b", "layer", 2, 1.0, 0.99, 0.098)
+    two = Candidate("b", "layer", 2, 1.0, 0.99, 0.099)
     assert choose([one, two], "throughput", profiled=False) == one
 
 

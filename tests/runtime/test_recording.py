@@ -23,6 +23,7 @@ from splitc.runtime.worker import Request
 from tests.conftest import DECODER, assert_close, decoder_feeds, run_whole
 from tests.runtime import fake_cupy
 from tests.runtime.fake_gpus import FakeBackend, package
+from tests.runtime.test_sequences import write_lstm
 
 pytestmark = pytest.mark.usefixtures("gpus")
 
@@ -140,6 +141,36 @@ def test_states_are_where_the_graph_left_them(
         for own, expected in zip(tokens(session), tokens(on_cpu)):
             assert_close({"logits": own}, {"logits": expected})
         assert len(replays) == 2 * 8, "new sequences have the states of those that have ended, which graphs know"
+
+
+def test_recurrent_states_go_on_from_replays_to_plain_runs_and_begin_as_zeros(tmp_path: Path) -> None:
+    model = tmp_path / "lstm" / "model.onnx"
+    model.parent.mkdir()
+    write_lstm(model)
+    steps = [np.random.default_rng(number).random((1, 2, 6), np.float32) for number in range(9)]
+    place = package(model, tmp_path, "layer", 1)
+    with Session(place) as on_cpu, Session(place, devices=["cuda0"]) as session:
+        recordings = session._recordings
+        for _ in range(3):  # the second sequence has the first one's states, and others are in the same places
+            with session.start() as sequence, on_cpu.start() as expected:
+                for number, step in enumerate(steps):
+                    session._recordings = None if number in (5, 6) else recordings
+                    np.testing.assert_allclose(
+                        sequence.run({"x": step})["y"], expected.run({"x": step})["y"], atol=1e-6
+                    )
+
+
+def test_sequences_with_other_room_have_states_of_their_own(tmp_path: Path) -> None:
+    model = tmp_path / "model" / "model.onnx"
+    save(build_fused(SMALL), model)
+    place = package(model, tmp_path, "tensor", 2)
+    with Session(place) as on_cpu, Session(place, devices=["cuda0", "cuda1"]) as session:
+        for room in (8, 12, 8, 16, 12):
+            with session.start(capacity=room) as sequence, on_cpu.start(capacity=room) as expected:
+                for step in range(6):
+                    mask = (np.arange(room) <= step).astype(np.int64)[None]
+                    feeds = {"input_ids": np.array([[step + room]]), "attention_mask": mask}
+                    assert_close(sequence.run(feeds), expected.run(feeds))
 
 
 def test_states_that_grow_are_not_replayed(decoder: Path, tmp_path: Path) -> None:
