@@ -62,7 +62,7 @@ def step(title: str, *arguments: object) -> None:
 def show_similarities(package: Path, feeds: dict[str, np.ndarray]) -> None:
     """Encode the sentences, and print how close in meaning the model finds each two of them."""
     console.print(
-        "[bold]4. Ask it something[/]\nHow close in meaning are these sentences (1 is the same, 0 is unrelated)?\n"
+        "[bold]6. Ask it something[/]\nHow close in meaning are these sentences (1 is the same, 0 is unrelated)?\n"
     )
     with Session(package) as session:
         embeddings = session.run(feeds)["sentence_embedding"]
