@@ -18,6 +18,7 @@ from splitc.runtime.engines.kinds import MODULES
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.manifest import BuildOptions
 from splitc.runtime.options import with_options
+from splitc.runtime.show import describe_built
 from splitc.runtime.terminal import err, out, print_json, print_warning, run_app
 from splitc.runtime.units import format_bytes, parse_bytes
 
@@ -288,9 +289,8 @@ def build_command(
         print_json(manifest.build)
         return
     assert manifest.build is not None and manifest.build.built is not None
-    built, engines = manifest.build.built, sum(len(rank.engines) for rank in manifest.ranks)
-    where = f" on {built.gpu} (compute capability {built.compute_capability})" if built.gpu else ""
-    out.print(f"built [bold]{engines}[/] engines with {manifest.engine} {built.version}{where}")
+    engines = sum(len(rank.engines) for rank in manifest.ranks)
+    out.print(f"built [bold]{engines}[/] engines with {manifest.engine} {describe_built(manifest.build.built)}")
 
 
 def _parse_sources(text: Optional[str]) -> Optional[list[str]]:

@@ -12,7 +12,7 @@ from splitc.runtime.compare import Difference
 from splitc.runtime.devices import DeviceStatus
 from splitc.runtime.gpu import INSTALL, find_cupy
 from splitc.runtime.machine import Machine
-from splitc.runtime.manifest import Build, Manifest
+from splitc.runtime.manifest import Build, Built, Manifest
 from splitc.runtime.measure import RankMemory
 from splitc.runtime.session import format_shape
 from splitc.runtime.terminal import out, table
@@ -141,8 +141,13 @@ def print_manifest(manifest: Manifest) -> None:
 def _describe_build(build: Build) -> str:
     if build.built is None:
         return "not built yet: 'splitc build' does that where it will run"
-    where = f" on {build.built.gpu} (compute capability {build.built.compute_capability})" if build.built.gpu else ""
-    return f"built with version {build.built.version}{where}"
+    return f"built with version {describe_built(build.built)}"
+
+
+def describe_built(built: Built) -> str:
+    """The version that engines were built with, and the GPU that they are for."""
+    where = f" on {built.gpu} (compute capability {built.compute_capability})" if built.gpu else ""
+    return f"{built.version}{where}"
 
 
 RANK_SIZES = ("weights", "activ.", "cache")

@@ -72,6 +72,9 @@ class Refusal(Struct, frozen=True):
     block: str
     reason: str
 
+    def __str__(self) -> str:
+        return f"{self.block}: '{self.node}' ({self.operator})"
+
 
 class Failed(Struct, frozen=True, tag="failed"):
     """A job that came to nothing: the nodes that were refused, or what TensorRT said, and nodes that it named."""
@@ -168,16 +171,14 @@ def _explain(order: Order, failed: Failed) -> str:
         )
     return (
         f"{order.kind} does not take {len(failed.refused)} node{'s' * (len(failed.refused) != 1)} of {where}:\n"
-        + "\n".join(
-            f"  {each.block}: '{each.node}' ({each.operator}): {each.reason}" for each in failed.refused[:LISTED]
-        )
+        + "\n".join(f"  {each}: {each.reason}" for each in failed.refused[:LISTED])
         + ("\n  ..." if len(failed.refused) > LISTED else "")
         + "\nExport the model without such operators, or use --engine onnxruntime."
     )
 
 
 def _list(nodes: Sequence[Refusal]) -> str:
-    return ", ".join(f"{each.block}: '{each.node}' ({each.operator})" for each in nodes[:LISTED])
+    return ", ".join(map(str, nodes[:LISTED]))
 
 
 def engine_path(folder: Path, stage: str, group: Sequence[int]) -> Path:
