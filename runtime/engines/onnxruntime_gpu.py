@@ -26,8 +26,8 @@ BFLOAT16 = 16
 PROVIDER = "CUDAExecutionProvider"
 # Sizes of inputs whose outputs' shapes an engine remembers.
 REMEMBERED = 64
-# What ONNX Runtime says of a session that it could not capture as a CUDA graph itself: nodes on the CPU exchange values
-# with the GPU, through memory that would be used for something else when a graph is replayed.
+# What ONNX Runtime says of a session that it could not capture as a CUDA graph itself: it has control flow, or nodes on
+# the CPU that exchange values with the GPU, by memory that would be used for something else when a graph is replayed.
 NOT_CAPTURED = "graph capture"
 # The number types of ONNX Runtime's type strings, where these are not numpy's.
 NAMES = {"float": "float32", "double": "float64"}
@@ -147,7 +147,7 @@ class OnnxRuntimeGpuBackend(Gpu):
             if NOT_CAPTURED not in str(error):
                 raise
             session = self._open(path, options, provider)
-            why_plain = f"nodes of {path.name} on the CPU exchange values with those on the GPU"
+            why_plain = f"{path.name} has control flow, or nodes on the CPU that exchange values with those on the GPU"
         if PROVIDER not in session.get_providers():  # it goes without a word
             raise PackageError(
                 f"ONNX Runtime dropped its {PROVIDER}, and would have run on the CPU: it wants CUDA and cuDNN of the "
