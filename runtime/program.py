@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, Union
 
@@ -128,14 +128,15 @@ def execute(
     values: dict[str, Any] = {}
     spans = []
     failure: Failure | None = None
-    try:
-        values.update(feeds())
-    except Exception as error:  # it belongs to this request, and the other ranks must not wait for what it was to give
-        failure = Failure(error)
+    fed = attempt(feeds)
+    if isinstance(fed, Failure):
+        failure = fed
+    else:
+        values.update(fed)
     for number, step in enumerate(program.steps):
         start = time.perf_counter()
         if isinstance(step, Receive):
-            values[step.value] = received = _receive(transport, step)
+            values[step.value] = received = attempt(partial(transport.receive, step.source, step.value))
             if isinstance(received, Failure):
                 failure = failure or received
         elif isinstance(step, Send):
@@ -148,12 +149,11 @@ def execute(
             else:
                 values.update(zip(step.wholes, wholes))
         elif failure is None:
-            engine = program.engines[step.engine]
-            try:
-                own = {name: into[name] for name in engine.outputs if name in into}
-                values.update(engine.run({name: values[name] for name in engine.inputs}, own))
-            except Exception as error:  # whatever an engine raises belongs to this request
-                failure = Failure(error)
+            made = attempt(partial(_run, program.engines[step.engine], values, into))
+            if isinstance(made, Failure):
+                failure = made
+            else:
+                values.update(made)
         spans.append(Span(step, start, time.perf_counter()))
         for name in program.last_uses.get(number, ()):
             values.pop(name, None)
@@ -173,19 +173,15 @@ def overlap(programs: Sequence[Sequence[Step]]) -> bool:
     return any(set(range(len(programs))) - {rank} - own for rank, own in enumerate(needs))
 
 
-def _receive(transport: Transport, step: Receive) -> Any:
-    """What was sent; a Failure where it does not arrive."""
-    try:
-        return transport.receive(step.source, step.value)
-    except Exception as error:  # it was taken off its channel: only this request is lost
-        return Failure(error)
+def _run(engine: Engine, values: Mapping[str, Any], into: Mapping[str, Any]) -> dict[str, Any]:
+    own = {name: into[name] for name in engine.outputs if name in into}
+    return engine.run({name: values[name] for name in engine.inputs}, own)
 
 
 def _send(transport: Transport, step: Send, value: Any) -> Failure | None:
     """Send a value, or a Failure where that can't be. Returns the Failure that was sent."""
-    try:
-        transport.send(step.target, step.value, value)
-    except Exception as error:  # nothing was sent, and the other rank must not wait for it
-        value = Failure(error)
+    failed = attempt(partial(transport.send, step.target, step.value, value))
+    if isinstance(failed, Failure):  # nothing was sent, and the other rank must not wait for it
+        value = failed
         transport.send(step.target, step.value, value)
     return value if isinstance(value, Failure) else None

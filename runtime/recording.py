@@ -27,7 +27,7 @@ from splitc.runtime.arrays import is_zeros
 from splitc.runtime.capture import Captured, capture
 from splitc.runtime.engines.gpu import Gpu, GpuArray, Tape
 from splitc.runtime.errors import EngineError
-from splitc.runtime.program import Replay, Span
+from splitc.runtime.program import Failure, Replay, Span, attempt
 from splitc.runtime.transport.gpu import GpuTransport
 from splitc.runtime.worker import NEVER, Request, Served, Worker, closed_before
 
@@ -36,6 +36,7 @@ Array = npt.NDArray[Any]
 States = Sequence[dict[str, Any]]
 Places = tuple[int, ...]
 Kind = tuple[Any, ...]
+Key = tuple[Places, Kind]
 # Recordings that a session keeps, and kinds of requests of which it remembers that they came.
 MOST, REMEMBERED = 8, 64
 # What requests have that belong to no sequence.
@@ -73,7 +74,7 @@ class Recordings:
         self._requests = 0
         self.why_plain = next((worker.why_plain for worker in workers if worker.why_plain), None)
         self._workers = workers
-        self._kept: OrderedDict[tuple[Places, Kind], Recording] = OrderedDict()
+        self._kept: OrderedDict[Key, Recording] = OrderedDict()
         self._seen: OrderedDict[Kind, None] = OrderedDict()
         # States of sequences that have ended.
         self._free: dict[Places, States] = {}
@@ -103,33 +104,32 @@ class Recordings:
         sizes = ((worker.cut(name, request), own[name]) for worker, own in zip(self._workers, states) for name in own)
         return all(first.shape == state.shape and str(first.dtype) == state.dtype for first, state in sizes)
 
-    def takes(self, request: Request) -> bool:
-        """Whether the request is to be replayed: one of its kind was run plainly before."""
+    def takes(self, request: Request) -> Optional[Key]:
+        """What to find the request's recording by, if it is to be replayed: one of its kind was run plainly before."""
         self._requests += 1
         if self.why_plain is not None or request.first:
-            return False
-        states = self._states(request)
+            return None
+        states = self._states_of(request.sequence)
         kind = _kind(request, states)
-        if (_places(states), kind) in self._kept:
-            return True
+        key = _places(states), kind
+        if key in self._kept:
+            return key
         known = kind in self._seen
         self._seen[kind] = None
         self._seen.move_to_end(kind)
         if len(self._seen) > REMEMBERED:
             self._seen.popitem(last=False)
-        return known and self._has_room()
+        return key if known and self._has_room() else None
 
-    def find(self, request: Request) -> Optional[Recording]:
+    def find(self, request: Request, key: Key) -> Optional[Recording]:
         """The recording for the request, which is made now if it is not there; None where that can't be.
 
         Nothing else may run meanwhile.
         """
-        states = self._states(request)
-        key = _places(states), _kind(request, states)
         known = self._kept.pop(key, None)
         if known is None:
             try:
-                known = self._record(request, states)
+                known = self._record(request)
             except Exception as error:  # of engines, CuPy, CUDA: the request may still run plainly
                 self.why_plain = str(error)
                 return None
@@ -139,9 +139,9 @@ class Recordings:
             self._drop(next(iter(self._kept))[0], 1)
         return known
 
-    def _states(self, request: Request) -> States:
-        """The ranks' states of the request's sequence."""
-        return [worker.sequences.get(request.sequence, STATELESS) for worker in self._workers]
+    def _states_of(self, sequence: Optional[int]) -> States:
+        """The ranks' states of a sequence; None is that of requests which belong to none."""
+        return [worker.sequences.get(sequence, STATELESS) for worker in self._workers]
 
     def _has_room(self) -> bool:
         """Whether another recording may be made. One that is in use does not go for it: more sequences than recordings
@@ -152,7 +152,7 @@ class Recordings:
 
     def forget(self, sequence: int) -> None:
         """A sequence has ended. Another one may have its states, where a graph knows them."""
-        states = [worker.sequences.get(sequence, STATELESS) for worker in self._workers]
+        states = self._states_of(sequence)
         places = _places(states)
         if any(known == places for known, _ in self._kept):
             self._free[places] = states
@@ -181,16 +181,15 @@ class Recordings:
                     request.finish(worker.number, {}, NEVER, closed_before())
                 return
             start = time.perf_counter()
-            outputs: list[dict[str, Array]] = [{} for _ in self._workers]
-            failed: Optional[BaseException] = None
-            span = Span(Replay(), start, start)
-            try:
-                outputs, span = self._launch(request, recording)
-            except Exception as error:  # whoever waits for the request gets it
-                failed = error
-            served = Served(start, time.perf_counter(), [span])
+            played = attempt(partial(self._launch, request, recording))
+            end = time.perf_counter()
+        if isinstance(played, Failure):
+            for worker in self._workers:
+                request.finish(worker.number, {}, Served(start, end, ()), played.error)
+            return
+        outputs, span = played
         for worker, own in zip(self._workers, outputs):
-            request.finish(worker.number, own, served, failed)
+            request.finish(worker.number, own, Served(start, end, [span]), None)
 
     def _launch(self, request: Request, recording: Recording) -> tuple[list[dict[str, Array]], Span]:
         """The ranks' outputs, and when the GPUs were at work."""
@@ -207,7 +206,7 @@ class Recordings:
         outputs = [{name: landed.copy() for name, landed in tape.outputs.items()} for tape in recording.tapes]
         return outputs, Span(Replay(), now - seconds, now)
 
-    def _record(self, request: Request, states: States) -> Recording:
+    def _record(self, request: Request) -> Recording:
         """Have all ranks' threads record the request. Raises the first one's error where it can't be captured."""
         tapes = [Tape() for _ in self._workers]
         made: list[Future[Optional[Captured]]] = [Future() for _ in self._workers]
@@ -218,7 +217,7 @@ class Recordings:
             future.result()
         captured = made[0].result()
         assert captured is not None
-        return Recording(captured, tapes, states)
+        return Recording(captured, tapes, self._states_of(request.sequence))
 
 
 def _places(states: States) -> Places:

@@ -36,6 +36,8 @@ class StateSequence:
         self._number = number
         self._capacity = capacity
         self._resident = {state.input for state in session.resident_states}
+        self._inputs = {state.input for state in session.manifest.states}
+        self._outputs = {state.output for state in session.manifest.states}
         self._carried: dict[str, Array] = {}
         self._loaded: dict[str, Array] = {}
         self._begun = False
@@ -50,15 +52,15 @@ class StateSequence:
 
         if self._failed:
             raise SplitcError("a run of this sequence failed, so its states are lost: start another one")
-        states = self._session.manifest.states
-        arrays = check_feeds(feeds, self._session.inputs, {state.input for state in states})
+        arrays = check_feeds(feeds, self._session.inputs, self._inputs)
         first = {} if self._begun else self._loaded or self._first(arrays)
         self._failed = True
         request = self._submit({**arrays, **self._carried}, first).result()
         outputs = self._session.join(request)
         self._failed, self._begun = False, True
+        states = self._session.manifest.states
         self._carried = {s.input: outputs[s.output] for s in states if s.input not in self._resident}
-        return {name: array for name, array in outputs.items() if name not in {state.output for state in states}}
+        return {name: array for name, array in outputs.items() if name not in self._outputs}
 
     def load(self, states: Mapping[str, npt.ArrayLike]) -> None:
         """Begin with these states, by the names of their inputs, instead of zeros. Only before the first run.
@@ -69,8 +71,7 @@ class StateSequence:
 
         if self._begun or self._failed or self._capacity is not None:
             raise SplitcError("states can be loaded before the first run only, into a sequence without a capacity")
-        names = {state.input for state in self._session.manifest.states}
-        inputs = [tensor for tensor in self._session.inputs if tensor.name in names]
+        inputs = [tensor for tensor in self._session.inputs if tensor.name in self._inputs]
         self._loaded = check_feeds(states, inputs)
 
     def _first(self, feeds: Mapping[str, Array]) -> dict[str, Array]:

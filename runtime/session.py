@@ -235,11 +235,11 @@ class Session:
         others = list(self._under_way)
         if request.first:
             self._recordings.adopt(request)
-        replayed = self._recordings.takes(request) and not (self._overlap and others)
+        key = self._recordings.takes(request)
         recording = None
-        if replayed:
+        if key is not None and not (self._overlap and others):
             self._wait_for([other for other in others if not other.replayed])
-            recording = self._recordings.find(request)
+            recording = self._recordings.find(request, key)
         if recording is None:
             self._wait_for([other for other in others if other.replayed])
             self._recordings.behind = True
@@ -249,7 +249,7 @@ class Session:
 
     def _wait_for(self, requests: Sequence[Request]) -> None:
         """Wait for requests to end. Raises SplitcError when the session breaks."""
-        while wait([request.future for request in requests], BROKEN).not_done:
+        while requests and wait([request.future for request in requests], BROKEN).not_done:
             self._check_usable()
 
     def _check_usable(self) -> None:

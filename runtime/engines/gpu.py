@@ -261,7 +261,7 @@ class Gpu:
                 time.sleep(NAP)
 
     def accumulate(self, operation: str, total: npt.NDArray[Any], part: npt.NDArray[Any]) -> None:
-        """Of arrays on the host: what NCCL does not do is done there."""
+        """Of arrays on the host: what GPUs do not sum by themselves is summed there."""
         accumulate_arrays(operation, total, part)
 
     def _pinned(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:

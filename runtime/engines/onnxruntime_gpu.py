@@ -69,7 +69,7 @@ class OnnxRuntimeGpuEngine:
         binding = self._session.io_binding()
         sizes = tuple(values[name].shape for name in self.inputs)
         if self._gpu.tape is not None:
-            into = {**self._room(sizes), **into}
+            into = {**into, **self._room(sizes, into)}
         # ONNX Runtime would copy these to the host itself, waiting for the stream with the interpreter's lock held:
         # the stream may wait for another rank, whose thread needs that lock.
         on_host = self._gpu.download({name: values[name] for name in self.inputs if name in self._on_host})
@@ -91,19 +91,19 @@ class OnnxRuntimeGpuEngine:
             raise EngineError(f"{self._name} failed on cuda{self._gpu.index}: {error}") from error
         given = binding.get_outputs()
         if sizes not in self._shapes:
-            self._shapes = dict(list(self._shapes.items())[1 - REMEMBERED :])
+            if len(self._shapes) == REMEMBERED:
+                del self._shapes[next(iter(self._shapes))]
             self._shapes[sizes] = [tuple(value.shape()) for value in given]
         return {
             name: into[name] if name in into else self._own(name, value) for name, value in zip(self.outputs, given)
         }
 
-    def _room(self, sizes: Any) -> dict[str, GpuArray]:
-        """Memory of ours for the outputs: what ONNX Runtime's own arena has now, it gives to others after the run."""
+    def _room(self, sizes: Any, into: Collection[str]) -> dict[str, GpuArray]:
+        """Memory of ours for all other outputs: what ONNX Runtime's arena has now, it gives to others after the run."""
         if sizes not in self._shapes:
             raise EngineError(f"{self._name} has not run with these sizes before")
-        return {
-            name: self._gpu.empty(shape, self._types[name]) for name, shape in zip(self.outputs, self._shapes[sizes])
-        }
+        known = zip(self.outputs, self._shapes[sizes])
+        return {name: self._gpu.empty(shape, self._types[name]) for name, shape in known if name not in into}
 
     def _own(self, name: str, value: ort.OrtValue) -> GpuArray:
         """An output by itself: as an OrtValue it would keep all outputs of its run, through the binding."""

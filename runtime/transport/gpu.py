@@ -150,39 +150,28 @@ class GpuTransport(LocalTransport):
         columns = list(zip(*(offer.parts for offer in offers)))
         if len(offers) > 2 and sum(part.nbytes for part in parts) >= LARGE:
             return self._combine_in_slices(gpu, step, columns)
-        return attempt(lambda: self._combine(gpu, step, columns))
-
-    def _combine(self, gpu: Gpu, step: Reduce, columns: Sequence[Sequence[GpuArray]]) -> list[GpuArray]:
-        wholes = [gpu.empty(column[0].shape, column[0].dtype) for column in columns]
-        for column, whole in zip(columns, wholes):
-            gpu.combine(step.operation, column, whole)
-        return wholes
+        return attempt(lambda: _combine(gpu, step.operation, columns))
 
     def _combine_in_slices(self, gpu: Gpu, step: Reduce, columns: Sequence[Sequence[GpuArray]]) -> Any:
         """Each rank combines a slice, and takes the others' slices from them: 2 (n - 1) / n of the bytes, not n - 1.
 
         That is the two-step all-reduce: a reduce-scatter, and an all-gather.
         """
-
-        def begin() -> Offer:
-            wholes = [gpu.empty(column[0].shape, column[0].dtype) for column in columns]
-            for column, whole in zip(columns, wholes):
-                own = [slices(each, len(step.ranks))[place] for each in (*column, whole)]
-                gpu.combine(step.operation, own[:-1], own[-1])
-            return Offer(wholes, gpu.record())
-
-        place = list(step.ranks).index(self.rank)
-        offers = self.meet(step.ranks, attempt(begin))
+        count, place = len(step.ranks), list(step.ranks).index(self.rank)
+        own = attempt(lambda: Offer(_combine(gpu, step.operation, columns, (place, count)), gpu.record()))
+        offers = self.meet(step.ranks, own)
         if isinstance(offers, Failure):
             return offers
-        own = offers[place].parts
-        for other, offer in enumerate(offers):
-            if other != place:
-                gpu.stream.wait_event(offer.ready)
-                for whole, made in zip(own, offer.parts):
-                    gpu.copy_over(slices(whole, len(offers))[other], slices(made, len(offers))[other])
-        self._offered[tuple(step.ranks)] = [self._offered[tuple(step.ranks)], own]
-        return own
+        wholes = offers[place].parts
+        for offer in offers:
+            gpu.stream.wait_event(offer.ready)
+        for number, whole in enumerate(wholes):
+            pieces = zip(slices(whole, count), (slices(offer.parts[number], count) for offer in offers))
+            for other, (target, made) in enumerate(pieces):
+                if other != place:
+                    gpu.copy_over(target, made[other])
+        self._offered[tuple(step.ranks)] = [self._offered[tuple(step.ranks)], wholes]
+        return wholes
 
     def _is_direct(self, ranks: Sequence[int]) -> bool:
         """Whether all of the ranks are on GPUs that can read each other's memory."""
@@ -193,11 +182,8 @@ class GpuTransport(LocalTransport):
         if self._gpu is None and all(device is None for device in map(self._devices.__getitem__, step.ranks)):
             return super().reduce(step, parts, accumulate)
         if not isinstance(parts, Failure):
-            try:
-                landed = self._backend.download({str(number): part for number, part in enumerate(parts)})
-                parts = list(landed.values())
-            except Exception as error:  # the others wait for what this rank hands in, whatever it is
-                parts = Failure(error)
+            landed = attempt(lambda: self._backend.download({str(number): part for number, part in enumerate(parts)}))
+            parts = landed if isinstance(landed, Failure) else list(landed.values())
         wholes = super().reduce(step, parts, accumulate_arrays)
         return wholes if isinstance(wholes, Failure) else [self._backend.upload(whole) for whole in wholes]
 
@@ -207,6 +193,19 @@ class GpuTransport(LocalTransport):
             return None
         self.leave()
         return self.hub.failure.error
+
+
+def _combine(
+    gpu: Gpu, operation: str, columns: Sequence[Sequence[GpuArray]], piece: Optional[tuple[int, int]] = None
+) -> list[GpuArray]:
+    """The wholes of the columns' parts; where a piece is asked for, only that one of so many is filled."""
+    wholes = [gpu.empty(column[0].shape, column[0].dtype) for column in columns]
+    for column, whole in zip(columns, wholes):
+        arrays = [*column, whole]
+        if piece is not None:
+            arrays = [slices(each, piece[1])[piece[0]] for each in arrays]
+        gpu.combine(operation, arrays[:-1], arrays[-1])
+    return wholes
 
 
 # cudaErrorPeerAccessAlreadyEnabled: another session of this process did it.
@@ -224,7 +223,7 @@ def check_copies(gpus: Mapping[int, Gpu]) -> frozenset[tuple[int, int]]:
     for source in gpus:
         gpus[source].attach()
         value = gpus[source].upload(PATTERN)
-        gpus[source].wait(gpus[source].record())
+        gpus[source].wait_all()
         for target in gpus:
             if target != source:
                 gpus[target].attach()
