@@ -49,7 +49,7 @@ def capture(
     with.
     """
     leads = transport.rank == everyone[0]
-    _agreed(transport.meet(everyone, attempt(gpu.wait_all)))
+    _agreed(transport.meet(everyone, attempt(gpu.prepare)))
     start = _agreed(transport.meet(everyone, attempt(partial(_begin, gpu)) if leads else None))[0]
     ends = transport.meet(everyone, attempt(partial(_give, gpu, tape, give, start)))
     graph = transport.meet(everyone, attempt(partial(_end, gpu, ends)) if leads else None)

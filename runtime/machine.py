@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-import timeit
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
@@ -30,6 +29,8 @@ from splitc.runtime.transport.devices import connect_devices
 # Bytes of the values that are sent: what costs time by itself, and what costs time by its size.
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)
 WARMUP, RUNS = 5, 25
+# Seconds below which nothing is told apart from nothing.
+SHORTEST = 1e-7
 # Where what was measured is kept.
 FILE = "machine.json"
 
@@ -120,20 +121,23 @@ def _measure_pair(devices: Sequence[Device]) -> list[Measured]:
     ends = connect_devices(devices, backends)
     if all(getattr(end, "direct", False) for end in ends):
         return [_measure_replayed(backends, ends, np.zeros(size // 4, np.float32)) for size in SIZES]
-    found = []
-    for size in SIZES:
-        array = np.zeros(size // 4, np.float32)
-        # There and back again, each time to one who has been waiting: half of it is one way.
-        there = _time_both(backends, lambda rank, value: _bounce(rank, ends[rank], value), array) - _busy_seconds()
-        together = _time_both(backends, lambda rank, value: _sum(ends[rank], backends[rank], value), array)
-        found.append(Measured(size, max(0.0, there) / 2, together))
-    return found
+    return [_measure_waiting(backends, ends, np.zeros(size // 4, np.float32)) for size in SIZES]
+
+
+def _measure_waiting(backends: Sequence[Backend], ends: Sequence[Transport], array: Any) -> Measured:
+    """Devices whose hosts' threads wait for each other."""
+    pauses: list[float] = []
+    # There and back again, each time to one who has been waiting: half of it is one way.
+    there = _time_both(backends, lambda rank, value: _bounce(rank, ends[rank], value, pauses), array)
+    on_the_way = median(max(SHORTEST, whole - pause) for whole, pause in zip(there, pauses[WARMUP:]))
+    together = _time_both(backends, lambda rank, value: _sum(ends[rank], backends[rank], value), array)
+    return Measured(array.nbytes, on_the_way / 2, median(together))
 
 
 def _measure_replayed(backends: Sequence[Any], ends: Sequence[Any], array: Any) -> Measured:
     """GPUs that have access to each other's memory, which replay what they do: as a part of that."""
     sums = _time_replayed(backends, ends, lambda rank, value: _sum(ends[rank], backends[rank], value), array)
-    there = _time_replayed(backends, ends, lambda rank, value: _bounce(rank, ends[rank], value), array)
+    there = _time_replayed(backends, ends, lambda rank, value: _bounce(rank, ends[rank], value, []), array)
     return Measured(array.nbytes, there / 2, sums)
 
 
@@ -167,18 +171,15 @@ def _be_busy() -> None:
     hashlib.sha256(_WORK).digest()
 
 
-def _busy_seconds() -> float:
-    seconds: list[float] = timeit.repeat(_be_busy, number=1, repeat=RUNS)
-    return float(median(seconds))
-
-
-def _bounce(rank: int, end: Transport, value: Any) -> Any:
-    """Rank 0 sends the value, and rank 1 sends it back when it has been busy for a while."""
+def _bounce(rank: int, end: Transport, value: Any, pauses: list[float]) -> Any:
+    """Rank 0 sends the value, and rank 1 sends it back when it has been busy for a while, which goes to `pauses`."""
     if rank == 0:
         end.send(1, "x", value)
         return end.receive(1, "x")
     value = end.receive(0, "x")
+    start = time.perf_counter()
     _be_busy()
+    pauses.append(time.perf_counter() - start)
     end.send(0, "x", value)
     return value
 
@@ -188,8 +189,8 @@ def _sum(end: Transport, backend: Backend, value: Any) -> Any:
     return end.reduce(Reduce("sum", ["x"], ["x"], [0, 1]), [value], backend.accumulate)[0]
 
 
-def _time_both(backends: Sequence[Backend], work: Callable[[int, Any], Any], array: Any) -> float:
-    """Median seconds of the work, from when the busy rank 0 begins with it until both ranks have its result."""
+def _time_both(backends: Sequence[Backend], work: Callable[[int, Any], Any], array: Any) -> list[float]:
+    """Seconds of the work, from when the busy rank 0 begins with it until both ranks have its result."""
     starts: list[float] = []
     ends: list[list[float]] = [[], []]
 
@@ -210,5 +211,4 @@ def _time_both(backends: Sequence[Backend], work: Callable[[int, Any], Any], arr
         thread.start()
     for thread in threads:
         thread.join()
-    seconds = [max(first, second) - start for start, first, second in zip(starts, ends[0], ends[1])]
-    return median(seconds[WARMUP:])
+    return [max(first, second) - start for start, first, second in zip(starts, ends[0], ends[1])][WARMUP:]

@@ -6,11 +6,12 @@ Values are whatever the rank's backend makes of arrays (`splitc.runtime.engines`
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any, Union
+from typing import Any, Optional, Union
 
 from msgspec import Struct
 
@@ -65,7 +66,17 @@ def attempt(work: Callable[[], Any]) -> Any:
     try:
         return work()
     except Exception as error:  # whatever it is, it belongs to the request
+        _let_go(error)
         return Failure(error)
+
+
+def _let_go(error: Optional[BaseException]) -> None:
+    """Free what the frames hold that the error came through: a device's memory, and its engines, belong to its thread,
+    and the error goes wherever the caller takes it.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 @dataclass(frozen=True)

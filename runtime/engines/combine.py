@@ -27,13 +27,14 @@ TYPES = {
     "int32": ("int", "int"),
     "int64": ("long long", "long long"),
 }
+# Headers of types that CUDA does not know by itself. CuPy brings that of `__half`; the other comes with CUDA's runtime.
+HEADERS = {"__nv_bfloat16": "#include <cuda_bf16.h>", "__half": "#include <cuda_fp16.h>"}
 OPERATIONS = {"sum": "total + part", "max": "total > part ? total : part"}
 THREADS = 256
 # Bytes that a thread reads of each part at once: as many as one instruction does.
 WIDTH = 16
 SOURCE = """
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+{header}
 struct alignas({width}) Pack {{ {kind} values[{width} / sizeof({kind})]; }};
 extern "C" __global__ void combine({parameters}{kind}* whole, long long size) {{
     const {kind}* parts[] = {{ {names} }};
@@ -74,8 +75,17 @@ def combine(operation: str, parts: Sequence[GpuArray], whole: GpuArray, size: in
     if whole.dtype not in TYPES:
         raise EngineError(f"can't sum {whole.dtype} over GPUs")
     kernel = _compile(operation, whole.dtype, len(parts))
-    blocks = -(-size // (THREADS * (WIDTH // (whole.nbytes // size))))
-    kernel((blocks,), (THREADS,), (*(part.pointer for part in parts), whole.pointer, size))
+    _launch(kernel, [*(part.pointer for part in parts), whole.pointer], size, whole.nbytes // size)
+
+
+def copy(target: int, source: int, size: int) -> None:
+    """Copy so many bytes from one address to another, either of which may be in pinned memory or on another GPU."""
+    _launch(_compile("sum", "uint8", 1), [source, target], size, 1)
+
+
+def _launch(kernel: Any, pointers: Sequence[int], size: int, width: int) -> None:
+    blocks = -(-size // (THREADS * (WIDTH // width)))
+    kernel((blocks,), (THREADS,), (*pointers, size))
 
 
 @cache
@@ -83,6 +93,7 @@ def _compile(operation: str, dtype: str, count: int) -> Any:
     kind, work = TYPES[dtype]
     names = [f"part{rank}" for rank in range(count)]
     source = SOURCE.format(
+        header=HEADERS.get(kind, ""),
         width=WIDTH,
         kind=kind,
         work=work,

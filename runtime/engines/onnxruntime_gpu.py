@@ -26,6 +26,8 @@ BFLOAT16 = 16
 PROVIDER = "CUDAExecutionProvider"
 # Sizes of inputs whose outputs' shapes an engine remembers.
 REMEMBERED = 64
+# KiB of scratch space that a session's cuBLAS takes, and how often.
+WORKSPACE = ":4096:1"
 # What ONNX Runtime says of a session that it could not capture as a CUDA graph itself: it has control flow, or nodes on
 # the CPU that exchange values with the GPU, by memory that would be used for something else when a graph is replayed.
 NOT_CAPTURED = "graph capture"
@@ -170,6 +172,8 @@ class OnnxRuntimeGpuBackend(Gpu):
 @cache
 def _load_libraries() -> None:
     """Load CUDA and cuDNN where pip put them, which the provider does not look for itself."""
+    # Each session has a cuBLAS of its own, which takes 70 MiB for scratch space by itself: more than many a segment.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACE)
     if need_cupy().cuda.runtime.getDeviceCount() > 1:
         # Attention kernels that fail on all GPUs of a process but the first: cudaErrorInvalidValue, in version 1.31.
         os.environ.setdefault("ORT_ENABLE_XQA", "0")

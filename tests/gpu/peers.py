@@ -60,7 +60,8 @@ class Decoder(torch.nn.Module):
         self.down = torch.zeros(self.layers, hidden, inner, **make)
         self.cache = torch.zeros(self.layers, 2, 1, self.kv_heads, options.cache + options.prompt, self.size, **make)
         angles = torch.outer(torch.arange(8192, device="cuda"), 1e4 ** -(torch.arange(0, 64, device="cuda") / 64))
-        self.cosine, self.sine = torch.cos(angles).half(), torch.sin(angles).half()
+        self.cosine = torch.cos(angles).half().repeat(1, 2)
+        self.sine = torch.cat([-torch.sin(angles), torch.sin(angles)], -1).half()
 
     @torch.no_grad()
     def forward(self, ids: torch.Tensor, place: torch.Tensor, filled: int) -> torch.Tensor:
@@ -71,12 +72,13 @@ class Decoder(torch.nn.Module):
         for layer in range(self.layers):
             normed = F.rms_norm(hidden, self.norm.shape, self.norm)
             parts = F.linear(normed, self.qkv[layer]).view(1, count, -1, self.size).transpose(1, 2)
-            query, key, value = parts.split([self.heads, self.kv_heads, self.kv_heads], 1)
+            turned, value = parts.split([self.heads + self.kv_heads, self.kv_heads], 1)
+            query, key = self.rotate(turned, cosine, sine).split([self.heads, self.kv_heads], 1)
             cache = self.cache[layer]
-            cache[0].index_copy_(2, place, self.rotate(key, cosine, sine))
+            cache[0].index_copy_(2, place, key)
             cache[1].index_copy_(2, place, value)
             attended = F.scaled_dot_product_attention(
-                self.rotate(query, cosine, sine),
+                query,
                 cache[0, :, :, :filled],
                 cache[1, :, :, :filled],
                 is_causal=count > 1,
@@ -89,8 +91,7 @@ class Decoder(torch.nn.Module):
         return F.linear(F.rms_norm(hidden[:, -1:], self.norm.shape, self.norm), self.head)
 
     def rotate(self, value: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-        low, high = value.chunk(2, -1)
-        return torch.cat([low * cosine - high * sine, high * cosine + low * sine], -1)
+        return torch.addcmul(value * cosine, value.roll(self.size // 2, -1), sine)
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         if self.world > 1:

@@ -225,6 +225,11 @@ def combine(operation: str, parts: Sequence[Any], whole: Any, size: int) -> None
     current.stream.put(work)
 
 
+def copy(target: int, source: int, size: int) -> None:
+    """`splitc.runtime.engines.combine.copy` without a GPU."""
+    copy_async(target, source, size, 0, current.stream.ptr)
+
+
 def make(devices: int = DEVICES) -> types.SimpleNamespace:
     """CuPy with so many devices."""
     runtime = types.SimpleNamespace(

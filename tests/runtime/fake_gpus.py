@@ -93,6 +93,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("splitc.runtime.gpu.find_cupy", lambda: cupy)
     monkeypatch.setattr("splitc.runtime.engines.gpu.need_cupy", lambda: cupy)
     monkeypatch.setattr("splitc.runtime.engines.gpu.combine", fake_cupy.combine)
+    monkeypatch.setattr("splitc.runtime.engines.gpu.copy", fake_cupy.copy)
 
     def make_backend(engine: str, device: Device, threads: int, build: object, cuda_graphs: bool) -> object:
         return FakeBackend(device.index) if device.kind == "cuda" else OnnxRuntimeBackend(threads)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
-from splitc.runtime.program import Failure, Program, Receive, Run, Send, execute
+from splitc.runtime.errors import EngineError
+from splitc.runtime.program import Failure, Program, Receive, Run, Send, attempt, execute
 from splitc.runtime.transport.local import connect
 
 
@@ -90,3 +93,25 @@ def test_failure_before_the_first_step_is_one_of_the_request_too() -> None:
     with pytest.raises(ValueError, match="out of memory"):
         execute(Program(steps, [FunctionEngine(["a"], "b", lambda a: a)]), middle, fail, accumulate)
     assert isinstance(last.receive(1, "b"), Failure)
+
+
+def test_failure_keeps_nothing_of_where_it_came_from() -> None:
+    """What frames hold is a device's, whose thread has to free it: the error may be kept anywhere."""
+    held = []
+
+    def engine() -> None:
+        memory = np.zeros(1)
+        held.append(weakref.ref(memory))
+        raise ValueError
+
+    def run() -> None:
+        memory = np.zeros(1)
+        held.append(weakref.ref(memory))
+        try:
+            engine()
+        except ValueError as error:
+            raise EngineError("the engine failed") from error
+
+    failure = attempt(run)
+    assert isinstance(failure.error, EngineError)
+    assert [each() for each in held] == [None, None]
