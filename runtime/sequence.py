@@ -35,8 +35,11 @@ class StateSequence:
         self._session = session
         self._number = number
         self._capacity = capacity
-        self._resident = {state.input for state in session.resident_states}
-        self._inputs = {state.input for state in session.manifest.states}
+        resident = {state.input for state in session.resident_states}
+        self._carries = [state for state in session.manifest.states if state.input not in resident]
+        inputs = {state.input for state in session.manifest.states}
+        self._fed = [tensor for tensor in session.inputs if tensor.name not in inputs]
+        self._states = [tensor for tensor in session.inputs if tensor.name in inputs]
         self._outputs = {state.output for state in session.manifest.states}
         self._carried: dict[str, Array] = {}
         self._loaded: dict[str, Array] = {}
@@ -52,14 +55,13 @@ class StateSequence:
 
         if self._failed:
             raise SplitcError("a run of this sequence failed, so its states are lost: start another one")
-        arrays = check_feeds(feeds, self._session.inputs, self._inputs)
+        arrays = check_feeds(feeds, self._fed)
         first = {} if self._begun else self._loaded or self._first(arrays)
         self._failed = True
         request = self._submit({**arrays, **self._carried}, first).result()
         outputs = self._session.join(request)
         self._failed, self._begun = False, True
-        states = self._session.manifest.states
-        self._carried = {s.input: outputs[s.output] for s in states if s.input not in self._resident}
+        self._carried = {state.input: outputs[state.output] for state in self._carries}
         return {name: array for name, array in outputs.items() if name not in self._outputs}
 
     def load(self, states: Mapping[str, npt.ArrayLike]) -> None:
@@ -71,8 +73,7 @@ class StateSequence:
 
         if self._begun or self._failed or self._capacity is not None:
             raise SplitcError("states can be loaded before the first run only, into a sequence without a capacity")
-        inputs = [tensor for tensor in self._session.inputs if tensor.name in self._inputs]
-        self._loaded = check_feeds(states, inputs)
+        self._loaded = check_feeds(states, self._states)
 
     def _first(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Zeros for each state, in the sizes that the feeds' symbols have."""

@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
 from pathlib import Path
@@ -390,14 +390,8 @@ def find_resident(manifest: Manifest) -> list[State]:
     return resident
 
 
-def check_feeds(
-    feeds: Mapping[str, npt.ArrayLike], inputs: Sequence[Tensor], without: Collection[str] = ()
-) -> dict[str, Array]:
-    """The feeds as arrays. Raises FeedError when a name, a number type or a shape is not what the inputs say.
-
-    Inputs `without` are not fed: the session has them.
-    """
-    inputs = [tensor for tensor in inputs if tensor.name not in without]
+def check_feeds(feeds: Mapping[str, npt.ArrayLike], inputs: Sequence[Tensor]) -> dict[str, Array]:
+    """The feeds as arrays. Raises FeedError when a name, a number type or a shape is not what the inputs say."""
     known = [tensor.name for tensor in inputs]
     if missing := [name for name in known if name not in feeds]:
         raise FeedError(

@@ -23,8 +23,8 @@ PATIENCE = 120.0
 # ranks' threads, which have work to give to their GPUs.
 NAP = 1e-5
 # The parts of a known time in which to sleep, and after which to look now and then only: a sleep takes some 60
-# microseconds longer than it should.
-EARLY, LATE = 0.7, 2.0
+# microseconds longer than it should, and on some machines several times that.
+EARLY, LATE = 0.5, 2.0
 # Seconds that are worth sleeping in.
 WORTH = 5e-4
 # Seconds that a rank waits for its GPU when it ends.

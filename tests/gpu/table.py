@@ -1,11 +1,11 @@
 """Everything that wants GPUs, in one go, as tables: correctness, memory, and ratios of times taken in one run.
 
-    python -m tests.gpu.table --devices 2xcuda --engine onnxruntime --work /tmp/gpu
+    python -m tests.gpu.table --devices 2xcuda 4xcuda --engine onnxruntime --work /tmp/gpu
     python -m tests.gpu.table --devices 2xcpu --layers 2 --hidden 256 --tokens 8     # the same, without a GPU
 
-A decoder of the dimensions of an 8B model, with room for its cache, is compiled for one device, and for all of them
-in each mode. For each package: steps of one token with a full cache, as CUDA graphs and without; the part of a step
-in which no GPU is at work; a prompt; prompts with several requests in flight; and the memory of each device beside
+A decoder of the dimensions of an 8B model, with room for its cache, is compiled for one device, and for each set of
+devices in each mode. For each package: steps of one token with a full cache, as CUDA graphs and without; the part of a
+step in which no GPU is at work; a prompt; prompts with several requests in flight; and the memory of each device beside
 what was predicted. All times are medians; those of packages are taken in turns with those of one device.
 
 Correctness is that of a decoder of fewer layers, with random weights, against ONNX Runtime on the CPU. The large one's
@@ -21,8 +21,9 @@ import argparse
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -53,19 +54,27 @@ BYTES, FLOPS = 4.3e12, 790e12
 
 def main() -> None:
     options = _parse()
-    devices = [str(device) for device in parse_devices([options.devices])]
+    places = [[str(device) for device in parse_devices([each])] for each in options.devices]
+    kinds = {f"{mode} on {len(on)}": (mode, on) for on in places for mode in options.modes.split(",")}
+    kinds = {"one device": ("layer", places[0][:1]), **kinds}
     small = _make_model(options, options.work / "small", options.check_layers, save)
     large = _make_model(options, options.work / "large", options.layers, save_sparse)
-    modes = {"one device": ("layer", devices[:1]), **{mode: (mode, devices) for mode in options.modes.split(",")}}
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        made = {
+            (model, name): pool.submit(_compile, model, name, *kind, options)
+            for model in (small, large)
+            for name, kind in kinds.items()
+        }
+        packages = {key: future.result() for key, future in made.items()}
     errors = {}
-    for name, (mode, on) in modes.items():
-        with _package(small, name, mode, on, options) as session:
+    for name in kinds:
+        with _load(packages[small, name]) as session:
             errors[name] = _error(small, session, options)
     memory = table("package", "device", "weights", "loaded", "predicted", "peak")
     with ExitStack() as stack:
         sessions = {}
-        for name, (mode, on) in modes.items():
-            sessions[name] = session = stack.enter_context(_package(large, name, mode, on, options))
+        for name in kinds:
+            sessions[name] = session = stack.enter_context(_load(packages[large, name]))
             _try(session, options)
             for each in session.device_memory():  # now: later the other packages' memory would be in it
                 numbers = (each.predicted_weights, each.loaded, each.predicted_total, each.peak)
@@ -128,7 +137,7 @@ def _times(times: Mapping[str, float], name: str) -> tuple[str, str]:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", default="2xcuda")
+    parser.add_argument("--devices", nargs="+", default=["2xcuda"])
     parser.add_argument("--engine", default="onnxruntime")
     parser.add_argument("--modes", default="layer,row,tensor")
     parser.add_argument("--work", type=Path, default=Path("/tmp/splitc-gpu-table"))
@@ -154,7 +163,7 @@ def _size(options: argparse.Namespace, layers: int) -> Size:
         kv_heads=max(2, heads // 4),
         feed_forward=options.hidden * 7 // 2,
         vocabulary=options.vocabulary,
-        dtype=ir.DataType.FLOAT if "cpu" in options.devices else ir.DataType.FLOAT16,
+        dtype=ir.DataType.FLOAT if "cpu" in options.devices[0] else ir.DataType.FLOAT16,
         capacity=2 * options.cache if options.capacity_only else 0,
     )
 
@@ -173,27 +182,32 @@ def _make_model(
     return path
 
 
-@contextmanager
-def _package(model: Path, name: str, mode: str, devices: list[str], options: argparse.Namespace) -> Iterator[Session]:
-    """The model compiled for the devices, and loaded."""
+def _compile(model: Path, name: str, mode: str, devices: list[str], options: argparse.Namespace) -> Path:
+    """The package for the devices."""
     target = model.parent / name.replace(" ", "-")
     shutil.rmtree(target, ignore_errors=True)
     start = time.monotonic()
     shapes: dict[str, Any] = {"input_ids": (1, 1), "attention_mask": (1, 2 * options.cache)}
     if not options.capacity_only:
         shapes["past_key_values.0.key"] = (1, *_size(options, 1).cache_shape(2 * options.cache))
-    memory = () if "cpu" in options.devices else ("120GiB",)  # what is free has the other packages in it
+    memory = () if "cpu" in options.devices[0] else ("120GiB",)  # what is free has the other packages in it
     request = Request(split_mode=mode, engine=options.engine, spread=True, shapes=shapes, memory=memory)
     plan = plan_model(model, devices, request)
     build_options = BuildOptions(optimization_level=options.optimization_level, tactic_sources=[])
     weights = "link" if mode == "layer" and options.engine == "onnxruntime" else "copy"
     compile_model(plan, target, weights=weights, verify=False, build=BuildSettings(build_options))
-    compiled = time.monotonic()
-    with Session(target, verify=False, in_flight=IN_FLIGHT) as session:
-        loaded = time.monotonic() - compiled
-        out.print(f"{model.parent.name}, {name}: compiled in {compiled - start:.1f} s, loaded in {loaded:.1f} s")
+    print(f"{model.parent.name}, {name}: compiled in {time.monotonic() - start:.1f} s", flush=True)
+    return target
+
+
+@contextmanager
+def _load(package: Path) -> Iterator[Session]:
+    """The package's session; the package goes with it."""
+    start = time.monotonic()
+    with Session(package, verify=False, in_flight=IN_FLIGHT) as session:
+        out.print(f"{package.parent.name}, {package.name}: loaded in {time.monotonic() - start:.1f} s")
         yield session
-    shutil.rmtree(target)
+    shutil.rmtree(package)
 
 
 def _in_turns(work: Mapping[str, Callable[[], float]]) -> dict[str, float]:
