@@ -20,9 +20,10 @@ from splitc.runtime.errors import DoesNotFitError
 from splitc.runtime.units import format_bytes
 
 DEFAULT_HEADROOM = 1 << 30
-# Bytes that each of ONNX Runtime's sessions on a GPU takes for its libraries beside weights, as measured on an H200
-# with version 1.31. That of a rank's only one is left to the headroom.
-ENGINE_BYTES = 78 << 20
+# Bytes that each of ONNX Runtime's sessions on a GPU takes beside weights and activations, for its libraries and their
+# scratch space, as measured on H200s with version 1.31 at the peak of a decoder in tensor mode (20 MiB when it is
+# loaded). Those of a rank's only one are left to the headroom.
+ENGINE_BYTES = 42 << 20
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from functools import cached_property
 import onnx_ir as ir
 
 from splitc.compiler.costs import NOMINAL, Speed
+from splitc.compiler.liveness import VIEWS
 from splitc.compiler.plan import Plan, RankPlan
 from splitc.runtime.devices import Device, cache_bytes, cores, threads_for
 from splitc.runtime.machine import Machine
@@ -21,6 +22,9 @@ START, ARRAY, PART = {"cpu": 4e-5, "cuda": 2e-6}, 5e-6, 1e-5
 THREAD_GAIN, BANDWIDTH_GAIN = 0.9, 0.15
 # What takes fewer seconds is not spread over threads.
 SMALL = 2e-5
+# Seconds of a kernel that has next to nothing to do, on an H200; and what a hand-over between GPUs takes there beyond
+# what the link was measured to take, when they have had other things to do meanwhile.
+KERNEL, COLD = {"cpu": 0.0, "cuda": 2e-6}, {"cpu": 0.0, "cuda": 5e-6}
 # CPU devices that work at once keep this share of their speed where they wait for memory. Where ranks meet again and
 # again, the slower of them is waited for: so much of the time between two meetings.
 CROWDED, JITTER = 0.9, 0.1
@@ -35,7 +39,8 @@ class Prediction:
 
 
 def predict(plan: Plan, machine: Machine, threads: int | None, measured: float = 1.0) -> Prediction:
-    """Predict a plan's times on a machine's links. `threads` are those of each CPU device; None divides the cores.
+    """Predict a plan's times on a machine's links, for a request whose states are on its devices already, as those of a
+    sequence are. `threads` are those of each CPU device; None divides the cores.
 
     Nodes take what the roofline model says, times `measured`, which is what a profile found the blocks to take over
     what is estimated for them. Where a plan was profiled and its ranks hold whole blocks, their own times are taken.
@@ -60,7 +65,7 @@ class _Predictor:
         alone = [self._group_seconds(each, len(each)) for each in members]
         together = [self._group_seconds(each, len(self._plan.ranks)) for each in members]
         crossing = [
-            self._machine.copy(before[0].device, after[0].device).seconds(cut.bytes)
+            self._machine.copy(before[0].device, after[0].device).seconds(cut.bytes) + self._cold(before)
             for before, after, cut in zip(members, members[1:], self._plan.cuts)
         ]
         slowest = max(map(sum, zip(together, [0.0, *crossing])))
@@ -76,7 +81,7 @@ class _Predictor:
     def _group_seconds(self, ranks: Sequence[RankPlan], at_once: int) -> float:
         """The time of a stage, while so many ranks are at work: that of its slowest rank, and of what they sum."""
         slowest = max(self._rank_seconds(rank, at_once) for rank in ranks) * max(1.0, self._crowd(len(ranks)))
-        slowest += ARRAY * (len(ranks[0].stage.feeds) + len(ranks[0].stage.outputs))
+        slowest += ARRAY * self._arrays(ranks[0])
         if len(ranks) == 1:
             return slowest + self._start(ranks)
         tensor = self._plan.tensor
@@ -92,8 +97,8 @@ class _Predictor:
         """The time to cut what is fed, and to join what is given, where ranks have parts of it."""
         tensor, graph = self._plan.tensor, self._plan.analysis.graph
         assert tensor is not None
-        ends = [*graph.graph.inputs, *graph.graph.outputs]
-        parts = [value for value in ends if tensor.shards(0).splits(tensor.axes(value))]
+        ends = (*graph.graph.inputs, *graph.graph.outputs)
+        parts = [v for v in ends if v.name not in self._states and tensor.shards(0).splits(tensor.axes(v))]
         size = sum(map(self._plan.analysis.costs.value_bytes, parts))
         return len(parts) * PART + 2 * size / rank_speed(self._devices[0], self._threads, 1).bytes
 
@@ -109,9 +114,11 @@ class _Predictor:
         costs = self._plan.analysis.costs
         total = 0.0
         for node in nodes:
-            share = self._share(rank, node) if node not in costs.constant else 0.0
+            if node in costs.constant or not (share := self._share(rank, node)):
+                continue
+            least = KERNEL[rank.device.kind] if node.op_type not in VIEWS else 0.0
             alone = share * costs.seconds(node, one)
-            total += alone if alone < SMALL else share * costs.seconds(node, speed)
+            total += max(least, alone if alone < SMALL else share * costs.seconds(node, speed))
         return self._measured * total
 
     def _speed(self, rank: RankPlan, threads: int, at_once: int) -> Speed:
@@ -139,13 +146,13 @@ class _Predictor:
         assert split is not None
         main, *others = ranks
         own = [node for node in main.stage.nodes if node.outputs[0].name not in split.products]
-        total = self._seconds(main, own, 1) + ARRAY * (len(main.stage.feeds) + len(main.stage.outputs))
+        total = self._seconds(main, own, 1) + ARRAY * self._arrays(main)
         link = self._machine.copy(main.device, others[0].device)
         for products in split.rounds:
             nodes = [product.node for product in products]
             slowest = max(self._seconds(rank, nodes, len(ranks)) for rank in ranks)
             total += slowest * (1 + JITTER) * max(1.0, self._crowd(len(ranks)))
-            total += 2 * link.latency + 2 * self._start(ranks)
+            total += 2 * (link.latency + self._cold(ranks) + self._start(ranks))
         # What comes back is copied once more, to where it is put together.
         joined = sum(map(self._plan.analysis.costs.value_bytes, (each.result for each in split.products.values())))
         speed = rank_speed(main.device, self._threads, 1)
@@ -153,6 +160,18 @@ class _Predictor:
 
     def _start(self, ranks: Sequence[RankPlan]) -> float:
         return START[ranks[0].device.kind]
+
+    def _cold(self, ranks: Sequence[RankPlan]) -> float:
+        return COLD[ranks[0].device.kind]
+
+    def _arrays(self, rank: RankPlan) -> int:
+        """How many arrays the rank is fed and gives."""
+        return sum(value.name not in self._states for value in (*rank.stage.feeds, *rank.stage.outputs))
+
+    @cached_property
+    def _states(self) -> set[str]:
+        """What is neither fed nor given, but stays on the devices from one request of a sequence to the next."""
+        return {name for state in self._plan.analysis.states for name in (state.input, state.output)}
 
 
 def rank_speed(device: Device, threads: int, at_once: int, cached: bool = False) -> Speed:

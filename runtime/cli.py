@@ -21,6 +21,7 @@ from splitc.runtime.machine import known_machine, measure_machine
 from splitc.runtime.manifest import Manifest, read_manifest
 from splitc.runtime.measure import RankMemory, measure_memory
 from splitc.runtime.options import with_options
+from splitc.runtime.routes import find_routes
 from splitc.runtime.sampling import Sampling
 from splitc.runtime.session import Session, format_shape
 from splitc.runtime.show import differences_table, print_bench, print_devices, print_links, print_manifest, print_memory
@@ -302,14 +303,15 @@ def _rate(tokens: int, seconds: float) -> str:
 def inspect(package: Path = PACKAGE, as_json: bool = JSON) -> None:
     """Show what a package holds: ranks, blocks, memory, what crosses the cuts."""
     manifest = read_manifest(package)
+    routes = find_routes(manifest, list_devices())
     if as_json:
-        print_json(describe(manifest))
+        print_json({**describe(manifest), "routes": routes})
     else:
-        print_manifest(manifest)
+        print_manifest(manifest, routes)
 
 
 def describe(manifest: Manifest) -> dict[str, object]:
-    """The facts of a package that `inspect --json` prints."""
+    """The facts of a package itself that `inspect --json` prints."""
     return {
         "split_mode": manifest.split_mode,
         "engine": manifest.engine,

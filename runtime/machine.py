@@ -19,7 +19,7 @@ from splitc.runtime.cache import read_cache, write_cache
 from splitc.runtime.capture import capture
 from splitc.runtime.devices import Device
 from splitc.runtime.engines import Backend
-from splitc.runtime.engines.gpu import GpuArray, Tape
+from splitc.runtime.engines.gpu import Tape
 from splitc.runtime.engines.kinds import ONNXRUNTIME
 from splitc.runtime.engines.load import make_backend
 from splitc.runtime.program import Reduce
@@ -29,9 +29,6 @@ from splitc.runtime.transport.devices import connect_devices
 # Bytes of the values that are sent: what costs time by itself, and what costs time by its size.
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)
 WARMUP, RUNS = 5, 25
-# Small copies that a GPU makes while the other one waits: some 30 microseconds on an H200, where a wait's end is seen
-# after 2 to 4 microseconds when it has just begun, and after 10 later.
-PAUSE = 16
 # Seconds below which nothing is told apart from nothing.
 SHORTEST = 1e-7
 # Where what was measured is kept.
@@ -139,23 +136,9 @@ def _measure_waiting(backends: Sequence[Backend], ends: Sequence[Transport], arr
 
 def _measure_replayed(backends: Sequence[Any], ends: Sequence[Any], array: Any) -> Measured:
     """GPUs that have access to each other's memory, which replay what they do: as a part of that."""
-
-    def pause(rank: int, value: GpuArray) -> GpuArray:
-        first = GpuArray(value.pointer, (1,), value.dtype, value.owner)
-        for _ in range(PAUSE):
-            backends[rank].copy_over(first, first)
-        return value
-
-    def bounce(rank: int, value: GpuArray) -> GpuArray:
-        if rank == 0:
-            ends[0].send(1, "x", value)
-            return pause(0, ends[0].receive(1, "x"))
-        ends[1].send(0, "x", pause(1, ends[1].receive(0, "x")))
-        return value
-
     sums = _time_replayed(backends, ends, lambda rank, value: _sum(ends[rank], backends[rank], value), array)
-    there = _time_replayed(backends, ends, bounce, array)
-    return Measured(array.nbytes, max(SHORTEST, there / 2 - _time_replayed(backends, ends, pause, array)), sums)
+    there = _time_replayed(backends, ends, lambda rank, value: _bounce(rank, ends[rank], value, []), array)
+    return Measured(array.nbytes, there / 2, sums)
 
 
 def _time_replayed(backends: Sequence[Any], ends: Sequence[Any], work: Callable[[int, Any], Any], array: Any) -> float:

@@ -81,7 +81,9 @@ class Session:
         self._recordings: Optional[Recordings] = None
         self._closed = False
         self._failure: Optional[BaseException] = None
-        self._under_way: set[Request] = set()
+        # Requests don't know their futures, which give them: outputs would go when the garbage collector comes by, and
+        # it counts objects, not bytes.
+        self._under_way: dict[Request, Future[Request]] = {}
         # All ranks must see requests in one order, whoever submits them: values of two requests have the same names.
         self._order = threading.Lock()
         build = self.manifest.build
@@ -203,7 +205,8 @@ class Session:
         thread replay the request, if it is replayed: `here`.
         """
         self._places.acquire()
-        request = Request(arrays, len(self._workers), sequence, first or {}, room)
+        request = Request(arrays, len(self._workers), self._done, sequence, first or {}, room)
+        future: Future[Request] = Future()
         with self._order:
             try:
                 self._check_usable()
@@ -211,8 +214,7 @@ class Session:
             except BaseException:
                 self._places.release()
                 raise
-            self._under_way.add(request)
-            request.future.add_done_callback(lambda _: self._done(request))
+            self._under_way[request] = future
             if recording is None:
                 for worker in self._workers:
                     worker.requests.put(request)
@@ -222,7 +224,7 @@ class Session:
                 play()
             else:
                 self._workers[0].requests.put(play)
-        return request.future
+        return future
 
     def _find_recording(self, request: Request) -> Optional[tuple[Recordings, Recording]]:
         """The recording to replay the request with, if it is to be replayed.
@@ -249,7 +251,8 @@ class Session:
 
     def _wait_for(self, requests: Sequence[Request]) -> None:
         """Wait for requests to end. Raises SplitcError when the session breaks."""
-        while requests and wait([request.future for request in requests], BROKEN).not_done:
+        futures = [future for request in requests if (future := self._under_way.get(request)) is not None]
+        while wait(futures, BROKEN).not_done:
             self._check_usable()
 
     def _check_usable(self) -> None:
@@ -262,8 +265,12 @@ class Session:
         return SplitcError("the session is closed")
 
     def _done(self, request: Request) -> None:
-        self._under_way.discard(request)
+        future = self._under_way.pop(request)
         self._places.release()
+        if request.error is not None:
+            future.set_exception(request.error)
+        else:
+            future.set_result(request)
 
     def _break(self, error: BaseException) -> None:
         """A worker has died: nobody may wait for it any more."""

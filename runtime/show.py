@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.markup import escape
 from rich.table import Table
@@ -109,8 +109,8 @@ def print_bench(result: BenchResult, split_mode: str) -> None:
         out.print(f"rank {number} [cyan]{line}[/]")
 
 
-def print_manifest(manifest: Manifest) -> None:
-    """What a package holds."""
+def print_manifest(manifest: Manifest, routes: Mapping[str, Sequence[str]]) -> None:
+    """What a package holds, and how values would get from GPU to GPU here."""
     out.print(
         f"[bold]{manifest.source.name}[/], split by {manifest.split_mode} into {len(manifest.ranks)} ranks "
         f"of {len(manifest.blocks)} blocks, {manifest.engine} engines, {manifest.number_type}"
@@ -126,6 +126,8 @@ def print_manifest(manifest: Manifest) -> None:
     if manifest.collectives:
         out.print(f"{manifest.collectives} {ROUNDS[manifest.split_mode]} a run")
     print_whole([(each.name, each.bytes, each.reason) for each in manifest.unsplit], manifest.split_mode)
+    for way, pairs in routes.items():
+        out.print(f"between GPUs of this machine: {', '.join(pairs)} {way}")
     out.print()
     rows = table("", "name", "type", "shape")
     for kind, tensors in (("input", manifest.inputs), ("output", manifest.outputs)):

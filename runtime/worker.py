@@ -44,7 +44,7 @@ def closed_before() -> SplitcError:
 
 @dataclass(eq=False)
 class Request:
-    """One run on its way through the ranks, each of which adds its part; the last one completes the future.
+    """One run on its way through the ranks, each of which adds its part; the last one calls `done`.
 
     `sequence` is the number of the stateful sequence that it belongs to, `first` the states that it begins with;
     with `room` there is room in them for what is to come, so that they are written in place.
@@ -53,10 +53,10 @@ class Request:
 
     feeds: Mapping[str, Array]
     waiting: int
+    done: Callable[[Request], None]
     sequence: Optional[int] = None
     first: Mapping[str, Array] = field(default_factory=dict)
     room: bool = False
-    future: Future[Request] = field(default_factory=Future)
     outputs: dict[int, dict[str, Array]] = field(default_factory=dict)
     served: dict[int, Served] = field(default_factory=dict)
     error: Optional[BaseException] = None
@@ -88,10 +88,7 @@ class Request:
             self.waiting -= 1
             if self.waiting:
                 return
-        if self.error is not None:
-            self.future.set_exception(self.error)
-        else:
-            self.future.set_result(self)
+        self.done(self)
 
 
 class Worker(threading.Thread):
@@ -139,7 +136,8 @@ class Worker(threading.Thread):
             self.ready.set_exception(error)
             return
         try:
-            self._serve_all()
+            while self._serve_next():
+                pass
         except BaseException as error:  # a thread has no caller: the session must know that it is gone
             self._broken(error)
         finally:
@@ -151,14 +149,17 @@ class Worker(threading.Thread):
             self.backend.detach()
             del self._program
 
-    def _serve_all(self) -> None:
-        while (request := self.requests.get()) is not None:
-            if not isinstance(request, Request):
-                request()
-            elif request.begin():
+    def _serve_next(self) -> bool:
+        """Run what comes next. Returns whether there was something; nothing of it stays here."""
+        request = self.requests.get()
+        if isinstance(request, Request):
+            if request.begin():
                 self._serve(request)
             else:
                 request.finish(self.number, {}, NEVER, closed_before())
+        elif request is not None:
+            request()
+        return request is not None
 
     def _load(self) -> Program:
         """Load the engines; those that exchange values while they run learn with whom."""

@@ -3,7 +3,8 @@
     python -m tests.benchmarks.auto [--devices 2xcpu] [--profile] [--runs 20] [--only NAME ...]
 
 Decoders, small and large, with batches of 1 and of 8, for one token behind 128 others and for a prompt of 128. Every
-candidate is compiled and timed in turns with the others: one request at a time, and as a stream.
+candidate is compiled and timed in turns with the others: one request at a time, and as a stream of requests of several
+sequences, whose caches stay on the devices.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
+import numpy.typing as npt
+from msgspec.structs import replace
 
 from models.llama import Size, build
 from models.writer import save
@@ -27,23 +31,25 @@ from splitc.compiler.planner import OBJECTIVES
 from splitc.runtime import Session
 from splitc.runtime.arrays import make_inputs
 from splitc.runtime.devices import parse_devices
+from splitc.runtime.sequence import StateSequence
 from splitc.runtime.terminal import out, table
 from splitc.runtime.units import format_seconds
 
+Feeds = dict[str, npt.NDArray[Any]]
 SIZES = {
     "small": Size(layers=4, hidden=256, heads=8, kv_heads=4, feed_forward=688, vocabulary=2000),
     "large": Size(layers=12, hidden=768, heads=12, kv_heads=4, feed_forward=2048, vocabulary=8000),
 }
 # New tokens and past ones.
 WORK = {"token": (1, 128), "prompt": (128, 0)}
-ROUNDS = 5
+ROUNDS = 3
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", default="2xcpu")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--only", nargs="*", default=[])
     options = parser.parse_args()
     summary = table("model", "objective", "chosen", "best", "chosen / best", right=("chosen / best",))
@@ -80,8 +86,8 @@ def _compare(
         for name, (_, plan) in plans.items():
             compile_model(plan, Path(folder) / name, verify=False)
             sessions[name] = stack.enter_context(Session(Path(folder) / name, verify=False))
-        feeds = make_inputs(next(iter(sessions.values())).inputs)
-        measured = _measure(sessions, feeds, options.runs)
+        steps = _steps(next(iter(sessions.values())), size, *work)
+        measured = _measure(sessions, steps, options.runs)
     numbers = ("predicted", "measured")
     rows = table(title, *numbers, "in a stream: predicted", "measured ", right=(*numbers, "measured "))
     for name, (candidate, _) in plans.items():
@@ -96,31 +102,58 @@ def _compare(
         summary.add_row(title, objective, chosen, best, f"{ratio:.2f}")
 
 
-def _measure(sessions: dict[str, Session], feeds: dict[str, Any], runs: int) -> dict[str, tuple[float, float]]:
+def _steps(session: Session, size: Size, batch: int, new: int, past: int) -> list[Feeds]:
+    """What a sequence begins with, what it runs so that its caches are where they stay, and what is timed."""
+    lengths = [(new, past)] if past == 0 else [(new, past - new), (new, past)]
+    states = {state.input for state in session.manifest.states}
+    found: list[Feeds] = []
+    for each in lengths:
+        shapes = _shapes(size, batch, *each)
+        arrays = make_inputs([replace(tensor, sample_shape=list(shapes[tensor.name])) for tensor in session.inputs])
+        found = found or [{name: array for name, array in arrays.items() if name in states}]
+        found.append({name: array for name, array in arrays.items() if name not in states})
+    return found
+
+
+@contextmanager
+def _sequences(session: Session, steps: Sequence[Feeds], count: int) -> Iterator[list[StateSequence]]:
+    """So many sequences, of which only the last step is still to come."""
+    with ExitStack() as stack:
+        made = [stack.enter_context(session.start()) for _ in range(count)]
+        for sequence in made:
+            sequence.load(steps[0])
+            for feeds in steps[1:-1]:
+                sequence.run(feeds)
+        yield made
+
+
+def _measure(sessions: dict[str, Session], steps: Sequence[Feeds], runs: int) -> dict[str, tuple[float, float]]:
     """Median seconds of each session, in turns: of one request, and between those of a stream."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in sessions}
     for number in range(ROUNDS + 1):
         for name, session in sessions.items():
-            found = _one_by_one(session, feeds, runs), _streamed(session, feeds, runs)
+            found = _one_by_one(session, steps, runs), _streamed(session, steps, runs)
             if number:
                 times[name].append(found)
     return {name: (median(a for a, _ in each), median(b for _, b in each)) for name, each in times.items()}
 
 
-def _one_by_one(session: Session, feeds: dict[str, Any], runs: int) -> float:
+def _one_by_one(session: Session, steps: Sequence[Feeds], runs: int) -> float:
     seconds = []
-    for _ in range(runs):
+    with _sequences(session, steps, runs) as sequences:
+        for sequence in sequences:
+            start = time.perf_counter()
+            sequence.run(steps[-1])
+            seconds.append(time.perf_counter() - start)
+    return median(seconds)
+
+
+def _streamed(session: Session, steps: Sequence[Feeds], runs: int) -> float:
+    with _sequences(session, steps, runs) as sequences, ThreadPoolExecutor(session.in_flight) as pool:
         start = time.perf_counter()
-        session.run(feeds)
-        seconds.append(time.perf_counter() - start)
-    return float(np.median(seconds))
-
-
-def _streamed(session: Session, feeds: dict[str, Any], runs: int) -> float:
-    start = time.perf_counter()
-    for _ in session.map([feeds] * runs):
-        pass
-    return (time.perf_counter() - start) / runs
+        for _ in pool.map(lambda sequence: sequence.run(steps[-1]), sequences):
+            pass
+        return (time.perf_counter() - start) / runs
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import onnx_ir as ir
@@ -186,3 +187,20 @@ def test_prediction_knows_streams_sums_and_crossing(decoder: Path) -> None:
     gained = predict(tensor, slow, 1).latency - predict(tensor, free, 1).latency
     assert gained == pytest.approx(tensor.collectives), "each sum costs the link once"
     assert predict(tensor, free, 1, measured=2.0).latency > predict(tensor, free, 1).latency
+
+
+def test_states_stay_where_they_are(decoder: Path) -> None:
+    """A request is a step of a sequence: it would take longer if caches went to the devices and back."""
+    machine = Machine({"cpu-cpu": FREE}, {"cpu-cpu": FREE})
+    for mode in ("layer", "tensor"):
+        plan = plan_model(decoder, ["2xcpu"], Request(split_mode=mode, spread=True))
+        stateless = replace(plan, analysis=replace(plan.analysis, states=()))
+        assert predict(stateless, machine, 1).latency > predict(plan, machine, 1).latency
+
+
+@pytest.mark.parametrize("link", [FREE, SLOW])
+def test_small_kernels_of_gpus_do_not_divide(link: Link, decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine({"cuda0-cuda1": link}, {"cuda0-cuda1": link})
+    monkeypatch.setattr("splitc.compiler.plan_auto.known_machine", lambda: machine)
+    plan = plan_model(decoder, ["2xcuda"], Request(memory=["8GiB"], engine="onnxruntime", objective="latency"))
+    assert str(plan.choice).startswith("one device:")

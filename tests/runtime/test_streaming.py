@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
@@ -10,7 +11,8 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,27 @@ def test_answers_come_in_order_and_are_each_ones_own(streamed: Session, decoder:
     outputs = list(streamed.map((sized(number) for number in range(20)), in_flight=4))
     for number, found in enumerate(outputs):
         assert_close(found, run_whole(decoder, sized(number)), 2e-5)
+
+
+def test_outputs_go_with_the_last_who_holds_them(streamed: Session) -> None:
+    """Not when the garbage collector comes by, which counts objects and knows nothing of their bytes."""
+    gc.collect()
+    gc.disable()
+    try:
+        held = [*streamed.run(sized(0)).values(), *streamed.submit(sized(1)).result().values()]
+        left = [weakref.ref(array) for array in held]
+        held.clear()
+        until(lambda: all(array() is None for array in left))
+    finally:
+        gc.enable()
+
+
+def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Wait for what other threads do."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_failing_request_fails_alone(streamed: Session, decoder: Path) -> None:
@@ -159,9 +182,19 @@ def test_thread_that_dies_ends_all_that_wait(streamed: Session, rank: int, monke
     assert time.monotonic() - start < 5
 
 
-def test_closing_cancels_what_has_not_begun(package: Path) -> None:
+def test_closing_cancels_what_has_not_begun(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = threading.Event()
+    run = OnnxRuntimeEngine.run
+
+    def run_slowly(*args: Any, **options: Any) -> Any:
+        begun.set()
+        time.sleep(0.1)
+        return run(*args, **options)
+
+    monkeypatch.setattr(OnnxRuntimeEngine, "run", run_slowly)
     session = Session(package, in_flight=50)
     futures = [session.submit(decoder_feeds()) for _ in range(50)]
+    assert begun.wait(10)
     session.close()
     outcomes = [future.exception(timeout=5) for future in futures]
     assert outcomes[0] is None
