@@ -76,7 +76,7 @@ def _let_go(error: Optional[BaseException]) -> None:
     """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+        error = error.__cause__
 
 
 @dataclass(frozen=True)

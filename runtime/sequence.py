@@ -57,10 +57,10 @@ class StateSequence:
             raise SplitcError("a run of this sequence failed, so its states are lost: start another one")
         arrays = check_feeds(feeds, self._fed)
         first = {} if self._begun else self._loaded or self._first(arrays)
-        self._failed = True
+        self._begun = self._failed = True
         request = self._submit({**arrays, **self._carried}, first).result()
         outputs = self._session.join(request)
-        self._failed, self._begun = False, True
+        self._failed = False
         self._carried = {state.input: outputs[state.output] for state in self._carries}
         return {name: array for name, array in outputs.items() if name not in self._outputs}
 

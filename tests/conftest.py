@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -100,3 +101,11 @@ def write_model(tmp_path: Path) -> Callable[[str], Path]:
         return path
 
     return write
+
+
+def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Wait for what other threads do."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)

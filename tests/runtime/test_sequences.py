@@ -22,7 +22,7 @@ from splitc.runtime.engines.onnxruntime import OnnxRuntimeBackend
 from splitc.runtime.errors import EngineError, MisuseError, SplitcError
 from splitc.runtime.generate import Timings
 from splitc.runtime.sampling import Sampling, choose_token
-from tests.conftest import DECODER, LAYER, Arrays, decoder_feeds
+from tests.conftest import DECODER, LAYER, Arrays, decoder_feeds, until
 
 PROMPT = [5, 17, 33, 2, 90, 41, 8]
 MODES = {
@@ -139,7 +139,21 @@ def test_sequence_ends_with_its_first_failure(package_of: Path) -> None:
         sequence.close()
         with session.start() as another:
             another.run(feeds)
-        assert all(not worker._sequences for worker in session._workers if worker.requests.empty())
+        until(lambda: not any(worker.sequences for worker in session._workers))
+
+
+def test_states_of_a_first_run_that_failed_go_too(package_of: Path) -> None:
+    feeds = {name: array for name, array in decoder_feeds(1, 4, 0).items() if not name.startswith("past")}
+    with Session(package_of, threads=1) as session:
+        engine = session._workers[-1]._program.engines[-1]
+
+        def fail(*_: Any) -> Any:
+            raise EngineError("on purpose")
+
+        engine.run = fail  # type: ignore[method-assign]
+        with session.start() as sequence, pytest.raises(EngineError, match="on purpose"):
+            sequence.run(feeds)
+        until(lambda: not any(worker.sequences for worker in session._workers))
 
 
 def write_lstm(model: Path) -> None:

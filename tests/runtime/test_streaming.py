@@ -12,7 +12,7 @@ import textwrap
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from splitc.runtime import Session
 from splitc.runtime.engines.onnxruntime import OnnxRuntimeEngine
 from splitc.runtime.errors import EngineError, FeedError, MisuseError, SplitcError
 from splitc.runtime.worker import Worker
-from tests.conftest import LAYER, Arrays, assert_close, decoder_feeds, listen_to_interrupts, run_whole
+from tests.conftest import LAYER, Arrays, assert_close, decoder_feeds, listen_to_interrupts, run_whole, until
 
 MODES = {
     "layer": ("3xcpu", Request()),
@@ -73,14 +73,6 @@ def test_outputs_go_with_the_last_who_holds_them(streamed: Session) -> None:
         until(lambda: all(array() is None for array in left))
     finally:
         gc.enable()
-
-
-def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Wait for what other threads do."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_failing_request_fails_alone(streamed: Session, decoder: Path) -> None:
