@@ -303,7 +303,7 @@ def _rate(tokens: int, seconds: float) -> str:
 def inspect(package: Path = PACKAGE, as_json: bool = JSON) -> None:
     """Show what a package holds: ranks, blocks, memory, what crosses the cuts."""
     manifest = read_manifest(package)
-    routes = find_routes(manifest, list_devices())
+    routes = find_routes(manifest, list_devices)
     if as_json:
         print_json({**describe(manifest), "routes": routes})
     else:

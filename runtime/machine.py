@@ -119,16 +119,22 @@ def _fit(points: Sequence[tuple[int, float]]) -> Link:
 def _measure_pair(devices: Sequence[Device]) -> list[Measured]:
     backends = [make_backend(ONNXRUNTIME, device, 1) for device in devices]
     ends = connect_devices(devices, backends)
-    if all(getattr(end, "direct", False) for end in ends):
-        return [_measure_replayed(backends, ends, np.zeros(size // 4, np.float32)) for size in SIZES]
-    return [_measure_waiting(backends, ends, np.zeros(size // 4, np.float32)) for size in SIZES]
+    direct = all(getattr(end, "direct", False) for end in ends)
+    measure = _measure_replayed if direct else _measure_waiting
+    return [measure(backends, ends, np.zeros(size // 4, np.float32)) for size in SIZES]
 
 
 def _measure_waiting(backends: Sequence[Backend], ends: Sequence[Transport], array: Any) -> Measured:
     """Devices whose hosts' threads wait for each other."""
     pauses: list[float] = []
+
+    def pause() -> None:
+        start = time.perf_counter()
+        _be_busy()
+        pauses.append(time.perf_counter() - start)
+
     # There and back again, each time to one who has been waiting: half of it is one way.
-    there = _time_both(backends, lambda rank, value: _bounce(rank, ends[rank], value, pauses), array)
+    there = _time_both(backends, lambda rank, value: _bounce(rank, ends[rank], value, pause), array)
     on_the_way = median(max(SHORTEST, whole - pause) for whole, pause in zip(there, pauses[WARMUP:]))
     together = _time_both(backends, lambda rank, value: _sum(ends[rank], backends[rank], value), array)
     return Measured(array.nbytes, on_the_way / 2, median(together))
@@ -137,7 +143,7 @@ def _measure_waiting(backends: Sequence[Backend], ends: Sequence[Transport], arr
 def _measure_replayed(backends: Sequence[Any], ends: Sequence[Any], array: Any) -> Measured:
     """GPUs that have access to each other's memory, which replay what they do: as a part of that."""
     sums = _time_replayed(backends, ends, lambda rank, value: _sum(ends[rank], backends[rank], value), array)
-    there = _time_replayed(backends, ends, lambda rank, value: _bounce(rank, ends[rank], value, []), array)
+    there = _time_replayed(backends, ends, lambda rank, value: _bounce(rank, ends[rank], value), array)
     return Measured(array.nbytes, there / 2, sums)
 
 
@@ -171,15 +177,13 @@ def _be_busy() -> None:
     hashlib.sha256(_WORK).digest()
 
 
-def _bounce(rank: int, end: Transport, value: Any, pauses: list[float]) -> Any:
-    """Rank 0 sends the value, and rank 1 sends it back when it has been busy for a while, which goes to `pauses`."""
+def _bounce(rank: int, end: Transport, value: Any, pause: Callable[[], None] = lambda: None) -> Any:
+    """Rank 0 sends the value, and rank 1 sends it back after a `pause`."""
     if rank == 0:
         end.send(1, "x", value)
         return end.receive(1, "x")
     value = end.receive(0, "x")
-    start = time.perf_counter()
-    _be_busy()
-    pauses.append(time.perf_counter() - start)
+    pause()
     end.send(0, "x", value)
     return value
 

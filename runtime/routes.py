@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import permutations
 
-from splitc.runtime.devices import DeviceStatus
+from splitc.runtime.devices import DeviceStatus, parse_devices
 from splitc.runtime.manifest import Manifest
 from splitc.runtime.program import Reduce, Send
 
@@ -13,21 +13,23 @@ from splitc.runtime.program import Reduce, Send
 WAYS = {"peer": "directly", "host": "through the host's pinned memory"}
 
 
-def find_routes(manifest: Manifest, found: Sequence[DeviceStatus]) -> dict[str, list[str]]:
+def find_routes(manifest: Manifest, look: Callable[[], Sequence[DeviceStatus]]) -> dict[str, list[str]]:
     """Pairs of GPUs that exchange values in the package, as `cuda0-cuda1`, by the way that these go.
 
-    `found` are the devices of this machine; GPUs that are not among them are left out.
+    `look` lists the devices of this machine, GPUs that are not among them are left out. It takes a while where there
+    are GPUs, and is asked only for a package that has several.
     """
-    peers = {device.name: device.peers for device in found}
+    pairs = sorted(_exchanging(manifest))
+    peers = {device.name: device.peers for device in look()} if pairs else {}
     routes: dict[str, list[str]] = {}
-    for one, other in sorted(_exchanging(manifest)):
+    for one, other in pairs:
         if way := peers.get(one, {}).get(other):
             routes.setdefault(WAYS[way], []).append(f"{one}-{other}")
     return routes
 
 
 def _exchanging(manifest: Manifest) -> set[tuple[str, str]]:
-    """The devices that exchange values, in pairs, each once."""
+    """The GPUs that exchange values, in pairs, each once."""
     ranks = manifest.ranks
     numbers = set()
     for number, rank in enumerate(ranks):
@@ -39,4 +41,8 @@ def _exchanging(manifest: Manifest) -> set[tuple[str, str]]:
         for engine in rank.engines:
             numbers.update(permutations(engine.group, 2))
     pairs = {(ranks[one].device, ranks[other].device) for one, other in numbers}
-    return {(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]}
+    return {(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1] and _are_gpus(pair)}
+
+
+def _are_gpus(names: Sequence[str]) -> bool:
+    return all(device.kind == "cuda" for device in parse_devices(names))

@@ -28,9 +28,9 @@ def cut_segments(graph: ir.Graph, outputs: Collection[str], joint: str) -> list[
     is computed in each piece that needs it, where the engine folds it. So is what follows from the sizes of the graph's
     inputs: it is a few numbers that engines have on the host, and would have to take from there.
     """
-    constant = _repeated_nodes(graph)
+    repeated = _repeated_nodes(graph)
     # All ranks must come to the same pieces, so what this one does not give is only taken off then.
-    levels = _levels(graph, constant, joint)
+    levels = _levels(graph, repeated, joint)
     needed = _needed(graph, outputs, joint)
     count = 1 + max(levels.values(), default=0)
     members: list[list[ir.Node]] = [[] for _ in range(count)]
@@ -47,29 +47,31 @@ def cut_segments(graph: ir.Graph, outputs: Collection[str], joint: str) -> list[
         joined = {value for node in joints for value in node.inputs}
         gives = [v for n in own for v in n.outputs if last.get(v, 0) > level or v in joined or v in given]
         if own or joints:
-            pieces.append(Segment(_extract(graph, own, gives, constant), tuple(joints)))
+            pieces.append(Segment(_extract(graph, own, gives, repeated), tuple(joints)))
     return pieces
 
 
 def _repeated_nodes(graph: ir.Graph) -> frozenset[ir.Node]:
     """The nodes that compute from weights alone, and shape arithmetic on the sizes of the graph's inputs."""
-    found: set[ir.Node] = set()
-    for node in graph:
-        given = node.op_type in RANDOM or any(value.is_graph_output() for value in node.outputs)
-        if not given and all(v.is_initializer() or v.producer() in found for v in node_reads(node)):
-            found.add(node)
-    few: set[ir.Node] = set()
-    for node in graph:
-        if node in found or node.op_type not in OPERATORS - EXPANDING or any(v.is_graph_output() for v in node.outputs):
-            continue
-        reads = node_reads(node)
-        if node.op_type in ("Shape", "Size"):
-            repeated = all(value.is_graph_input() for value in reads)
-        else:
-            repeated = all(value.producer() in few or _is_short_constant(value, found) for value in reads)
-        if repeated:
-            few.add(node)
-    return frozenset(found | few)
+    inside = [node for node in graph if not any(value.is_graph_output() for value in node.outputs)]
+    constant: set[ir.Node] = set()
+    for node in inside:
+        if node.op_type not in RANDOM and all(v.is_initializer() or v.producer() in constant for v in node_reads(node)):
+            constant.add(node)
+    sizes: set[ir.Node] = set()
+    for node in inside:
+        if node not in constant and _is_of_sizes(node, sizes, constant):
+            sizes.add(node)
+    return frozenset(constant | sizes)
+
+
+def _is_of_sizes(node: ir.Node, sizes: Collection[ir.Node], constant: Collection[ir.Node]) -> bool:
+    """Whether the node is shape arithmetic that reads nothing but inputs' sizes, and what follows from them."""
+    if node.op_type not in OPERATORS - EXPANDING:
+        return False
+    if node.op_type in ("Shape", "Size"):
+        return all(value.is_graph_input() for value in node_reads(node))
+    return all(value.producer() in sizes or _is_short_constant(value, constant) for value in node_reads(node))
 
 
 def _is_short_constant(value: ir.Value, constant: Collection[ir.Node]) -> bool:
@@ -92,8 +94,8 @@ def _needed(graph: ir.Graph, outputs: Collection[str], joint: str) -> set[ir.Nod
     return needed
 
 
-def _levels(graph: ir.Graph, constant: Collection[ir.Node], joint: str) -> dict[ir.Node, int]:
-    """For each node that is not constant the number of the piece that it goes into.
+def _levels(graph: ir.Graph, repeated: Collection[ir.Node], joint: str) -> dict[ir.Node, int]:
+    """For each node that is not repeated the number of the piece that it goes into.
 
     A joint has the number of the piece that it follows. Pieces are as few as can be; in them a node is as late as its
     readers allow, but what is an output is made early, and so is not held up.
@@ -101,7 +103,7 @@ def _levels(graph: ir.Graph, constant: Collection[ir.Node], joint: str) -> dict[
     early: dict[ir.Node, int] = {}
     readers: dict[ir.Value, list[ir.Node]] = {}
     for node in graph:
-        if node not in constant:
+        if node not in repeated:
             above = [producer for value in node_reads(node) if (producer := value.producer()) in early]
             early[node] = max((early[p] + (p.op_type == joint) for p in above if p is not None), default=0)
             for value in node_reads(node):
@@ -118,14 +120,14 @@ def _levels(graph: ir.Graph, constant: Collection[ir.Node], joint: str) -> dict[
     return late
 
 
-def _extract(graph: ir.Graph, nodes: list[ir.Node], gives: list[ir.Value], constant: Collection[ir.Node]) -> ir.Graph:
-    """A graph of its own of these nodes and the constant ones that they need."""
+def _extract(graph: ir.Graph, nodes: list[ir.Node], gives: list[ir.Value], repeated: Collection[ir.Node]) -> ir.Graph:
+    """A graph of its own of these nodes and the repeated ones that they need."""
     own = set(nodes)
     stack = list(nodes)
     while stack:
         for value in node_reads(stack.pop()):
             producer = value.producer()
-            if producer is not None and producer in constant and producer not in own:
+            if producer is not None and producer in repeated and producer not in own:
                 own.add(producer)
                 stack.append(producer)
     ordered = [node for node in graph if node in own]

@@ -79,7 +79,10 @@ def combine(operation: str, parts: Sequence[GpuArray], whole: GpuArray, size: in
 
 
 def copy(target: int, source: int, size: int) -> None:
-    """Copy so many bytes from one address to another, either of which may be in pinned memory or on another GPU."""
+    """Copy so many bytes from one address to another, either of which may be in pinned memory or on another GPU.
+
+    That is the sum of one part. Raises EngineError where CuPy can't compile.
+    """
     _launch(_compile("sum", "uint8", 1), [source, target], size, 1)
 
 
@@ -107,7 +110,7 @@ def _compile(operation: str, dtype: str, count: int) -> Any:
         kernel.compile()
     except Exception as error:  # of CuPy's several, none of which says what to do
         raise EngineError(
-            "CuPy can't compile what sums over GPUs; its compiler is NVRTC, pip install nvidia-cuda-nvrtc-cu12 (or "
-            f"nvidia-cuda-nvrtc with a driver of CUDA 13): {error}"
+            "CuPy can't compile what copies and sums over GPUs; its compiler is NVRTC, pip install "
+            f"nvidia-cuda-nvrtc-cu12 (or nvidia-cuda-nvrtc with a driver of CUDA 13): {error}"
         ) from error
     return kernel

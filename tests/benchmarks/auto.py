@@ -1,6 +1,6 @@
 """Auto mode's predictions beside what each candidate really takes, and how far its choice is from the best.
 
-    python -m tests.benchmarks.auto [--devices 2xcpu] [--profile] [--runs 20] [--only NAME ...]
+    python -m tests.benchmarks.auto [--devices 2xcpu] [--profile] [--runs 10] [--only NAME ...]
 
 Decoders, small and large, with batches of 1 and of 8, for one token behind 128 others and for a prompt of 128. Every
 candidate is compiled and timed in turns with the others: one request at a time, and as a stream of requests of several

@@ -55,8 +55,8 @@ BYTES, FLOPS = 4.3e12, 790e12
 def main() -> None:
     options = _parse()
     places = [[str(device) for device in parse_devices([each])] for each in options.devices]
-    kinds = {f"{mode} on {len(on)}": (mode, on) for on in places for mode in options.modes.split(",")}
-    kinds = {"one device": ("layer", places[0][:1]), **kinds}
+    split = {f"{mode} on {len(on)}": (mode, on) for on in places for mode in options.modes.split(",")}
+    kinds = {"one device": ("layer", places[0][:1]), **split}
     small = _make_model(options, options.work / "small", options.check_layers, save)
     large = _make_model(options, options.work / "large", options.layers, save_sparse)
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:

@@ -33,5 +33,14 @@ def test_routes_are_those_of_what_ranks_exchange(
     request = Request(split_mode=mode, engine="onnxruntime", memory=["8GiB"], spread=True, **row_min)
     compile_model(plan_model(decoder, ["3xcuda"], request), tmp_path / "package", verify=False)
     manifest = read_manifest(tmp_path / "package")
-    assert find_routes(manifest, FOUND) == routes
-    assert find_routes(manifest, []) == {}
+    assert find_routes(manifest, lambda: FOUND) == routes
+    assert find_routes(manifest, list) == {}
+
+
+def test_nobody_looks_for_gpus_that_a_package_has_not(decoder: Path, tmp_path: Path) -> None:
+    compile_model(plan_model(decoder, ["3xcpu"], Request(split_mode="layer", spread=True)), tmp_path / "package")
+
+    def look() -> list[DeviceStatus]:
+        raise AssertionError
+
+    assert find_routes(read_manifest(tmp_path / "package"), look) == {}
