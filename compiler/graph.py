@@ -226,11 +226,15 @@ def _check_operators(model: ir.Model) -> None:
     for node in model.graph.all_nodes():
         domain = "" if node.domain == "ai.onnx" else node.domain
         if (domain, node.op_type) not in known:
-            operator = f"{domain}.{node.op_type}" if domain else node.op_type
             raise ModelError(
-                f"{describe_node(node)} is the operator {operator}, which ONNX Runtime does not know"
+                f"{describe_node(node)} is the operator {operator_name(node)}, which ONNX Runtime does not know"
                 + ("" if domain in {d for d, _ in known} else f" (nor any of the domain '{domain}')")
             )
+
+
+def operator_name(node: ir.Node) -> str:
+    """An operator's name, with its domain where that is not ONNX's own: `MatMul`, `com.microsoft.Gelu`."""
+    return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
 
 
 def describe_node(node: ir.Node) -> str:

@@ -17,6 +17,10 @@ import numpy as np  # noqa: F401  # what onnx-shape-inference imports should see
 import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
+from splitc.compiler.contrib_shapes import add_shape_functions
+from splitc.compiler.graph import operator_name
+from splitc.compiler.observe import observe
+
 logger = logging.getLogger(__name__)
 
 
@@ -31,32 +35,50 @@ with mock.patch.object(builtins, "object", _STAND_IN) if sys.version_info < (3, 
     from onnx_shape_inference import OpUsageError, ShapeInferenceError, infer_symbolic_shapes, registry
 
     registry.collect()  # imports its rules, which it would do when first used
+    add_shape_functions()
 
 Rule = Callable[[Any, ir.Node], None]
 
 
-def infer_shapes_and_types(model: ir.Model) -> None:
-    """Give values the shapes and types that follow from the inputs, in place; what can't be found stays unknown."""
+def infer_shapes_and_types(model: ir.Model) -> frozenset[str]:
+    """Give values the shapes and types that follow from the inputs, in place; what can't be found stays unknown.
+
+    Returns the operators of which ONNX Runtime was asked, since no rule for them is known, or theirs did not do.
+    """
     find_rule = registry.get
-    with mock.patch.object(registry, "get", lambda *args, **kwargs: _forgiving(find_rule(*args, **kwargs))):
+    observed: set[str] = set()
+
+    def find(domain: str, operator: str, version: int) -> Optional[Rule]:
+        rule = find_rule(domain, operator, version)
+        # What ONNX defines by other operators is inferred by these.
+        return None if rule is None and domain in ("", "ai.onnx") else _forgiving(rule, observed)
+
+    with mock.patch.object(registry, "get", find):
         infer_symbolic_shapes(model, warn_on_missing=False)
     if any(value.dtype is None for node in model.graph for value in node.outputs if value.name):
         _add_types(model)
+    return frozenset(observed)
 
 
-def _forgiving(rule: Optional[Rule]) -> Optional[Rule]:
-    """The rule of an operator, such that a node that it can't make sense of is left unknown instead of ending it all.
+def _forgiving(rule: Optional[Rule], observed: set[str]) -> Rule:
+    """The rule of an operator, such that a node that it can't make sense of is observed, or left unknown.
 
     That may be a branch that is invalid with the sizes at hand, or a use of the operator that the rule does not know.
+    Operators that are observed are added to `observed`.
     """
-    if rule is None:
-        return None
 
     def infer(context: Any, node: ir.Node) -> None:
-        try:
-            rule(context, node)
-        except (OpUsageError, ShapeInferenceError, ValueError, TypeError, IndexError, KeyError) as error:
-            logger.info("no shape for %s node '%s': %s", node.op_type, node.name, error)
+        if rule is not None:
+            try:
+                rule(context, node)
+                return
+            except (OpUsageError, ShapeInferenceError, ValueError, TypeError, IndexError, KeyError) as error:
+                logger.info("no shape for %s node '%s': %s", node.op_type, node.name, error)
+        made = observe(node)
+        if made is not None:
+            observed.add(operator_name(node))
+            for value, (shape, dtype) in zip((value for value in node.outputs if value.name), made):
+                context.set_shape_and_dtype(value, context.name_anonymous_dims_in_shape(ir.Shape(shape)), dtype)
 
     return infer
 

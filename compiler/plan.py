@@ -207,6 +207,10 @@ def _with_engines(rank: RankPlan, engine: str, tensor: TensorSplit | None, rows:
 def plan_warnings(analysis: Analysis, ranks: Sequence[RankPlan]) -> list[str]:
     """What makes the plan's numbers less than certain."""
     found = []
+    if observed := sorted(analysis.costs.bound.observed):
+        found.append(
+            f"no rule gives the shapes that {', '.join(observed)} makes here: they were observed, in ONNX Runtime"
+        )
     if uncertain := sorted(analysis.costs.bound.uncertain):
         found.append(
             f"the sizes of {len(uncertain)} values depend on data ({uncertain[0]}, ...): memory and time are too low"

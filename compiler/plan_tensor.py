@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from splitc.compiler.analysis import Analysis
 from splitc.compiler.budgets import Budget, as_shares, block_seconds
@@ -13,7 +14,7 @@ from splitc.compiler.plan_layer import choose_stages, repeated, stage_cuts
 from splitc.compiler.planner import Assignment, Target
 from splitc.compiler.split.layer import split_layers
 from splitc.compiler.split.report import SplitWeight, split_weights
-from splitc.compiler.split.tensor import split_tensors
+from splitc.compiler.split.tensor import TensorSplit, split_tensors
 from splitc.runtime.devices import Device
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.units import format_bytes
@@ -94,7 +95,19 @@ def make_tensor_plan(
     weights = split_weights(analysis, split)
     _check_split(weights)
     cuts = stage_cuts(analysis, stages)
-    return assemble(analysis, request, ranks, cuts, tensor=split, weights=weights, whole=WHOLE)
+    plan = assemble(analysis, request, ranks, cuts, tensor=split, weights=weights, whole=WHOLE)
+    return replace(plan, warnings=(*plan.warnings, *_warn_of_idle(ranks, split)))
+
+
+def _warn_of_idle(ranks: Sequence[RankPlan], split: TensorSplit) -> list[str]:
+    """Say which ranks have no unit of anything, and so do what another one does too, or nothing."""
+    idle = [part for part in range(split.ranks) if not any(each[part].counts for each in split.ranges.values())]
+    return [
+        f"rank {number} ({rank.device}) gets no unit of any axis: leave it out with -d, or give it a larger share "
+        "(--tensor-split)"
+        for number, rank in enumerate(ranks)
+        if rank.part in idle
+    ]
 
 
 def _check_split(weights: Sequence[SplitWeight]) -> None:

@@ -29,12 +29,14 @@ DEFAULT_BATCH, DEFAULT_LENGTH = 1, 16
 class BoundShapes:
     """Shapes of values by name. A size that depends on data (NonZero) counts as 1 and makes the value `uncertain`.
 
-    `constants` are the values that follow from the shapes: what shape arithmetic makes.
+    `constants` are the values that follow from the shapes: what shape arithmetic makes. `observed` are the operators
+    whose shapes no rule gave: ONNX Runtime did, which ran them on made-up inputs.
     """
 
     shapes: Mapping[str, Shape]
     uncertain: frozenset[str]
     constants: Mapping[str, npt.NDArray[Any]]
+    observed: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -106,20 +108,22 @@ def _is_readable(size: Union[int, ir.SymbolicDim]) -> bool:
         return False
 
 
-def infer_shapes(model: ir.Model) -> None:
+def infer_shapes(model: ir.Model) -> frozenset[str]:
     """Give every value the symbolic shape and the type that follow from the inputs, in place.
 
-    The file's own annotations are dropped first: exporters write wrong ones. Where inference fails, shapes stay
-    unknown, which later passes allow for; but an output keeps what the file says.
+    Returns the operators that were observed, as no rule gave their shapes. The file's own annotations are dropped
+    first: exporters write wrong ones. Where inference fails, shapes stay unknown, which later passes allow for; but an
+    output keeps what the file says.
     """
     declared = {value: value.shape for value in model.graph.outputs}
     for node in model.graph.all_nodes():
         for value in node.outputs:
             value.shape = None
-    infer_shapes_and_types(model)
+    observed = infer_shapes_and_types(model)
     for value, shape in declared.items():
         if value.shape is None:
             value.shape = shape
+    return observed
 
 
 def input_shapes(model: ir.Model, given: Mapping[str, Shape], past: frozenset[str]) -> dict[str, Shape]:
@@ -224,10 +228,10 @@ def bind_shapes(
         value.shape = ir.Shape(inputs[value.name or ""])
         if (numbers := known.get(value.name or "")) is not None:
             value.const_value = ir.tensor(numbers, name=value.name)
-    infer_shapes(bound)
+    observed = infer_shapes(bound)
     # What inference finds lets more of the shape arithmetic be computed, and the other way round.
     while fold_shapes(bound.graph) + take_branches(bound.graph) and not _is_known(bound.graph):
-        infer_shapes(bound)
+        observed |= infer_shapes(bound)
     values = [*bound.graph.inputs, *(value for node in bound.graph for value in node.outputs)]
     named = {value.name: value for value in values if value.name}
     shapes = {name: value.shape for name, value in named.items() if value.shape is not None}
@@ -235,6 +239,7 @@ def bind_shapes(
         {name: tuple(size if isinstance(size, int) else 1 for size in shape) for name, shape in shapes.items()},
         frozenset(name for name in named if name not in shapes or not shapes[name].is_static()),
         {name: value.const_value.numpy() for name, value in named.items() if value.const_value is not None},
+        observed,
     )
 
 

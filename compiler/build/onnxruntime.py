@@ -24,7 +24,10 @@ def write_engines(
     Weights are streamed from where they are into one file, named as the graphs up to the first dot. With `link`, those
     that lie in the model's own data files stay there, and the graphs refer to hard links of these. `progress` is told
     the bytes of each weight. Returns the links, and the files that had to be copied since a link was not possible.
+    A rank that has nothing to do has no graphs.
     """
+    if not pieces:
+        return [], []
     first = next(iter(pieces))
     folder = first.parent
     folder.mkdir(parents=True, exist_ok=True)

@@ -21,6 +21,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
 from splitc.compiler.build.tensorrt import BLOCK, Failed, Finished, Job, Order, Progress, Refusal
+from splitc.compiler.graph import operator_name
 from splitc.runtime.engines.kinds import MODULES, TENSORRT_RTX
 from splitc.runtime.gpu import find_cupy
 from splitc.runtime.manifest import Built
@@ -217,7 +218,7 @@ def _nodes(job: Job) -> list[Refusal]:
     return [
         Refusal(
             node.name or node.outputs[0].name or "",
-            f"{node.domain}.{node.op_type}" if node.domain else node.op_type,
+            operator_name(node),
             node.metadata_props.get(BLOCK, "?"),
             "",
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from splitc.compiler.costs import RANDOM
 from splitc.compiler.graph import Graph
 from splitc.compiler.split import axes as ax
 from splitc.compiler.split.axes import Axis, Factor, Pin
@@ -69,6 +70,7 @@ class Candidates:
 def find_candidates(graph: Graph, axis_map: AxisMap, size: Callable[[ir.Value], int], ranks: int) -> Candidates:
     """All atoms that reach weights and that no node needs whole. `size` gives the bytes of a value."""
     _pin_ends(graph, axis_map)
+    _pin_tables(axis_map)
     weights, contractions, ranged = reached_weights(axis_map, size), _contractions(axis_map), _ranged(axis_map)
     given = {atom for value in graph.graph.outputs for axis in axis_map.axes[value] or () for atom in ax.atoms(axis)}
     least = LEAST_SHARE * sum(size(value) for value in graph.graph.initializers.values())
@@ -82,19 +84,20 @@ def find_candidates(graph: Graph, axis_map: AxisMap, size: Callable[[ir.Value], 
             moved = sum(map(size, sums.summed or joined))
             candidates.append(Candidate(atom, covered, sums.count, max(1, sums.count) * SUM_BYTES + moved))
     candidates.sort(key=lambda each: (each.worth, each.bytes), reverse=True)
-    rejected = _not_worth_it(candidates, axis_map, ranks)
+    rejected = _not_worth_it(graph, candidates, axis_map, ranks)
     return Candidates(tuple(candidates), rejected, tuple(weights), contractions, ranged)
 
 
-def _not_worth_it(candidates: list[Candidate], axis_map: AxisMap, ranks: int) -> dict[Factor, str]:
+def _not_worth_it(graph: Graph, candidates: list[Candidate], axis_map: AxisMap, ranks: int) -> dict[Factor, str]:
     """The candidates that cost more than they spare, with the reason."""
     looked_up = _looked_up(axis_map)
+    only = looked_up - _read_otherwise(graph, axis_map) if looked_up else set()
     best = max((each.worth for each in candidates if each.sums and each.atom not in looked_up), default=0.0)
     rejected: dict[Factor, str] = {}
     for each in candidates:
         if each.worth < WORTH * best:
             rejected[each.atom] = f"its {each.sums} sums cost more than they spare"
-        elif _is_small_lookup(each, looked_up, axis_map, ranks):
+        elif each.atom in only and each.bytes * (ranks - 1) / ranks < LOOKUP_BYTES:
             rejected[each.atom] = "it is only looked up in, and small"
     return rejected
 
@@ -106,6 +109,14 @@ def _pin_ends(graph: Graph, axis_map: AxisMap) -> None:
             for leaf in ax.leaves(axis):
                 if not leaf.is_atom:
                     ax.pin((leaf,), Pin(None, f"it is a part of an axis of '{value.name}'"))
+
+
+def _pin_tables(axis_map: AxisMap) -> None:
+    """A rank looks up in consecutive rows of a table, which it has only where the rows are one atom."""
+    for node, operation in axis_map.operations.items():
+        leaves = ax.leaves(operation.contracted) if operation.lookup else []
+        if len(leaves) > 1 or not all(leaf.is_atom for leaf in leaves):
+            ax.pin(operation.contracted, Pin(node, "it is looked up in, and made of parts"))
 
 
 def reached_weights(axis_map: AxisMap, size: Callable[[ir.Value], int]) -> dict[Factor, dict[ir.Value, int]]:
@@ -148,22 +159,19 @@ def _ranged(axis_map: AxisMap) -> dict[Factor, list[ir.Node]]:
     return found
 
 
-def _looked_up(axis_map: AxisMap) -> dict[Factor, set[ir.Value]]:
-    """For each atom the tables whose rows it is."""
-    found: dict[Factor, set[ir.Value]] = defaultdict(set)
-    for node, operation in axis_map.operations.items():
-        if operation.lookup and node.inputs[0] is not None:
-            for atom in ax.atoms(operation.contracted):
-                found[atom].add(node.inputs[0])
-    return found
+def _looked_up(axis_map: AxisMap) -> set[Factor]:
+    """The atoms that are rows of tables that are looked up in."""
+    return {atom for op in axis_map.operations.values() if op.lookup for atom in ax.atoms(op.contracted)}
 
 
-def _is_small_lookup(
-    candidate: Candidate, looked_up: Mapping[Factor, set[ir.Value]], axis_map: AxisMap, ranks: int
-) -> bool:
-    """Whether all that an atom splits is tables that nothing multiplies with, and small ones."""
-    tables = looked_up.get(candidate.atom, set())
-    read = (node for table in tables for node, _ in table.uses())
-    only = all(axis_map.operations[node].lookup for node in read if node in axis_map.operations)
-    spared = candidate.bytes * (ranks - 1) / ranks
-    return set(candidate.weights) <= tables and only and spared < LOOKUP_BYTES
+def _read_otherwise(graph: Graph, axis_map: AxisMap) -> set[Factor]:
+    """The atoms that are read at run time by what does not look them up."""
+    constant = graph.constant_nodes(RANDOM)
+    return {
+        atom
+        for node, operation in axis_map.operations.items()
+        if not operation.lookup and node not in constant
+        for axes in operation.inputs
+        for axis in axes or ()
+        for atom in ax.atoms(axis)
+    }

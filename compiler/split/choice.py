@@ -41,7 +41,7 @@ def choose(graph: Graph, axis_map: AxisMap, size: Callable[[ir.Value], int], ran
     conflicts = _conflicts(axis_map, {each.atom for each in found.candidates})
     rejected = dict(found.rejected)
     chosen = _select([each for each in found.candidates if each.atom not in rejected], conflicts, rejected)
-    _drop_mixed(axis_map, chosen, rejected, ranks)
+    _drop_mixed(axis_map, chosen, rejected)
     partners = _find_partners(chosen, found, conflicts, ranks)
     atoms = tuple(atom for atom in found.order if atom in chosen or atom in partners.values())
     start = {node for atom in atoms for node in found.start(atom)}
@@ -105,7 +105,7 @@ def _conflicts(axis_map: AxisMap, atoms: Collection[Factor]) -> dict[Factor, set
     return found
 
 
-def _drop_mixed(axis_map: AxisMap, chosen: dict[Factor, Candidate], rejected: dict[Factor, str], ranks: int) -> None:
+def _drop_mixed(axis_map: AxisMap, chosen: dict[Factor, Candidate], rejected: dict[Factor, str]) -> None:
     """Give up atoms that are summed over together with others that are not split: a rank would add those again."""
     again = True
     while again:
@@ -115,9 +115,7 @@ def _drop_mixed(axis_map: AxisMap, chosen: dict[Factor, Candidate], rejected: di
                 continue
             for leaf in ax.leaves(operation.contracted):
                 parts = [any(atom in chosen for atom in ax.atoms(section)) for section in leaf.sections]
-                # A rank that has none of one part could not leave it out of the sum.
-                few = any(atom.size < ranks for atom in ax.atoms((leaf,)) if atom in chosen)
-                if any(parts) and (few or not all(parts)):
+                if any(parts) and not all(parts):
                     mixed = {atom for atom in ax.atoms((leaf,)) if atom in chosen}
                     for atom in mixed:
                         del chosen[atom]

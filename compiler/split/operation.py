@@ -30,6 +30,7 @@ class Operation:
     linear: sets of inputs; where all of one set are partial and no other input is, so is the output.
     sizes: for an input the sizes that its entries are, by axis; `attributes` likewise.
     once: inputs that are added to the result, so that only one rank may add them.
+    zero: the input that says which number of the first one stands for 0, where that is another one.
     lookup: it picks rows of its first input, a table, by its second.
     ranged: it needs the least and the greatest element of its whole first input, which the ranks must find together.
     equal_parts: it cuts an axis into as many parts as it has outputs, of equal sizes.
@@ -44,6 +45,7 @@ class Operation:
     sizes: dict[int, Sizes] = field(default_factory=dict)
     attributes: dict[str, Sizes] = field(default_factory=dict)
     once: frozenset[int] = frozenset()
+    zero: Optional[int] = None
     lookup: bool = False
     ranged: bool = False
     equal_parts: bool = False
@@ -149,7 +151,7 @@ class Operation:
             if ax.size_of(axis) == 1:
                 continue
             if sum(sizes) != ax.size_of(axis):
-                self.whole([axis], "its parts do not add up")
+                self.whole([axis, *sections], "its parts do not add up")
             elif len(sections) == 1:
                 self.relate(axis, sections[0])
             else:

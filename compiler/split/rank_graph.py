@@ -11,6 +11,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from splitc.compiler.split import axes as ax
+from splitc.compiler.split.axes import Factor
 from splitc.compiler.split.layer import Stage, stage_graph
 from splitc.compiler.split.operation import Axes, Operation
 from splitc.compiler.split.partial import chosen_atoms
@@ -65,6 +66,7 @@ class _RankGraph:
         operation = self._split.axis_map.operations[original]
         self._cut_weights(node, operation)
         self._sizes.rewrite(node, operation)
+        self._leave_out(node, operation)
         if operation.equal_parts:
             self._say_parts(node, operation)
         if original in self._ranged:  # also where this rank has all of it: the others do not
@@ -80,6 +82,26 @@ class _RankGraph:
                 result = self._wrap(result, "Mul", [result, self._constant(np.array(0, dtype))], "uncounted")
         if result.name in self._summed:
             self._wrap(result, COLLECTIVE, [result], "part", **self._all_reduce("sum"))
+
+    def _leave_out(self, node: ir.Node, operation: Operation) -> None:
+        """Make zeros of what the node would sum over that another rank has, where it sums over units of its own too."""
+        for leaf in ax.leaves(operation.contracted):
+            if self._shards.counts((leaf,)) and not self._shards.counts((leaf,), all):
+                number, place = _find_leaf(operation, leaf)
+                data, axes = node.inputs[number], operation.input(number)
+                assert data is not None and data.dtype is not None
+                shape = (-1, *[1] * (len(axes) - place - 1))
+                kept = self._constant(self._shards.counted(axes[place]).reshape(shape))
+                zero = (
+                    node.inputs[operation.zero]
+                    if operation.zero is not None and operation.has(operation.zero)
+                    else None
+                )
+                nothing = zero or self._constant(np.array(0, data.dtype.numpy()))
+                masked = ir.node("Where", [kept, data, nothing])
+                masked.outputs[0].type = data.type
+                self._graph.insert_before(node, masked)
+                node.replace_input_with(number, masked.outputs[0])
 
     def _all_reduce(self, operation: str) -> dict[str, Any]:
         """Attributes of a collective node."""
@@ -150,8 +172,8 @@ class _RankGraph:
         means what it did in the table: below 0 it counts from the end, and one that is out of bounds fails.
         """
         (atom,) = ax.leaves(operation.contracted)
-        part, indices, table = self._shards.ranges[atom], node.inputs[1], node.inputs[0]
-        assert indices is not None and indices.dtype is not None and table is not None and table.dtype is not None
+        part, indices, rows = self._shards.ranges[atom], node.inputs[1], node.outputs[0]
+        assert indices is not None and indices.dtype is not None and rows.dtype is not None
         kind = indices.dtype.numpy()
 
         def before(operator: str, *inputs: ir.Value) -> ir.Value:
@@ -165,8 +187,8 @@ class _RankGraph:
         inside = before("Clip", shifted, zero, last)
         mask = before("Unsqueeze", before("Equal", shifted, inside), self._constant(np.array([-1], np.int64)))
         node.replace_input_with(1, inside)
-        nothing = self._constant(np.array(0, table.dtype.numpy()))
-        return self._wrap(node.outputs[0], "Where", [mask, node.outputs[0], nothing], "any")
+        nothing = self._constant(np.array(0, rows.dtype.numpy()))
+        return self._wrap(rows, "Where", [mask, rows, nothing], "any")
 
     def _quantize_together(self, node: ir.Node) -> None:
         """DynamicQuantizeLinear of a part, with the scale and zero point of the whole (as ONNX defines them)."""
@@ -261,3 +283,13 @@ class _RankGraph:
                 if value.name is None:
                     node.name = f"splitc_{node.op_type}_{number}"
                     value.name = f"{node.name}_{place}"
+
+
+def _find_leaf(operation: Operation, leaf: Factor) -> tuple[int, int]:
+    """The first input, and its axis, that has what a node sums over."""
+    return next(
+        (number, place)
+        for number, axes in enumerate(operation.inputs)
+        for place, axis in enumerate(axes or ())
+        if leaf in ax.leaves(axis)
+    )

@@ -17,7 +17,7 @@ import onnx_ir as ir
 from splitc.compiler.analysis import Analysis
 from splitc.compiler.blocks import Partition
 from splitc.compiler.costs import RANDOM
-from splitc.compiler.graph import Graph, describe_node
+from splitc.compiler.graph import Graph, describe_node, operator_name
 from splitc.compiler.split import axes as ax
 from splitc.compiler.split.axes import Axis, Factor
 from splitc.compiler.split.axis_map import AxisMap, find_axes_apart
@@ -237,7 +237,7 @@ def _why_not(
     analysis: Analysis, node: ir.Node, constant: Collection[ir.Node], inside: bool, least: int
 ) -> Optional[Declined]:
     """Why a node that reads weights is no product that may be sliced, or None."""
-    number = PRODUCTS.get(node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}")
+    number = PRODUCTS.get(operator_name(node))
     weight = node.inputs[number] if number is not None and number < len(node.inputs) else None
     if node in constant or weight is None:
         return Declined(f"read by {node.op_type}", f"{_name(node)} reads it, and is no matmul")

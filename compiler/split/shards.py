@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -72,6 +72,29 @@ class Shards:
             return np.arange(part.start, part.stop)
         starts = np.cumsum([0, *(ax.size_of(section) for section in leaf.sections)])
         return np.concatenate([start + self.indices(section) for start, section in zip(starts, leaf.sections)])
+
+    def counts(self, axis: Axis, sections: Callable[[Iterable[bool]], bool] = any) -> bool:
+        """Whether any of the rank's elements along an axis are its own, and not copies of another rank's; or whether all
+        are, with `all`. They differ only where a rank has units of some sections, and none of others.
+        """
+        return all(
+            (leaf not in self.ranges or self.ranges[leaf].counts)
+            if leaf.is_atom
+            else sections(self.counts(section, sections) for section in leaf.sections)
+            for leaf in ax.leaves(axis)
+        )
+
+    def counted(self, axis: Axis) -> npt.NDArray[np.bool_]:
+        """Which of the rank's elements along an axis are its own, in order."""
+        found = np.ones(1, np.bool_)
+        for leaf in ax.leaves(axis):
+            found = (found[:, None] & self._leaf_counted(leaf)[None, :]).reshape(-1)
+        return found
+
+    def _leaf_counted(self, leaf: Factor) -> npt.NDArray[np.bool_]:
+        if leaf.is_atom:
+            return np.full(self._leaf(leaf), leaf not in self.ranges or self.ranges[leaf].counts)
+        return np.concatenate([self.counted(section) for section in leaf.sections])
 
     def key(self, axes: Axes) -> bytes:
         """The same for the same part of a value."""

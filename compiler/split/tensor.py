@@ -13,7 +13,6 @@ from splitc.compiler.shapes import BoundShapes, Shape
 from splitc.compiler.split.axis_map import AxisMap, find_axes
 from splitc.compiler.split.choice import Choice, choose
 from splitc.compiler.split.operation import Axes, Operation
-from splitc.compiler.split.partial import chosen_atoms
 from splitc.compiler.split.shards import Shards
 from splitc.compiler.split.shares import Ranges, assign_units
 from splitc.compiler.split.unlike import bind_unlike
@@ -53,9 +52,8 @@ class TensorSplit:
         return {value.name or "": value for value in (*self.graph.graph.inputs, *made)}
 
     def counts(self, rank: int, operation: Operation) -> bool:
-        """Whether what the rank contracts at a node is its own, or a copy of another rank's that must not count."""
-        own = chosen_atoms([operation.contracted], self.ranges)
-        return all(self.ranges[atom][rank].counts for atom in own)
+        """Whether the rank contracts anything of its own at a node, and not just copies of another rank's units."""
+        return self.shards(rank).counts(operation.contracted)
 
     def adds(self, rank: int, operation: Operation) -> bool:
         """Whether it is this rank that adds what only one may add to a partial value: the first that counts."""

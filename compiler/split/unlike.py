@@ -28,7 +28,8 @@ def bind_unlike(graph: Graph, given: Mapping[str, Shape], bound: BoundShapes) ->
     symbols: dict[str, int] = {}
     for value in graph.graph.inputs:
         for size, number in zip(value.shape or (), given[value.name or ""]):
-            if isinstance(size, ir.SymbolicDim) and size.value:
+            # Some exporters write a number as a symbol: "4" may be any length, or the number of heads.
+            if isinstance(size, ir.SymbolicDim) and size.value and not size.value.isdigit():
                 symbols[size.value] = number
     if not symbols:
         return bound

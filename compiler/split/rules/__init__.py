@@ -11,6 +11,7 @@ import importlib
 import pkgutil
 from typing import Callable
 
+from splitc.compiler.graph import operator_name
 from splitc.compiler.split.operation import Operation
 
 Rule = Callable[[Operation], None]
@@ -32,8 +33,7 @@ def rule(*operators: str) -> Callable[[Rule], Rule]:
 def apply_rule(operation: Operation) -> None:
     """Relate the axes of one node. An operator without a rule needs everything whole."""
     node = operation.node
-    name = node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
-    known = RULES.get(name)
+    known = RULES.get(operator_name(node))
     shapes = (*zip(node.inputs, operation.inputs), *zip(node.outputs, operation.outputs))
     if known is None or any(value is not None and value.name and axes is None for value, axes in shapes):
         operation.opaque()

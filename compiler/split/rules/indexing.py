@@ -2,26 +2,57 @@
 
 from __future__ import annotations
 
+from typing import Optional
+
+import onnx_ir as ir
+
+from splitc.compiler.costs import RANDOM
+from splitc.compiler.split import axes as ax
 from splitc.compiler.split.operation import Operation
 from splitc.compiler.split.rules import rule
 
 
 @rule("Gather")
 def gather(op: Operation) -> None:
-    """The picked axis gives way to those of the indices. Rows of a table may lie on several ranks: see `lookup`."""
+    """The picked axis gives way to those of the indices."""
     data, indices, output = op.input(0), op.input(1), op.output()
     axis = op.number("axis", 0) % len(data)
     op.relate_all(data[:axis], output[:axis])
     op.relate_all(indices, output[axis : axis + len(indices)])
     op.relate_all(data[axis + 1 :], output[axis + len(indices) :])
-    source = op.node.inputs[0]
-    if axis == 0 and len(data) == 2 and source is not None and source.is_initializer() and op.constants[1] is None:
+    _look_up(op, axis)
+    op.linear = (frozenset([0]),)
+
+
+@rule("com.microsoft.GatherBlockQuantized")
+def gather_blocks(op: Operation) -> None:
+    """As Gather, of rows of quantized numbers with scales, and perhaps zero points, for blocks along another axis."""
+    data, indices, output = op.input(0), op.input(1), op.output()
+    axis = op.number("gather_axis", 0) % len(data)
+    op.relate_all(indices, output[axis : axis + len(indices)])
+    for number in (2, 3):
+        if op.has(number) and ax.size_of(op.input(number)[axis]) == ax.size_of(data[axis]):
+            op.relate(op.input(number)[axis], data[axis])
+    _look_up(op, axis)
+
+
+def _look_up(op: Operation, axis: int) -> None:
+    """Rows of a table of weights may lie on several ranks; of anything else they are needed whole."""
+    data = op.input(0)
+    if axis == 0 and len(data) == 2 and _is_constant(op.node.inputs[0]) and op.constants[1] is None:
         op.free([data[0]])
         op.lookup = True
         op.contracted = data[0]
     else:
         op.whole([data[axis]], "it is picked from by index")
-    op.linear = (frozenset([0]),)
+
+
+def _is_constant(value: Optional[ir.Value]) -> bool:
+    """Whether a value is a weight, or computed from weights alone."""
+    if value is None or value.is_initializer():
+        return value is not None
+    node = value.producer()
+    return node is not None and node.op_type not in RANDOM and all(v is None or _is_constant(v) for v in node.inputs)
 
 
 @rule("GatherElements")

@@ -28,13 +28,19 @@ def matmul(op: Operation) -> None:
 
 @rule("MatMulInteger", "com.microsoft.MatMulIntegerToFloat")
 def matmul_integer(op: Operation) -> None:
-    """Scales and zero points are scalars, or one for each column of the second matrix."""
+    """Scales and zero points are scalars; of the second matrix there may be one for each column.
+
+    MatMulInteger has the two matrices' zero points, MatMulIntegerToFloat their scales, their zero points and a bias.
+    """
     product(op, op.input(0), op.input(1))
-    extra = range(2, len(op.inputs))
-    for number in extra:
-        for axis in op.input(number) if op.has(number) else ():
-            if ax.size_of(axis) == ax.size_of(op.output()[-1]):
-                op.relate(axis, op.output()[-1])
+    to_float = op.node.op_type == "MatMulIntegerToFloat"
+    op.zero, of_columns = (4, (3, 5, 6)) if to_float else (2, (3,))
+    if op.has(op.zero) and any(ax.size_of(axis) != 1 for axis in op.input(op.zero)):
+        op.whole([op.input(0)[-1]], "its rows have zero points of their own")
+    for axis in (axis for number in of_columns if op.has(number) for axis in op.input(number)):
+        if ax.size_of(axis) == ax.size_of(op.output()[-1]):
+            op.relate(axis, op.output()[-1])
+    op.once = frozenset([6]) if to_float else frozenset()
 
 
 @rule("com.microsoft.FusedMatMul")
@@ -91,7 +97,10 @@ def convolution(op: Operation) -> None:
     for number in range(2, len(op.inputs)):
         if op.has(number) and op.input(number) and ax.size_of(op.input(number)[0]) == ax.size_of(output[1]):
             op.relate(op.input(number)[0], output[1])
-    op.once = frozenset([2]) if op.node.op_type == "Conv" else frozenset()
+    if op.node.op_type == "Conv":
+        op.once = frozenset([2])
+    else:
+        op.zero = 2
 
 
 @rule("ConvTranspose")

@@ -50,7 +50,7 @@ def tile(op: Operation) -> None:
     op.linear = LINEAR
 
 
-@rule("ConstantOfShape", "com.microsoft.ConstantOfShape")
+@rule("ConstantOfShape")
 def constant_of_shape(op: Operation) -> None:
     op.free(op.output())
     op.say_sizes(0, op.output())

