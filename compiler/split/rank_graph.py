@@ -92,12 +92,9 @@ class _RankGraph:
                 assert data is not None and data.dtype is not None
                 shape = (-1, *[1] * (len(axes) - place - 1))
                 kept = self._constant(self._shards.counted(axes[place]).reshape(shape))
-                zero = (
-                    node.inputs[operation.zero]
-                    if operation.zero is not None and operation.has(operation.zero)
-                    else None
-                )
-                nothing = zero or self._constant(np.array(0, data.dtype.numpy()))
+                zero = operation.zero
+                given = node.inputs[zero] if zero is not None and operation.has(zero) else None
+                nothing = given or self._constant(np.array(0, data.dtype.numpy()))
                 masked = ir.node("Where", [kept, data, nothing])
                 masked.outputs[0].type = data.type
                 self._graph.insert_before(node, masked)

@@ -74,8 +74,9 @@ class Shards:
         return np.concatenate([start + self.indices(section) for start, section in zip(starts, leaf.sections)])
 
     def counts(self, axis: Axis, sections: Callable[[Iterable[bool]], bool] = any) -> bool:
-        """Whether any of the rank's elements along an axis are its own, and not copies of another rank's; or whether all
-        are, with `all`. They differ only where a rank has units of some sections, and none of others.
+        """Whether any (or `all`) of the rank's elements along an axis are its own, and not copies of another rank's.
+
+        These differ only where a rank has units of some sections, and none of others.
         """
         return all(
             (leaf not in self.ranges or self.ranges[leaf].counts)
