@@ -78,6 +78,12 @@ RANGE = "repeatable, for engines that are built for a range of sizes (TensorRT).
 MIN_SHAPES = typer.Option([], "--min-shapes", help=f"An input's smallest shape, {RANGE}")
 OPT_SHAPES = typer.Option([], "--opt-shapes", help=f"The shape to be fast for, {RANGE}")
 MAX_SHAPES = typer.Option([], "--max-shapes", help=f"An input's largest shape, which is planned for, {RANGE}")
+SET = typer.Option(
+    [],
+    "--set",
+    metavar="NAME=VALUE",
+    help="Bind an input to a constant, repeatable, and fold what follows from it: use_cache_branch=true, sr=16000.",
+)
 PROFILE = typer.Option(False, "--profile", help="Measure each block's time instead of estimating it.")
 TIMING_CACHE = typer.Option(
     None, "--timing-cache", help="TensorRT's timings, read and written. Default: beside the package.", **TENSORRT
@@ -106,10 +112,12 @@ def _request(
     min_shapes: list[str] = MIN_SHAPES,
     opt_shapes: list[str] = OPT_SHAPES,
     max_shapes: list[str] = MAX_SHAPES,
+    settings: list[str] = SET,
     profile: bool = PROFILE,
     threads: Optional[int] = THREADS,
 ) -> Request:
     """What the options that plan and compile have in common ask for."""
+    from splitc.compiler.bind import parse_settings
     from splitc.compiler.plan import Request
     from splitc.compiler.shapes import parse_shapes
 
@@ -131,6 +139,7 @@ def _request(
         main_device=main_device,
         row_min=row_min,
         fallback=fallback,
+        settings=parse_settings(settings),
     )
 
 
@@ -244,8 +253,9 @@ def compile_command(
 
     check_target(package, force)
     if plan_path:
-        if device or request.tensor_split or request.memory or request.shapes or request.engine:
-            raise MisuseError("--plan has the devices, shares, budgets, shapes and engine: edit it, or leave it out")
+        given = (request.tensor_split, request.memory, request.shapes, request.engine, request.settings)
+        if device or any(given):
+            raise MisuseError("--plan has devices, shares, budgets, shapes, settings and engine: edit it, or leave it out")
         decided = plan_from_file(model, plan_path)
     else:
         decided = plan_model(model, device, request)

@@ -17,9 +17,9 @@ LONGEST = 1024
 # The operators that exporters do shape arithmetic with.
 OPERATORS = frozenset(
     """
-    Add And Cast Ceil Concat ConstantOfShape Div Equal Expand Flatten Floor Gather Greater GreaterOrEqual Identity Less
-    LessOrEqual Max Min Mod Mul Neg Not Or Range ReduceMax ReduceMin ReduceProd ReduceSum Reshape Shape Size Slice Split
-    Sqrt Squeeze Sub Tile Transpose Unsqueeze Where
+    Abs Add And Cast Ceil Concat ConstantOfShape Div Equal Expand Flatten Floor Gather Greater GreaterOrEqual Identity
+    Less LessOrEqual Max Min Mod Mul Neg Not Or Range ReduceMax ReduceMin ReduceProd ReduceSum Reshape Shape Size Slice
+    Split Sqrt Squeeze Sub Tile Transpose Unsqueeze Where Xor
     """.split()  # noqa: SIM905  # as a list it would take a page
 )
 
@@ -32,17 +32,29 @@ def fold_shapes(graph: ir.Graph) -> int:
 
     Shape inference then knows the targets of Reshape and Expand, which it can't always follow by itself.
     """
+    return sum(map(_fold, graph))
+
+
+def fold_from(graph: ir.Graph, known: set[ir.Value]) -> int:
+    """As `fold_shapes`, of what follows from the values `known`, to which it is added; what it is made of is given."""
     count = 0
     for node in graph:
-        if node.op_type not in OPERATORS or node.domain not in ("", "ai.onnx"):
-            continue
-        if all(value.const_value is not None for value in node.outputs) or not all(map(_is_short, node.outputs)):
-            continue
-        if (results := _evaluate(node)) is not None:
-            for value, array in zip(node.outputs, results):
-                value.const_value = ir.tensor(array, name=value.name)
+        if any(value in known for value in node.inputs) and _fold(node):
+            known.update(node.outputs)
             count += 1
     return count
+
+
+def _fold(node: ir.Node) -> bool:
+    """Give a node's outputs their `const_value`, if it is one of shape arithmetic and all that it reads is known."""
+    if node.op_type not in OPERATORS or node.domain not in ("", "ai.onnx"):
+        return False
+    if all(value.const_value is not None for value in node.outputs) or not all(map(_is_short, node.outputs)):
+        return False
+    results = _evaluate(node)
+    for value, array in zip(node.outputs, results or ()):
+        value.const_value = ir.tensor(array, name=value.name)
+    return results is not None
 
 
 def _is_short(value: ir.Value) -> bool:
@@ -91,14 +103,14 @@ def _gives_short(node: ir.Node, arrays: list[Array]) -> bool:
 def take_branches(graph: ir.Graph) -> int:
     """Put the branch that will be taken in the place of each If whose condition is known. Returns how many.
 
-    For analysis only: what the other branch would do with these shapes may not even be valid.
+    Where the condition follows from sizes, what the other branch would do with these may not even be valid.
     """
     count = 0
     for node in [node for node in graph if node.op_type == "If"]:
-        condition = node.inputs[0].const_value if node.inputs[0] is not None else None
+        condition = known_array(node.inputs[0])
         if condition is None:
             continue
-        branch = node.attributes["then_branch" if condition.numpy().item() else "else_branch"].as_graph()
+        branch = node.attributes["then_branch" if condition.item() else "else_branch"].as_graph()
         outputs = list(branch.outputs)
         for value in branch.initializers.values():
             graph.register_initializer(value)
@@ -106,9 +118,38 @@ def take_branches(graph: ir.Graph) -> int:
         branch.outputs.clear()
         branch.remove(inner)
         graph.insert_before(node, inner)
+        own = {value for each in inner for value in each.outputs}
         for old, new in zip(node.outputs, outputs):
-            new.name, old.name = old.name, None
-            old.replace_all_uses_with(new, replace_graph_outputs=True)
-        graph.remove(node)
+            stand_in(node, old, new, new in own)
+            own.discard(new)  # it has that output's name now
+        _let_go(node)
+        graph.remove(node, safe=True)
         count += 1
     return count
+
+
+def _let_go(node: ir.Node) -> None:
+    """What the nodes inside a node read is not read by them any more."""
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            for inner in ir.traversal.RecursiveGraphIterator(attribute.as_graph()):
+                for number in range(len(inner.inputs)):
+                    inner.replace_input_with(number, None)
+
+
+def known_array(value: Optional[ir.Value]) -> Optional[Array]:
+    """What a value is known to be, if it is."""
+    tensor = value.const_value if value is not None else None
+    return None if tensor is None else tensor.numpy()
+
+
+def stand_in(node: ir.Node, old: ir.Value, new: ir.Value, rename: bool = False) -> None:
+    """Let a value stand for a node's output: under the output's name, or behind an Identity that has it."""
+    if not rename:
+        identity = ir.node("Identity", [new])
+        assert node.graph is not None
+        node.graph.insert_before(node, identity)
+        identity.outputs[0].type, identity.outputs[0].shape = new.type, new.shape
+        new = identity.outputs[0]
+    new.name, old.name = old.name, None
+    old.replace_all_uses_with(new, replace_graph_outputs=True)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import google.protobuf.message
+import numpy.typing as npt
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
 
+from splitc.compiler.bind import bind_inputs
+from splitc.compiler.nodes import describe_node, operator_name
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.manifest import Source, hash_file
 
@@ -34,7 +39,7 @@ class Graph:
     The normal form: functions inlined, nodes in topological order and all of them needed, constants and the
     subgraphs' initializers are initializers of the main graph, no initializer is an input, and every output has a
     node of its own. An output that is an input has none: it is in `passed`, with its place among the outputs, and not
-    in the graph.
+    in the graph. `fixed` are the inputs that were bound to constants, with their values.
     """
 
     path: Path
@@ -42,6 +47,7 @@ class Graph:
     reads: Mapping[ir.Node, tuple[ir.Value, ...]]
     annotated: Mapping[str, ir.Shape]
     passed: tuple[tuple[int, ir.Value], ...]
+    fixed: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
 
     @property
     def graph(self) -> ir.Graph:
@@ -82,20 +88,21 @@ class Graph:
         return [value for value in self.reads[node] if value.is_initializer()]
 
 
-def open_graph(path: Path) -> Graph:
-    """Open and check a model. Weights stay on disk.
+def open_graph(path: Path, settings: Mapping[str, Any] = MappingProxyType({})) -> Graph:
+    """Open and check a model. Weights stay on disk. The inputs in `settings` become constants of these values.
 
     Raises ModelError when the file is missing or no ONNX model, when external data is missing, too short or outside
-    the model's folder, and for operators that ONNX Runtime does not know.
+    the model's folder, and for operators that ONNX Runtime does not know; MisuseError for settings that the model does
+    not take.
     """
     model = _load(path)
     check_external_data(model, path)
     _trust_external_data(model)
-    passed = _normalize(model)
+    fixed, passed = _normalize(model, settings)
     _check_operators(model)
     values = (value for node in model.graph for value in node.outputs)
     annotated = {value.name: value.shape for value in values if value.name and value.shape is not None}
-    return Graph(path, model, {node: tuple(node_reads(node)) for node in model.graph}, annotated, passed)
+    return Graph(path, model, {node: tuple(node_reads(node)) for node in model.graph}, annotated, passed, fixed)
 
 
 def _load(path: Path) -> ir.Model:
@@ -158,28 +165,30 @@ def _trust_external_data(model: ir.Model) -> None:
             )
 
 
-def _normalize(model: ir.Model) -> tuple[tuple[int, ir.Value], ...]:
-    """Bring the model into normal form, in place. Returns the outputs that are inputs, which are taken off."""
+def _normalize(
+    model: ir.Model, settings: Mapping[str, Any]
+) -> tuple[dict[str, npt.NDArray[Any]], tuple[tuple[int, ir.Value], ...]]:
+    """Bring the model into normal form, in place.
+
+    Returns the inputs that became constants, and the outputs that are inputs, which are taken off.
+    """
     passes.InlinePass()(model)
     passes.RemoveInitializersFromInputsPass()(model)
+    passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    passes.LiftSubgraphInitializersToMainGraphPass()(model)
+    fixed = bind_inputs(model, settings) if settings else {}
     # Before the outputs are fixed: that would give such an input another name.
     passed = tuple((place, value) for place, value in enumerate(model.graph.outputs) if value.is_graph_input())
     for place, _ in reversed(passed):
         del model.graph.outputs[place]
     if not model.graph.outputs:
         raise ModelError("the model computes nothing: all its outputs are inputs")
-    steps = [
-        passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
-        passes.LiftSubgraphInitializersToMainGraphPass(),
-        passes.RemoveUnusedNodesPass(),
-        passes.OutputFixPass(),
-    ]
-    for step in steps:
-        step(model)
+    passes.RemoveUnusedNodesPass()(model)
+    passes.OutputFixPass()(model)
     _name_initializer_outputs(model.graph)
     if not _is_sorted(model.graph):
         passes.TopologicalSortPass()(model)
-    return passed
+    return fixed, passed
 
 
 def _name_initializer_outputs(graph: ir.Graph) -> None:
@@ -230,13 +239,3 @@ def _check_operators(model: ir.Model) -> None:
                 f"{describe_node(node)} is the operator {operator_name(node)}, which ONNX Runtime does not know"
                 + ("" if domain in {d for d, _ in known} else f" (nor any of the domain '{domain}')")
             )
-
-
-def operator_name(node: ir.Node) -> str:
-    """An operator's name, with its domain where that is not ONNX's own: `MatMul`, `com.microsoft.Gelu`."""
-    return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
-
-
-def describe_node(node: ir.Node) -> str:
-    """A node for people: its name, or what it produces where it has none."""
-    return f"node '{node.name}'" if node.name else f"the {node.op_type} node that makes '{node.outputs[0].name}'"

@@ -18,7 +18,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
 from splitc.compiler.contrib_shapes import add_shape_functions
-from splitc.compiler.graph import operator_name
+from splitc.compiler.nodes import operator_name
 from splitc.compiler.observe import observe
 
 logger = logging.getLogger(__name__)

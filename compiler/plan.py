@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import onnx_ir as ir
 
@@ -140,6 +141,7 @@ class Request:
     In tensor mode `pipeline_stages` divides the devices into so many groups, each with a run of blocks. In row mode
     the model runs on the device `main_device` (the first, where none is named), and weights of at least `row_min` x
     `row_min` are sliced. `fallback` is the mode to take instead where the one asked for can't split the model.
+    `settings` binds inputs to constants: a number or truth value for all elements, or nested lists of these.
     """
 
     split_mode: str = "auto"
@@ -159,6 +161,7 @@ class Request:
     main_device: str | None = None
     row_min: int = LEAST_SIDE
     fallback: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def asked_shapes(self) -> AskedShapes:

@@ -97,12 +97,12 @@ class _Analyses:
     def __init__(self, model: Path, request: Request) -> None:
         self._model = model
         self._request = request
-        self._known = {1: analyze(model, request.asked_shapes, 1)}
+        self._known = {1: analyze(model, request.asked_shapes, 1, request.settings)}
 
     def get(self, stages: int) -> Analysis:
         first = self._known[1]
         if stages > len(first.partition.blocks) and stages not in self._known:
-            self._known[stages] = analyze(self._model, self._request.asked_shapes, stages)
+            self._known[stages] = analyze(self._model, self._request.asked_shapes, stages, self._request.settings)
         found = self._known.get(stages, first)
         if stages > 1:
             check_divisible(found)

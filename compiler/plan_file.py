@@ -85,7 +85,7 @@ class PlanFile(Struct, frozen=True, forbid_unknown_fields=True):
 
     `shapes` are the largest of the inputs; the others are there where engines are to take a range of them.
     `finest` says that the model is cut wherever it can be, instead of into the blocks that repeat. `row_min` is the
-    shortest side of a matrix that row mode slices.
+    shortest side of a matrix that row mode slices. `settings` are inputs that are bound to constants.
     """
 
     schema: int
@@ -97,6 +97,7 @@ class PlanFile(Struct, frozen=True, forbid_unknown_fields=True):
     ranks: list[RankEntry]
     finest: bool
     blocks: dict[str, int]
+    settings: dict[str, Any] = {}
     min_shapes: dict[str, list[int]] = {}
     opt_shapes: dict[str, list[int]] = {}
     states: Optional[list[State]] = None
@@ -129,6 +130,7 @@ def to_file(plan: Plan) -> PlanFile:
         engine=plan.engine,
         objective=plan.objective,
         shapes=_lists(analysis.shapes),
+        settings={name: array.tolist() for name, array in graph.fixed.items()},
         min_shapes={} if analysis.smallest == analysis.shapes else _lists(analysis.smallest),
         opt_shapes={} if analysis.typical == analysis.shapes else _lists(analysis.typical),
         ranks=[
@@ -233,8 +235,9 @@ def plan_from_file(model: Path, path: Path) -> Plan:
         opt_shapes=_shapes(file.opt_shapes),
         pipeline_stages=1 + max((rank.stage for rank in file.ranks), default=0),
         row_min=LEAST_SIDE if file.row_min is None else file.row_min,
+        settings=file.settings,
     )
-    analysis = analyze(model, request.asked_shapes, ALL if file.finest else 1)
+    analysis = analyze(model, request.asked_shapes, ALL if file.finest else 1, file.settings)
     stages = request.pipeline_stages
     if file.states is not None:
         analysis = replace(analysis, states=tuple(_check_states(analysis, file.states)))

@@ -65,7 +65,7 @@ def _check_request(request: Request) -> None:
 
 def _analyze(model: Path, devices: Sequence[Device], request: Request) -> Analysis:
     stages = len(devices) if request.split_mode == "layer" else request.pipeline_stages
-    analysis = analyze(model, request.asked_shapes, stages)
+    analysis = analyze(model, request.asked_shapes, stages, request.settings)
     if stages > 1:
         check_divisible(analysis)
     return analysis

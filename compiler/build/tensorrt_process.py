@@ -21,7 +21,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
 from splitc.compiler.build.tensorrt import BLOCK, Failed, Finished, Job, Order, Progress, Refusal
-from splitc.compiler.graph import operator_name
+from splitc.compiler.nodes import operator_name
 from splitc.runtime.engines.kinds import MODULES, TENSORRT_RTX
 from splitc.runtime.gpu import find_cupy
 from splitc.runtime.manifest import Built

@@ -9,7 +9,7 @@ from typing import Optional
 import onnx_ir as ir
 
 from splitc.compiler.analysis import Analysis
-from splitc.compiler.graph import describe_node
+from splitc.compiler.nodes import describe_node
 from splitc.compiler.split import axes as ax
 from splitc.compiler.split.axes import Factor
 from splitc.compiler.split.operation import Axes

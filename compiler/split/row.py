@@ -17,7 +17,8 @@ import onnx_ir as ir
 from splitc.compiler.analysis import Analysis
 from splitc.compiler.blocks import Partition
 from splitc.compiler.costs import RANDOM
-from splitc.compiler.graph import Graph, describe_node, operator_name
+from splitc.compiler.graph import Graph
+from splitc.compiler.nodes import describe_node, operator_name
 from splitc.compiler.split import axes as ax
 from splitc.compiler.split.axes import Axis, Factor
 from splitc.compiler.split.axis_map import AxisMap, find_axes_apart

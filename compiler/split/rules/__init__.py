@@ -11,7 +11,7 @@ import importlib
 import pkgutil
 from typing import Callable
 
-from splitc.compiler.graph import operator_name
+from splitc.compiler.nodes import operator_name
 from splitc.compiler.split.operation import Operation
 
 Rule = Callable[[Operation], None]

@@ -1,0 +1,15 @@
+"""What nodes are called."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+
+def operator_name(node: ir.Node) -> str:
+    """An operator's name, with its domain where that is not ONNX's own: `MatMul`, `com.microsoft.Gelu`."""
+    return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
+
+
+def describe_node(node: ir.Node) -> str:
+    """A node for people: its name, or what it produces where it has none."""
+    return f"node '{node.name}'" if node.name else f"the {node.op_type} node that makes '{node.outputs[0].name}'"
