@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, Optional
 
-import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
@@ -14,29 +13,24 @@ import onnx_ir.passes.common as passes
 from splitc.compiler.fold import fold_from, known_array, stand_in, take_branches
 from splitc.compiler.shapes import infer_shapes
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.settings import setting_array
 
 Array = npt.NDArray[Any]
 
 
-def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
-    """Values from `NAME=true`, `NAME=16000` or `NAME=[1,2]`. Raises MisuseError for what is none of these."""
-    settings = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        try:
-            settings[name] = json.loads(value if value not in ("True", "False") else value.lower())
-        except ValueError:
-            equals = ""
-        if not name or not equals:
-            raise MisuseError(f"can't read --set {text}: write NAME=VALUE, with true, false, a number, or [1,2,3]")
-    return settings
+@dataclass(frozen=True)
+class Fixed:
+    """An input that a model has, and that is none any more: its value, or None where nothing reads it."""
+
+    input: ir.Value
+    value: Optional[Array]
 
 
-def bind_inputs(model: ir.Model, settings: Mapping[str, Any]) -> dict[str, Array]:
-    """Make constants of the inputs in `settings`, in place, and fold what follows from them. Returns their values.
+def bind_inputs(model: ir.Model, settings: Mapping[str, Any]) -> list[Fixed]:
+    """Make constants of the inputs in `settings`, in place, and fold what follows from them.
 
-    Inputs that nothing reads any more then are taken off as well. Raises MisuseError for an input that the model does
-    not have, or a value that it does not take.
+    Inputs that nothing reads any more then are taken off as well. Returns all that are gone. Raises MisuseError for an
+    input that the model does not have, or a value that it does not take.
     """
     graph = model.graph
     inputs = {value.name or "": value for value in graph.inputs}
@@ -44,10 +38,15 @@ def bind_inputs(model: ir.Model, settings: Mapping[str, Any]) -> dict[str, Array
         raise MisuseError(f"--set names '{unknown[0]}', and the model has no such input: it has {', '.join(inputs)}")
     arrays = {name: _as_array(inputs[name], value) for name, value in settings.items()}
     used = [value for value in graph.inputs if value.uses()]
+    fixed = []
+    known = set()
     for name, array in arrays.items():
         graph.inputs.remove(inputs[name])
-        _make_initializer(graph, inputs[name], array)
-    known = {inputs[name] for name in arrays}
+        fixed.append(Fixed(inputs[name], array))
+        constant = ir.Value(name=name)
+        _make_initializer(graph, constant, array)
+        inputs[name].replace_all_uses_with(constant, replace_graph_outputs=True)
+        known.add(constant)
     while fold_from(graph, known) + take_branches(graph) + _take_choices(model):
         passes.NameFixPass()(model)  # two branches may have used one name
     _keep_folded(graph, known)
@@ -55,7 +54,8 @@ def bind_inputs(model: ir.Model, settings: Mapping[str, Any]) -> dict[str, Array
     for value in used:
         if value.is_graph_input() and not value.uses() and not value.is_graph_output():
             graph.inputs.remove(value)
-    return arrays
+            fixed.append(Fixed(value, None))
+    return fixed
 
 
 def _make_initializer(graph: ir.Graph, value: ir.Value, array: Array) -> None:
@@ -121,18 +121,7 @@ def _keeps_shape(own: Optional[ir.Shape], *others: Optional[ir.Shape]) -> bool:
 
 
 def _as_array(value: ir.Value, given: Any) -> Array:
-    """The value as an array of the input's type and shape: a number stands for all elements."""
-    name, dtype = value.name, value.dtype
-    array = np.asarray(given)
-    if dtype is None or array.dtype.kind not in "bif":
-        raise MisuseError(f"--set {name}={given}: the input is a {dtype}, and takes numbers, true or false")
-    wanted = array.astype(dtype.numpy())
-    if not np.array_equal(wanted.astype(array.dtype), array):
-        raise MisuseError(f"--set {name}={given}: the input is of the type {dtype}, which has no such value")
-    sizes = list(value.shape or ())
-    if array.ndim == 0 and value.shape is not None and all(isinstance(size, int) for size in sizes):
-        return np.full([int(str(size)) for size in sizes], wanted)
-    fits = value.shape is None or len(sizes) == array.ndim
-    if not fits or any(isinstance(a, int) and a != b for a, b in zip(sizes, array.shape)):
-        raise MisuseError(f"--set {name}={given}: the input has the shape {value.shape}, so give a value of that shape")
-    return wanted
+    """The value as an array of the input's type and shape."""
+    dtype = str(value.dtype.numpy()) if value.dtype is not None else "float32"
+    sizes = None if value.shape is None else [size if isinstance(size, int) else size.value for size in value.shape]
+    return setting_array(value.name or "", given, dtype, sizes)

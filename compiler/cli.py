@@ -18,6 +18,7 @@ from splitc.runtime.engines.kinds import MODULES
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.manifest import BuildOptions
 from splitc.runtime.options import with_options
+from splitc.runtime.settings import parse_settings
 from splitc.runtime.show import describe_built
 from splitc.runtime.terminal import err, out, print_json, print_warning, run_app
 from splitc.runtime.units import format_bytes, parse_bytes
@@ -117,7 +118,6 @@ def _request(
     threads: Optional[int] = THREADS,
 ) -> Request:
     """What the options that plan and compile have in common ask for."""
-    from splitc.compiler.bind import parse_settings
     from splitc.compiler.plan import Request
     from splitc.compiler.shapes import parse_shapes
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import google.protobuf.message
-import numpy.typing as npt
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
 
-from splitc.compiler.bind import bind_inputs
+from splitc.compiler.bind import Fixed, bind_inputs
 from splitc.compiler.nodes import describe_node, operator_name
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.manifest import Source, hash_file
@@ -39,7 +38,7 @@ class Graph:
     The normal form: functions inlined, nodes in topological order and all of them needed, constants and the
     subgraphs' initializers are initializers of the main graph, no initializer is an input, and every output has a
     node of its own. An output that is an input has none: it is in `passed`, with its place among the outputs, and not
-    in the graph. `fixed` are the inputs that were bound to constants, with their values.
+    in the graph. `fixed` are the inputs that are none any more.
     """
 
     path: Path
@@ -47,7 +46,7 @@ class Graph:
     reads: Mapping[ir.Node, tuple[ir.Value, ...]]
     annotated: Mapping[str, ir.Shape]
     passed: tuple[tuple[int, ir.Value], ...]
-    fixed: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    fixed: tuple[Fixed, ...] = ()
 
     @property
     def graph(self) -> ir.Graph:
@@ -167,16 +166,13 @@ def _trust_external_data(model: ir.Model) -> None:
 
 def _normalize(
     model: ir.Model, settings: Mapping[str, Any]
-) -> tuple[dict[str, npt.NDArray[Any]], tuple[tuple[int, ir.Value], ...]]:
-    """Bring the model into normal form, in place.
-
-    Returns the inputs that became constants, and the outputs that are inputs, which are taken off.
-    """
+) -> tuple[tuple[Fixed, ...], tuple[tuple[int, ir.Value], ...]]:
+    """Bring the model into normal form, in place. Returns the inputs, and the outputs that are inputs, that are gone."""
     passes.InlinePass()(model)
     passes.RemoveInitializersFromInputsPass()(model)
     passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     passes.LiftSubgraphInitializersToMainGraphPass()(model)
-    fixed = bind_inputs(model, settings) if settings else {}
+    fixed = tuple(bind_inputs(model, settings)) if settings else ()
     # Before the outputs are fixed: that would give such an input another name.
     passed = tuple((place, value) for place, value in enumerate(model.graph.outputs) if value.is_graph_input())
     for place, _ in reversed(passed):

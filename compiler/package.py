@@ -14,6 +14,7 @@ import onnx_ir as ir
 from splitc.compiler.analysis import Analysis
 from splitc.compiler.aside import check_target, full_disk_explained, written_aside
 from splitc.compiler.batch import find_batch
+from splitc.compiler.bind import Fixed
 from splitc.compiler.build.onnxruntime import write_engines
 from splitc.compiler.build.package import Building, BuildSettings, check_buildable, finish_package
 from splitc.compiler.build.pieces import fit_to_build
@@ -163,6 +164,7 @@ def _manifest(
         ],
         files=files,
         build=m.Build(options) if plan.engine in MODULES else None,
+        fixed=[_fixed(each) for each in graph.fixed],
     )
 
 
@@ -181,6 +183,12 @@ def _rank(rank: RankPlan, program: RankProgram, engines: list[m.EngineFile]) -> 
         cache_bytes=rank.memory.cache,
         total_bytes=rank.memory.total,
     )
+
+
+def _fixed(fixed: Fixed) -> m.FixedInput:
+    tensor = _tensor(fixed.input)
+    shape = tensor.shape if fixed.value is None else list(fixed.value.shape)
+    return m.FixedInput(tensor.name, tensor.dtype, shape, None if fixed.value is None else fixed.value.tolist())
 
 
 def _tensor(value: ir.Value) -> m.Tensor:

@@ -130,7 +130,7 @@ def to_file(plan: Plan) -> PlanFile:
         engine=plan.engine,
         objective=plan.objective,
         shapes=_lists(analysis.shapes),
-        settings={name: array.tolist() for name, array in graph.fixed.items()},
+        settings={each.input.name or "": each.value.tolist() for each in graph.fixed if each.value is not None},
         min_shapes={} if analysis.smallest == analysis.shapes else _lists(analysis.smallest),
         opt_shapes={} if analysis.typical == analysis.shapes else _lists(analysis.typical),
         ranks=[

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Optional, Union
+from typing import Any, Optional, Union
 
 import msgspec
 from msgspec import Struct
@@ -39,6 +39,15 @@ class Tensor(Struct, frozen=True):
     fill: Optional[Fill] = None
     min_shape: Optional[list[int]] = None
     max_shape: Optional[list[int]] = None
+
+
+class FixedInput(Struct, frozen=True):
+    """An input that the model has and the package does not: it is that `value` here, or nothing reads it (None)."""
+
+    name: str
+    dtype: str
+    shape: list[Union[int, str, None]]
+    value: Any = None
 
 
 class State(Struct, frozen=True):
@@ -187,7 +196,7 @@ class File(Struct, frozen=True):
 class Manifest(Struct, frozen=True):
     """All that the runtime knows of a package. Threads are those of each CPU device; None divides the cores.
 
-    `build` is for engines that are not the ONNX files themselves.
+    `build` is for engines that are not the ONNX files themselves. `fixed` are inputs of the model that are none here.
     `batch` has the axis of each input and output along which rows don't depend on each other, if there is one.
     """
 
@@ -209,6 +218,7 @@ class Manifest(Struct, frozen=True):
     unsplit: list[UnsplitWeight]
     files: list[File]
     build: Optional[Build] = None
+    fixed: list[FixedInput] = []
 
 
 class _Version(Struct, frozen=True):
