@@ -75,5 +75,5 @@ def test_what_can_not_be_loaded_at_all_says_why() -> None:
     backend = OnnxRuntimeGpuBackend.__new__(OnnxRuntimeGpuBackend)
     backend._cuda_graphs = True
     backend._open = open_session  # type: ignore[method-assign]
-    with pytest.raises(PackageError, match="^0 options$"):
+    with pytest.raises(PackageError, match=r"^0 options$"):
         backend._open_capturable(Path("stage0.onnx"), ort.SessionOptions(), {})

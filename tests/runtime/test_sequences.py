@@ -196,7 +196,7 @@ def test_model_without_states_has_no_sequences(tmp_path: Path) -> None:
     with Session(tmp_path / "package") as session:
         with pytest.raises(MisuseError, match="has no states"):
             session.start()
-        with pytest.raises(MisuseError, match="can't generate with model.onnx: it takes x"):
+        with pytest.raises(MisuseError, match=r"can't generate with model\.onnx: it takes x"):
             list(session.generate([1]))
 
 
