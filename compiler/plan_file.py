@@ -23,6 +23,7 @@ from splitc.compiler.shapes import Shape
 from splitc.compiler.split.row import LEAST_SIDE
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import DoesNotFitError, MisuseError
+from splitc.runtime.files import written_whole
 from splitc.runtime.manifest import Source, State, hash_file
 from splitc.runtime.units import format_bytes
 
@@ -173,12 +174,8 @@ def _shapes(lists: Mapping[str, list[int]]) -> dict[str, Shape]:
 
 def write_plan(plan: Plan, path: Path) -> None:
     """Write plan.json, all of it or nothing. Raises MisuseError when it can't be written."""
-    aside = path.with_name(f".{path.name}.partial")
-    try:
-        aside.write_bytes(msgspec.json.format(msgspec.json.encode(to_file(plan)), indent=2) + b"\n")
-        aside.replace(path)
-    except OSError as error:
-        raise MisuseError(f"can't write the plan to {path}: {error.strerror}") from error
+    with written_whole(path) as file:
+        file.write(msgspec.json.format(msgspec.json.encode(to_file(plan)), indent=2) + b"\n")
 
 
 def read_plan(path: Path) -> PlanFile:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +13,7 @@ from polygraphy import json as polygraphy_json
 from polygraphy.exception import PolygraphyException
 
 from splitc.runtime.errors import FeedError, MisuseError
+from splitc.runtime.files import written_whole
 from splitc.runtime.manifest import Fill, Tensor
 
 Array = npt.NDArray[Any]
@@ -24,11 +24,13 @@ OPERATIONS: dict[str, np.ufunc] = {"sum": np.add, "max": np.maximum}
 def load_arrays(path: Path) -> dict[str, Array]:
     """Arrays by name from an .npz file, a folder of NAME.npy files, or the first feed of polygraphy's JSON.
 
+    The array of a name with slashes lies in folders of the folder.
     Raises FeedError when there is no such file or it is none of these.
     """
     try:
         if path.is_dir():
-            return {file.stem: np.load(file, allow_pickle=False) for file in sorted(path.glob("*.npy"))}
+            files = {file.relative_to(path).as_posix(): file for file in sorted(path.rglob("*.npy"))}
+            return {name[: -len(".npy")]: np.load(file, allow_pickle=False) for name, file in files.items()}
         if path.suffix == ".json":
             feeds = polygraphy_json.load_json(str(path), description="inputs")
             return {name: np.asarray(array) for name, array in feeds[0].items()}
@@ -43,17 +45,38 @@ def load_arrays(path: Path) -> dict[str, Array]:
 
 
 def save_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
-    """Write arrays to an .npz file, or as polygraphy's JSON where the name ends in .json. All of it or nothing."""
-    if not path.absolute().parent.is_dir():
-        raise MisuseError(f"there is no folder {path.absolute().parent} to write {path.name} into")
-    with tempfile.TemporaryDirectory(dir=path.absolute().parent, prefix=f".{path.name}-") as folder:
-        aside = Path(folder) / path.name
+    """Write arrays to an .npz file, or as polygraphy's JSON where the name ends in .json. All of it or nothing.
+
+    Raises MisuseError when the file can't be written, or can't hold arrays of these names.
+    """
+    if path.suffix == ".json":
+        _check_names(arrays)
+    with written_whole(path) as file:
         if path.suffix == ".json":
-            polygraphy_json.save_json([dict(arrays)], str(aside))
+            file.write(polygraphy_json.to_json([dict(arrays)]).encode())
         else:
-            with aside.open("wb") as file:
-                np.savez(file, **arrays)  # type: ignore[arg-type]  # newer numpy has an argument beside
-        aside.replace(path)
+            _write_npz(file, arrays)
+
+
+def _write_npz(file: BinaryIO, arrays: Mapping[str, Array]) -> None:
+    """Write what np.savez would, which takes names as arguments: an output named `file` would be the file."""
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, array in arrays.items():
+            # np.load leaves out the ending, unless that is the name of another array.
+            member = name if f"{name}.npy" in arrays else f"{name}.npy"
+            with archive.open(member, "w", force_zip64=True) as entry:
+                np.lib.format.write_array(entry, np.asarray(array), allow_pickle=False)
+
+
+def _check_names(names: Iterable[str]) -> None:
+    """Raise MisuseError for names that polygraphy, when it reads its JSON, takes for its own."""
+    try:
+        polygraphy_json.from_json(polygraphy_json.to_json([dict.fromkeys(names, np.zeros(2))]))
+    except Exception as error:  # of any kind: it takes the arrays for something else
+        raise MisuseError(
+            f"polygraphy's JSON can't hold arrays of these names, since some are its own: {', '.join(names)}; write "
+            "an .npz file instead"
+        ) from error
 
 
 def number_type(name: str) -> np.dtype[Any]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
+
+from splitc.runtime.files import written_whole
 
 
 def cache_file(name: str) -> Path:
@@ -21,9 +24,12 @@ def read_cache(name: str) -> bytes:
 
 
 def write_cache(name: str, content: bytes) -> None:
-    """Write the file, whole or not at all: other processes may read and write it at the same time."""
+    """Write the file, whole or not at all: other processes may read and write it at the same time.
+
+    Raises MisuseError when it can't be written.
+    """
     path = cache_file(name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(f".{os.getpid()}")
-    aside.write_bytes(content)
-    aside.replace(path)
+    with suppress(OSError):  # what is wrong with the folder is said when the file is written
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with written_whole(path) as file:
+        file.write(content)

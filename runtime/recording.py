@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +43,8 @@ MOST, REMEMBERED = 8, 64
 STATELESS: dict[str, Any] = {}
 # Sequences that have ended whose states are kept for new ones.
 FREE = 2
+# Seconds between two looks whether the session is broken or closed.
+LOOK = 0.1
 # Requests of other kinds after which a recording is not in use any more.
 IDLE = 64
 
@@ -66,10 +68,12 @@ class Recordings:
     """What a session has recorded. One request at a time is replayed: `lock` is held meanwhile.
 
     `behind` is set when streams were given something plainly, with which they may not be done yet.
+    `check` raises when the session is broken or closed, so that nobody waits any longer.
     """
 
-    def __init__(self, workers: Sequence[Worker]) -> None:
+    def __init__(self, workers: Sequence[Worker], check: Callable[[], None]) -> None:
         self.lock = threading.Lock()
+        self._check = check
         self.behind = False
         self._requests = 0
         self.why_plain = next((worker.why_plain for worker in workers if worker.why_plain), None)
@@ -212,9 +216,12 @@ class Recordings:
         made: list[Future[Optional[Captured]]] = [Future() for _ in self._workers]
         for worker, tape, future in zip(self._workers, tapes, made):
             worker.requests.put(partial(_take_part, worker, len(tapes), request, tape, future))
-        done, _ = wait(made, return_when=FIRST_EXCEPTION)
-        for future in done:
-            future.result()
+        done: set[Future[Optional[Captured]]] = set()
+        while len(done) < len(made):
+            self._check()
+            done, _ = wait(made, LOOK, FIRST_EXCEPTION)
+            for future in done:
+                future.result()
         captured = made[0].result()
         assert captured is not None
         return Recording(captured, tapes, self._states_of(request.sequence))

@@ -45,14 +45,16 @@ class StateSequence:
         self._loaded: dict[str, Array] = {}
         self._begun = False
         self._failed = False
+        self._closed = False
 
     def run(self, feeds: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
         """Run the model on the feeds, which lack the states; returns the outputs that are no states.
 
-        Raises FeedError for feeds that the model does not take, SplitcError after a run that failed.
+        Raises FeedError for feeds that the model does not take, SplitcError after a run that failed or after `close`.
         """
         from splitc.runtime.session import check_feeds
 
+        self._check_open()
         if self._failed:
             raise SplitcError("a run of this sequence failed, so its states are lost: start another one")
         arrays = check_feeds(feeds, self._fed)
@@ -67,11 +69,12 @@ class StateSequence:
     def load(self, states: Mapping[str, npt.ArrayLike]) -> None:
         """Begin with these states, by the names of their inputs, instead of zeros. Only before the first run.
 
-        Raises FeedError for states that the model does not have, SplitcError after a run.
+        Raises FeedError for states that the model does not have, SplitcError after a run or after `close`.
         """
         from splitc.runtime.session import check_feeds
 
-        if self._begun or self._failed or self._capacity is not None:
+        self._check_open()
+        if self._begun or self._capacity is not None:
             raise SplitcError("states can be loaded before the first run only, into a sequence without a capacity")
         self._loaded = check_feeds(states, self._states)
 
@@ -94,11 +97,16 @@ class StateSequence:
     def _submit(self, feeds: Mapping[str, Array], first: Mapping[str, Array]) -> Future[Request]:
         return self._session.submit_request(feeds, self._number, first, self._capacity is not None, here=True)
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SplitcError("this sequence is closed, and its states are gone: start another one")
+
     def close(self) -> None:
-        """Let the states go."""
-        if self._begun:
+        """Let the states go. The sequence can't be run any more."""
+        if self._begun and not self._closed:
             self._session.forget(self._number)
-            self._begun, self._failed = False, True
+        self._closed = True
+        self._carried, self._loaded = {}, {}
 
     def __enter__(self) -> StateSequence:
         return self

@@ -33,7 +33,7 @@ from splitc.runtime.worker import NEVER, Request, Served, Worker
 
 Array = npt.NDArray[Any]
 
-# Seconds between two looks whether a session is broken.
+# Seconds between two looks whether a session is broken or closed.
 BROKEN = 0.1
 # Seconds that a session waits, when it is closed, for requests under way; then their engines are stopped.
 PATIENCE = 10.0
@@ -80,6 +80,7 @@ class Session:
         self._overlap = overlap([rank.program for rank in self.manifest.ranks])
         self._recordings: Optional[Recordings] = None
         self._closed = False
+        self._closing = threading.Lock()
         self._failure: Optional[BaseException] = None
         # Requests don't know their futures, which give them: outputs would go when the garbage collector comes by, and
         # it counts objects, not bytes.
@@ -101,7 +102,7 @@ class Session:
         self._wait_loaded()
         direct = all(getattr(each, "direct", False) for each in self._transports)
         if cuda_graphs and direct:
-            self._recordings = Recordings(self._workers)
+            self._recordings = Recordings(self._workers, self._check_usable)
 
     def _wait_loaded(self) -> None:
         """Wait until each rank has its engines. Raises the first error; the other ranks are then ended."""
@@ -250,7 +251,7 @@ class Session:
         return self._recordings, recording
 
     def _wait_for(self, requests: Sequence[Request]) -> None:
-        """Wait for requests to end. Raises SplitcError when the session breaks."""
+        """Wait for requests to end. Raises SplitcError when the session breaks, or is closed."""
         futures = [future for request in requests if (future := self._under_way.get(request)) is not None]
         while wait(futures, BROKEN).not_done:
             self._check_usable()
@@ -315,10 +316,11 @@ class Session:
 
         What has begun is completed (or stopped after PATIENCE seconds), what has not is cancelled.
         """
-        with self._order:
+        with self._closing:
             if self._closed:
                 return
-            self._closed = True
+            self._closed = True  # before all else: who waits while he orders requests looks at it
+        with self._order:
             for request in list(self._under_way):  # they end meanwhile
                 request.cancel()
             if self._recordings is not None:

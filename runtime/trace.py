@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from splitc.runtime.errors import MisuseError
+from splitc.runtime.files import written_whole
 from splitc.runtime.manifest import Rank
 from splitc.runtime.program import Receive, Reduce, Replay, Run, Span
 from splitc.runtime.worker import Served
@@ -57,12 +57,8 @@ def write_trace(path: Path, ranks: Sequence[Rank], requests: Timeline) -> None:
                 }
                 for span in served.spans
             ]
-    aside = path.with_name(f".{path.name}.partial")
-    try:
-        aside.write_bytes(msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"}))
-        aside.replace(path)
-    except OSError as error:
-        raise MisuseError(f"can't write the trace to {path}: {error.strerror}") from error
+    with written_whole(path) as file:
+        file.write(msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
 def draw_timeline(ranks: int, requests: Timeline, width: int = 72) -> list[str]:

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import sys
+import threading
 from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
@@ -28,9 +29,6 @@ PROVIDER = "CUDAExecutionProvider"
 REMEMBERED = 64
 # KiB of scratch space that a session's cuBLAS takes, and how often.
 WORKSPACE = ":4096:1"
-# What ONNX Runtime says of a session that it could not capture as a CUDA graph itself: it has control flow, or nodes on
-# the CPU that exchange values with the GPU, by memory that would be used for something else when a graph is replayed.
-NOT_CAPTURED = "graph capture"
 # The number types of ONNX Runtime's type strings, where these are not numpy's.
 NAMES = {"float": "float32", "double": "float64"}
 
@@ -142,14 +140,7 @@ class OnnxRuntimeGpuBackend(Gpu):
             "user_compute_stream": str(self.stream.ptr),
             "use_tf32": "0",  # what the graph computes in float32 has all its digits
         }
-        why_plain = None
-        try:
-            session = self._open(path, options, {**provider, "enable_cuda_graph": str(int(self._cuda_graphs))})
-        except PackageError as error:
-            if NOT_CAPTURED not in str(error):
-                raise
-            session = self._open(path, options, provider)
-            why_plain = f"{path.name} has control flow, or nodes on the CPU that exchange values with those on the GPU"
+        session, why_plain = self._open_capturable(path, options, provider)
         if PROVIDER not in session.get_providers():  # it goes without a word
             raise PackageError(
                 f"ONNX Runtime dropped its {PROVIDER}, and would have run on the CPU: it wants CUDA and cuDNN of the "
@@ -157,6 +148,23 @@ class OnnxRuntimeGpuBackend(Gpu):
                 "onnxruntime-gpu must not both be installed"
             )
         return OnnxRuntimeGpuEngine(path.name, session, self, self._options, sizes_only, why_plain)
+
+    def _open_capturable(
+        self, path: Path, options: ort.SessionOptions, provider: Mapping[str, str]
+    ) -> tuple[ort.InferenceSession, Optional[str]]:
+        """A session, and why its work can't be captured as a CUDA graph, if that is so.
+
+        ONNX Runtime refuses to capture control flow, and nodes on the CPU that exchange values with the GPU, by memory
+        that would be used for something else when a graph is replayed. It has no code for that, so what loads without
+        graphs, and only so, is taken for it.
+        """
+        why_plain = None
+        if self._cuda_graphs:
+            try:
+                return self._open(path, options, {**provider, "enable_cuda_graph": "1"}), None
+            except PackageError as error:
+                why_plain = f"{path.name} loads only without them ({error.__cause__})"
+        return self._open(path, options, provider), why_plain
 
     def _open(self, path: Path, options: ort.SessionOptions, provider: Mapping[str, str]) -> ort.InferenceSession:
         providers = [(PROVIDER, dict(provider)), "CPUExecutionProvider"]
@@ -169,9 +177,20 @@ class OnnxRuntimeGpuBackend(Gpu):
         self._options.terminate = True
 
 
-@cache
+_LOADING = threading.Lock()
+
+
 def _load_libraries() -> None:
-    """Load CUDA and cuDNN where pip put them, which the provider does not look for itself."""
+    """Load CUDA and cuDNN where pip put them, which the provider does not look for itself.
+
+    Ranks' threads come here at the same time; one of them does it, and the others wait.
+    """
+    with _LOADING:
+        _load_libraries_once()
+
+
+@cache
+def _load_libraries_once() -> None:
     # Each session has a cuBLAS of its own, which takes 70 MiB for scratch space by itself: more than many a segment.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACE)
     if need_cupy().cuda.runtime.getDeviceCount() > 1:

@@ -78,7 +78,7 @@ def test_unknown_operator_domain(write_model: WriteModel) -> None:
 
 def test_unknown_operator_of_a_known_domain(write_model: WriteModel) -> None:
     path = write_model('<ir_version: 8, opset_import: ["" : 17]> g (float[2] x) => (float[2] y) { y = Frobnicate(x) }')
-    with pytest.raises(ModelError, match="is the operator Frobnicate, which ONNX Runtime does not know$"):
+    with pytest.raises(ModelError, match=r"is the operator Frobnicate, which ONNX Runtime does not know$"):
         open_graph(path)
 
 

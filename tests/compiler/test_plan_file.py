@@ -88,7 +88,7 @@ def test_plan_that_contradicts_the_model_is_refused(
 
 def test_block_that_stands_twice_is_refused(decoder: Path, plan_path: Path) -> None:
     plan_path.write_text(plan_path.read_text().replace('"layers.1": 1', '"layers.1": 1, "layers.1": 2'))
-    with pytest.raises(MisuseError, match='has the line "layers.1: 2" twice'):
+    with pytest.raises(MisuseError, match=r'has the line "layers\.1: 2" twice'):
         plan_from_file(decoder, plan_path)
 
 
@@ -100,9 +100,7 @@ def test_other_model_of_the_same_shape_is_refused(plan_path: Path, tmp_path: Pat
 
 def test_edit_that_does_not_fit_is_refused_with_the_numbers(decoder: Path, plan_path: Path) -> None:
     edit(plan_path, lambda plan: plan["ranks"][1].update({"budget_bytes": 1000}))
-    with pytest.raises(
-        DoesNotFitError, match="puts layers.1 to layers.2 on cpu1, which needs .* may use 1000 B|0.98 KiB"
-    ):
+    with pytest.raises(DoesNotFitError, match=r"puts layers\.1 to layers\.2 on cpu1, which needs .* may use 0\.98 KiB"):
         plan_from_file(decoder, plan_path)
 
 

@@ -240,7 +240,7 @@ def test_wrong_order_is_found_before_anything_is_written(
 ) -> None:
     plan = plan_model(decoder, ["2xcpu"], replace(ROW, tensor_split=[1, 1]))
     monkeypatch.setattr(RowSplit, "ranks", lambda *_: [1, 0])
-    with pytest.raises(OutputsDifferError, match="outputs of the split model differ .* Nothing was written"):
+    with pytest.raises(OutputsDifferError, match=r"outputs of the split model differ .* Nothing was written"):
         compile_model(plan, tmp_path / "package")
     assert not (tmp_path / "package").exists()
 

@@ -23,9 +23,36 @@ def test_arrays_come_back_as_they_were(tmp_path: Path, name: str) -> None:
     assert [file.name for file in tmp_path.iterdir()] == [name]
 
 
+# Names that np.savez, np.load, a path or polygraphy's JSON could take for something else.
+ODD = ["file", "args", "kwds", "allow_pickle", "self", "arr_0", "x", "x.npy", "/a//b", "..", "a b", "ü", "pickle"]
+
+
+@pytest.mark.parametrize("name", ["odd.npz", "odd.json"])
+def test_any_name_comes_back(tmp_path: Path, name: str) -> None:
+    arrays = {odd: np.full(2, number) for number, odd in enumerate(ODD)}
+    save_arrays(tmp_path / name, arrays)
+    found = [load_arrays(tmp_path / name)]
+    if name == "odd.npz":
+        with np.load(tmp_path / name) as archive:
+            found.append({odd: archive[odd] for odd in archive.files})
+    for loaded in found:
+        assert {odd: array.tolist() for odd, array in loaded.items()} == {odd: [n, n] for n, odd in enumerate(ODD)}
+
+
+@pytest.mark.parametrize("name", ["polygraphy_class", "ndarray"])
+def test_name_that_polygraphy_takes_for_its_own_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(MisuseError, match=f"polygraphy's JSON can't hold arrays of these names.*{name}"):
+        save_arrays(tmp_path / "out.json", {name: np.ones(2)})
+    assert not list(tmp_path.iterdir())
+    save_arrays(tmp_path / "out.npz", {name: np.ones(2)})
+    assert load_arrays(tmp_path / "out.npz")[name].tolist() == [1, 1]
+
+
 def test_folder_of_npy(tmp_path: Path) -> None:
-    np.save(tmp_path / "x.npy", np.ones(3))
-    assert list(load_arrays(tmp_path)) == ["x"]
+    for name in ("x", "x.npy", "a/b", "file"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        np.save(tmp_path / f"{name}.npy", np.ones(3))
+    assert set(load_arrays(tmp_path)) == {"x", "x.npy", "a/b", "file"}
 
 
 @pytest.mark.parametrize("name", ["bad.npz", "bad.json"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,6 +104,29 @@ def test_replays_and_plain_runs_take_turns(decoder: Path, tmp_path: Path, mode: 
         many = [shifted(decoder_feeds(1, 1, 3 + number % 5), number) for number in range(30)]
         for feeds, outputs in zip(many, session.map(many)):
             assert_close(outputs, run_whole(decoder, feeds))
+
+
+def test_closing_waits_for_no_recording(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, begun = threading.Event(), threading.Event()
+
+    def hang(*_: Any) -> None:
+        begun.set()
+        gate.wait(60)
+        raise EngineError("too late")
+
+    monkeypatch.setattr("splitc.runtime.recording.capture", hang)
+    monkeypatch.setattr("splitc.runtime.session.PATIENCE", 0.5)
+    session = Session(package(decoder, tmp_path, "layer", 2), devices=["cuda0", "cuda1"])
+    session.run(decoder_feeds())
+    future = ThreadPoolExecutor(1).submit(session.run, decoder_feeds())
+    assert begun.wait(10)
+    closing = threading.Thread(target=session.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    in_time = not closing.is_alive()
+    gate.set()
+    assert in_time, "close must not wait for a recording that does not end"
+    assert "session" in str(future.exception(timeout=10))
 
 
 ROOM = 12

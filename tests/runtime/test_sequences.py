@@ -142,6 +142,22 @@ def test_sequence_ends_with_its_first_failure(package_of: Path) -> None:
         until(lambda: not any(worker.sequences for worker in session._workers))
 
 
+@pytest.mark.parametrize("runs", [0, 1])
+def test_closed_sequence_refuses(package: Path, runs: int) -> None:
+    feeds = {name: array for name, array in decoder_feeds(1, 4, 0).items() if not name.startswith("past")}
+    with Session(package, threads=1) as session:
+        sequence = session.start()
+        for _ in range(runs):
+            sequence.run(feeds)
+        sequence.close()
+        sequence.close()
+        with pytest.raises(SplitcError, match="this sequence is closed"):
+            sequence.run(feeds)
+        with pytest.raises(SplitcError, match="this sequence is closed"):
+            sequence.load({})
+        until(lambda: not any(worker.sequences for worker in session._workers))
+
+
 def test_states_of_a_first_run_that_failed_go_too(package_of: Path) -> None:
     feeds = {name: array for name, array in decoder_feeds(1, 4, 0).items() if not name.startswith("past")}
     with Session(package_of, threads=1) as session:
@@ -196,7 +212,7 @@ def test_model_without_states_has_no_sequences(tmp_path: Path) -> None:
     with Session(tmp_path / "package") as session:
         with pytest.raises(MisuseError, match="has no states"):
             session.start()
-        with pytest.raises(MisuseError, match="can't generate with model.onnx: it takes x"):
+        with pytest.raises(MisuseError, match=r"can't generate with model\.onnx: it takes x"):
             list(session.generate([1]))
 
 

@@ -104,7 +104,7 @@ def test_changed_file_is_found_by_its_hash(copy: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    with pytest.raises(PackageError, match="stage1.weights was changed"):
+    with pytest.raises(PackageError, match=r"stage1\.weights was changed"):
         Session(copy)
     Session(copy, verify=False).close()
 
@@ -119,7 +119,7 @@ def test_file_cut_short_is_found(copy: Path) -> None:
 
 def test_missing_file_is_found(copy: Path) -> None:
     (copy / "rank0" / "stage0.onnx").unlink()
-    with pytest.raises(PackageError, match="stage0.onnx is missing"):
+    with pytest.raises(PackageError, match=r"stage0\.onnx is missing"):
         Session(copy)
 
 

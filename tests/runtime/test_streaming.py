@@ -24,6 +24,7 @@ from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
 from splitc.runtime.engines.onnxruntime import OnnxRuntimeEngine
 from splitc.runtime.errors import EngineError, FeedError, MisuseError, SplitcError
+from splitc.runtime.recording import Recordings
 from splitc.runtime.worker import Worker
 from tests.conftest import LAYER, Arrays, assert_close, decoder_feeds, listen_to_interrupts, run_whole, until
 
@@ -195,6 +196,38 @@ def test_closing_cancels_what_has_not_begun(package: Path, monkeypatch: pytest.M
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("splitc rank")]
     with pytest.raises(SplitcError, match="the session is closed"):
         session.submit(decoder_feeds())
+
+
+def test_closing_waits_for_nobody_who_orders_requests(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that is to be replayed waits for those that are not: here for one that never ends."""
+    gate = threading.Event()
+    monkeypatch.setattr(OnnxRuntimeEngine, "run", lambda *_: gate.wait(60))
+    monkeypatch.setattr("splitc.runtime.session.PATIENCE", 0.5)
+    session = Session(package)
+    hanging = session.submit(decoder_feeds())
+    session._overlap = False
+    session._recordings = Recordings([], session._check_usable)
+    monkeypatch.setattr(Recordings, "takes", lambda *_: "key")
+    refused: list[BaseException] = []
+
+    def submit() -> None:
+        try:
+            session.submit(decoder_feeds())
+        except SplitcError as error:
+            refused.append(error)
+
+    waiting = threading.Thread(target=submit, daemon=True)
+    waiting.start()
+    until(session._order.locked)
+    closing = threading.Thread(target=session.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    gate_needed = closing.is_alive()
+    gate.set()
+    assert not gate_needed, "close must not wait for a request that does not end"
+    waiting.join(10)
+    assert [str(error) for error in refused] == ["the session is closed"]
+    assert "was closed while this request ran" in str(hanging.exception(timeout=10))
 
 
 def test_refused_feeds_take_no_place(package: Path) -> None:

@@ -180,7 +180,7 @@ def test_engines_of_another_version_or_gpu_are_refused(decoder: Path, tmp_path: 
 
 
 def test_engines_go_with_devices() -> None:
-    with pytest.raises(MisuseError, match="runs on GPUs .*, and cpu1 is none"):
+    with pytest.raises(MisuseError, match=r"runs on GPUs .*, and cpu1 is none"):
         choose_engine("tensorrt", parse_devices(["cuda0", "cpu1"]))
     with pytest.raises(MisuseError, match="there are onnxruntime, tensorrt, tensorrt-rtx"):
         choose_engine("openvino", parse_devices(["cpu0"]))

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.files import written_whole
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_file_is_there_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(b"before")
+    with written_whole(path) as file:
+        file.write(b"after")
+        assert path.read_bytes() == b"before"
+    assert path.read_bytes() == b"after"
+    assert names(tmp_path) == ["plan.json"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_failure_leaves_what_was_there(tmp_path: Path, error: type[BaseException]) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(b"before")
+    with pytest.raises(error), written_whole(path) as file:
+        file.write(b"half")
+        raise error
+    assert path.read_bytes() == b"before"
+    assert names(tmp_path) == ["plan.json"]
+
+
+def test_several_write_the_same_file_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "cache.json"
+    with written_whole(path) as one, written_whole(path) as other:
+        one.write(b"one")
+        other.write(b"other")
+    assert path.read_bytes() == b"one", "the last one to end"
+    assert names(tmp_path) == ["cache.json"]
+
+
+def test_long_names_are_written(tmp_path: Path) -> None:
+    path = tmp_path / ("n" * 250 + ".json")
+    with written_whole(path) as file:
+        file.write(b"content")
+    assert names(tmp_path) == [path.name]
+
+
+def test_pipe_is_written_to(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    read: list[bytes] = []
+    reader = threading.Thread(target=lambda: read.append(path.read_bytes()), daemon=True)
+    reader.start()
+    with written_whole(path) as file:
+        file.write(b"content")
+    reader.join(10)
+    assert read == [b"content"]
+    assert path.is_fifo()
+
+
+def test_link_keeps_leading_to_its_file(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    with written_whole(tmp_path / "link") as file:
+        file.write(b"content")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_bytes() == b"content"
+
+
+def test_standard_output_is_written_to() -> None:
+    program = (
+        "from pathlib import Path\nfrom splitc.runtime.files import written_whole\n"
+        "with written_whole(Path('/dev/stdout')) as file: file.write(b'content')"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, timeout=60)
+    assert result.stdout == b"content"
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (".", r"can't write \.: Is a directory"),
+        ("none/plan.json", r"there is no folder .*none to write plan\.json into"),
+        ("/dev/full", r"can't write /dev/full: No space left on device"),
+    ],
+)
+def test_what_can_not_be_written_is_named(path: str, message: str) -> None:
+    with pytest.raises(MisuseError, match=message), written_whole(Path(path)) as file:
+        file.write(b"content")
