@@ -88,7 +88,8 @@ def _take_choices(model: ir.Model) -> int:
         return 0
     inferred = model.clone()
     infer_shapes(inferred)
-    values = (*inferred.graph.inputs, *inferred.graph.initializers.values(), *(v for n in inferred.graph for v in n.outputs))
+    made = (value for node in inferred.graph for value in node.outputs)
+    values = (*inferred.graph.inputs, *inferred.graph.initializers.values(), *made)
     shapes = {value.name: value.shape for value in values}
     count = 0
     for node in found:

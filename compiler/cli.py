@@ -255,7 +255,7 @@ def compile_command(
     if plan_path:
         given = (request.tensor_split, request.memory, request.shapes, request.engine, request.settings)
         if device or any(given):
-            raise MisuseError("--plan has devices, shares, budgets, shapes, settings and engine: edit it, or leave it out")
+            raise MisuseError("--plan has the devices, shares, budgets, shapes, settings and engine: edit it instead")
         decided = plan_from_file(model, plan_path)
     else:
         decided = plan_model(model, device, request)
@@ -273,6 +273,7 @@ def compile_command(
             progress=progress,
             building=building,
             warn=print_warning,
+            say=lambda text: None if as_json else out.print(text, highlight=False, soft_wrap=True),
         )
     if as_json:
         print_json(to_file(decided))

@@ -167,7 +167,7 @@ def _trust_external_data(model: ir.Model) -> None:
 def _normalize(
     model: ir.Model, settings: Mapping[str, Any]
 ) -> tuple[tuple[Fixed, ...], tuple[tuple[int, ir.Value], ...]]:
-    """Bring the model into normal form, in place. Returns the inputs, and the outputs that are inputs, that are gone."""
+    """Bring the model into normal form, in place. Returns inputs, and outputs that are inputs, which are taken off."""
     passes.InlinePass()(model)
     passes.RemoveInitializersFromInputsPass()(model)
     passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)

@@ -24,7 +24,7 @@ from splitc.compiler.plan import Plan, RankPlan
 from splitc.compiler.plan_file import LISTED
 from splitc.compiler.programs import RankProgram, names, rank_program
 from splitc.compiler.split.rank_graph import COLLECTIVE
-from splitc.compiler.verify import verify_package
+from splitc.compiler.verify import Verdict, check_loads, verify_package
 from splitc.runtime import manifest as m
 from splitc.runtime.engines.kinds import MODULES, ONNXRUNTIME, need_installed
 from splitc.runtime.errors import MisuseError, SplitcError
@@ -45,16 +45,18 @@ def compile_model(
     progress: Callable[[int], None] = lambda _: None,
     building: Building = lambda done, total: None,
     warn: Callable[[str], None] = lambda _: None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> m.Manifest:
     """Build what `plan` says and write it to the folder `package`, replacing a package that is there with `force`.
 
     `weights` is `copy`, or `link` to refer into hard links of the model's own data files instead of copying it: the
     package then changes when they are written to in place. `threads` is recorded as the number for each CPU device.
     A package in row or tensor mode is compared with the unsplit model before it is in its place, unless `verify` is
-    False. `build` says how engines are built that are not ONNX files. `progress` is told the bytes of weights as they
-    are written, `building` how many engines are built of how many, `warn` what is not as asked. Either the whole
-    package is written or nothing. Raises MisuseError when `package` can't be written to, SplitcError when the disk is
-    full, BuildError for what TensorRT can't build, OutputsDifferError when the package does not compute what the model
+    False; any other is loaded once. `build` says how engines are built that are not ONNX files. `progress` is told the
+    bytes of weights as they are written, `building` how many engines are built of how many, `warn` what is not as
+    asked, `say` what came of the comparison. Either the whole package is written or nothing. Raises MisuseError when
+    `package` can't be written to, SplitcError when the disk is full, BuildError for what TensorRT can't build,
+    ModelError for what ONNX Runtime can't load, OutputsDifferError when the package does not compute what the model
     does.
     """
     target = Path(package)
@@ -80,15 +82,32 @@ def compile_model(
         files = [path for path in folder.rglob("*") if path.is_file()]
         manifest = _manifest(plan, ranks, m.describe_files(folder, files, links), threads, build.options)
         (folder / m.FILE_NAME).write_bytes(m.encode(manifest))
-        if plan.split_mode != "layer" and verify and (reason := _verify(plan, folder)):
-            warn(f"the package is unverified: {reason}")
+        _try(plan, folder, manifest, verify, warn, say)
         if plan.engine in MODULES and not build.later:
             manifest = finish_package(folder, manifest, build, target, building)
     return manifest
 
 
-def _verify(plan: Plan, folder: Path) -> Optional[str]:
-    """Compare the split with the model, in ONNX Runtime on the CPU whatever the engines are to be."""
+def _try(
+    plan: Plan,
+    folder: Path,
+    manifest: m.Manifest,
+    verify: bool,
+    warn: Callable[[str], None],
+    say: Callable[[str], None],
+) -> None:
+    """Compare the split with the model, in row and tensor mode; where that is not done, load it at least."""
+    if plan.split_mode != "layer" and verify:
+        verdict = _verify(plan, folder)
+        if verdict.compared:
+            say(verdict.text)
+            return
+        warn(f"the package is unverified: {verdict.text}")
+    check_loads(folder, manifest)
+
+
+def _verify(plan: Plan, folder: Path) -> Verdict:
+    """Compare the split with the model, in ONNX Runtime whatever the engines are to be."""
     if plan.engine == ONNXRUNTIME:
         return verify_package(plan, folder)
     with tempfile.TemporaryDirectory(prefix="verify-", dir=folder) as place:

@@ -1,23 +1,29 @@
-"""Compare a package that was just written with the unsplit model, on small made-up inputs."""
+"""Try a package that was just written: load it, and compare it with the unsplit model on small made-up inputs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional
 
 import numpy as np
+import onnxruntime as ort
 import psutil
 from msgspec.structs import replace
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
+from splitc.compiler.graph import ModelError
 from splitc.compiler.plan import Plan
 from splitc.compiler.split.unlike import bind_unlike
 from splitc.runtime.arrays import make_inputs
-from splitc.runtime.compare import compare, load_unsplit
-from splitc.runtime.errors import OutputsDifferError, SplitcError
-from splitc.runtime.manifest import Tensor
+from splitc.runtime.compare import Difference, compare
+from splitc.runtime.devices import free_bytes
+from splitc.runtime.engines.onnxruntime import ERRORS, open_session
+from splitc.runtime.errors import OutputsDifferError, PackageError, SplitcError
+from splitc.runtime.manifest import Manifest, Tensor
 from splitc.runtime.session import Session
 from splitc.runtime.units import format_bytes
+from splitc.runtime.unsplit import open_reference
 
 # The weights of the largest model that is compared: it is loaded twice.
 LARGEST = 2 << 30
@@ -25,37 +31,112 @@ LARGEST = 2 << 30
 MOST_ELEMENTS = 1 << 24
 
 
-def verify_package(plan: Plan, package: Path) -> Optional[str]:
-    """Run package and model on the same inputs. Returns why that was not possible, or None.
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a package was compared with the unsplit model, and what there is to say of it."""
 
-    Raises OutputsDifferError when an output differs beyond the tolerance of the model's number type.
+    compared: bool
+    text: str
+
+
+def check_loads(package: Path, manifest: Manifest) -> None:
+    """Raise ModelError unless ONNX Runtime loads each of the package's ONNX files.
+
+    Weights are mapped into memory, and not read. That a kernel is missing says nothing of engines for GPUs, where the
+    CPU's provider has to do.
+    """
+    on_cpu = all(rank.device.startswith("cpu") for rank in manifest.ranks)
+    for engine in (engine for rank in manifest.ranks for engine in rank.engines):
+        path = package / (engine.source or engine.path)
+        if engine.group:
+            continue  # collectives are TensorRT's
+        try:
+            _load_graph(path)
+        except ort_errors.NotImplemented:
+            if on_cpu:
+                _load_whole(path, engine.path, manifest)
+        except ERRORS:
+            _load_whole(path, engine.path, manifest)
+
+
+def _load_graph(path: Path) -> None:
+    """Load an ONNX file as it stands."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def _load_whole(path: Path, name: str, manifest: Manifest) -> None:
+    """Load an ONNX file as it will be: optimizations may put what has a kernel in the place of what has none."""
+    try:
+        open_session(path, 1)
+    except PackageError as error:
+        reason = str(error.__cause__ or error)
+        raise ModelError(
+            f"ONNX Runtime can't load {name}, which was made of {manifest.source.name}: {reason}\nNothing was written. "
+            f"Where it can't load {manifest.source.name} either, the model is not valid for this version of it."
+        ) from error
+
+
+def verify_package(plan: Plan, package: Path) -> Verdict:
+    """Run package and model on the same inputs.
+
+    On GPUs where the plan's are in this machine and have room for both, else on CPU devices. Raises OutputsDifferError
+    when an output differs beyond the tolerance of the model's number type.
     """
     graph = plan.analysis.graph
     weights = plan.analysis.costs.weight_bytes(graph.nodes)
     limit = min(LARGEST, psutil.virtual_memory().available // 3)
     if weights > limit:
-        return f"its weights are {format_bytes(weights)}, and more than {format_bytes(limit)} is not loaded to compare"
-    ranks = [f"cpu{number}" for number in range(len(plan.ranks))]
-    with Session(package, verify=False, devices=ranks) as session:
-        whole = load_unsplit(graph.path, session.threads * len(session.manifest.ranks))
-        for inputs in _candidates(plan, session.inputs):
-            feeds = make_inputs(inputs)
-            try:
-                expected = whole(feeds)
-            except SplitcError:
-                continue  # sizes that the model does not take together
-            actual = session.run(feeds)
-            differences = compare(expected, actual, number_type=session.manifest.number_type)
-            if bad := [each for each in differences if not each.passed]:
-                worst = max(bad, key=lambda each: each.relative)
-                raise OutputsDifferError(
-                    f"{len(bad)} of {len(differences)} outputs of the split model differ from the unsplit model's, "
-                    f"'{worst.name}' most ({worst.problem or f'{worst.relative:.1e} of its largest value'}). Nothing "
-                    "was written. This is a fault of splitc; please report it, and see what was split with "
-                    "'splitc plan'. --no-verify writes the package as it is."
-                )
-            return None
-    return "the model itself fails on made-up inputs; compare it on real ones with 'splitc check --inputs'"
+        return Verdict(
+            False,
+            f"its weights are {format_bytes(weights)}, and more than {format_bytes(limit)} is not loaded to compare",
+        )
+    with Session(package, verify=False, devices=_find_devices(plan)) as session:
+        threads = session.threads * len(session.manifest.ranks)
+        opened = open_reference(graph.path, session.manifest, session.devices, threads, needed=_whole_bytes(plan))
+        with opened as whole:
+            for inputs in _candidates(plan, session.inputs):
+                feeds = make_inputs(inputs)
+                try:
+                    expected = whole.run(feeds)
+                except SplitcError:
+                    continue  # sizes that the model does not take together
+                actual = session.run(feeds)
+                differences = compare(expected, actual, number_type=session.manifest.number_type)
+                _check_all(differences)
+                worst = max((each.relative for each in differences), default=0.0)
+                return Verdict(True, f"{len(differences)} outputs agree with {whole} (largest error {worst:.1e})")
+    return Verdict(False, "the model itself fails on made-up inputs; compare it on real ones: splitc check --inputs")
+
+
+def _find_devices(plan: Plan) -> list[str]:
+    """The plan's devices, where these are GPUs of this machine with room for the package and the model."""
+    devices = [rank.device for rank in plan.ranks]
+    if all(device.kind == "cuda" for device in devices):
+        needed = [rank.memory.total for rank in plan.ranks]
+        needed[0] += _whole_bytes(plan)
+        if all(free is not None and free >= size for free, size in zip(free_bytes(devices), needed)):
+            return [str(device) for device in devices]
+    return [f"cpu{number}" for number in range(len(devices))]
+
+
+def _whole_bytes(plan: Plan) -> int:
+    """What the unsplit model takes, on inputs as small as these: no more than all ranks do."""
+    return sum(rank.memory.total for rank in plan.ranks)
+
+
+def _check_all(differences: Sequence[Difference]) -> None:
+    if bad := [each for each in differences if not each.passed]:
+        worst = max(bad, key=lambda each: each.relative)
+        raise OutputsDifferError(
+            f"{len(bad)} of {len(differences)} outputs of the split model differ from the unsplit model's, "
+            f"'{worst.name}' most ({worst.problem or f'{worst.relative:.1e} of its largest value'}). Nothing was "
+            "written. This is a fault of splitc; please report it, and see what was split with 'splitc plan'. "
+            "--no-verify writes the package as it is."
+        )
 
 
 def _candidates(plan: Plan, inputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from splitc.runtime.engines.onnxruntime import OnnxRuntimeBackend
 from splitc.runtime.program import Receive, Reduce, Replay, Run
 from splitc.runtime.session import Session, check_feeds, in_order
+from splitc.runtime.unsplit import fixed_feeds
 from splitc.runtime.worker import Served
 
 
@@ -95,7 +96,8 @@ def bench(
     many as one rank has: while one request passes through a layer split, one rank works at a time.
     """
     threads = baseline_threads or sorted({session.threads * len(session.manifest.ranks), session.threads}, reverse=True)
-    others = {count: _baseline(baseline, count, feeds) for count in threads} if baseline else {}
+    whole = {**feeds, **fixed_feeds(session.manifest, feeds)}
+    others = {count: _baseline(baseline, count, whole) for count in threads} if baseline else {}
     count = 1 if in_flight == 1 else ROUND * in_flight
     rounds = max(1, runs // count)
     _stream(session, feeds, max(1, warmup), in_flight)

@@ -13,7 +13,7 @@ import typer
 
 from splitc.runtime import arrays
 from splitc.runtime.bench import bench
-from splitc.runtime.compare import compare, load_unsplit
+from splitc.runtime.compare import compare
 from splitc.runtime.devices import list_devices, parse_devices
 from splitc.runtime.errors import EngineError, MisuseError, OutputsDifferError
 from splitc.runtime.generate import PROMPT_CHUNK, Timings
@@ -24,11 +24,13 @@ from splitc.runtime.options import with_options
 from splitc.runtime.routes import find_routes
 from splitc.runtime.sampling import Sampling
 from splitc.runtime.session import Session, format_shape
+from splitc.runtime.settings import parse_settings
 from splitc.runtime.show import differences_table, print_bench, print_devices, print_links, print_manifest, print_memory
 from splitc.runtime.terminal import err, out, print_json, print_warning, table
 from splitc.runtime.text import Text, read_prompt
 from splitc.runtime.trace import write_trace
 from splitc.runtime.units import format_seconds
+from splitc.runtime.unsplit import bound_inputs, open_reference
 from splitc.runtime.version import VERSION
 
 app = typer.Typer(
@@ -144,6 +146,14 @@ def check(
     package: Path = PACKAGE,
     model: Path = typer.Option(..., "--model", "-m", help="The unsplit ONNX model."),
     inputs: Optional[Path] = INPUTS,
+    reference: Optional[str] = typer.Option(
+        None,
+        "--reference",
+        help="Where the unsplit model runs: cpu0, cuda0. Default: a GPU of the package's where it fits, else the CPU.",
+    ),
+    settings: list[str] = typer.Option(
+        [], "--set", metavar="NAME=VALUE", help="Another value for an input that was bound when it was compiled."
+    ),
     rtol: Optional[float] = typer.Option(None, "--rtol", help="Tolerance relative to each output's largest value."),
     atol: Optional[float] = typer.Option(None, "--atol", help="Absolute tolerance, added to that."),
     seed: int = SEED,
@@ -156,12 +166,17 @@ def check(
     with load(package) as session:
         with _feeds(session, inputs, seed) as feeds:
             actual = session.run(feeds)
-        expected = load_unsplit(model, session.threads * len(session.manifest.ranks))(feeds)
+        bound = bound_inputs(session.manifest, parse_settings(settings))
+        threads = session.threads * len(session.manifest.ranks)
+        opened = open_reference(model, session.manifest, session.devices, threads, asked=reference, settings=bound)
+        with opened as whole:
+            expected = whole.run(feeds)
         found = compare(expected, actual, number_type=session.manifest.number_type, rtol=rtol, atol=atol)
         measured = _measure(session, feeds) if memory else []
     if as_json:
-        print_json({"outputs": found, "memory": measured})
+        print_json({"outputs": found, "reference": str(whole.device), "memory": measured})
     else:
+        out.print(f"compared with {whole}")
         out.print(differences_table(found))
         if measured:
             print_memory(measured)

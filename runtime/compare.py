@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Optional
 
 import numpy as np
 import numpy.typing as npt
-
-from splitc.runtime.engines.onnxruntime import OnnxRuntimeBackend
 
 # How far outputs may be off, relative to the largest value of each: a few times what ONNX Runtime's own optimizations
 # move an unsplit model's (5e-6 in float32, 4e-4 in float16, 8e-4 in int8, 7e-3 in int4).
@@ -42,17 +39,6 @@ class Difference:
     actual: float
     passed: bool
     problem: Optional[str] = None
-
-
-def load_unsplit(model: Path, threads: int) -> Callable[[Mapping[str, npt.NDArray[Any]]], dict[str, npt.NDArray[Any]]]:
-    """The unsplit model, ready to run feeds by name. Raises PackageError when ONNX Runtime can't load it."""
-    backend = OnnxRuntimeBackend(threads)
-    engine = backend.load(model)
-
-    def run(feeds: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
-        return backend.download(engine.run({name: backend.upload(feeds[name]) for name in engine.inputs}))
-
-    return run
 
 
 def compare(

@@ -40,6 +40,8 @@ def choose(graph: Graph, axis_map: AxisMap, size: Callable[[ir.Value], int], ran
     found = find_candidates(graph, axis_map, size, ranks)
     conflicts = _conflicts(axis_map, {each.atom for each in found.candidates})
     rejected = dict(found.rejected)
+    for atom in (each.atom for each in found.candidates if each.atom in conflicts[each.atom]):
+        rejected.setdefault(atom, "some value has it along two axes")
     chosen = _select([each for each in found.candidates if each.atom not in rejected], conflicts, rejected)
     _drop_mixed(axis_map, chosen, rejected)
     partners = _find_partners(chosen, found, conflicts, ranks)
@@ -135,6 +137,7 @@ def _find_partners(
             each
             for each in found.candidates
             if each.atom in conflicts[atom]
+            and each.atom not in conflicts[each.atom]
             and set(found.contractions.get(each.atom, ())) == set(found.contractions.get(atom, ()))
             and set(each.weights) < set(candidate.weights)
             and not conflicts[each.atom] & (chosen.keys() - {atom})

@@ -41,7 +41,7 @@ def merged(tmp_path: Path) -> Path:
     model = ir.from_onnx_text(
         f"""<ir_version: 8, opset_import: ["" : 17]>
         merged (float[n, 32] x, float[n, 32] past, bool[1] use_past, {weights}) => (float[n, 32] y) {{
-            y = If (use_past) <{branch("then_branch", "Add (x, past)")}, {branch("else_branch", "Identity (x)")}>
+            y = If (use_past) <{branch("then_branch", "Sub (past, x)")}, {branch("else_branch", "Identity (x)")}>
         }}"""
     )
     generator = np.random.default_rng(0)
@@ -64,12 +64,15 @@ def test_refusal_names_the_option_and_the_input_that_decides(merged: Path) -> No
         plan_model(merged, ["2xcpu"], Request(split_mode="layer"))
 
 
-@pytest.mark.parametrize("mode", ["layer", "tensor"])
+@pytest.mark.parametrize("mode", ["layer", "row"])
 @pytest.mark.parametrize("use_past", [True, False])
 def test_branch_that_is_taken_is_split_and_takes_what_it_reads(
     mode: str, use_past: bool, merged: Path, tmp_path: Path
 ) -> None:
-    plan = plan_model(merged, ["2xcpu"], Request(split_mode=mode, settings={"use_past": use_past}))
+    settings = {"use_past": use_past}
+    plan = plan_model(
+        merged, ["2xcpu"], Request(split_mode=mode, row_min=8 if mode == "row" else 256, settings=settings)
+    )
     write_plan(plan, tmp_path / "plan.json")
     assert to_file(plan_from_file(merged, tmp_path / "plan.json")) == to_file(plan)
     compile_model(plan, tmp_path / "package")

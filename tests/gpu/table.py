@@ -38,12 +38,13 @@ from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.build.package import BuildSettings
 from splitc.runtime import Session
-from splitc.runtime.compare import compare, load_unsplit
+from splitc.runtime.compare import compare
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.manifest import BuildOptions
 from splitc.runtime.program import Replay
 from splitc.runtime.terminal import out, table
 from splitc.runtime.units import format_bytes, format_seconds
+from splitc.runtime.unsplit import CPU, open_unsplit
 
 Feeds = dict[str, npt.NDArray[Any]]
 # Requests under way at the same time, rounds of turns, and prompts in each.
@@ -279,7 +280,6 @@ def _error(model: Path, session: Session, options: argparse.Namespace) -> float:
 
     Three steps of a sequence, of which the last is replayed, and with prompts one of several tokens.
     """
-    whole = load_unsplit(model, 8)
     worst = 0.0
     room = 2 * options.cache
     sizes = [1, 1, 1] if options.capacity_only else [5, 1, 1, 1]
@@ -288,7 +288,8 @@ def _error(model: Path, session: Session, options: argparse.Namespace) -> float:
         state.input: np.zeros(shape, next(t.dtype for t in session.inputs if t.name == state.input))
         for state in session.manifest.states
     }
-    with session.start(capacity=None if options.capacity_only else room) as sequence:
+    capacity = None if options.capacity_only else room
+    with open_unsplit(model, CPU, 8) as whole, session.start(capacity=capacity) as sequence:
         place = 0
         for count in sizes:
             feeds = _tokens(session, count, place, options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,13 @@ from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
 from splitc.runtime.capture import capture
-from splitc.runtime.compare import compare, load_unsplit
+from splitc.runtime.compare import compare
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.engines.gpu import Gpu, Tape
 from splitc.runtime.errors import EngineError
 from splitc.runtime.gpu import list_gpus
 from splitc.runtime.transport.devices import connect_devices
+from splitc.runtime.unsplit import CPU, open_unsplit
 
 GPUS = min(4, len(list_gpus()))
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
@@ -58,8 +60,7 @@ def agree(expected: dict[str, Any], outputs: dict[str, Any]) -> None:
 
 
 def test_outputs_are_the_models(package: tuple[Path, Path]) -> None:
-    whole = load_unsplit(package[0], 4)
-    with Session(package[1], in_flight=4) as session:
+    with open_unsplit(package[0], CPU, 4) as whole, Session(package[1], in_flight=4) as session:
         many = [feeds(*sizes, seed) for seed in range(4) for sizes in ((1, 8), (5, 3), (1, 20), (1, 8))]
         for given, outputs in zip(many, session.map(many)):
             agree(whole(given), outputs)
@@ -69,8 +70,10 @@ def test_outputs_are_the_models(package: tuple[Path, Path]) -> None:
 
 
 def test_states_are_where_the_graph_left_them(package: tuple[Path, Path]) -> None:
-    whole = load_unsplit(package[0], 4)
-    with Session(package[1]) as session, session.start(capacity=ROOM) as one, session.start(capacity=ROOM) as other:
+    with ExitStack() as stack:
+        whole = stack.enter_context(open_unsplit(package[0], CPU, 4))
+        session = stack.enter_context(Session(package[1]))
+        one, other = (stack.enter_context(session.start(capacity=ROOM)) for _ in range(2))
         for first, sequence in ((1, one), (500, other)):
             states = {
                 state.input: np.zeros((1, SIZE.kv_heads, ROOM, SIZE.head), "f2") for state in session.manifest.states

@@ -75,3 +75,14 @@ def test_rank_without_any_part_is_there_and_does_nothing(tmp_path: Path) -> None
     manifest = read_manifest(tmp_path / "package")
     assert [len(rank.engines) for rank in manifest.ranks] == [1, 1, 0]
     assert any("rank 2 (cpu2) gets no unit" in warning for warning in plan.warnings)
+
+
+def test_axis_that_a_weight_has_twice_is_whole(tmp_path: Path) -> None:
+    """A residual stream without norms: the rows and the columns of its matrices are one axis."""
+    b = Block()
+    x = b.data("x", (5, 12), ["n", 12])
+    for number in range(3):
+        x = b.op("Add", x, b.op("Relu", b.op("MatMul", x, b.w(f"W{number}", 12, 12))))
+    inner = b.op("Relu", b.op("MatMul", b.op("Softmax", x), b.w("A", 12, MANY)))  # something that can be split
+    b.give(b.op("MatMul", inner, b.w("B", MANY, 12)), shape=["n", 12])
+    check_split(b, tmp_path, {"A", "B"}, UNEVEN, whole={"W0", "W1", "W2"})
