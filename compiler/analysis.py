@@ -13,7 +13,8 @@ import onnx_ir as ir
 
 from splitc.compiler.blocks import Partition, find_blocks
 from splitc.compiler.costs import Costs
-from splitc.compiler.graph import Graph, ModelError, open_graph, subgraphs
+from splitc.compiler.errors import ModelError
+from splitc.compiler.graph import Graph, open_graph, subgraphs
 from splitc.compiler.nodes import describe_node
 from splitc.compiler.shapes import (
     AskedShapes,

@@ -10,23 +10,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import google.protobuf.message
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
 
 from splitc.compiler.bind import Fixed, bind_inputs
+from splitc.compiler.errors import ModelError
+from splitc.compiler.loading import load_model
 from splitc.compiler.nodes import describe_node, operator_name
-from splitc.runtime.errors import SplitcError
 from splitc.runtime.manifest import Source, hash_file
-
-
-class ModelError(SplitcError):
-    """The model file is missing, damaged, or holds what splitc or the engine can't take."""
-
-
-class CannotSplitError(ModelError):
-    """The split mode that was asked for can't split the model; another one may."""
 
 
 @dataclass(frozen=True)
@@ -94,74 +86,12 @@ def open_graph(path: Path, settings: Mapping[str, Any] = MappingProxyType({})) -
     the model's folder, and for operators that ONNX Runtime does not know; MisuseError for settings that the model does
     not take.
     """
-    model = _load(path)
-    check_external_data(model, path)
-    _trust_external_data(model)
+    model = load_model(path)
     fixed, passed = _normalize(model, settings)
     _check_operators(model)
     values = (value for node in model.graph for value in node.outputs)
     annotated = {value.name: value.shape for value in values if value.name and value.shape is not None}
     return Graph(path, model, {node: tuple(node_reads(node)) for node in model.graph}, annotated, passed, fixed)
-
-
-def _load(path: Path) -> ir.Model:
-    if not path.is_file():
-        raise ModelError(f"no such model file: {path}")
-    try:
-        model = ir.load(path)
-    except (google.protobuf.message.DecodeError, ValueError, TypeError, KeyError) as error:
-        raise ModelError(f"{path} is not an ONNX model ({error})") from error
-    if not model.graph.outputs or not model.opset_imports:
-        raise ModelError(f"{path} is not an ONNX model (it has no graph outputs)")
-    return model
-
-
-def initializers(model: ir.Model) -> Iterator[ir.Value]:
-    """The initializers of the model's graph and of all subgraphs."""
-    return itertools.chain.from_iterable(graph.initializers.values() for graph in model.graphs())
-
-
-def check_external_data(model: ir.Model, path: Path) -> None:
-    """Raise ModelError unless each external tensor lies, whole, in a file below the model's folder."""
-    folder = path.parent.resolve()
-    sizes: dict[str, int] = {}
-    for value in initializers(model):
-        tensor = value.const_value
-        if not isinstance(tensor, ir.ExternalTensor):
-            continue
-        location = str(tensor.location)
-        if location not in sizes:
-            file = (folder / location).resolve()
-            # A model is data from elsewhere: it must not make us copy /etc/passwd into a package.
-            if not file.is_relative_to(folder):
-                raise ModelError(f"{path}: weight '{value.name}' lies in '{location}', outside the model's folder")
-            if not file.is_file():
-                raise ModelError(f"{path}: the external data file {file} is missing (it holds weight '{value.name}')")
-            sizes[location] = file.stat().st_size
-        end = (tensor.offset or 0) + tensor.nbytes
-        if end > sizes[location]:
-            raise ModelError(
-                f"{path}: the external data file {folder / location} is too short: weight '{value.name}' "
-                f"ends at byte {end:,}, and the file has {sizes[location]:,}"
-            )
-
-
-def _trust_external_data(model: ir.Model) -> None:
-    """Refer to external data by its full path, in place, after it was checked.
-
-    onnx_ir checks a relative path each time, and refuses a file with hard links: a linked package makes one.
-    """
-    for value in initializers(model):
-        tensor = value.const_value
-        if isinstance(tensor, ir.ExternalTensor):
-            value.const_value = ir.ExternalTensor(
-                Path(tensor.path).resolve(),
-                tensor.offset,
-                tensor.length,
-                tensor.dtype,
-                shape=tensor.shape,
-                name=tensor.name,
-            )
 
 
 def _normalize(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from splitc.compiler.analysis import Analysis, analyze, check_divisible
 from splitc.compiler.budgets import Budget, block_seconds
-from splitc.compiler.graph import ModelError
+from splitc.compiler.errors import ModelError
 from splitc.compiler.plan import Candidate, Plan, Request
 from splitc.compiler.plan_layer import plan_layers
 from splitc.compiler.plan_row import plan_rows

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from splitc.compiler.analysis import Analysis, analyze, check_divisible
 from splitc.compiler.budgets import check_shares, find_budgets
-from splitc.compiler.graph import CannotSplitError
+from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.plan import Plan, Request
 from splitc.compiler.plan_auto import PLANNERS, plan_auto
 from splitc.compiler.planner import OBJECTIVES

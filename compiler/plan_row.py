@@ -12,7 +12,7 @@ import onnx_ir as ir
 from splitc.compiler.analysis import Analysis
 from splitc.compiler.budgets import Budget, as_shares, block_seconds
 from splitc.compiler.costs import NOMINAL
-from splitc.compiler.graph import CannotSplitError
+from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.memory import StageMemory, held_parts, stage_memory
 from splitc.compiler.plan import CutPlan, Plan, RankPlan, Repeated, Request, assemble, check_memory
 from splitc.compiler.split.layer import Stage, split_layers

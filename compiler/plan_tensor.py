@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from splitc.compiler.analysis import Analysis
 from splitc.compiler.budgets import Budget, as_shares, block_seconds
-from splitc.compiler.graph import CannotSplitError
+from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.memory import held_parts, stage_memory
 from splitc.compiler.plan import Plan, RankPlan, Repeated, Request, assemble, check_memory
 from splitc.compiler.plan_layer import choose_stages, repeated, stage_cuts

@@ -12,7 +12,7 @@ import psutil
 from msgspec.structs import replace
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from splitc.compiler.graph import ModelError
+from splitc.compiler.errors import ModelError
 from splitc.compiler.plan import Plan
 from splitc.compiler.split.unlike import bind_unlike
 from splitc.runtime.arrays import make_inputs

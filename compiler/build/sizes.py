@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from splitc.compiler.graph import ModelError
+from splitc.compiler.errors import ModelError
 from splitc.compiler.programs import RankProgram, names
 from splitc.compiler.shapes import BoundShapes, Shape, bind_shapes
 from splitc.compiler.split.rank_graph import COLLECTIVE

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.cli import app
-from splitc.compiler.graph import ModelError, open_graph
+from splitc.compiler.errors import ModelError
+from splitc.compiler.graph import open_graph
 from splitc.compiler.plan_file import plan_from_file, to_file, write_plan
 from splitc.runtime import Session
 from splitc.runtime.errors import MisuseError, OutputsDifferError

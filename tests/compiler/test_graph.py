@@ -10,7 +10,8 @@ import onnx_ir as ir
 import pytest
 
 from models.writer import Writer, save
-from splitc.compiler.graph import ModelError, open_graph
+from splitc.compiler.errors import ModelError
+from splitc.compiler.graph import open_graph
 
 WriteModel = Callable[[str], Path]
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from models.writer import Writer, save
 from splitc.compiler import plan_model
 from splitc.compiler.analysis import analyze
-from splitc.compiler.graph import ModelError
+from splitc.compiler.errors import ModelError
 from splitc.compiler.shapes import AskedShapes
 from splitc.compiler.split.layer import split_layers, stage_graph
 from splitc.runtime.devices import parse_devices

@@ -14,7 +14,7 @@ from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.cli import app
-from splitc.compiler.graph import CannotSplitError
+from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.plan_file import plan_from_file, to_file, write_plan
 from splitc.compiler.split.row import RowSplit
 from splitc.runtime import Session

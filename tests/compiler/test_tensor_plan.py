@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.cli import app
-from splitc.compiler.graph import ModelError
+from splitc.compiler.errors import ModelError
 from splitc.compiler.plan_file import plan_from_file, to_file, write_plan
 from splitc.compiler.split import rules
 from splitc.compiler.split.operation import Operation

@@ -13,7 +13,7 @@ import pytest
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.build.pieces import prepare_piece
 from splitc.compiler.build.sizes import engine_sizes
-from splitc.compiler.graph import ModelError
+from splitc.compiler.errors import ModelError
 from splitc.compiler.programs import rank_program
 from splitc.runtime import Session
 from splitc.runtime.engines.onnxruntime import OnnxRuntimeEngine
