@@ -188,7 +188,8 @@ def _tensor(value: ir.Value) -> m.Tensor:
         raise SplitcError(
             f"'{value.name}' is a {value.type}, and splitc takes models whose inputs and outputs are tensors"
         )
-    sizes = [size if isinstance(size, int) else size.value for size in value.shape or ()]
+    shape = value.shape
+    sizes = None if shape is None else [size if isinstance(size, int) else size.value for size in shape]
     return m.Tensor(value.name or "", str(value.type.dtype.numpy()), sizes)
 
 

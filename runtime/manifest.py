@@ -28,13 +28,14 @@ class Fill(Struct, frozen=True):
 class Tensor(Struct, frozen=True):
     """An input or output of the model. `dtype` is numpy's name; a dimension is a number, a symbol, or unknown.
 
+    No shape at all (None) is any shape, of any number of dimensions.
     `sample_shape` has a number for every dimension: the sizes that were planned for. The engines take sizes from
     `min_shape` to `max_shape`; None is no limit beside `shape`.
     """
 
     name: str
     dtype: str
-    shape: list[Union[int, str, None]]
+    shape: Optional[list[Union[int, str, None]]]
     sample_shape: Optional[list[int]] = None
     fill: Optional[Fill] = None
     min_shape: Optional[list[int]] = None
