@@ -148,7 +148,7 @@ def _manifest(
         engine=plan.engine,
         number_type=number_type(analysis),
         threads=threads,
-        inputs=[_input(analysis, value, plan.engine in MODULES) for value in graph.graph.inputs],
+        inputs=[_input(plan, value) for value in graph.graph.inputs],
         outputs=[_tensor(value) for value in graph.outputs],
         states=list(analysis.states),
         batch=find_batch(plan),
@@ -193,11 +193,15 @@ def _tensor(value: ir.Value) -> m.Tensor:
     return m.Tensor(value.name or "", str(value.type.dtype.numpy()), sizes)
 
 
-def _input(analysis: Analysis, value: ir.Value, limited: bool) -> m.Tensor:
-    tensor = _tensor(value)
+def _input(plan: Plan, value: ir.Value) -> m.Tensor:
+    analysis, tensor = plan.analysis, _tensor(value)
     low, typical, high = (list(each[tensor.name]) for each in (analysis.smallest, analysis.typical, analysis.shapes))
-    limits = (low, high) if limited else (None, None)
-    return m.Tensor(tensor.name, tensor.dtype, tensor.shape, typical, find_fill(value), *limits)
+    built = plan.engine in MODULES
+    limits = (low, high) if built else (None, None)
+    # What is split along axes, or built, is so for as many dimensions as were planned for.
+    fixed = tensor.shape is None and (built or plan.tensor is not None)
+    shape: m.Shape = [*high] if fixed else tensor.shape
+    return m.Tensor(tensor.name, tensor.dtype, shape, typical, find_fill(value), *limits)
 
 
 def number_type(analysis: Analysis) -> str:
