@@ -19,6 +19,7 @@ from splitc.compiler.build.package import Building, BuildSettings, check_buildab
 from splitc.compiler.build.pieces import fit_to_build
 from splitc.compiler.build.tensorrt import engine_path
 from splitc.compiler.fills import find_fill
+from splitc.compiler.graph import ModelError
 from splitc.compiler.plan import Plan, RankPlan
 from splitc.compiler.plan_file import LISTED
 from splitc.compiler.programs import RankProgram, names, rank_program
@@ -26,7 +27,8 @@ from splitc.compiler.split.rank_graph import COLLECTIVE
 from splitc.compiler.verify import verify_package
 from splitc.runtime import manifest as m
 from splitc.runtime.engines.kinds import MODULES, ONNXRUNTIME, need_installed
-from splitc.runtime.errors import MisuseError, SplitcError
+from splitc.runtime.engines.onnx_types import KNOWN
+from splitc.runtime.errors import MisuseError
 from splitc.runtime.version import VERSION
 
 WEIGHTS = ("copy", "link")
@@ -52,12 +54,13 @@ def compile_model(
     A package in row or tensor mode is compared with the unsplit model before it is in its place, unless `verify` is
     False. `build` says how engines are built that are not ONNX files. `progress` is told the bytes of weights as they
     are written, `building` how many engines are built of how many, `warn` what is not as asked. Either the whole
-    package is written or nothing. Raises MisuseError when `package` can't be written to, SplitcError when the disk is
-    full, BuildError for what TensorRT can't build, OutputsDifferError when the package does not compute what the model
-    does.
+    package is written or nothing. Raises MisuseError when `package` can't be written to, ModelError for an input or
+    output that can't be handed over, SplitcError when the disk is full, BuildError for what TensorRT can't build,
+    OutputsDifferError when the package does not compute what the model does.
     """
     target = Path(package)
     check_target(target, force)
+    _check_types(plan)
     if plan.engine in MODULES and not build.later:
         need_installed(plan.engine)
         check_buildable(plan.engine)
@@ -183,11 +186,24 @@ def _rank(rank: RankPlan, program: RankProgram, engines: list[m.EngineFile]) -> 
     )
 
 
+def _check_types(plan: Plan) -> None:
+    """Raise ModelError for a value that has to be handed over, and is of a type that can't be."""
+    graph = plan.analysis.graph
+    places = {"input": graph.graph.inputs, "output": graph.outputs}
+    crossing = (value for cut in plan.cuts for value in cut.values)
+    for place, values in {**places, "value that crosses a cut": crossing}.items():
+        for value in values:
+            if not isinstance(value.type, ir.TensorType):
+                raise ModelError(f"the {place} '{value.name}' is a {value.type}, and splitc hands over only tensors")
+            if value.type.dtype == ir.DataType.STRING or str(value.type.dtype.numpy()) not in KNOWN:
+                raise ModelError(
+                    f"the {place} '{value.name}' is of type {value.type.dtype.name}, which ONNX Runtime does not hand "
+                    f"over in Python. What it does: {', '.join(KNOWN)}. Let the model begin and end with a Cast"
+                )
+
+
 def _tensor(value: ir.Value) -> m.Tensor:
-    if not isinstance(value.type, ir.TensorType):
-        raise SplitcError(
-            f"'{value.name}' is a {value.type}, and splitc takes models whose inputs and outputs are tensors"
-        )
+    assert isinstance(value.type, ir.TensorType)
     shape = value.shape
     sizes = None if shape is None else [size if isinstance(size, int) else size.value for size in shape]
     return m.Tensor(value.name or "", str(value.type.dtype.numpy()), sizes)
