@@ -19,6 +19,7 @@ from splitc.compiler.build.onnxruntime import write_engines
 from splitc.compiler.build.package import Building, BuildSettings, check_buildable, finish_package
 from splitc.compiler.build.pieces import fit_to_build
 from splitc.compiler.build.tensorrt import engine_path
+from splitc.compiler.errors import ModelError
 from splitc.compiler.fills import find_fill
 from splitc.compiler.plan import Plan, RankPlan
 from splitc.compiler.plan_file import LISTED
@@ -27,7 +28,8 @@ from splitc.compiler.split.rank_graph import COLLECTIVE
 from splitc.compiler.verify import Verdict, check_loads, verify_package
 from splitc.runtime import manifest as m
 from splitc.runtime.engines.kinds import MODULES, ONNXRUNTIME, need_installed
-from splitc.runtime.errors import MisuseError, SplitcError
+from splitc.runtime.engines.onnx_types import KNOWN
+from splitc.runtime.errors import MisuseError
 from splitc.runtime.version import VERSION
 
 WEIGHTS = ("copy", "link")
@@ -55,12 +57,13 @@ def compile_model(
     False; any other is loaded once. `build` says how engines are built that are not ONNX files. `progress` is told the
     bytes of weights as they are written, `building` how many engines are built of how many, `warn` what is not as
     asked, `say` what came of the comparison. Either the whole package is written or nothing. Raises MisuseError when
-    `package` can't be written to, SplitcError when the disk is full, BuildError for what TensorRT can't build,
-    ModelError for what ONNX Runtime can't load, OutputsDifferError when the package does not compute what the model
-    does.
+    `package` can't be written to, ModelError for an input or output that can't be handed over and for what ONNX Runtime
+    can't load, SplitcError when the disk is full, BuildError for what TensorRT can't build, OutputsDifferError when the
+    package does not compute what the model does.
     """
     target = Path(package)
     check_target(target, force)
+    _check_types(plan)
     if plan.engine in MODULES and not build.later:
         need_installed(plan.engine)
         check_buildable(plan.engine)
@@ -168,7 +171,7 @@ def _manifest(
         engine=plan.engine,
         number_type=number_type(analysis),
         threads=threads,
-        inputs=[_input(analysis, value, plan.engine in MODULES) for value in graph.graph.inputs],
+        inputs=[_input(plan, value) for value in graph.graph.inputs],
         outputs=[_tensor(value) for value in graph.outputs],
         states=list(analysis.states),
         batch=find_batch(plan),
@@ -210,20 +213,38 @@ def _fixed(fixed: Fixed) -> m.FixedInput:
     return m.FixedInput(tensor.name, tensor.dtype, shape, None if fixed.value is None else fixed.value.tolist())
 
 
+def _check_types(plan: Plan) -> None:
+    """Raise ModelError for a value that has to be handed over, and is of a type that can't be."""
+    graph = plan.analysis.graph
+    places = {"input": graph.graph.inputs, "output": graph.outputs}
+    crossing = (value for cut in plan.cuts for value in cut.values)
+    for place, values in {**places, "value that crosses a cut": crossing}.items():
+        for value in values:
+            if not isinstance(value.type, ir.TensorType):
+                raise ModelError(f"the {place} '{value.name}' is a {value.type}, and splitc hands over only tensors")
+            if value.type.dtype == ir.DataType.STRING or str(value.type.dtype.numpy()) not in KNOWN:
+                raise ModelError(
+                    f"the {place} '{value.name}' is of type {value.type.dtype.name}, which ONNX Runtime does not hand "
+                    f"over in Python. What it does: {', '.join(KNOWN)}. Let the model begin and end with a Cast"
+                )
+
+
 def _tensor(value: ir.Value) -> m.Tensor:
-    if not isinstance(value.type, ir.TensorType):
-        raise SplitcError(
-            f"'{value.name}' is a {value.type}, and splitc takes models whose inputs and outputs are tensors"
-        )
-    sizes = [size if isinstance(size, int) else size.value for size in value.shape or ()]
+    assert isinstance(value.type, ir.TensorType)
+    shape = value.shape
+    sizes = None if shape is None else [size if isinstance(size, int) else size.value for size in shape]
     return m.Tensor(value.name or "", str(value.type.dtype.numpy()), sizes)
 
 
-def _input(analysis: Analysis, value: ir.Value, limited: bool) -> m.Tensor:
-    tensor = _tensor(value)
+def _input(plan: Plan, value: ir.Value) -> m.Tensor:
+    analysis, tensor = plan.analysis, _tensor(value)
     low, typical, high = (list(each[tensor.name]) for each in (analysis.smallest, analysis.typical, analysis.shapes))
-    limits = (low, high) if limited else (None, None)
-    return m.Tensor(tensor.name, tensor.dtype, tensor.shape, typical, find_fill(value), *limits)
+    built = plan.engine in MODULES
+    limits = (low, high) if built else (None, None)
+    # What is split along axes, or built, is so for as many dimensions as were planned for.
+    fixed = tensor.shape is None and (built or plan.tensor is not None)
+    shape: m.Shape = [*high] if fixed else tensor.shape
+    return m.Tensor(tensor.name, tensor.dtype, shape, typical, find_fill(value), *limits)
 
 
 def number_type(analysis: Analysis) -> str:

@@ -17,7 +17,7 @@ import sympy
 from splitc.compiler.fold import fold_shapes, take_branches
 from splitc.compiler.inference import infer_shapes_and_types
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.session import format_shape
+from splitc.runtime.units import format_shape
 
 Shape = tuple[int, ...]
 

@@ -47,15 +47,21 @@ def load_arrays(path: Path) -> dict[str, Array]:
 def save_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
     """Write arrays to an .npz file, or as polygraphy's JSON where the name ends in .json. All of it or nothing.
 
+    Number types of ml_dtypes (bfloat16, float8) are written as raw bytes, which is what numpy would read.
     Raises MisuseError when the file can't be written, or can't hold arrays of these names.
     """
     if path.suffix == ".json":
         _check_names(arrays)
     with written_whole(path) as file:
         if path.suffix == ".json":
-            file.write(polygraphy_json.to_json([dict(arrays)]).encode())
+            file.write(polygraphy_json.to_json([{n: _as_known(array) for n, array in arrays.items()}]).encode())
         else:
             _write_npz(file, arrays)
+
+
+def _as_known(array: Array) -> Array:
+    """The array in a number type that numpy reads again: those of ml_dtypes as raw bytes."""
+    return array if array.dtype.isbuiltin == 1 else array.view(np.dtype((np.void, array.dtype.itemsize)))
 
 
 def _write_npz(file: BinaryIO, arrays: Mapping[str, Array]) -> None:
@@ -65,7 +71,7 @@ def _write_npz(file: BinaryIO, arrays: Mapping[str, Array]) -> None:
             # np.load leaves out the ending, unless that is the name of another array.
             member = name if f"{name}.npy" in arrays else f"{name}.npy"
             with archive.open(member, "w", force_zip64=True) as entry:
-                np.lib.format.write_array(entry, np.asarray(array), allow_pickle=False)
+                np.lib.format.write_array(entry, _as_known(array), allow_pickle=False)
 
 
 def _check_names(names: Iterable[str]) -> None:
@@ -125,4 +131,4 @@ def fill_array(fill: Fill, dtype: str, shape: Sequence[int], generator: np.rando
         array = np.asarray(generator.integers(0, fill.below, shape))
     else:
         array = np.asarray(generator.standard_normal(shape))
-    return array.astype(np.dtype(dtype))
+    return array.astype(number_type(dtype))

@@ -12,8 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from splitc.runtime.engines.onnxruntime import OnnxRuntimeBackend
+from splitc.runtime.feeds import check_feeds
+from splitc.runtime.futures import in_order
 from splitc.runtime.program import Receive, Reduce, Replay, Run
-from splitc.runtime.session import Session, check_feeds, in_order
+from splitc.runtime.session import Session
 from splitc.runtime.unsplit import fixed_feeds
 from splitc.runtime.worker import Served
 

@@ -23,13 +23,13 @@ from splitc.runtime.measure import RankMemory, measure_memory
 from splitc.runtime.options import with_options
 from splitc.runtime.routes import find_routes
 from splitc.runtime.sampling import Sampling
-from splitc.runtime.session import Session, format_shape
+from splitc.runtime.session import Session
 from splitc.runtime.settings import parse_settings
 from splitc.runtime.show import differences_table, print_bench, print_devices, print_links, print_manifest, print_memory
 from splitc.runtime.terminal import err, out, print_json, print_warning, table
 from splitc.runtime.text import Text, read_prompt
 from splitc.runtime.trace import write_trace
-from splitc.runtime.units import format_seconds
+from splitc.runtime.units import format_seconds, format_shape
 from splitc.runtime.unsplit import bound_inputs, open_reference
 from splitc.runtime.version import VERSION
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Optional
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -51,11 +52,24 @@ def compare(
 ) -> list[Difference]:
     """Compare output by output. One passes when its largest error is at most `atol` + `rtol` x its largest value.
 
-    The default tolerances are those of `number_type`. Whole numbers and truth values must be equal.
+    The default tolerances are those of `number_type`, and no less than one step of the output's own. Whole numbers and
+    truth values must be equal.
     """
-    rtol = RELATIVE.get(number_type, RELATIVE["float32"]) if rtol is None else rtol
     atol = ABSOLUTE if atol is None else atol
-    return [_difference(name, array, actual.get(name), rtol, atol) for name, array in expected.items()]
+    known = RELATIVE.get(number_type, RELATIVE["float32"])
+    return [
+        _difference(name, array, actual.get(name), max(known, _step(array.dtype)) if rtol is None else rtol, atol)
+        for name, array in expected.items()
+    ]
+
+
+def _is_exact(dtype: np.dtype[Any]) -> bool:
+    return dtype.kind in "biu"
+
+
+def _step(dtype: np.dtype[Any]) -> float:
+    """How far neighbours of a number type are apart, relative to them: by as much a result may be rounded otherwise."""
+    return 0.0 if _is_exact(dtype) else float(ml_dtypes.finfo(dtype).eps)  # type: ignore[no-untyped-call]
 
 
 def _difference(
@@ -79,7 +93,7 @@ def _difference(
     finite = np.abs(wide_expected[np.isfinite(wide_expected)])
     largest = float(finite.max()) if finite.size else 0.0
     absolute = float(error[where])
-    exact = not np.issubdtype(expected.dtype, np.inexact)
+    exact = _is_exact(expected.dtype)
     return Difference(
         name,
         absolute,

@@ -15,6 +15,7 @@ from splitc.runtime.manifest import Manifest, Tensor
 from splitc.runtime.sampling import Sampling, choose_token
 from splitc.runtime.sequence import StateSequence
 from splitc.runtime.session import Session
+from splitc.runtime.units import format_shape
 
 Array = npt.NDArray[Any]
 
@@ -56,16 +57,20 @@ def find_roles(manifest: Manifest) -> Roles:
     rest = [tensor for tensor in inputs if tensor.name not in (*masks, *positions)]
     ids = [tensor for tensor in rest if tensor.fill is not None and tensor.fill.kind == "index"]
     ids = ids or [tensor for tensor in rest if "ids" in tensor.name.lower()]
-    if len(ids) != 1 or len(rest) > 1 or len(masks) > 1 or len(positions) > 1 or len(ids[0].shape) != 2:
+    if len(ids) != 1 or len(rest) > 1 or len(masks) > 1 or len(positions) > 1 or not _may_have(ids[0], 2):
         raise MisuseError(
             f"can't generate with {manifest.source.name}: it takes {', '.join(tensor.name for tensor in inputs)}, and "
             "splitc knows token ids, an attention mask and position ids (and states)"
         )
-    outputs = [tensor for tensor in manifest.outputs if tensor.name not in given and len(tensor.shape) == 3]
+    outputs = [tensor for tensor in manifest.outputs if tensor.name not in given and _may_have(tensor, 3)]
     named = [tensor for tensor in outputs if "logits" in tensor.name.lower()] or outputs
     if not named:
         raise MisuseError(f"can't generate with {manifest.source.name}: it has no output of logits")
     return Roles(ids[0].name, _one(masks), _one(positions), named[0].name)
+
+
+def _may_have(tensor: Tensor, dimensions: int) -> bool:
+    return tensor.shape is None or len(tensor.shape) == dimensions
 
 
 def _one(names: Sequence[str]) -> Optional[str]:
@@ -165,7 +170,8 @@ class Feeder:
 
     def chunk(self, prompt: int, wanted: int) -> int:
         """How many tokens of the prompt go through at once. Raises MisuseError for a model of a fixed longer length."""
-        fixed = self._inputs[self.roles.ids].shape[1]
+        shape = self._inputs[self.roles.ids].shape
+        fixed = None if shape is None else shape[1]
         if isinstance(fixed, int) and fixed != 1:
             raise MisuseError(f"can't generate with a model that takes {fixed} tokens at a time, no more and no less")
         return 1 if fixed == 1 else max(1, min(wanted, prompt))
@@ -184,9 +190,10 @@ class Feeder:
 
         Raises MisuseError for a mask that is not one number a token, and for a sequence longer than its fixed length.
         """
-        if len(tensor.shape) != 2:
-            raise MisuseError(f"can't generate with a mask of {len(tensor.shape)} dimensions ('{tensor.name}')")
-        length, ids = tensor.shape[1], self._inputs[self.roles.ids]
+        if not _may_have(tensor, 2):
+            raise MisuseError(f"can't generate with a mask of {format_shape(tensor.shape)} ('{tensor.name}')")
+        length = None if tensor.shape is None else tensor.shape[1]
+        ids = self._inputs[self.roles.ids]
         if tensor.shape == ids.shape and length is not None:
             return np.ones((1, new))
         room = length if isinstance(length, int) else self._room or total

@@ -25,8 +25,12 @@ class Fill(Struct, frozen=True):
     below: int = 0
 
 
+# What a file says of a shape: a dimension is a number, a symbol, or unknown; None is any shape, of any rank.
+Shape = Optional[list[Union[int, str, None]]]
+
+
 class Tensor(Struct, frozen=True):
-    """An input or output of the model. `dtype` is numpy's name; a dimension is a number, a symbol, or unknown.
+    """An input or output of the model. `dtype` is numpy's name.
 
     `sample_shape` has a number for every dimension: the sizes that were planned for. The engines take sizes from
     `min_shape` to `max_shape`; None is no limit beside `shape`.
@@ -34,7 +38,7 @@ class Tensor(Struct, frozen=True):
 
     name: str
     dtype: str
-    shape: list[Union[int, str, None]]
+    shape: Shape
     sample_shape: Optional[list[int]] = None
     fill: Optional[Fill] = None
     min_shape: Optional[list[int]] = None
@@ -46,7 +50,7 @@ class FixedInput(Struct, frozen=True):
 
     name: str
     dtype: str
-    shape: list[Union[int, str, None]]
+    shape: Shape
     value: Any = None
 
 

@@ -1,12 +1,13 @@
 """Measure what each rank really holds: one process a rank, so that no rank's memory hides in another's.
 
-    python -m splitc.runtime.measure PACKAGE RANK THREADS INPUTS.npz OUTPUTS.npz
+    python -m splitc.runtime.measure PACKAGE RANK THREADS INPUTS OUTPUTS
 
 runs one rank on the inputs in the file, writes what the next ranks need, and prints its memory as JSON.
 """
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,6 @@ import msgspec
 import numpy.typing as npt
 import psutil
 
-from splitc.runtime.arrays import load_arrays, save_arrays
 from splitc.runtime.engines import Backend
 from splitc.runtime.engines.onnxruntime import OnnxRuntimeBackend
 from splitc.runtime.errors import SplitcError
@@ -55,10 +55,10 @@ def measure_memory(package: Path, threads: int, feeds: Mapping[str, npt.NDArray[
         values.update(_run_together(package, manifest.ranks, threads, feeds))
     found = []
     with tempfile.TemporaryDirectory(prefix="splitc-measure-") as folder:
-        inputs, outputs = Path(folder) / "inputs.npz", Path(folder) / "outputs.npz"
+        inputs, outputs = Path(folder) / "inputs", Path(folder) / "outputs"
         for number, rank in enumerate(manifest.ranks):
             wanted = {name for engine in rank.engines for name in engine.inputs}
-            save_arrays(inputs, {name: array for name, array in values.items() if name in wanted})
+            _write_arrays(inputs, {name: array for name, array in values.items() if name in wanted})
             command = [
                 sys.executable,
                 "-m",
@@ -74,8 +74,18 @@ def measure_memory(package: Path, threads: int, feeds: Mapping[str, npt.NDArray[
                 reason = result.stderr.strip().splitlines()[-1:] or ["no message"]
                 raise SplitcError(f"can't measure the memory of rank {number} ({rank.device}): {reason[0]}")
             found.append(msgspec.json.decode(result.stdout, type=RankMemory))
-            values.update(load_arrays(outputs))
+            values.update(_read_arrays(outputs))
     return found
+
+
+def _write_arrays(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    """For our own processes only, which pickle keeps all number types for."""
+    path.write_bytes(pickle.dumps(dict(arrays), pickle.HIGHEST_PROTOCOL))
+
+
+def _read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
+    arrays: dict[str, npt.NDArray[Any]] = pickle.loads(path.read_bytes())
+    return arrays
 
 
 def _run_together(
@@ -155,7 +165,7 @@ class Alone:
 
 
 def _measure_rank(rank: Rank, package: Path, threads: int, inputs: Path, outputs: Path) -> RankMemory:
-    arrays = load_arrays(inputs)
+    arrays = _read_arrays(inputs)
     backend = OnnxRuntimeBackend(threads)
     before = _resident()
     engines = [backend.load(package / engine.path) for engine in rank.engines]
@@ -164,7 +174,7 @@ def _measure_rank(rank: Rank, package: Path, threads: int, inputs: Path, outputs
     feeds = partial(_cut_feeds, rank, arrays, backend)
     execute(Program(rank.program, engines, rank.outputs), transport, feeds, backend.accumulate)
     peak = _peak()
-    save_arrays(outputs, transport.sent)
+    _write_arrays(outputs, transport.sent)
     return RankMemory(rank.device, max(0, loaded - before), max(0, peak - before), rank.weights_bytes, rank.total_bytes)
 
 

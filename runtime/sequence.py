@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from splitc.runtime.arrays import number_type, zeros
 from splitc.runtime.errors import SplitcError
+from splitc.runtime.feeds import check_feeds
 from splitc.runtime.manifest import State, Tensor
 
 if TYPE_CHECKING:
@@ -52,8 +53,6 @@ class StateSequence:
 
         Raises FeedError for feeds that the model does not take, SplitcError after a run that failed or after `close`.
         """
-        from splitc.runtime.session import check_feeds
-
         self._check_open()
         if self._failed:
             raise SplitcError("a run of this sequence failed, so its states are lost: start another one")
@@ -69,14 +68,14 @@ class StateSequence:
     def load(self, states: Mapping[str, npt.ArrayLike]) -> None:
         """Begin with these states, by the names of their inputs, instead of zeros. Only before the first run.
 
+        They are copied: what becomes of the arrays later is no matter.
+
         Raises FeedError for states that the model does not have, SplitcError after a run or after `close`.
         """
-        from splitc.runtime.session import check_feeds
-
         self._check_open()
         if self._begun or self._capacity is not None:
             raise SplitcError("states can be loaded before the first run only, into a sequence without a capacity")
-        self._loaded = check_feeds(states, self._states)
+        self._loaded = check_feeds(states, self._states, copy=True)
 
     def _first(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Zeros for each state, in the sizes that the feeds' symbols have."""
@@ -84,7 +83,7 @@ class StateSequence:
         sizes = {
             symbol: length
             for name, array in feeds.items()
-            for symbol, length in zip(inputs[name].shape, array.shape)
+            for symbol, length in zip(inputs[name].shape or (), array.shape)
             if isinstance(symbol, str)
         }
         batch = max((array.shape[0] for array in feeds.values() if array.ndim), default=1)
@@ -120,7 +119,7 @@ class StateSequence:
 def _zeros(state: State, tensor: Tensor, sizes: Mapping[str, int], batch: int, room: int) -> Array:
     """A state before the first run: a symbol of the feeds has their size; another first axis is the batch."""
     shape = []
-    for axis, size in enumerate(tensor.shape):
+    for axis, size in enumerate([None] * len(tensor.sample_shape or ()) if tensor.shape is None else tensor.shape):
         if axis == state.grows:
             shape.append(room)
         elif isinstance(size, int):

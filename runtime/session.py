@@ -5,15 +5,13 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Optional, TypeVar, Union
+from typing import Any, Optional, Union
 
-import numpy as np
 import numpy.typing as npt
 
 from splitc.runtime.arrays import number_type
@@ -21,7 +19,9 @@ from splitc.runtime.batches import cut_batches, join_batches
 from splitc.runtime.devices import Device, parse_devices, threads_for
 from splitc.runtime.engines.kinds import choose_engine
 from splitc.runtime.engines.load import check_built_here, make_backend
-from splitc.runtime.errors import FeedError, MisuseError, SplitcError
+from splitc.runtime.errors import MisuseError, SplitcError
+from splitc.runtime.feeds import check_feeds
+from splitc.runtime.futures import in_order, then
 from splitc.runtime.manifest import Manifest, Part, State, Tensor, read_manifest, verify_files
 from splitc.runtime.measure import RankMemory
 from splitc.runtime.parts import join_parts
@@ -151,7 +151,8 @@ class Session:
             return self.run_timed(feeds)[0]
         arrays = check_feeds(feeds, self.inputs)
         pieces = cut_batches(arrays, self.manifest.batch, micro_batch)
-        return join_batches(list(self.map(pieces)), self.manifest.batch)
+        answers = list(in_order(map(self._submit, pieces), self.in_flight))
+        return join_batches(answers, self.manifest.batch)
 
     def run_timed(self, feeds: Mapping[str, npt.ArrayLike]) -> tuple[dict[str, Array], dict[int, Served]]:
         """As `run`; returns beside the outputs when each rank did what."""
@@ -161,9 +162,14 @@ class Session:
     def submit(self, feeds: Mapping[str, npt.ArrayLike]) -> Future[dict[str, Array]]:
         """Start a run, and return at once: the future gives the outputs. Requests run in the order of submission.
 
-        Waits while `in_flight` requests are under way. A request that fails fails alone. Raises as `run` does.
+        The feeds are copied, and may be changed when it returns. Waits while `in_flight` requests are under way. A
+        request that fails fails alone. Raises as `run` does.
         """
-        return _then(self.submit_request(check_feeds(feeds, self.inputs)), self.join)
+        return self._submit(check_feeds(feeds, self.inputs, copy=True))
+
+    def _submit(self, arrays: Mapping[str, Array]) -> Future[dict[str, Array]]:
+        """As `submit`, of arrays that nobody changes while the request is under way."""
+        return then(self.submit_request(arrays), self.join)
 
     def map(
         self, feeds: Iterable[Mapping[str, npt.ArrayLike]], *, in_flight: Optional[int] = None
@@ -356,39 +362,6 @@ def _choose_devices(manifest: Manifest, asked: Optional[Sequence[str]]) -> list[
     return devices
 
 
-T = TypeVar("T")
-
-
-def in_order(futures: Iterable[Future[T]], most: int) -> Iterator[T]:
-    """The futures' results, one after the other. They are begun as they are taken, at most so many at a time."""
-    pending: deque[Future[T]] = deque()
-    try:
-        for each in futures:
-            pending.append(each)
-            if len(pending) >= most:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    finally:
-        # A caller that stops reading leaves at most these, and they are waited for here, not by whoever comes next.
-        wait(pending)
-
-
-def _then(future: Future[Request], function: Callable[[Request], dict[str, Array]]) -> Future[dict[str, Array]]:
-    """What the function makes of a future's result, as a future."""
-    result: Future[dict[str, Array]] = Future()
-    result.set_running_or_notify_cancel()  # it can't be cancelled: the ranks may be at it
-
-    def done(finished: Future[Request]) -> None:
-        try:
-            result.set_result(function(finished.result()))
-        except BaseException as error:  # the one who waits for the result gets it
-            result.set_exception(error)
-
-    future.add_done_callback(done)
-    return result
-
-
 def find_resident(manifest: Manifest) -> list[State]:
     """The states that stay on the ranks in a sequence: each rank that takes one makes it too. Others are carried."""
     resident = []
@@ -397,39 +370,3 @@ def find_resident(manifest: Manifest) -> list[State]:
         if takers and all(state.output in (*rank.outputs, *rank.keeps) for rank in takers):
             resident.append(state)
     return resident
-
-
-def check_feeds(feeds: Mapping[str, npt.ArrayLike], inputs: Sequence[Tensor]) -> dict[str, Array]:
-    """The feeds as arrays. Raises FeedError when a name, a number type or a shape is not what the inputs say."""
-    known = [tensor.name for tensor in inputs]
-    if missing := [name for name in known if name not in feeds]:
-        raise FeedError(
-            f"no array for the input{'s' * (len(missing) > 1)} {', '.join(missing)}; the model takes {_list(inputs)}"
-        )
-    if extra := [name for name in feeds if name not in known]:
-        raise FeedError(f"the model has no input {', '.join(extra)}; it takes {_list(inputs)}")
-    arrays = {tensor.name: np.asarray(feeds[tensor.name]) for tensor in inputs}
-    for tensor in inputs:
-        array = arrays[tensor.name]
-        if str(array.dtype) != tensor.dtype:
-            raise FeedError(f"input '{tensor.name}' is {array.dtype}, and the model takes {tensor.dtype}")
-        sizes = zip(array.shape, tensor.shape)
-        if array.ndim != len(tensor.shape) or any(isinstance(want, int) and have != want for have, want in sizes):
-            want, have = format_shape(tensor.shape), format_shape(array.shape)
-            raise FeedError(f"input '{tensor.name}' has shape {have}, and the model takes {want}")
-        low, high = tensor.min_shape, tensor.max_shape
-        if low and high and any(not a <= size <= b for a, size, b in zip(low, array.shape, high)):
-            raise FeedError(
-                f"input '{tensor.name}' has shape {format_shape(array.shape)}, and the engines were built for "
-                f"{format_shape(low)} to {format_shape(high)} (--min-shapes and --max-shapes of 'splitc compile')"
-            )
-    return arrays
-
-
-def format_shape(shape: Sequence[Union[int, str, None]]) -> str:
-    """A shape for people: `2 x sequence x 64`; `scalar` where it has no dimension."""
-    return " x ".join("?" if size is None else str(size) for size in shape) or "scalar"
-
-
-def _list(inputs: Sequence[Tensor]) -> str:
-    return ", ".join(f"{tensor.name} ({tensor.dtype}, {format_shape(tensor.shape)})" for tensor in inputs)

@@ -14,10 +14,9 @@ from splitc.runtime.gpu import INSTALL, find_cupy
 from splitc.runtime.machine import Machine
 from splitc.runtime.manifest import Build, Built, Manifest
 from splitc.runtime.measure import RankMemory
-from splitc.runtime.session import format_shape
 from splitc.runtime.terminal import out, table
 from splitc.runtime.trace import draw_timeline
-from splitc.runtime.units import format_bytes, format_seconds
+from splitc.runtime.units import format_bytes, format_seconds, format_shape
 
 
 def print_devices(found: Sequence[DeviceStatus]) -> None:

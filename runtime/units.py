@@ -1,9 +1,10 @@
-"""Bytes and seconds as people write and read them."""
+"""Bytes, seconds and shapes as people write and read them."""
 
 from __future__ import annotations
 
 import re
-from typing import Optional
+from collections.abc import Sequence
+from typing import Optional, Union
 
 from splitc.runtime.errors import MisuseError
 
@@ -38,3 +39,10 @@ def format_seconds(seconds: float) -> str:
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"
     return f"{seconds * 1e9:.3g} ns"
+
+
+def format_shape(shape: Optional[Sequence[Union[int, str, None]]]) -> str:
+    """A shape for people: `2 x sequence x 64`; `scalar` where it has no dimension; None is any shape."""
+    if shape is None:
+        return "any shape"
+    return " x ".join("?" if size is None else str(size) for size in shape) or "scalar"

@@ -115,12 +115,12 @@ def fixed_feeds(manifest: Manifest, feeds: Arrays) -> dict[str, npt.NDArray[Any]
         symbol: size
         for tensor in manifest.inputs
         if tensor.name in feeds
-        for symbol, size in zip(tensor.shape, feeds[tensor.name].shape)
+        for symbol, size in zip(tensor.shape or (), feeds[tensor.name].shape)
         if isinstance(symbol, str)
     }
     found = {}
     for each in manifest.fixed:
-        shape = [size if isinstance(size, int) else sizes.get(size or "", 1) for size in each.shape]
+        shape = [size if isinstance(size, int) else sizes.get(size or "", 1) for size in each.shape or ()]
         value = np.zeros(shape) if each.value is None else np.asarray(each.value)
         found[each.name] = value.astype(number_type(each.dtype)).reshape(shape)
     return found

@@ -27,7 +27,7 @@ from splitc.compiler.split.choice import Choice
 from splitc.compiler.split.partial import Sums
 from splitc.compiler.split.shares import assign_units
 from splitc.compiler.split.tensor import TensorSplit
-from splitc.runtime.session import format_shape
+from splitc.runtime.units import format_shape
 
 # Both sides of a matrix are at least this long, if it is to be sliced: a small one is not worth the way.
 LEAST_SIDE = 256

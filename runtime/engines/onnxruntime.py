@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
@@ -13,7 +15,8 @@ import numpy.typing as npt
 import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from splitc.runtime.arrays import accumulate_arrays
+from splitc.runtime.arrays import accumulate_arrays, number_type
+from splitc.runtime.engines.onnx_types import CODES, NAMES
 from splitc.runtime.errors import EngineError, PackageError
 
 # What ONNX Runtime raises has no common base but Exception.
@@ -118,10 +121,25 @@ class OnnxRuntimeBackend:
 
     def upload(self, array: npt.NDArray[Any]) -> ort.OrtValue:
         # On the CPU the OrtValue keeps the array and shares its memory.
-        return ort.OrtValue.ortvalue_from_numpy(np.asarray(array, order="C"))
+        whole = np.asarray(array, order="C")
+        if (code := CODES.get(whole.dtype.name)) is not None:
+            return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(whole, code)
+        return ort.OrtValue.ortvalue_from_numpy(whole)
 
     def download(self, values: Mapping[str, Any]) -> dict[str, npt.NDArray[np.generic]]:
-        return {name: np.asarray(value.numpy()) for name, value in values.items()}
+        return {name: _view(value) for name, value in values.items()}
 
     def accumulate(self, operation: str, total: ort.OrtValue, part: ort.OrtValue) -> None:
-        accumulate_arrays(operation, total.numpy(), part.numpy())  # a view of the total
+        accumulate_arrays(operation, _view(total), _view(part))
+
+
+def _view(value: ort.OrtValue) -> npt.NDArray[Any]:
+    """The value as an array on its memory. Of types that numpy lacks, ONNX Runtime gives no array, or one of bytes."""
+    name = NAMES.get(value.element_type())
+    if name is None:
+        return np.asarray(value.numpy())
+    dtype = number_type(name)
+    memory = (ctypes.c_uint8 * (math.prod(value.shape()) * dtype.itemsize)).from_address(value.data_ptr())
+    memory.owner = value  # type: ignore[attr-defined]  # the array keeps the one, and the one the other
+    array: npt.NDArray[Any] = np.ctypeslib.as_array(memory).view(dtype).reshape(value.shape())
+    return array

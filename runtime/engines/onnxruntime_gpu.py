@@ -18,19 +18,16 @@ import onnxruntime as ort
 
 from splitc.runtime.arrays import number_type
 from splitc.runtime.engines.gpu import Gpu, GpuArray
+from splitc.runtime.engines.onnx_types import CODES, read_type
 from splitc.runtime.engines.onnxruntime import ERRORS
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.gpu import need_cupy
 
-# TensorProto.BFLOAT16, which numpy has no type for.
-BFLOAT16 = 16
 PROVIDER = "CUDAExecutionProvider"
 # Sizes of inputs whose outputs' shapes an engine remembers.
 REMEMBERED = 64
 # KiB of scratch space that a session's cuBLAS takes, and how often.
 WORKSPACE = ":4096:1"
-# The number types of ONNX Runtime's type strings, where these are not numpy's.
-NAMES = {"float": "float32", "double": "float64"}
 
 
 class OnnxRuntimeGpuEngine:
@@ -58,7 +55,7 @@ class OnnxRuntimeGpuEngine:
         self._sizes_on_host = on_host.intersection(sizes_only)
         if self._on_host:
             self.why_plain = f"{name} takes '{min(self._on_host)}' on the host"
-        self._types = {value.name: _type_name(value.type) for value in session.get_outputs()}
+        self._types = {value.name: read_type(value.type) for value in session.get_outputs()}
         # The outputs' shapes, in their order, for inputs' shapes that came.
         self._shapes: dict[Any, list[tuple[int, ...]]] = {}
 
@@ -108,12 +105,13 @@ class OnnxRuntimeGpuEngine:
     def _own(self, name: str, value: ort.OrtValue) -> GpuArray:
         """An output by itself: as an OrtValue it would keep all outputs of its run, through the binding."""
         dtype, owner = self._types[name], value
-        if dtype not in ("bool", "bfloat16") and math.prod(value.shape()):  # which DLPack, or CuPy, does not pass on
+        passed_on = dtype != "bool" and dtype not in CODES  # by DLPack, and by CuPy
+        if passed_on and math.prod(value.shape()):
             owner = self._gpu.cupy.from_dlpack(value)
         return GpuArray(value.data_ptr(), tuple(value.shape()), dtype, owner)
 
     def _place(self, value: GpuArray) -> tuple[Any, ...]:
-        kind = BFLOAT16 if value.dtype == "bfloat16" else number_type(value.dtype).type
+        kind = CODES[value.dtype] if value.dtype in CODES else number_type(value.dtype).type
         return "cuda", self._gpu.index, kind, value.shape, value.pointer
 
 
@@ -200,9 +198,3 @@ def _load_libraries_once() -> None:
     if hasattr(ort, "preload_dlls"):
         with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
             ort.preload_dlls()
-
-
-def _type_name(text: str) -> str:
-    """`tensor(float16)` as numpy names it."""
-    name = text[text.index("(") + 1 : -1]
-    return str(np.dtype(NAMES.get(name, name))) if name != "bfloat16" else name

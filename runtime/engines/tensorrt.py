@@ -20,7 +20,7 @@ from splitc.runtime.manifest import BuildOptions
 # Graphs that an engine keeps.
 MOST_GRAPHS = 32
 # TensorRT's names of number types, where they are not numpy's in upper case.
-TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16"}
+TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "FP8": "float8_e4m3fn"}
 
 
 class TensorrtEngine:

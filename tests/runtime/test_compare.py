@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 
+from splitc.runtime.arrays import number_type
 from splitc.runtime.compare import compare
 
 
@@ -51,3 +53,13 @@ def test_missing_output_other_shape_and_other_type_differ(other: dict[str, np.nd
 
 def test_empty_outputs_agree() -> None:
     assert compare({"y": np.zeros((0, 3))}, {"y": np.zeros((0, 3))})[0].passed
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16", "float8_e4m3fn"])
+def test_outputs_may_be_rounded_to_the_next_number_of_their_type(kind: str) -> None:
+    dtype = number_type(kind)
+    expected = np.array([1, 0.5], dtype)
+    near = np.array([1 + float(ml_dtypes.finfo(dtype).eps), 0.5], dtype)
+    far = np.array([1 + 2 * float(ml_dtypes.finfo(dtype).eps), 0.5], dtype)
+    assert [compare({"y": expected}, {"y": each})[0].passed for each in (expected, near, far)] == [True, True, False]
+    assert not compare({"y": expected}, {"y": near}, rtol=1e-5)[0].passed

@@ -22,7 +22,7 @@ from splitc.runtime.engines.onnxruntime import OnnxRuntimeBackend
 from splitc.runtime.errors import EngineError, MisuseError, SplitcError
 from splitc.runtime.generate import Timings
 from splitc.runtime.sampling import Sampling, choose_token
-from tests.conftest import DECODER, LAYER, Arrays, decoder_feeds, until
+from tests.conftest import DECODER, LAYER, Arrays, assert_close, decoder_feeds, run_whole, until
 
 PROMPT = [5, 17, 33, 2, 90, 41, 8]
 MODES = {
@@ -140,6 +140,17 @@ def test_sequence_ends_with_its_first_failure(package_of: Path) -> None:
         with session.start() as another:
             another.run(feeds)
         until(lambda: not any(worker.sequences for worker in session._workers))
+
+
+def test_loaded_states_may_change_later(package_of: Path, decoder: Path) -> None:
+    feeds = decoder_feeds(1, 2, 5)
+    states = {name: array.copy() for name, array in feeds.items() if name.startswith("past")}
+    with Session(package_of, threads=1) as session, session.start() as sequence:
+        sequence.load(states)
+        for array in states.values():
+            array[...] = 0
+        found = sequence.run({name: array for name, array in feeds.items() if name not in states})
+    assert_close(found, {"logits": run_whole(decoder, feeds)["logits"]}, 2e-5)
 
 
 @pytest.mark.parametrize("runs", [0, 1])

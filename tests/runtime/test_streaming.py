@@ -76,6 +76,31 @@ def test_outputs_go_with_the_last_who_holds_them(streamed: Session) -> None:
         gc.enable()
 
 
+def test_request_has_what_it_was_given_when_it_was_given(
+    streamed: Session, decoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever submits, or hands `map` an iterator, may use his arrays for the next request."""
+    gate = threading.Event()
+    run = OnnxRuntimeEngine.run
+    monkeypatch.setattr(OnnxRuntimeEngine, "run", lambda self, *given: (gate.wait(20), run(self, *given))[1])
+    buffer = decoder_feeds()
+    kept: list[Arrays] = []
+
+    def refilled() -> Iterator[Arrays]:
+        for number in range(3):
+            for name, array in buffer.items():
+                if name != "position_ids":
+                    array[...] = (array + number) % 2
+            kept.append({name: array.copy() for name, array in buffer.items()})
+            yield buffer
+        for array in buffer.values():
+            array[...] = 0
+        gate.set()
+
+    for number, found in enumerate(streamed.map(refilled(), in_flight=4)):
+        assert_close(found, run_whole(decoder, kept[number]), 2e-5)
+
+
 def test_failing_request_fails_alone(streamed: Session, decoder: Path) -> None:
     feeds = [bad() if number in (1, 2, 6) else sized(number) for number in range(9)]
     futures = [streamed.submit(each) for each in feeds]

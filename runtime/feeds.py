@@ -1,0 +1,62 @@
+"""What a caller feeds a model, as arrays that are what its inputs say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from splitc.runtime.arrays import number_type
+from splitc.runtime.errors import FeedError
+from splitc.runtime.manifest import Tensor
+from splitc.runtime.units import format_shape
+
+Array = npt.NDArray[Any]
+
+
+def check_feeds(feeds: Mapping[str, npt.ArrayLike], inputs: Sequence[Tensor], copy: bool = False) -> dict[str, Array]:
+    """The feeds as arrays, or as a `copy` of them, which the caller can't change any more.
+
+    Raises FeedError when a name, a number type or a shape is not what the inputs say.
+    """
+    known = [tensor.name for tensor in inputs]
+    if missing := [name for name in known if name not in feeds]:
+        raise FeedError(
+            f"no array for the input{'s' * (len(missing) > 1)} {', '.join(missing)}; the model takes {_list(inputs)}"
+        )
+    if extra := [name for name in feeds if name not in known]:
+        raise FeedError(f"the model has no input {', '.join(extra)}; it takes {_list(inputs)}")
+    arrays = {tensor.name: _read(feeds[tensor.name], tensor) for tensor in inputs}
+    for tensor in inputs:
+        _check_array(arrays[tensor.name], tensor)
+    return {name: array.copy() for name, array in arrays.items()} if copy else arrays
+
+
+def _read(feed: npt.ArrayLike, tensor: Tensor) -> Array:
+    """The feed as an array. numpy's files have types that it does not know, as bfloat16, as raw bytes."""
+    array = np.asarray(feed)
+    if array.dtype.type is np.void and array.dtype.itemsize == number_type(tensor.dtype).itemsize:
+        return array.view(number_type(tensor.dtype))
+    return array
+
+
+def _check_array(array: Array, tensor: Tensor) -> None:
+    """Raise FeedError unless the array is what the input says."""
+    if str(array.dtype) != tensor.dtype:
+        raise FeedError(f"input '{tensor.name}' is {array.dtype}, and the model takes {tensor.dtype}")
+    want = array.shape if tensor.shape is None else tensor.shape
+    if array.ndim != len(want) or any(isinstance(w, int) and size != w for size, w in zip(array.shape, want)):
+        have = format_shape(array.shape)
+        raise FeedError(f"input '{tensor.name}' has shape {have}, and the model takes {format_shape(want)}")
+    low, high = tensor.min_shape, tensor.max_shape
+    if low and high and any(not a <= size <= b for a, size, b in zip(low, array.shape, high)):
+        raise FeedError(
+            f"input '{tensor.name}' has shape {format_shape(array.shape)}, and the engines were built for "
+            f"{format_shape(low)} to {format_shape(high)} (--min-shapes and --max-shapes of 'splitc compile')"
+        )
+
+
+def _list(inputs: Sequence[Tensor]) -> str:
+    return ", ".join(f"{tensor.name} ({tensor.dtype}, {format_shape(tensor.shape)})" for tensor in inputs)
