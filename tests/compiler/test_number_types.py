@@ -14,9 +14,10 @@ from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.graph import ModelError
 from splitc.runtime import FeedError, Session
 from splitc.runtime.arrays import load_arrays, make_inputs, number_type, save_arrays
-from splitc.runtime.compare import compare, load_unsplit
+from splitc.runtime.compare import compare
 from splitc.runtime.engines.onnx_types import CODES, KNOWN, read_type
 from splitc.runtime.measure import measure_memory
+from splitc.runtime.unsplit import CPU, open_unsplit
 
 FLOAT = TensorProto.FLOAT
 MODES: dict[str, dict[str, Any]] = {"layer": {}, "tensor": {}, "row": {"row_min": 8}}
@@ -64,7 +65,8 @@ def test_types_go_in_and_out_and_across(tmp_path: Path, kind: str, mode: str) ->
     with Session(package) as session:
         feeds = make_inputs(session.inputs)
         assert feeds["x"].dtype == number_type(kind)
-        expected = load_unsplit(model, 1)(feeds)
+        with open_unsplit(model, CPU, 1) as whole:
+            expected = whole(feeds)
         for found in (session.run(feeds), *session.map([feeds, feeds])):
             assert found["y"].dtype == number_type(kind)
             assert all(each.passed for each in compare(expected, found, number_type="float32"))
@@ -81,11 +83,12 @@ def test_types_go_in_and_out_and_across(tmp_path: Path, kind: str, mode: str) ->
 def test_bytes_are_not_taken_for_numbers(tmp_path: Path) -> None:
     """ONNX Runtime gives float8 as an array of bytes."""
     model = write_casts(tmp_path / "model.onnx", target=TensorProto.FLOAT8E4M3FN)
-    floats = load_unsplit(write_casts(tmp_path / "floats.onnx"), 1)
-    with Session(compiled(model, tmp_path / "package")) as session:
+    floats = write_casts(tmp_path / "floats.onnx")
+    with open_unsplit(floats, CPU, 1) as whole, Session(compiled(model, tmp_path / "package")) as session:
         feeds = make_inputs(session.inputs)
         given = session.run(feeds)["y"].astype(np.float32)
-    np.testing.assert_allclose(given, floats(feeds)["y"], rtol=0.07, atol=0.01)
+        expected = whole(feeds)["y"]
+    np.testing.assert_allclose(given, expected, rtol=0.07, atol=0.01)
 
 
 @pytest.mark.parametrize("mode", MODES)
