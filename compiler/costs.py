@@ -10,7 +10,7 @@ from functools import cached_property
 import onnx_ir as ir
 
 from splitc.compiler.graph import Graph, subgraphs
-from splitc.compiler.shapes import BoundShapes, Shape, tensor_bytes
+from splitc.compiler.shapes import BoundShapes, Shape, shape_of, tensor_bytes
 
 # Operators whose result must not be computed twice.
 RANDOM = frozenset(
@@ -116,8 +116,8 @@ def node_flops(node: ir.Node, shapes: Mapping[str, Shape]) -> int:
     inner = [sum(node_flops(n, shapes) for n in graph) for graph in subgraphs(node)]
     if inner:
         return max(inner)
-    inputs = [_shape(value, shapes) for value in node.inputs]
-    output = _shape(node.outputs[0] if node.outputs else None, shapes)
+    inputs = [shape_of(value, shapes) for value in node.inputs]
+    output = shape_of(node.outputs[0] if node.outputs else None, shapes)
     elements = math.prod(output)
     if node.op_type in ("MatMul", "MatMulInteger", "QLinearMatMul", "FusedMatMul") and inputs[0]:
         return 2 * elements * inputs[0][-1]
@@ -140,16 +140,8 @@ def node_flops(node: ir.Node, shapes: Mapping[str, Shape]) -> int:
 
 def _attention_flops(node: ir.Node, shapes: Mapping[str, Shape], output: Shape) -> int:
     """Queries times keys and scores times values: 2 x 2 x elements x keys; and the projection where one is fused in."""
-    weight = _shape(node.inputs[1], shapes) if len(node.inputs) > 1 else ()
+    weight = shape_of(node.inputs[1], shapes) if len(node.inputs) > 1 else ()
     projection = 2 * math.prod(output[:-1]) * math.prod(weight) if len(weight) == 2 else 0
     # Keys come from this call and from the cache: the longest of what goes in and out.
-    lengths = [shape[-2] for shape in (_shape(v, shapes) for v in (*node.inputs, *node.outputs)) if len(shape) >= 3]
+    lengths = [shape[-2] for shape in (shape_of(v, shapes) for v in (*node.inputs, *node.outputs)) if len(shape) >= 3]
     return 4 * math.prod(output) * max(lengths, default=1) + projection
-
-
-def _shape(value: ir.Value | None, shapes: Mapping[str, Shape]) -> Shape:
-    if value is None:
-        return ()
-    if value.const_value is not None:
-        return tuple(value.const_value.shape.numpy())
-    return shapes.get(value.name or "", ())

@@ -20,6 +20,7 @@ import onnxruntime as ort
 from splitc.compiler.analysis import Analysis
 from splitc.compiler.build.onnxruntime import write_engines
 from splitc.compiler.fills import find_fill
+from splitc.compiler.shapes import shape_of
 from splitc.compiler.split.layer import Stage, split_layers, stage_graph
 from splitc.runtime.arrays import fill_array
 from splitc.runtime.cache import read_cache, write_cache
@@ -66,8 +67,7 @@ def _content(analysis: Analysis, stage: Stage, device: Device, threads: int) -> 
 
 
 def _signature(value: ir.Value, shapes: Any) -> str:
-    shape = tuple(value.const_value.shape.numpy()) if value.const_value is not None else shapes.get(value.name)
-    return f"{value.dtype}{shape}"
+    return f"{value.dtype}{shape_of(value, shapes)}"
 
 
 def _measure(analysis: Analysis, stage: Stage, device: Device, threads: int) -> float:

@@ -247,6 +247,15 @@ def _is_known(graph: ir.Graph) -> bool:
     return all(value.shape is not None and value.shape.is_static() for node in graph for value in node.outputs)
 
 
+def shape_of(value: Optional[ir.Value], shapes: Mapping[str, Shape] = MappingProxyType({})) -> Shape:
+    """A weight's own shape, and what `shapes` has for any other value; that of a scalar where it is not known."""
+    if value is None:
+        return ()
+    if value.const_value is not None:
+        return tuple(value.const_value.shape.numpy())
+    return shapes.get(value.name or "", ())
+
+
 def tensor_bytes(value: ir.Value, shape: Optional[Shape]) -> int:
     """Bytes of a value with a bound shape; 0 where shape or type is not known."""
     if shape is None or value.dtype is None or value.dtype == ir.DataType.STRING:

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from splitc.compiler.costs import RANDOM
 from splitc.compiler.graph import Graph
-from splitc.compiler.shapes import BoundShapes, Shape
+from splitc.compiler.shapes import BoundShapes, Shape, shape_of
 from splitc.compiler.split import axes as ax
 from splitc.compiler.split.axes import Pin
 from splitc.compiler.split.operation import Axes, Operation
@@ -64,7 +64,7 @@ def _relate(
             return None
         if not value.is_initializer():
             return shared[value] if value in shared else _fresh(bound.shapes.get(value.name or ""))
-        shape = _weight_shape(value)
+        shape = shape_of(value)
         if sum(size != 1 for size in shape) < 2:
             # Exporters merge equal vectors: biases of zeros, norms of ones. Each use may be cut in another way.
             return _fresh(shape)
@@ -102,20 +102,15 @@ def _fresh(shape: Optional[Shape]) -> Axes:
     return None if shape is None else tuple(map(ax.new_axis, shape))
 
 
-def _weight_shape(value: ir.Value) -> Shape:
-    assert value.const_value is not None
-    return tuple(value.const_value.shape.numpy())
-
-
 def _constant(value: Optional[ir.Value], bound: BoundShapes) -> Optional[npt.NDArray[Any]]:
     """What a value is known to be with the bound shapes, if it is a few whole numbers."""
     if value is None:
         return None
     tensor = value.const_value
-    if tensor is not None and tensor.size <= LONGEST and tensor.dtype.is_integer():
+    if tensor is not None and tensor.size <= PLACES and tensor.dtype.is_integer():
         return tensor.numpy()
     return bound.constants.get(value.name or "")
 
 
-# Shape vectors are no longer than this.
-LONGEST = 64
+# What says axes, sizes or bounds is no longer than this.
+PLACES = 64

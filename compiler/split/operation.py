@@ -127,9 +127,13 @@ class Operation:
         A term a tensor, `-` for one that is left out. Parentheses multiply, major first; `(h d + k d)` is two sections.
         A letter's axis is `known` or the first one that it stands for alone. A term with more axes than its tensor is
         for broadcasting. Axes of size 1 fit any letter. Letters in `whole` are pinned, those in `contract` summed over.
+        A node with more inputs than there are terms is one that the pattern does not know, and all of it is pinned.
         """
         letters = dict(known or {})
         sides = text.split("->")
+        if any(self.has(number) for number in range(len(sides[0].split(",")), len(self.inputs))):
+            self.opaque()
+            return
         tensors = [self.inputs, self.outputs]
         pairs: list[tuple[Axis, str]] = []
         for side, values in zip(sides, tensors):
@@ -172,8 +176,6 @@ class Operation:
             self.whole(untouched)
 
     def opaque(self) -> None:
-        """Forget what was said, and pin all: the node is not understood."""
-        self.contracted, self.linear, self.once, self.lookup = (), (), frozenset(), False
-        self.sizes, self.attributes, self.ranged = {}, {}, False
+        """Pin all: the node is not understood."""
         for axes in (*self.inputs, *self.outputs):
             self.whole(axes or ())

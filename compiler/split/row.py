@@ -19,6 +19,7 @@ from splitc.compiler.blocks import Partition
 from splitc.compiler.costs import RANDOM
 from splitc.compiler.graph import Graph
 from splitc.compiler.nodes import describe_node, operator_name
+from splitc.compiler.shapes import shape_of
 from splitc.compiler.split import axes as ax
 from splitc.compiler.split.axes import Axis, Factor
 from splitc.compiler.split.axis_map import AxisMap, find_axes_apart
@@ -261,9 +262,7 @@ def _sides(analysis: Analysis, node: ir.Node, weight: ir.Value) -> list[int]:
     """The shape of the matrix that a product multiplies with; leading axes of size 1 don't count."""
     if node.op_type == "MatMulNBits":
         return [node.attributes.get_int("K", 0), node.attributes.get_int("N", 0)]
-    tensor = weight.const_value if weight.is_initializer() else None
-    shape = analysis.costs.shapes.get(weight.name or "", ()) if tensor is None else tensor.shape.numpy()
-    sides = [int(size) for size in shape]
+    sides = list(shape_of(weight, analysis.costs.shapes))
     while len(sides) > 2 and sides[0] == 1:
         del sides[0]
     return sides
@@ -285,8 +284,7 @@ def _decline_shared(readers: Readers, declined: dict[ir.Node, Declined]) -> None
 
 def _is_matrix(weight: ir.Value) -> bool:
     """Whether it has two axes or more: smaller ones (scales, biases) may be cut for one reader and whole for others."""
-    tensor = weight.const_value
-    return tensor is not None and sum(size != 1 for size in tensor.shape.numpy()) > 1
+    return sum(size != 1 for size in shape_of(weight)) > 1
 
 
 def _run_time_atoms(axis_map: AxisMap, node: ir.Node, constant: Collection[ir.Node]) -> set[Factor]:

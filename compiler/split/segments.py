@@ -28,7 +28,7 @@ def cut_segments(graph: ir.Graph, outputs: Collection[str], joint: str) -> list[
     is computed in each piece that needs it, where the engine folds it. So is what follows from the sizes of the graph's
     inputs: it is a few numbers that engines have on the host, and would have to take from there.
     """
-    repeated = _repeated_nodes(graph)
+    repeated = _repeated_nodes(graph, joint)
     # All ranks must come to the same pieces, so what this one does not give is only taken off then.
     levels = _levels(graph, repeated, joint)
     needed = _needed(graph, outputs, joint)
@@ -51,9 +51,15 @@ def cut_segments(graph: ir.Graph, outputs: Collection[str], joint: str) -> list[
     return pieces
 
 
-def _repeated_nodes(graph: ir.Graph) -> frozenset[ir.Node]:
-    """The nodes that compute from weights alone, and shape arithmetic on the sizes of the graph's inputs."""
-    inside = [node for node in graph if not any(value.is_graph_output() for value in node.outputs)]
+def _repeated_nodes(graph: ir.Graph, joint: str) -> frozenset[ir.Node]:
+    """The nodes that compute from weights alone, and shape arithmetic on the sizes of the graph's inputs.
+
+    What ranks do together is done once, also where it is with parts of weights, and what they hand in for it.
+    """
+    handed_in = {value.producer() for node in graph if node.op_type == joint for value in node.inputs if value}
+    ends = (node for node in graph if node.op_type == joint or any(value.is_graph_output() for value in node.outputs))
+    once = handed_in.union(ends)
+    inside = [node for node in graph if node not in once]
     constant: set[ir.Node] = set()
     for node in inside:
         if node.op_type not in RANDOM and all(v.is_initializer() or v.producer() in constant for v in node_reads(node)):

@@ -13,7 +13,7 @@ import onnx_ir as ir
 import sympy
 
 from splitc.compiler.graph import Graph
-from splitc.compiler.shapes import BoundShapes, Shape, bind_shapes, evaluate_size
+from splitc.compiler.shapes import BoundShapes, Shape, bind_shapes, evaluate_size, shape_of
 
 Array = npt.NDArray[Any]
 
@@ -46,7 +46,7 @@ def _same(first: Mapping[str, Array], second: Mapping[str, Array]) -> dict[str, 
 
 
 def _number(graph: Graph, symbols: Mapping[str, int], sums: bool) -> dict[str, int]:
-    primes = _primes({size for weight in graph.graph.initializers.values() for size in _sizes(weight)})
+    primes = _primes({size for weight in graph.graph.initializers.values() for size in shape_of(weight)})
     numbers: dict[str, int] = {}
     for symbol, size in sorted(symbols.items(), key=lambda item: item[1]):
         parts = [
@@ -56,10 +56,6 @@ def _number(graph: Graph, symbols: Mapping[str, int], sums: bool) -> dict[str, i
         ]
         numbers[symbol] = numbers[parts[0][0]] + numbers[parts[0][1]] if parts else next(primes)
     return numbers
-
-
-def _sizes(weight: ir.Value) -> Shape:
-    return tuple(weight.const_value.shape.numpy()) if weight.const_value is not None else ()
 
 
 def _primes(avoid: set[int]) -> Iterator[int]:

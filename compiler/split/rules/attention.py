@@ -58,18 +58,18 @@ def group_query_attention(op: Operation) -> None:
     head = ax.new_axis(width // (queries + 2 * keys if packed else queries))
     query = "b l (k g d + k d + k d), -, -" if packed else "b l (k g d), b l (k d), b l (k d)"
     op.pattern(
-        f"{query}, b k p d, b k p d, -, -, -, -, -, b (k g) l t, (k g) -> b l (k g d), b k t d, b k t d",
+        f"{query}, b k p d, b k p d, -, -, -, -, -, b (k g) l t, (k g), (k d), (k d) -> b l (k g d), b k t d, b k t d",
         whole="dlpt",
         known={**heads, "d": head},
     )
     op.attributes.update(num_heads=[(*heads["k"], *heads["g"])], kv_num_heads=[heads["k"]])
 
 
-@rule("com.microsoft.MultiHeadAttention", "com.microsoft.DecoderMaskedMultiHeadAttention")
+@rule("com.microsoft.MultiHeadAttention")
 def multi_head_attention(op: Operation) -> None:
     """Queries [b, l, heads x d]; or queries, keys and values [b, l, heads, 3, d] in one tensor."""
     count = op.number("num_heads", 0)
-    if count <= 0 or op.node.op_type != "MultiHeadAttention":
+    if count <= 0:
         return
     heads = ax.new_axis(count)
     rank, value = len(op.input(0)), op.input(2) if op.has(2) else ()

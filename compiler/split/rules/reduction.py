@@ -107,11 +107,9 @@ def instance_norm(op: Operation) -> None:
         op.relate(op.input(number)[0], op.output()[1])
 
 
-@rule("GroupNormalization", "com.microsoft.GroupNorm")
+@rule("GroupNormalization")
 def group_norm(op: Operation) -> None:
     """Each group of channels by itself. Scales are one a channel, or one a group in the first version."""
-    if op.node.domain:
-        return
     groups = ax.new_axis(op.number("num_groups", 1))
     channels = op.input(0)[1]
     inside = ax.new_axis(ax.size_of(channels) // max(1, ax.size_of(groups)))
