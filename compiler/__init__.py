@@ -1,7 +1,22 @@
 """Cut or shard one ONNX model for several devices, and write the package that `splitc.runtime` runs."""
 
-from splitc.compiler.package import compile_model
-from splitc.compiler.plan import Plan, Request
-from splitc.compiler.plan_model import plan_model
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from splitc.compiler.package import compile_model
+    from splitc.compiler.plan import Plan, Request
+    from splitc.compiler.plan_modes import plan_model
 
 __all__ = ["Plan", "Request", "compile_model", "plan_model"]
+
+_HOMES = {"Plan": "plan", "Request": "plan", "compile_model": "package", "plan_model": "plan_modes"}
+
+
+def __getattr__(name: str) -> Any:
+    """What is asked for, with the libraries that it needs: the command's help needs none of them."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

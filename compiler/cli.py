@@ -1,18 +1,17 @@
-"""The commands that need the model: plan, compile. `main` is the whole program."""
+"""The commands that need the model: plan, compile, build. Importing them needs no library of the compiler's."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, NoReturn, Optional
+from typing import TYPE_CHECKING, Any, Callable, Optional
 
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from splitc.compiler.show import print_axes, print_plan
-from splitc.compiler.split.row import LEAST_SIDE
 from splitc.runtime.cli import JSON, app
 from splitc.runtime.engines.kinds import MODULES
 from splitc.runtime.errors import MisuseError
@@ -20,7 +19,7 @@ from splitc.runtime.manifest import BuildOptions
 from splitc.runtime.options import with_options
 from splitc.runtime.settings import parse_settings
 from splitc.runtime.show import describe_built
-from splitc.runtime.terminal import err, out, print_json, print_warning, run_app
+from splitc.runtime.terminal import err, out, print_json, print_warning
 from splitc.runtime.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ MAIN_DEVICE = typer.Option(
     None, "--main-device", help="In row mode: the device that runs the model. Default: the first."
 )
 ROW_MIN = typer.Option(
-    LEAST_SIDE, "--row-min", min=1, help="In row mode: the shortest side of a weight that is sliced."
+    None, "--row-min", min=1, help="In row mode: the shortest side of a weight that is sliced. Default: 256."
 )
 FALLBACK = typer.Option(
     None, "--fallback", help="layer: split by layer where the mode asked for can't split the model. Default: fail."
@@ -92,9 +91,17 @@ TIMING_CACHE = typer.Option(
 THREADS = typer.Option(None, "--threads", min=1, help="Threads of each CPU device. Default: the cores divided.")
 
 
-def main() -> NoReturn:
-    """The command `splitc`."""
-    run_app(app)
+# What these commands need, and a machine that only runs packages does without.
+LIBRARIES = ("onnx", "onnx_ir", "onnx_shape_inference", "sympy")
+
+
+def _need_libraries() -> None:
+    """Raise MisuseError, naming them all, where libraries are missing."""
+    if missing := [name.replace("_", "-") for name in LIBRARIES if find_spec(name) is None]:
+        raise MisuseError(
+            f"this command needs {', '.join(missing)}, not installed here: pip install {' '.join(missing)}. A machine "
+            "that only runs packages does without: run, check, bench, generate, inspect and devices"
+        )
 
 
 def _request(
@@ -103,7 +110,7 @@ def _request(
     spread: bool = SPREAD,
     pipeline_stages: int = PIPELINE_STAGES,
     main_device: Optional[str] = MAIN_DEVICE,
-    row_min: int = ROW_MIN,
+    row_min: Optional[int] = ROW_MIN,
     fallback: Optional[str] = FALLBACK,
     tensor_split: Optional[str] = TENSOR_SPLIT,
     memory: list[str] = MEMORY,
@@ -117,9 +124,11 @@ def _request(
     profile: bool = PROFILE,
     threads: Optional[int] = THREADS,
 ) -> Request:
-    """What the options that plan and compile have in common ask for."""
+    """What the options that plan and compile have in common ask for. Raises MisuseError where libraries are missing."""
+    _need_libraries()
     from splitc.compiler.plan import Request
     from splitc.compiler.shapes import parse_shapes
+    from splitc.compiler.split.row import LEAST_SIDE
 
     return Request(
         split_mode=split_mode,
@@ -137,7 +146,7 @@ def _request(
         threads=threads,
         pipeline_stages=pipeline_stages,
         main_device=main_device,
-        row_min=row_min,
+        row_min=LEAST_SIDE if row_min is None else row_min,
         fallback=fallback,
         settings=parse_settings(settings),
     )
@@ -204,7 +213,8 @@ def plan(
 ) -> None:
     """Show which device would hold what, against its budget. Nothing is built."""
     from splitc.compiler.plan_file import to_file, write_plan
-    from splitc.compiler.plan_model import plan_model
+    from splitc.compiler.plan_modes import plan_model
+    from splitc.compiler.show import print_axes, print_plan
 
     decided = plan_model(model, device, request)
     if decided.engine in MODULES:
@@ -249,7 +259,8 @@ def compile_command(
     from splitc.compiler.aside import check_target
     from splitc.compiler.package import compile_model
     from splitc.compiler.plan_file import plan_from_file, to_file
-    from splitc.compiler.plan_model import plan_model
+    from splitc.compiler.plan_modes import plan_model
+    from splitc.compiler.show import print_plan
 
     check_target(package, force)
     if plan_path:
@@ -292,6 +303,7 @@ def build_command(
     as_json: bool = JSON,
 ) -> None:
     """Build the TensorRT engines of a package here, from the ONNX files that it holds."""
+    _need_libraries()
     from splitc.compiler.build.package import build_package
 
     with _progress(0) as (_, building):

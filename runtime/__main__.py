@@ -1,0 +1,24 @@
+"""The command `splitc`, which is also `python -m splitc.runtime`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import NoReturn
+
+from splitc.runtime.cli import app
+from splitc.runtime.terminal import run_app
+
+# Adds its commands to those of the runtime. By its name: the runtime imports nothing of the compiler, and does without.
+COMPILER = "splitc.compiler"
+
+
+def main() -> NoReturn:
+    """Run the command line: the runtime's commands, and the compiler's where that is installed."""
+    if find_spec(COMPILER) is not None:
+        import_module(f"{COMPILER}.cli")
+    run_app(app)
+
+
+if __name__ == "__main__":
+    main()
