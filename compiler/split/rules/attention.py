@@ -118,7 +118,7 @@ def rotary_embedding(op: Operation) -> None:
     """Rotates within each head of [b, heads, l, d] or [b, l, heads x d]."""
     data = op.input(0)
     if len(data) == 4:
-        op.pattern("b h l d -> b h l d", whole="d")
+        op.pattern("b h l d, -, -, - -> b h l d", whole="d")
         return
     count = op.number("num_heads", 0)
     if count <= 0:
@@ -129,6 +129,6 @@ def rotary_embedding(op: Operation) -> None:
     if count <= 0:
         return
     heads, head_axis = ax.new_axis(count), ax.new_axis(ax.size_of(data[-1]) // count)
-    op.pattern("b l (h d) -> b l (h d)", whole="d", known={"h": heads, "d": head_axis})
+    op.pattern("b l (h d), -, -, - -> b l (h d)", whole="d", known={"h": heads, "d": head_axis})
     if op.number("num_heads", 0):
         op.attributes["num_heads"] = [heads]
