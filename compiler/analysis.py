@@ -16,6 +16,7 @@ from splitc.compiler.costs import Costs
 from splitc.compiler.errors import ModelError
 from splitc.compiler.graph import Graph, open_graph, subgraphs
 from splitc.compiler.nodes import describe_node
+from splitc.compiler.optional import defaults_hidden
 from splitc.compiler.shapes import (
     AskedShapes,
     Shape,
@@ -106,12 +107,13 @@ def analyze(
     """
     graph = open_graph(path, settings)
     read_symbols(graph.model)
-    infer_shapes(graph.model)
+    with defaults_hidden(graph.graph):
+        infer_shapes(graph.model)
     states = find_states(graph)
     growing = growing_symbols(graph, states)
     smallest, typical, largest = (input_shapes(graph.model, given, growing) for given in asked.three())
     check_order(smallest, typical, largest)
-    costs = Costs(graph, bind_shapes(graph.model, largest))
+    costs = Costs(graph, bind_shapes(graph.model, largest, defaults=True))
     reconcile(graph.model, costs.bound)
     blocks = find_blocks(graph, costs, wanted_blocks)
     return Analysis(graph, largest, smallest, typical, costs, tuple(states), blocks)

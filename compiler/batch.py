@@ -21,7 +21,7 @@ def find_batch(plan: Plan) -> Optional[dict[str, int]]:
     if plan.tensor is not None:
         axis_map = plan.tensor.axis_map
     else:
-        axis_map = find_axes(graph, bind_unlike(graph, analysis.shapes, analysis.costs.bound))
+        axis_map = find_axes(graph, bind_unlike(graph, analysis.shapes, analysis.costs.certain))
     summed = {atom for operation in axis_map.operations.values() for atom in ax.atoms(operation.contracted)}
     weighted = {atom for _, axes in axis_map.weight_uses() for axis in axes or () for atom in ax.atoms(axis)}
     places: dict[ax.Factor, dict[str, int]] = {}

@@ -11,6 +11,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from splitc.compiler.fold import fold_from, known_array, stand_in, take_branches
+from splitc.compiler.optional import defaults_hidden, source_of, unmark
 from splitc.compiler.shapes import infer_shapes
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.settings import setting_array
@@ -33,7 +34,8 @@ def bind_inputs(model: ir.Model, settings: Mapping[str, Any]) -> list[Fixed]:
     input that the model does not have, or a value that it does not take.
     """
     graph = model.graph
-    inputs = {value.name or "": value for value in graph.inputs}
+    optional = [value for value in graph.initializers.values() if source_of(value) is not None]
+    inputs = {value.name or "": value for value in (*graph.inputs, *optional)}
     if unknown := [name for name in settings if name not in inputs]:
         raise MisuseError(f"--set names '{unknown[0]}', and the model has no such input: it has {', '.join(inputs)}")
     arrays = {name: _as_array(inputs[name], value) for name, value in settings.items()}
@@ -41,21 +43,31 @@ def bind_inputs(model: ir.Model, settings: Mapping[str, Any]) -> list[Fixed]:
     fixed = []
     known = set()
     for name, array in arrays.items():
-        graph.inputs.remove(inputs[name])
         fixed.append(Fixed(inputs[name], array))
-        constant = ir.Value(name=name)
-        _make_initializer(graph, constant, array)
-        inputs[name].replace_all_uses_with(constant, replace_graph_outputs=True)
-        known.add(constant)
-    while fold_from(graph, known) + take_branches(graph) + _take_choices(model):
-        passes.NameFixPass()(model)  # two branches may have used one name
-    _keep_folded(graph, known)
+        known.add(_make_constant(graph, inputs[name], array))
+    with defaults_hidden(graph):
+        while fold_from(graph, known) + take_branches(graph) + _take_choices(model):
+            passes.NameFixPass()(model)  # two branches may have used one name
+        _keep_folded(graph, known)
     passes.RemoveUnusedNodesPass()(model)
     for value in used:
         if value.is_graph_input() and not value.uses() and not value.is_graph_output():
             graph.inputs.remove(value)
             fixed.append(Fixed(value, None))
     return fixed
+
+
+def _make_constant(graph: ir.Graph, value: ir.Value, array: Array) -> ir.Value:
+    """The weight that stands for an input from now on."""
+    if value.is_initializer():  # an optional input
+        unmark(value)
+        del graph.initializers[value.name or ""]
+    else:
+        graph.inputs.remove(value)
+    constant = ir.Value(name=value.name)
+    _make_initializer(graph, constant, array)
+    value.replace_all_uses_with(constant, replace_graph_outputs=True)
+    return constant
 
 
 def _make_initializer(graph: ir.Graph, value: ir.Value, array: Array) -> None:

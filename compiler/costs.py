@@ -10,7 +10,7 @@ from functools import cached_property
 import onnx_ir as ir
 
 from splitc.compiler.graph import Graph, subgraphs
-from splitc.compiler.shapes import BoundShapes, Shape, shape_of, tensor_bytes
+from splitc.compiler.shapes import BoundShapes, Shape, bind_shapes, shape_of, tensor_bytes
 
 # Operators whose result must not be computed twice.
 RANDOM = frozenset(
@@ -45,6 +45,14 @@ class Costs:
 
     graph: Graph
     bound: BoundShapes
+
+    @cached_property
+    def certain(self) -> BoundShapes:
+        """The shapes that hold whatever a run gives for optional inputs."""
+        if not self.graph.optional:
+            return self.bound
+        inputs = {value.name or "": self.shapes[value.name or ""] for value in self.graph.graph.inputs}
+        return bind_shapes(self.graph.model, inputs)
 
     @property
     def shapes(self) -> Mapping[str, Shape]:

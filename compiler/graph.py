@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +18,7 @@ from splitc.compiler.bind import Fixed, bind_inputs
 from splitc.compiler.errors import ModelError
 from splitc.compiler.loading import load_model
 from splitc.compiler.nodes import describe_node, operator_name
+from splitc.compiler.optional import mark_optional, source_of
 from splitc.runtime.manifest import Source, hash_file
 
 
@@ -30,7 +31,7 @@ class Graph:
     The normal form: functions inlined, nodes in topological order and all of them needed, constants and the
     subgraphs' initializers are initializers of the main graph, no initializer is an input, and every output has a
     node of its own. An output that is an input has none: it is in `passed`, with its place among the outputs, and not
-    in the graph. `fixed` are the inputs that are none any more.
+    in the graph. `fixed` are the inputs that are none any more, `optional` the weights that a run may replace.
     """
 
     path: Path
@@ -39,6 +40,7 @@ class Graph:
     annotated: Mapping[str, ir.Shape]
     passed: tuple[tuple[int, ir.Value], ...]
     fixed: tuple[Fixed, ...] = ()
+    optional: tuple[ir.Value, ...] = ()
 
     @property
     def graph(self) -> ir.Graph:
@@ -87,11 +89,14 @@ def open_graph(path: Path, settings: Mapping[str, Any] = MappingProxyType({})) -
     not take.
     """
     model = load_model(path)
+    optional = mark_optional(model)
     fixed, passed = _normalize(model, settings)
     _check_operators(model)
     values = (value for node in model.graph for value in node.outputs)
     annotated = {value.name: value.shape for value in values if value.name and value.shape is not None}
-    return Graph(path, model, {node: tuple(node_reads(node)) for node in model.graph}, annotated, passed, fixed)
+    reads = {node: tuple(node_reads(node)) for node in model.graph}
+    optional = tuple(value for value in optional if source_of(value) is not None)
+    return Graph(path, model, reads, annotated, passed, fixed, optional)
 
 
 def _normalize(
@@ -99,7 +104,6 @@ def _normalize(
 ) -> tuple[tuple[Fixed, ...], tuple[tuple[int, ir.Value], ...]]:
     """Bring the model into normal form, in place. Returns inputs, and outputs that are inputs, which are taken off."""
     passes.InlinePass()(model)
-    passes.RemoveInitializersFromInputsPass()(model)
     passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     passes.LiftSubgraphInitializersToMainGraphPass()(model)
     fixed = tuple(bind_inputs(model, settings)) if settings else ()
@@ -155,9 +159,15 @@ def node_reads(node: ir.Node) -> Iterator[ir.Value]:
     return iter(dict.fromkeys(value for value in read if value is not None and value.graph is node.graph))
 
 
+@cache
+def _known_operators() -> frozenset[tuple[str, str]]:
+    """Domains and names of the operators that ONNX Runtime has a schema of."""
+    return frozenset((schema.domain, schema.name) for schema in onnxruntime_build.get_all_operator_schema())
+
+
 def _check_operators(model: ir.Model) -> None:
-    """Raise ModelError for the operators that ONNX Runtime has no schema of."""
-    known = {(schema.domain, schema.name) for schema in onnxruntime_build.get_all_operator_schema()}
+    """Raise ModelError for the operators that ONNX Runtime does not know."""
+    known = _known_operators()
     for node in model.graph.all_nodes():
         domain = "" if node.domain == "ai.onnx" else node.domain
         if (domain, node.op_type) not in known:

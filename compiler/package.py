@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Callable, Optional, Union
 
@@ -21,6 +21,7 @@ from splitc.compiler.build.pieces import fit_to_build
 from splitc.compiler.build.tensorrt import engine_path
 from splitc.compiler.errors import ModelError
 from splitc.compiler.fills import find_fill
+from splitc.compiler.optional import make_overridable
 from splitc.compiler.plan import Plan, RankPlan
 from splitc.compiler.plan_file import LISTED
 from splitc.compiler.programs import RankProgram, names, rank_program
@@ -67,6 +68,9 @@ def compile_model(
     if plan.engine in MODULES and not build.later:
         need_installed(plan.engine)
         check_buildable(plan.engine)
+    if plan.engine in MODULES and plan.analysis.graph.optional:
+        optional = ", ".join(value.name or "" for value in plan.analysis.graph.optional)
+        warn(f"TensorRT has no optional inputs: these keep the values that the model gives them: {optional}")
     if weights not in WEIGHTS:
         raise MisuseError(f"unknown --weights '{weights}': there are {', '.join(WEIGHTS)}")
     needed = sum(rank.memory.weights for rank in plan.ranks) if weights == "copy" else 0
@@ -77,11 +81,11 @@ def compile_model(
         if plan.engine in MODULES:
             programs = fit_to_build(plan.analysis, list(programs))
         for number, (rank, program) in enumerate(zip(plan.ranks, programs)):
-            engines, linked, copied = _write_engines(plan, rank, program, folder / f"rank{number}", weights, progress)
-            links += linked
-            if copied:
+            written = _write_engines(plan, rank, program, folder / f"rank{number}", weights, progress)
+            links += written.links
+            if written.copies:
                 warn(f"{folder.parent} can't hold hard links to the model's data, so rank {number} has a copy")
-            ranks.append(_rank(rank, program, engines))
+            ranks.append(_rank(rank, program, written))
         files = [path for path in folder.rglob("*") if path.is_file()]
         manifest = _manifest(plan, ranks, m.describe_files(folder, files, links), threads, build.options)
         (folder / m.FILE_NAME).write_bytes(m.encode(manifest))
@@ -118,10 +122,20 @@ def _verify(plan: Plan, folder: Path) -> Verdict:
         return verify_package(plan, Path(place) / "package")
 
 
+@dataclass(frozen=True)
+class _Written:
+    """A rank's engines, their optional inputs, the links, and the copies made where no link could be."""
+
+    engines: list[m.EngineFile]
+    overrides: list[m.Override]
+    links: list[Path]
+    copies: list[Path]
+
+
 def _write_engines(
     plan: Plan, rank: RankPlan, program: RankProgram, folder: Path, weights: str, progress: Callable[[int], None]
-) -> tuple[list[m.EngineFile], list[Path], list[Path]]:
-    """Write a rank's pieces. Returns their entries, the links, and the copies made where no link could be."""
+) -> _Written:
+    """Write a rank's pieces."""
     pieces = program.engines
     width = len(str(len(pieces) - 1))
     suffixes = [f".{number:0{width}}" if len(pieces) > 1 else "" for number in range(len(pieces))]
@@ -138,8 +152,10 @@ def _write_engines(
             _to_build(entry, sizes, group if any(node.op_type == COLLECTIVE for node in graph) else [])
             for entry, sizes, graph in zip(entries, program.sizes, pieces)
         ]
+    found = [] if plan.engine in MODULES else [each for graph in pieces for each in make_overridable(graph)]
+    overrides = list({each.value: each for each in found}.values())
     links, copies = write_engines(dict(zip(paths, pieces)), plan.analysis.graph.model, weights == "link", progress)
-    return entries, links, copies
+    return _Written(entries, overrides, links, copies)
 
 
 def _sizes_only(graph: ir.Graph) -> list[str]:
@@ -187,14 +203,15 @@ def _manifest(
         files=files,
         build=m.Build(options) if plan.engine in MODULES else None,
         fixed=[_fixed(each) for each in graph.fixed],
+        optional=[] if plan.engine in MODULES else [_tensor(value) for value in graph.optional],
     )
 
 
-def _rank(rank: RankPlan, program: RankProgram, engines: list[m.EngineFile]) -> m.Rank:
+def _rank(rank: RankPlan, program: RankProgram, written: _Written) -> m.Rank:
     return m.Rank(
         device=str(rank.device),
         blocks=[block.name for block in rank.stage.blocks],
-        engines=engines,
+        engines=written.engines,
         program=list(program.steps),
         inputs=list(program.inputs),
         outputs=list(program.outputs),
@@ -204,6 +221,7 @@ def _rank(rank: RankPlan, program: RankProgram, engines: list[m.EngineFile]) -> 
         activation_bytes=rank.memory.activations,
         cache_bytes=rank.memory.cache,
         total_bytes=rank.memory.total,
+        overrides=written.overrides,
     )
 
 

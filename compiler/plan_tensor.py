@@ -71,7 +71,7 @@ def make_tensor_plan(
     }
     groups = [shares[first : first + count] for first in range(0, len(devices), count)]
     split = split_tensors(
-        analysis.graph, analysis.shapes, analysis.costs.bound, analysis.costs.value_bytes, groups, home
+        analysis.graph, analysis.shapes, analysis.costs.certain, analysis.costs.value_bytes, groups, home
     )
     ranks = []
     for number, (each, stage) in enumerate(zip(chosen, stages)):

@@ -16,6 +16,7 @@ import sympy
 
 from splitc.compiler.fold import fold_shapes, take_branches
 from splitc.compiler.inference import infer_shapes_and_types
+from splitc.compiler.optional import source_of
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.units import format_shape
 
@@ -90,7 +91,8 @@ def read_symbols(model: ir.Model) -> None:
     Each unknown size of an input gets a symbol of its own, so that it can be followed.
     """
     count = itertools.count()
-    for value in model.graph.inputs:
+    optional = (value for value in model.graph.initializers.values() if source_of(value) is not None)
+    for value in (*model.graph.inputs, *optional):
         if value.shape is not None:
             sizes = [size if _is_readable(size) else f"unknown_{next(count)}" for size in value.shape]
             value.shape = ir.Shape(sizes)
@@ -218,12 +220,18 @@ def bind_shapes(
     model: ir.Model,
     inputs: Mapping[str, Shape],
     known: Mapping[str, Optional[npt.NDArray[Any]]] = MappingProxyType({}),
+    defaults: bool = False,
 ) -> BoundShapes:
     """The shape of every value of the main graph, with those of the inputs bound to `inputs`.
 
-    Of an input that is a list of sizes the numbers may be `known`.
+    Of an input that is a list of sizes the numbers may be `known`. What follows only from the `defaults` of optional
+    inputs is what a run has to expect; it is nothing that may be relied on.
     """
     bound = model.clone()
+    for value in bound.graph.initializers.values():
+        if source_of(value) is not None and value.const_value is not None:
+            value.shape = ir.Shape(value.const_value.shape.numpy())
+            value.const_value = value.const_value if defaults else None
     for value in bound.graph.inputs:
         value.shape = ir.Shape(inputs[value.name or ""])
         if (numbers := known.get(value.name or "")) is not None:

@@ -145,7 +145,7 @@ def _candidates(plan: Plan, inputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     if plan.tensor is not None:
         unlike = plan.tensor.axis_map.bound
     else:
-        unlike = bind_unlike(analysis.graph, analysis.shapes, analysis.costs.bound)
+        unlike = bind_unlike(analysis.graph, analysis.shapes, analysis.costs.certain)
     for shapes in (unlike.shapes, analysis.shapes):
         if all(np.prod(shapes[tensor.name]) <= MOST_ELEMENTS for tensor in inputs):
             yield [replace(tensor, sample_shape=list(shapes[tensor.name])) for tensor in inputs]

@@ -16,21 +16,25 @@ from splitc.runtime.units import format_shape
 Array = npt.NDArray[Any]
 
 
-def check_feeds(feeds: Mapping[str, npt.ArrayLike], inputs: Sequence[Tensor], copy: bool = False) -> dict[str, Array]:
+def check_feeds(
+    feeds: Mapping[str, npt.ArrayLike], inputs: Sequence[Tensor], optional: Sequence[Tensor] = (), copy: bool = False
+) -> dict[str, Array]:
     """The feeds as arrays, or as a `copy` of them, which the caller can't change any more.
 
-    Raises FeedError when a name, a number type or a shape is not what the inputs say.
+    Those for `optional` inputs may be there. Raises FeedError when a name, a number type or a shape is not what the
+    inputs say.
     """
-    known = [tensor.name for tensor in inputs]
-    if missing := [name for name in known if name not in feeds]:
+    known = {tensor.name: tensor for tensor in (*optional, *inputs)}
+    if missing := [tensor.name for tensor in inputs if tensor.name not in feeds]:
         raise FeedError(
             f"no array for the input{'s' * (len(missing) > 1)} {', '.join(missing)}; the model takes {_list(inputs)}"
         )
     if extra := [name for name in feeds if name not in known]:
-        raise FeedError(f"the model has no input {', '.join(extra)}; it takes {_list(inputs)}")
-    arrays = {tensor.name: _read(feeds[tensor.name], tensor) for tensor in inputs}
-    for tensor in inputs:
-        _check_array(arrays[tensor.name], tensor)
+        also = f", and may be given {_list(optional)}" if optional else ""
+        raise FeedError(f"the model has no input {', '.join(extra)}; it takes {_list(inputs)}{also}")
+    arrays = {name: _read(feeds[name], tensor) for name, tensor in known.items() if name in feeds}
+    for name, array in arrays.items():
+        _check_array(array, known[name])
     return {name: array.copy() for name, array in arrays.items()} if copy else arrays
 
 

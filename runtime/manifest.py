@@ -85,6 +85,17 @@ class Part(Struct, frozen=True):
     axes: list[AxisPart]
 
 
+class Override(Struct, frozen=True):
+    """How a rank's engines take an optional input: as the weight `value`.
+
+    Of each axis in `places` that has only the stretches from a first element to before a last one.
+    """
+
+    input: str
+    value: str
+    places: dict[int, list[tuple[int, int]]] = {}
+
+
 class Sizes(Struct, frozen=True):
     """What an engine's input may be: its smallest, its typical and its largest shape.
 
@@ -115,7 +126,8 @@ class EngineFile(Struct, frozen=True):
 class Rank(Struct, frozen=True):
     """One worker on one device: what it loads, what it runs, and what that was predicted to hold, in bytes.
 
-    `parts` are those inputs and outputs of which it takes or gives only a part. `keeps` are outputs that it makes for
+    `parts` are those inputs and outputs of which it takes or gives only a part, `overrides` are the optional inputs
+    among its weights. `keeps` are outputs that it makes for
     its states and another rank hands to the caller.
     `total_bytes` is the most at any time, loading included, which may be more than the sum of the others.
     """
@@ -132,6 +144,7 @@ class Rank(Struct, frozen=True):
     activation_bytes: int
     cache_bytes: int
     total_bytes: int
+    overrides: list[Override] = []
 
 
 class Cut(Struct, frozen=True):
@@ -201,6 +214,7 @@ class Manifest(Struct, frozen=True):
     """All that the runtime knows of a package. Threads are those of each CPU device; None divides the cores.
 
     `build` is for engines that are not the ONNX files themselves. `fixed` are inputs of the model that are none here.
+    `optional` are inputs beside `inputs` that need not be fed: the engines have the model's values for them.
     `batch` has the axis of each input and output along which rows don't depend on each other, if there is one.
     """
 
@@ -223,6 +237,7 @@ class Manifest(Struct, frozen=True):
     files: list[File]
     build: Optional[Build] = None
     fixed: list[FixedInput] = []
+    optional: list[Tensor] = []
 
 
 class _Version(Struct, frozen=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,13 @@ def cut_part(array: Array, part: Part) -> Array:
     """The part of an array."""
     shape = part_shape(array.shape, part)
     return np.ascontiguousarray(array.reshape(_factors(array.shape, part))[_places(array.ndim, part)]).reshape(shape)
+
+
+def cut_places(array: Array, places: Mapping[int, Sequence[tuple[int, int]]]) -> Array:
+    """Of some axes of an array these stretches, from a first element to before a last one, one after the other."""
+    for axis, stretches in places.items():
+        array = array.take(np.concatenate([np.arange(*each) for each in stretches]), axis)
+    return np.ascontiguousarray(array)
 
 
 def part_shape(shape: Sequence[int], part: Part) -> tuple[int, ...]:

@@ -186,7 +186,8 @@ def overlap(programs: Sequence[Sequence[Step]]) -> bool:
 
 def _run(engine: Engine, values: Mapping[str, Any], into: Mapping[str, Any]) -> dict[str, Any]:
     own = {name: into[name] for name in engine.outputs if name in into}
-    return engine.run({name: values[name] for name in engine.inputs}, own)
+    given = {name: values[name] for name in engine.optional if name in values}
+    return engine.run({**{name: values[name] for name in engine.inputs}, **given}, own)
 
 
 def _send(transport: Transport, step: Send, value: Any) -> Failure | None:

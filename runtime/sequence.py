@@ -56,7 +56,7 @@ class StateSequence:
         self._check_open()
         if self._failed:
             raise SplitcError("a run of this sequence failed, so its states are lost: start another one")
-        arrays = check_feeds(feeds, self._fed)
+        arrays = check_feeds(feeds, self._fed, self._session.optional)
         first = {} if self._begun else self._loaded or self._first(arrays)
         self._begun = self._failed = True
         request = self._submit({**arrays, **self._carried}, first).result()
@@ -79,7 +79,7 @@ class StateSequence:
 
     def _first(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Zeros for each state, in the sizes that the feeds' symbols have."""
-        inputs = {tensor.name: tensor for tensor in self._session.inputs}
+        inputs = {tensor.name: tensor for tensor in (*self._session.inputs, *self._session.optional)}
         sizes = {
             symbol: length
             for name, array in feeds.items()

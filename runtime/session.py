@@ -137,6 +137,11 @@ class Session:
         return self.manifest.inputs
 
     @property
+    def optional(self) -> list[Tensor]:
+        """Inputs that need not be fed: the model has values for them."""
+        return self.manifest.optional
+
+    @property
     def outputs(self) -> list[Tensor]:
         """The model's outputs: names, number types and shapes."""
         return self.manifest.outputs
@@ -149,14 +154,14 @@ class Session:
         """
         if micro_batch is None:
             return self.run_timed(feeds)[0]
-        arrays = check_feeds(feeds, self.inputs)
+        arrays = check_feeds(feeds, self.inputs, self.optional)
         pieces = cut_batches(arrays, self.manifest.batch, micro_batch)
         answers = list(in_order(map(self._submit, pieces), self.in_flight))
         return join_batches(answers, self.manifest.batch)
 
     def run_timed(self, feeds: Mapping[str, npt.ArrayLike]) -> tuple[dict[str, Array], dict[int, Served]]:
         """As `run`; returns beside the outputs when each rank did what."""
-        request = self.submit_request(check_feeds(feeds, self.inputs), here=True).result()
+        request = self.submit_request(check_feeds(feeds, self.inputs, self.optional), here=True).result()
         return self.join(request), request.served
 
     def submit(self, feeds: Mapping[str, npt.ArrayLike]) -> Future[dict[str, Array]]:
@@ -165,7 +170,7 @@ class Session:
         The feeds are copied, and may be changed when it returns. Waits while `in_flight` requests are under way. A
         request that fails fails alone. Raises as `run` does.
         """
-        return self._submit(check_feeds(feeds, self.inputs, copy=True))
+        return self._submit(check_feeds(feeds, self.inputs, self.optional, copy=True))
 
     def _submit(self, arrays: Mapping[str, Array]) -> Future[dict[str, Array]]:
         """As `submit`, of arrays that nobody changes while the request is under way."""
@@ -244,7 +249,8 @@ class Session:
         others = list(self._under_way)
         if request.first:
             self._recordings.adopt(request)
-        key = self._recordings.takes(request)
+        # What replaces weights goes another way than what is recorded.
+        key = None if any(tensor.name in request.feeds for tensor in self.optional) else self._recordings.takes(request)
         recording = None
         if key is not None and not (self._overlap and others):
             self._wait_for([other for other in others if not other.replayed])

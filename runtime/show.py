@@ -129,7 +129,8 @@ def print_manifest(manifest: Manifest, routes: Mapping[str, Sequence[str]]) -> N
         out.print(f"between GPUs of this machine: {', '.join(pairs)} {way}")
     out.print()
     rows = table("", "name", "type", "shape")
-    for kind, tensors in (("input", manifest.inputs), ("output", manifest.outputs)):
+    kinds = {"input": manifest.inputs, "optional input": manifest.optional, "output": manifest.outputs}
+    for kind, tensors in kinds.items():
         for tensor in tensors:
             rows.add_row(kind, tensor.name, tensor.dtype, format_shape(tensor.shape))
     out.print(rows)

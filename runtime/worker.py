@@ -18,7 +18,7 @@ from splitc.runtime.engines import Backend
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.manifest import Rank, State
 from splitc.runtime.measure import RankMemory
-from splitc.runtime.parts import cut_part, part_shape
+from splitc.runtime.parts import cut_part, cut_places, part_shape
 from splitc.runtime.program import Failure, Program, Span, attempt, execute
 from splitc.runtime.transport import Transport
 
@@ -122,6 +122,7 @@ class Worker(threading.Thread):
         self.ready: Future[None] = Future()
         self.why_plain: Optional[str] = None
         self._parts = {part.name: part for part in rank.parts}
+        self._overrides = {each.value: each for each in rank.overrides}
         self.transport = transport
         self._broken = broken
         # So that a device that works by itself has the next request to do while one waits for what it did.
@@ -225,6 +226,7 @@ class Worker(threading.Thread):
 
         def feeds() -> dict[str, Any]:
             fed = {name: states[name] if name in states else upload(name) for name in self._rank.inputs}
+            fed.update({value: upload(value) for value, each in self._overrides.items() if each.input in request.feeds})
             if request.room:
                 into.update({state.output: fed[state.input] for state in self._in_place})
             return fed
@@ -241,7 +243,9 @@ class Worker(threading.Thread):
         self.sequences.pop(sequence, None)
 
     def cut(self, name: str, request: Request) -> Array:
-        """This rank's part of an input."""
+        """This rank's part of an input, or of an optional one, by the name of its weight."""
+        if name in self._overrides:
+            return cut_places(request.feeds[self._overrides[name].input], self._overrides[name].places)
         array = request.first[name] if name in request.first else request.feeds[name]
         part = self._parts.get(name)
         if part is None:

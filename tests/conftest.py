@@ -69,6 +69,7 @@ def run_whole(model: Path, feeds: Mapping[str, Array]) -> Arrays:
     """What ONNX Runtime gives for the unsplit model."""
     session = ort.InferenceSession(str(model), providers=["CPUExecutionProvider"])
     used = {value.name: feeds[value.name] for value in session.get_inputs()}
+    used.update({v.name: feeds[v.name] for v in session.get_overridable_initializers() if v.name in feeds})
     return dict(zip((value.name for value in session.get_outputs()), session.run(None, used)))
 
 

@@ -11,9 +11,10 @@ import onnx_ir as ir
 
 from splitc.compiler.costs import RANDOM
 from splitc.compiler.graph import Graph
+from splitc.compiler.optional import source_of
 from splitc.compiler.shapes import BoundShapes, Shape, shape_of
 from splitc.compiler.split import axes as ax
-from splitc.compiler.split.axes import Pin
+from splitc.compiler.split.axes import Axis, Pin
 from splitc.compiler.split.operation import Axes, Operation
 from splitc.compiler.split.rules import apply_rule
 
@@ -65,6 +66,8 @@ def _relate(
         if not value.is_initializer():
             return shared[value] if value in shared else _fresh(bound.shapes.get(value.name or ""))
         shape = shape_of(value)
+        if (source := source_of(value)) is not None and not source.is_fixed:
+            return tuple(_whole(size, f"the optional input '{value.name}' may have another shape") for size in shape)
         if sum(size != 1 for size in shape) < 2:
             # Exporters merge equal vectors: biases of zeros, norms of ones. Each use may be cut in another way.
             return _fresh(shape)
@@ -102,9 +105,16 @@ def _fresh(shape: Optional[Shape]) -> Axes:
     return None if shape is None else tuple(map(ax.new_axis, shape))
 
 
+def _whole(size: int, reason: str) -> Axis:
+    """A new axis of this size that nobody may cut."""
+    axis = ax.new_axis(size)
+    ax.pin(axis, Pin(None, reason))
+    return axis
+
+
 def _constant(value: Optional[ir.Value], bound: BoundShapes) -> Optional[npt.NDArray[Any]]:
     """What a value is known to be with the bound shapes, if it is a few whole numbers."""
-    if value is None:
+    if value is None or source_of(value) is not None:
         return None
     tensor = value.const_value
     if tensor is not None and tensor.size <= PLACES and tensor.dtype.is_integer():

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
+from splitc.compiler.optional import mark_part
 from splitc.compiler.split import axes as ax
 from splitc.compiler.split.axes import Factor
 from splitc.compiler.split.layer import Stage, stage_graph
@@ -147,6 +148,7 @@ class _RankGraph:
                 while name in self._graph.initializers:
                     name += "'"
                 self._made[key] = self._register(self._shards.weight(value.const_value, axes, name))
+                mark_part(self._made[key], value, self._shards.places(axes))
             node.replace_input_with(number, self._made[key])
 
     def _say_parts(self, node: ir.Node, operation: Operation) -> None:

@@ -157,7 +157,7 @@ def find_products(analysis: Analysis, least: int) -> Products:
     _decline_shared(readers, declined)
     candidates = [node for node in nodes if node not in declined]
     unpacking = _unpacking(graph, candidates, constant)
-    axis_map = find_axes_apart(graph, analysis.costs.bound, [*candidates, *unpacking])
+    axis_map = find_axes_apart(graph, analysis.costs.certain, [*candidates, *unpacking])
     given = {atom for node in candidates for atom in _run_time_atoms(axis_map, node, constant)}
     columns = {node: _columns(axis_map, node, given) for node in candidates}
     declined.update({node: each for node, each in columns.items() if isinstance(each, Declined)})

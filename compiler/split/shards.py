@@ -101,6 +101,10 @@ class Shards:
         """The same for the same part of a value."""
         return b"|".join(self.indices(axis).tobytes() for axis in axes or () if self.is_split(axis))
 
+    def places(self, axes: Axes) -> dict[int, npt.NDArray[np.int64]]:
+        """Which elements are the rank's, along each axis of a value of which it has not all."""
+        return {number: self.indices(axis) for number, axis in enumerate(axes or ()) if self.is_split(axis)}
+
     def part(self, name: str, axes: Axes, shape: Optional[ir.Shape]) -> Optional[Part]:
         """How the rank's part of a model's input or output is cut out of the whole; None where it has all of it."""
         parts = []
@@ -128,12 +132,11 @@ class Shards:
         return self._cut[key]
 
     def _cut_weight(self, tensor: ir.TensorProtocol, axes: Axes, name: str) -> ir.TensorProtocol:
-        split = [number for number, axis in enumerate(axes or ()) if self.is_split(axis)]
-        if not axes or not split:
+        places = {number: _as_slice(indices) for number, indices in self.places(axes).items()}
+        if not axes or not places:
             return tensor
         sizes = [self.size(axis) for axis in axes]
-        places = {number: _as_slice(self.indices(axes[number])) for number in split}
-        if split == [0] and isinstance(places[0], slice) and isinstance(tensor, ir.ExternalTensor):
+        if list(places) == [0] and isinstance(places[0], slice) and isinstance(tensor, ir.ExternalTensor):
             row = tensor.nbytes * 8 // max(1, int(tensor.shape.numpy()[0]))
             if row % 8 == 0:
                 return _stored(tensor, places[0].start * row // 8, sizes[0] * row // 8, ir.Shape(sizes), name)

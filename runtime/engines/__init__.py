@@ -18,6 +18,10 @@ class Engine(Protocol):
         """Names of the values that it takes."""
 
     @property
+    def optional(self) -> Sequence[str]:
+        """Names of the values that it may be given: weights that these then replace."""
+
+    @property
     def outputs(self) -> Sequence[str]:
         """Names of the values that it gives."""
 
@@ -25,7 +29,7 @@ class Engine(Protocol):
         """Give an engine that exchanges values with other ranks' while it runs what it does that with."""
 
     def run(self, values: Mapping[str, Any], into: Mapping[str, Any]) -> dict[str, Any]:
-        """Run on values of the backend that loaded it, named as in `inputs`; returns those named in `outputs`.
+        """Run on values of the backend that loaded it, by name: all of `inputs`, any of `optional`. Returns `outputs`.
 
         An output in `into` is written to that value, which may be one of the inputs.
         Raises EngineError when the engine fails.

@@ -56,12 +56,18 @@ class OnnxRuntimeEngine:
         self._session = session
         self._options = options
         self.inputs = [value.name for value in session.get_inputs()]
+        self.optional = [value.name for value in session.get_overridable_initializers()]
         self.outputs = [value.name for value in session.get_outputs()]
 
     def connect(self, communicator: Any) -> None:
         raise RuntimeError("ONNX Runtime's engines exchange nothing while they run")
 
     def run(self, values: Mapping[str, Any], into: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+        if any(name in values for name in self.optional):
+            made = run_overridden(self._name, self._session, values)
+            for name, value in into.items():
+                value.update_inplace(made[name].numpy())
+            return {**made, **into}
         # To keep a binding would save 2 microseconds. It costs more to bind inputs and outputs, and that must be done
         # each time: outputs that stay bound are written over.
         binding = self._session.io_binding()
@@ -79,6 +85,17 @@ class OnnxRuntimeEngine:
         binding.clear_binding_inputs()  # each output keeps its binding, which would keep the states before these
         # What was bound is handed back itself: another OrtValue on its memory would not keep that.
         return {name: into.get(name, value) for name, value in zip(self.outputs, binding.get_outputs())}
+
+
+def run_overridden(
+    name: str, session: ort.InferenceSession, values: Mapping[str, ort.OrtValue]
+) -> dict[str, ort.OrtValue]:
+    """Run on values on the host that replace weights, which a binding does not take. Raises EngineError."""
+    outputs = [value.name for value in session.get_outputs()]
+    try:
+        return dict(zip(outputs, session.run_with_ort_values(outputs, dict(values))))
+    except ERRORS as error:
+        raise EngineError(f"{name} failed: {error}") from error
 
 
 class OnnxRuntimeBackend:
@@ -120,20 +137,24 @@ class OnnxRuntimeBackend:
         self._options.terminate = True
 
     def upload(self, array: npt.NDArray[Any]) -> ort.OrtValue:
-        # On the CPU the OrtValue keeps the array and shares its memory.
-        whole = np.asarray(array, order="C")
-        if (code := CODES.get(whole.dtype.name)) is not None:
-            return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(whole, code)
-        return ort.OrtValue.ortvalue_from_numpy(whole)
+        return host_value(array)
 
     def download(self, values: Mapping[str, Any]) -> dict[str, npt.NDArray[np.generic]]:
-        return {name: _view(value) for name, value in values.items()}
+        return {name: host_array(value) for name, value in values.items()}
 
     def accumulate(self, operation: str, total: ort.OrtValue, part: ort.OrtValue) -> None:
-        accumulate_arrays(operation, _view(total), _view(part))
+        accumulate_arrays(operation, host_array(total), host_array(part))
 
 
-def _view(value: ort.OrtValue) -> npt.NDArray[Any]:
+def host_value(array: npt.NDArray[Any]) -> ort.OrtValue:
+    """The array as an OrtValue, which keeps it and shares its memory."""
+    whole = np.asarray(array, order="C")
+    if (code := CODES.get(whole.dtype.name)) is not None:
+        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(whole, code)
+    return ort.OrtValue.ortvalue_from_numpy(whole)
+
+
+def host_array(value: ort.OrtValue) -> npt.NDArray[Any]:
     """The value as an array on its memory. Of types that numpy lacks, ONNX Runtime gives no array, or one of bytes."""
     name = NAMES.get(value.element_type())
     if name is None:

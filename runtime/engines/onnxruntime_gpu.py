@@ -19,7 +19,7 @@ import onnxruntime as ort
 from splitc.runtime.arrays import number_type
 from splitc.runtime.engines.gpu import Gpu, GpuArray
 from splitc.runtime.engines.onnx_types import CODES, read_type
-from splitc.runtime.engines.onnxruntime import ERRORS
+from splitc.runtime.engines.onnxruntime import ERRORS, host_array, host_value, run_overridden
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.gpu import need_cupy
 
@@ -48,6 +48,7 @@ class OnnxRuntimeGpuEngine:
         self._gpu = gpu
         self._options = options
         self.inputs = [value.name for value in session.get_inputs()]
+        self.optional = [value.name for value in session.get_overridable_initializers()]
         self.outputs = [value.name for value in session.get_outputs()]
         places = zip(session.get_inputs(), session.get_input_memory_infos())
         on_host = {value.name for value, place in places if "cuda" not in place.name.lower()}
@@ -63,6 +64,8 @@ class OnnxRuntimeGpuEngine:
         raise RuntimeError("ONNX Runtime's engines exchange nothing while they run")
 
     def run(self, values: Mapping[str, Any], into: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+        if any(name in values for name in self.optional):
+            return self._run_overridden(values, into)
         binding = self._session.io_binding()
         sizes = tuple(values[name].shape for name in self.inputs)
         if self._gpu.tape is not None:
@@ -94,6 +97,15 @@ class OnnxRuntimeGpuEngine:
         return {
             name: into[name] if name in into else self._own(name, value) for name, value in zip(self.outputs, given)
         }
+
+    def _run_overridden(self, values: Mapping[str, GpuArray], into: Mapping[str, GpuArray]) -> dict[str, GpuArray]:
+        """Run on values that replace weights: a binding does not take those, and all else takes values on the host."""
+        fed = {name: host_value(array) for name, array in self._gpu.download(values).items()}
+        found = run_overridden(f"{self._name} on cuda{self._gpu.index}", self._session, fed)
+        made = {name: self._gpu.upload(host_array(value)) for name, value in found.items()}
+        for name, value in into.items():
+            self._gpu.copy_over(value, made[name])
+        return {**made, **into}
 
     def _room(self, sizes: Any, into: Collection[str]) -> dict[str, GpuArray]:
         """Memory of ours for all other outputs: what ONNX Runtime's arena has now, it gives to others after the run."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +22,8 @@ from tests.runtime import fake_cupy
 
 class HostEngine:
     """An ONNX Runtime engine on the CPU, that is enqueued on a fake stream and works in the stream's time."""
+
+    optional: Sequence[str] = ()
 
     def __init__(self, gpu: Gpu, path: Path) -> None:
         self._gpu = gpu

@@ -72,12 +72,12 @@ def test_states_stay_on_the_gpus(decoder: Path, tmp_path: Path) -> None:
 
 
 def test_hang_ends_in_an_error(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("splitc.runtime.engines.gpu.PATIENCE", 0.2)
+    monkeypatch.setattr("splitc.runtime.engines.gpu.PATIENCE", 1.0)
     stuck = threading.Event()
     with Session(package(decoder, tmp_path, "layer", 2), devices=["cuda0", "cuda1"]) as session:
         stream = session._workers[1].backend.stream  # type: ignore[attr-defined]
         stream.put(stuck.wait)
-        with pytest.raises(EngineError, match=r"cuda1 did not come to an end within 0 s: it seems to hang"):
+        with pytest.raises(EngineError, match=r"cuda1 did not come to an end within 1 s: it seems to hang"):
             session.run(decoder_feeds())
         stuck.set()
 

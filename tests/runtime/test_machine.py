@@ -42,6 +42,9 @@ def test_gpus_are_measured_as_they_replay(tmp_path: Path, monkeypatch: pytest.Mo
         "splitc.runtime.machine.make_backend",
         lambda engine, device, threads: FakeBackend(device.index) if device.kind == "cuda" else OnnxRuntimeBackend(1),
     )
+    # Each is exactly as long as the others, so that a few do; Python plays the GPUs, and takes its time.
+    monkeypatch.setattr("splitc.runtime.machine.RUNS", 10)
+    monkeypatch.setattr("splitc.runtime.machine.WARMUP", 1)
     devices = parse_devices(["cuda0", "cuda1", "cpu0"])
     found = measure_machine(devices).measured
     assert set(found) == {"cuda0-cuda1", "cpu-cuda0", "cpu-cuda1"}
