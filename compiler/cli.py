@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Callable, Optional
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from splitc.runtime.cli import JSON, app
+from splitc.runtime.cli import FILL, JSON, app
 from splitc.runtime.engines.kinds import MODULES
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.fills import parse_fills
 from splitc.runtime.manifest import BuildOptions
 from splitc.runtime.options import with_options
 from splitc.runtime.settings import parse_settings
@@ -251,6 +252,7 @@ def compile_command(
     verify: bool = typer.Option(
         True, "--verify/--no-verify", help="In row and tensor mode: compare with the unsplit model before writing."
     ),
+    fill: list[str] = FILL,
     force: bool = typer.Option(False, "--force", help="Replace a package that is there."),
     as_json: bool = JSON,
 ) -> None:
@@ -281,6 +283,7 @@ def compile_command(
             force=force,
             verify=verify,
             build=build,
+            fills=parse_fills(fill),
             progress=progress,
             building=building,
             warn=print_warning,

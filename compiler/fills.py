@@ -1,51 +1,23 @@
-"""How to make up sensible arrays for a model's inputs, from what the graph does with them."""
+"""How to make up sensible arrays for a model's inputs, from what these are for."""
 
 from __future__ import annotations
 
+from typing import Optional
+
 import onnx_ir as ir
 
-from splitc.runtime.manifest import Fill
-
-# Operators whose input picks rows of another one: the input's number, and that of what it picks from.
-LOOKUPS = {
-    "Gather": ((1, 0),),
-    "GatherElements": ((1, 0),),
-    "EmbedLayerNormalization": ((0, 2), (1, 4)),
-    "GatherBlockQuantized": ((1, 0),),
-}
-# Operators that hand indices on.
-PASSING = frozenset({"Cast", "Flatten", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze", "Expand"})
+from splitc.runtime.manifest import Fill, Role
 
 
-def find_fill(value: ir.Value) -> Fill:
+def choose_fill(value: ir.Value, role: Optional[Role]) -> Fill:
     """How to fill the input `value`.
 
-    Indices stay below the rows of the tables that they pick from. Other integers are ones, as masks want it, but
-    positions count up; floating point numbers are normally distributed, but masks are ones.
+    Indices stay below the rows of the tables that they pick from, positions count up, masks are ones. Of all else
+    floating point numbers are normally distributed, and others are ones: they are switches and lengths.
     """
-    rows = _rows_picked_from(value)
-    if rows:
-        return Fill("index", below=min(rows))
-    name = (value.name or "").lower()
-    if "position" in name:
-        return Fill("positions")
-    if "mask" in name or value.dtype is None or not value.dtype.is_floating_point():
-        return Fill("ones")
-    return Fill("normal")
-
-
-def _rows_picked_from(value: ir.Value) -> list[int]:
-    """The rows of each table of known size that `value` indexes."""
-    rows = []
-    stack, seen = [value], {value}
-    while stack:
-        for node, number in stack.pop().uses():
-            for indices, table in LOOKUPS.get(node.op_type, ()):
-                source = node.inputs[table]
-                if number == indices and source is not None and source.shape:
-                    size = source.shape[node.attributes.get_int("axis", 0)]
-                    rows += [size] if isinstance(size, int) else []
-            if node.op_type in PASSING and number == 0 and node.outputs[0] not in seen:
-                seen.add(node.outputs[0])
-                stack.append(node.outputs[0])
-    return rows
+    if role is not None and role.kind == "indices":
+        return Fill("randint", high=role.rows)
+    if role is not None and role.kind == "positions":
+        return Fill("arange", high=role.rows)
+    is_number = value.dtype is not None and value.dtype.is_floating_point()
+    return Fill("normal" if is_number and (role is None or role.kind != "mask") else "ones")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Callable, Optional, Union
 
 import msgspec
@@ -20,17 +21,19 @@ from splitc.compiler.build.package import Building, BuildSettings, check_buildab
 from splitc.compiler.build.pieces import fit_to_build
 from splitc.compiler.build.tensorrt import engine_path
 from splitc.compiler.errors import ModelError
-from splitc.compiler.fills import find_fill
+from splitc.compiler.fills import choose_fill
 from splitc.compiler.optional import make_overridable
 from splitc.compiler.plan import Plan, RankPlan
 from splitc.compiler.plan_file import LISTED
 from splitc.compiler.programs import RankProgram, names, rank_program
+from splitc.compiler.roles import find_roles
 from splitc.compiler.split.rank_graph import COLLECTIVE
 from splitc.compiler.verify import Verdict, check_loads, verify_package
 from splitc.runtime import manifest as m
 from splitc.runtime.engines.kinds import MODULES, ONNXRUNTIME, need_installed
 from splitc.runtime.engines.onnx_types import KNOWN
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.fills import check_fills
 from splitc.runtime.version import VERSION
 
 WEIGHTS = ("copy", "link")
@@ -45,6 +48,7 @@ def compile_model(
     force: bool = False,
     verify: bool = True,
     build: BuildSettings = BuildSettings(),
+    fills: Mapping[str, m.Fill] = MappingProxyType({}),
     progress: Callable[[int], None] = lambda _: None,
     building: Building = lambda done, total: None,
     warn: Callable[[str], None] = lambda _: None,
@@ -55,12 +59,13 @@ def compile_model(
     `weights` is `copy`, or `link` to refer into hard links of the model's own data files instead of copying it: the
     package then changes when they are written to in place. `threads` is recorded as the number for each CPU device.
     A package in row or tensor mode is compared with the unsplit model before it is in its place, unless `verify` is
-    False; any other is loaded once. `build` says how engines are built that are not ONNX files. `progress` is told the
-    bytes of weights as they are written, `building` how many engines are built of how many, `warn` what is not as
-    asked, `say` what came of the comparison. Either the whole package is written or nothing. Raises MisuseError when
-    `package` can't be written to, ModelError for an input or output that can't be handed over and for what ONNX Runtime
-    can't load, SplitcError when the disk is full, BuildError for what TensorRT can't build, OutputsDifferError when the
-    package does not compute what the model does.
+    False; any other is loaded once. `build` says how engines are built that are not ONNX files, `fills` how arrays are
+    made up for some inputs. `progress` is told the bytes of weights as they are written, `building` how many engines
+    are built of how many, `warn` what is not as asked, `say` what came of the comparison. Either the whole package is
+    written or nothing.
+    Raises MisuseError when `package` can't be written to, ModelError for an input or output that can't be handed over
+    and for what ONNX Runtime can't load, SplitcError when the disk is full, BuildError for what TensorRT can't build,
+    OutputsDifferError when the package does not compute what the model does.
     """
     target = Path(package)
     check_target(target, force)
@@ -87,7 +92,7 @@ def compile_model(
                 warn(f"{folder.parent} can't hold hard links to the model's data, so rank {number} has a copy")
             ranks.append(_rank(rank, program, written))
         files = [path for path in folder.rglob("*") if path.is_file()]
-        manifest = _manifest(plan, ranks, m.describe_files(folder, files, links), threads, build.options)
+        manifest = _manifest(plan, ranks, m.describe_files(folder, files, links), threads, build.options, fills)
         (folder / m.FILE_NAME).write_bytes(m.encode(manifest))
         _try(plan, folder, manifest, verify, warn, say)
         if plan.engine in MODULES and not build.later:
@@ -175,7 +180,12 @@ def _to_build(entry: m.EngineFile, sizes: dict[str, m.Sizes], group: list[int]) 
 
 
 def _manifest(
-    plan: Plan, ranks: list[m.Rank], files: list[m.File], threads: Optional[int], options: m.BuildOptions
+    plan: Plan,
+    ranks: list[m.Rank],
+    files: list[m.File],
+    threads: Optional[int],
+    options: m.BuildOptions,
+    fills: Mapping[str, m.Fill],
 ) -> m.Manifest:
     analysis = plan.analysis
     graph = analysis.graph
@@ -187,7 +197,7 @@ def _manifest(
         engine=plan.engine,
         number_type=number_type(analysis),
         threads=threads,
-        inputs=[_input(plan, value) for value in graph.graph.inputs],
+        inputs=_inputs(plan, fills),
         outputs=[_tensor(value) for value in graph.outputs],
         states=list(analysis.states),
         batch=find_batch(plan),
@@ -254,15 +264,23 @@ def _tensor(value: ir.Value) -> m.Tensor:
     return m.Tensor(value.name or "", str(value.type.dtype.numpy()), sizes)
 
 
-def _input(plan: Plan, value: ir.Value) -> m.Tensor:
+def _inputs(plan: Plan, fills: Mapping[str, m.Fill]) -> list[m.Tensor]:
+    graph = plan.analysis.graph
+    roles = find_roles(graph)
+    tensors = [_input(plan, value, roles.get(value)) for value in graph.graph.inputs]
+    check_fills(fills, tensors)
+    return [msgspec.structs.replace(tensor, fill=fills.get(tensor.name, tensor.fill)) for tensor in tensors]
+
+
+def _input(plan: Plan, value: ir.Value, role: Optional[m.Role]) -> m.Tensor:
     analysis, tensor = plan.analysis, _tensor(value)
     low, typical, high = (list(each[tensor.name]) for each in (analysis.smallest, analysis.typical, analysis.shapes))
     built = plan.engine in MODULES
-    limits = (low, high) if built else (None, None)
+    least, most = (low, high) if built else (None, None)
     # What is split along axes, or built, is so for as many dimensions as were planned for.
     fixed = tensor.shape is None and (built or plan.tensor is not None)
     shape: m.Shape = [*high] if fixed else tensor.shape
-    return m.Tensor(tensor.name, tensor.dtype, shape, typical, find_fill(value), *limits)
+    return m.Tensor(tensor.name, tensor.dtype, shape, typical, choose_fill(value, role), least, most, role)
 
 
 def number_type(analysis: Analysis) -> str:

@@ -19,14 +19,15 @@ import onnxruntime as ort
 
 from splitc.compiler.analysis import Analysis
 from splitc.compiler.build.onnxruntime import write_engines
-from splitc.compiler.fills import find_fill
+from splitc.compiler.fills import choose_fill
+from splitc.compiler.roles import find_roles
 from splitc.compiler.shapes import shape_of
 from splitc.compiler.split.layer import Stage, split_layers, stage_graph
-from splitc.runtime.arrays import fill_array
 from splitc.runtime.cache import read_cache, write_cache
 from splitc.runtime.devices import Device, threads_for
 from splitc.runtime.engines.kinds import ONNXRUNTIME
 from splitc.runtime.engines.load import make_backend
+from splitc.runtime.fills import fill_array
 from splitc.runtime.manifest import Fill
 
 WARMUP, RUNS = 2, 7
@@ -90,10 +91,12 @@ def _measure(analysis: Analysis, stage: Stage, device: Device, threads: int) -> 
 def _inputs(analysis: Analysis, values: Iterable[ir.Value]) -> Iterable[tuple[str, npt.NDArray[Any]]]:
     """Arrays for a block's inputs. Integers that other blocks make are 0 here, which is valid as any index."""
     generator = np.random.default_rng(0)
+    roles = find_roles(analysis.graph)
     for value in values:
         assert value.dtype is not None
         dtype = str(value.dtype.numpy())
         shape = analysis.costs.shapes.get(value.name or "", ())
         whole = not value.dtype.is_floating_point()
-        fill = find_fill(value) if value.is_graph_input() else Fill("index", 1) if whole else Fill("normal")
+        made = Fill("zeros") if whole else Fill("normal")
+        fill = choose_fill(value, roles.get(value)) if value.is_graph_input() else made
         yield value.name or "", fill_array(fill, dtype, shape, generator)

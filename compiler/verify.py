@@ -15,11 +15,11 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from splitc.compiler.errors import ModelError
 from splitc.compiler.plan import Plan
 from splitc.compiler.split.unlike import bind_unlike
-from splitc.runtime.arrays import make_inputs
 from splitc.runtime.compare import Difference, compare
 from splitc.runtime.devices import free_bytes
 from splitc.runtime.engines.onnxruntime import ERRORS, open_session
 from splitc.runtime.errors import OutputsDifferError, PackageError, SplitcError
+from splitc.runtime.fills import make_inputs
 from splitc.runtime.manifest import Manifest, Tensor
 from splitc.runtime.session import Session
 from splitc.runtime.units import format_bytes
@@ -109,7 +109,11 @@ def verify_package(plan: Plan, package: Path) -> Verdict:
                 _check_all(differences)
                 worst = max((each.relative for each in differences), default=0.0)
                 return Verdict(True, f"{len(differences)} outputs agree with {whole} (largest error {worst:.1e})")
-    return Verdict(False, "the model itself fails on made-up inputs; compare it on real ones: splitc check --inputs")
+    return Verdict(
+        False,
+        "the model itself fails on made-up inputs; say what it takes with --fill, or compare it on real ones: "
+        "splitc check --inputs",
+    )
 
 
 def _find_devices(plan: Plan) -> list[str]:

@@ -1,4 +1,4 @@
-"""Arrays on disk, and arrays made up for a package's inputs."""
+"""Arrays: on disk, of number types that numpy lacks, of zeros that take no memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from polygraphy.exception import PolygraphyException
 
 from splitc.runtime.errors import FeedError, MisuseError
 from splitc.runtime.files import written_whole
-from splitc.runtime.manifest import Fill, Tensor
 
 Array = npt.NDArray[Any]
 
@@ -109,26 +108,3 @@ def is_zeros(array: Array) -> bool:
 def accumulate_arrays(operation: str, total: Array, part: Array) -> None:
     """Bring `part` into `total`, in place, by `sum` or `max`."""
     OPERATIONS[operation](total, part, out=total)
-
-
-def make_inputs(inputs: list[Tensor], seed: int = 0) -> dict[str, Array]:
-    """Seeded arrays in the shapes that the package was planned for, filled as the compiler found sensible."""
-    generator = np.random.default_rng(seed)
-    return {
-        tensor.name: fill_array(tensor.fill or Fill("normal"), tensor.dtype, tensor.sample_shape or (), generator)
-        for tensor in inputs
-    }
-
-
-def fill_array(fill: Fill, dtype: str, shape: Sequence[int], generator: np.random.Generator) -> Array:
-    """An array of this type and shape, filled as `fill` says."""
-    shape = tuple(shape)
-    if fill.kind == "ones":
-        array: Array = np.ones(shape)
-    elif fill.kind == "positions":
-        array = np.broadcast_to(np.arange(shape[-1] if shape else 1), shape)
-    elif fill.kind == "index":
-        array = np.asarray(generator.integers(0, fill.below, shape))
-    else:
-        array = np.asarray(generator.standard_normal(shape))
-    return array.astype(number_type(dtype))

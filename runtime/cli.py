@@ -16,6 +16,7 @@ from splitc.runtime.bench import bench
 from splitc.runtime.compare import compare
 from splitc.runtime.devices import list_devices, parse_devices
 from splitc.runtime.errors import EngineError, MisuseError, OutputsDifferError
+from splitc.runtime.fills import make_inputs, parse_fills
 from splitc.runtime.generate import PROMPT_CHUNK, Timings
 from splitc.runtime.machine import known_machine, measure_machine
 from splitc.runtime.manifest import Manifest, read_manifest
@@ -58,6 +59,12 @@ MEASURE = typer.Option(
     True, "--memory/--no-memory", help="Measure each rank's memory, in a process of its own, beside the prediction."
 )
 SEED = typer.Option(0, "--seed", help="Seed of made-up inputs.")
+FILL = typer.Option(
+    [],
+    "--fill",
+    metavar="NAME=HOW",
+    help="Make up an input so, repeatable: ones, zeros, normal, arange, randint:0:32000. Default: by what it is for.",
+)
 
 
 def _version(show: bool) -> None:
@@ -157,6 +164,7 @@ def check(
     rtol: Optional[float] = typer.Option(None, "--rtol", help="Tolerance relative to each output's largest value."),
     atol: Optional[float] = typer.Option(None, "--atol", help="Absolute tolerance, added to that."),
     seed: int = SEED,
+    fill: list[str] = FILL,
     memory: bool = MEASURE,
     as_json: bool = JSON,
 ) -> None:
@@ -164,7 +172,7 @@ def check(
     if not model.is_file():
         raise MisuseError(f"no such model file: {model}")
     with load(package) as session:
-        with _feeds(session, inputs, seed) as feeds:
+        with _feeds(session, inputs, seed, fill) as feeds:
             actual = session.run(feeds)
         bound = bound_inputs(session.manifest, parse_settings(settings))
         threads = session.threads * len(session.manifest.ranks)
@@ -196,17 +204,19 @@ def _measure(session: Session, feeds: dict[str, arrays.Array]) -> list[RankMemor
 
 
 @contextmanager
-def _feeds(session: Session, inputs: Optional[Path], seed: int) -> Iterator[dict[str, arrays.Array]]:
+def _feeds(session: Session, inputs: Optional[Path], seed: int, fills: list[str]) -> Iterator[dict[str, arrays.Array]]:
     """Arrays for the session from a file, or made up; with those, an engine's failure says what may be wrong."""
     if inputs:
+        if fills:
+            raise MisuseError("--fill makes up inputs, and --inputs gives them: leave one of them away")
         yield arrays.load_arrays(inputs)
         return
     try:
-        yield arrays.make_inputs(session.inputs, seed)
+        yield make_inputs(session.inputs, seed, parse_fills(fills))
     except EngineError as error:
         raise EngineError(
             f"{error}\nThe inputs were made up in the sizes that the package was planned for; these may not fit "
-            "together. Give --inputs, or compile with --shapes for every input."
+            "together. Give --inputs, --fill, or compile with --shapes for every input."
         ) from error
 
 
@@ -230,13 +240,14 @@ def bench_command(
     runs: int = typer.Option(50, "--runs", min=1, help="Timed runs."),
     warmup: int = typer.Option(5, "--warmup", min=0, help="Runs before that."),
     seed: int = SEED,
+    fill: list[str] = FILL,
     memory: bool = MEASURE,
     as_json: bool = JSON,
 ) -> None:
     """Time a package: latency and rate, and how long each rank was busy and waiting."""
     if baseline and not baseline.is_file():
         raise MisuseError(f"no such model file: {baseline}")
-    with load(package, in_flight=in_flight) as session, _feeds(session, inputs, seed) as feeds:
+    with load(package, in_flight=in_flight) as session, _feeds(session, inputs, seed, fill) as feeds:
         result = bench(
             session,
             feeds,

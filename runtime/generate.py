@@ -44,18 +44,15 @@ class Timings:
 
 
 def find_roles(manifest: Manifest) -> Roles:
-    """Recognize the inputs of a language model by what the graph does with them, and by their names.
+    """The inputs of a language model, by their roles: token ids are the indices.
 
-    Token ids index the embedding, a mask has it in its name, positions too (as in transformers, optimum, genai).
     Raises MisuseError for a model whose inputs are others.
     """
     states = {state.input for state in manifest.states}
     given = {state.output for state in manifest.states}
     inputs = [tensor for tensor in manifest.inputs if tensor.name not in states]
-    masks = [tensor.name for tensor in inputs if "mask" in tensor.name.lower()]
-    positions = [tensor.name for tensor in inputs if "position" in tensor.name.lower()]
-    rest = [tensor for tensor in inputs if tensor.name not in (*masks, *positions)]
-    ids = [tensor for tensor in rest if tensor.fill is not None and tensor.fill.kind == "index"]
+    masks, positions, ids = (_of_role(inputs, role) for role in ("mask", "positions", "indices"))
+    rest = [tensor for tensor in inputs if tensor not in (*masks, *positions)]
     ids = ids or [tensor for tensor in rest if "ids" in tensor.name.lower()]
     if len(ids) != 1 or len(rest) > 1 or len(masks) > 1 or len(positions) > 1 or not _may_have(ids[0], 2):
         raise MisuseError(
@@ -69,12 +66,16 @@ def find_roles(manifest: Manifest) -> Roles:
     return Roles(ids[0].name, _one(masks), _one(positions), named[0].name)
 
 
+def _of_role(inputs: Sequence[Tensor], role: str) -> list[Tensor]:
+    return [tensor for tensor in inputs if tensor.role is not None and tensor.role.kind == role]
+
+
 def _may_have(tensor: Tensor, dimensions: int) -> bool:
     return tensor.shape is None or len(tensor.shape) == dimensions
 
 
-def _one(names: Sequence[str]) -> Optional[str]:
-    return names[0] if names else None
+def _one(tensors: Sequence[Tensor]) -> Optional[str]:
+    return tensors[0].name if tensors else None
 
 
 def generate(
@@ -98,9 +99,9 @@ def generate(
     roles = find_roles(session.manifest)
     if not len(prompt):
         raise MisuseError("the prompt has no tokens")
-    fill = next(tensor.fill for tensor in session.inputs if tensor.name == roles.ids)
-    if fill is not None and fill.below and (unknown := [token for token in prompt if not 0 <= token < fill.below]):
-        raise MisuseError(f"the prompt has the token {unknown[0]}, and the model has a vocabulary of {fill.below}")
+    role = next(tensor.role for tensor in session.inputs if tensor.name == roles.ids)
+    if role is not None and role.rows and (unknown := [token for token in prompt if not 0 <= token < role.rows]):
+        raise MisuseError(f"the prompt has the token {unknown[0]}, and the model has a vocabulary of {role.rows}")
     timings = timings if timings is not None else Timings()
     room = None if prefill is not None else len(prompt) + max_new_tokens
     feeder = Feeder(session.manifest, roles, room)

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Any, Literal, Optional, Union
 
 import msgspec
 from msgspec import Struct
@@ -19,10 +19,22 @@ FILE_NAME = "manifest.json"
 
 
 class Fill(Struct, frozen=True):
-    """How to make up a sensible array for an input: `normal`, `ones`, `positions`, or `index` below `below`."""
+    """How to make up an array for an input: normally distributed numbers, ones, zeros, or whole numbers by chance from
+    `low` to before `high`; or numbers that count up along the last axis, and begin again at `high` where it is not 0.
+    """
+
+    kind: Literal["normal", "ones", "zeros", "arange", "randint"]
+    low: int = 0
+    high: int = 0
+
+
+class Role(Struct, frozen=True):
+    """What an input is: `indices` of a table of so many `rows`, `positions` (in a table, where it has rows), a `mask`
+    that attention's mask is made from, or a `bias` that is added to its scores as it is.
+    """
 
     kind: str
-    below: int = 0
+    rows: int = 0
 
 
 # What a file says of a shape: a dimension is a number, a symbol, or unknown; None is any shape, of any rank.
@@ -43,6 +55,7 @@ class Tensor(Struct, frozen=True):
     fill: Optional[Fill] = None
     min_shape: Optional[list[int]] = None
     max_shape: Optional[list[int]] = None
+    role: Optional[Role] = None
 
 
 class FixedInput(Struct, frozen=True):

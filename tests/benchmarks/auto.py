@@ -29,8 +29,8 @@ from splitc.compiler.budgets import find_budgets
 from splitc.compiler.plan_auto import choose, plan_candidates
 from splitc.compiler.planner import OBJECTIVES
 from splitc.runtime import Session
-from splitc.runtime.arrays import make_inputs
 from splitc.runtime.devices import parse_devices
+from splitc.runtime.fills import make_inputs
 from splitc.runtime.sequence import StateSequence
 from splitc.runtime.terminal import out, table
 from splitc.runtime.units import format_seconds

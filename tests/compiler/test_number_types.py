@@ -13,9 +13,10 @@ from onnx import TensorProto, helper, numpy_helper
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.graph import ModelError
 from splitc.runtime import FeedError, Session
-from splitc.runtime.arrays import load_arrays, make_inputs, number_type, save_arrays
+from splitc.runtime.arrays import load_arrays, number_type, save_arrays
 from splitc.runtime.compare import compare
 from splitc.runtime.engines.onnx_types import CODES, KNOWN, read_type
+from splitc.runtime.fills import make_inputs
 from splitc.runtime.measure import measure_memory
 from splitc.runtime.unsplit import CPU, open_unsplit
 

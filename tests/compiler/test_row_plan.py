@@ -18,8 +18,8 @@ from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.plan_file import plan_from_file, to_file, write_plan
 from splitc.compiler.split.row import RowSplit
 from splitc.runtime import Session
-from splitc.runtime.arrays import make_inputs
 from splitc.runtime.errors import DoesNotFitError, MisuseError, OutputsDifferError
+from splitc.runtime.fills import make_inputs
 from splitc.runtime.manifest import read_manifest
 from splitc.runtime.measure import measure_memory
 from tests.compiler.split.conftest import Block

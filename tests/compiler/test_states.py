@@ -3,11 +3,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from splitc.compiler.fills import find_fill
 from splitc.compiler.graph import open_graph
 from splitc.compiler.shapes import infer_shapes
 from splitc.compiler.states import find_states
-from splitc.runtime.manifest import Fill, State
+from splitc.runtime.manifest import State
 
 
 def test_each_past_finds_its_present(decoder: Path) -> None:
@@ -29,12 +28,3 @@ def test_recurrent_state_is_found_and_a_plain_output_is_not(write_model: Callabl
     graph = open_graph(path)
     infer_shapes(graph.model)
     assert find_states(graph) == [State("h", "hn")]
-
-
-def test_inputs_are_filled_by_what_the_graph_does_with_them(decoder: Path) -> None:
-    graph = open_graph(decoder)
-    fills = {value.name: find_fill(value) for value in graph.graph.inputs}
-    assert fills["input_ids"] == Fill("index", below=96)
-    assert fills["attention_mask"] == Fill("ones")
-    assert fills["position_ids"] == Fill("positions")
-    assert fills["past_key_values.0.key"] == Fill("normal")

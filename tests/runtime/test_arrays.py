@@ -5,9 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from splitc.runtime.arrays import load_arrays, make_inputs, save_arrays
+from splitc.runtime.arrays import load_arrays, save_arrays
 from splitc.runtime.errors import FeedError, MisuseError
-from splitc.runtime.manifest import Fill, Tensor
 
 ARRAYS = {"a/b.c": np.arange(6, dtype=np.int64).reshape(2, 3), "half": np.ones(2, np.float16), "scalar": np.array(3.5)}
 
@@ -67,22 +66,3 @@ def test_missing_file_and_folder_are_named(tmp_path: Path) -> None:
         load_arrays(tmp_path / "none.npz")
     with pytest.raises(MisuseError, match="there is no folder"):
         save_arrays(tmp_path / "none" / "out.npz", ARRAYS)
-
-
-def test_inputs_are_made_up_as_the_compiler_says() -> None:
-    inputs = [
-        Tensor("ids", "int64", ["n"], [100], Fill("index", below=7)),
-        Tensor("mask", "int64", ["n"], [4], Fill("ones")),
-        Tensor("place", "int64", [2, "n"], [2, 3], Fill("positions")),
-        Tensor("x", "float16", ["n"], [5], Fill("normal")),
-        Tensor("scalar", "int64", [], [], Fill("ones")),
-    ]
-    made = make_inputs(inputs, seed=1)
-    assert made["ids"].max() == 6
-    assert made["ids"].min() == 0
-    assert made["mask"].tolist() == [1, 1, 1, 1]
-    assert made["place"].tolist() == [[0, 1, 2], [0, 1, 2]]
-    assert made["x"].dtype == np.float16
-    assert made["scalar"].shape == ()
-    np.testing.assert_array_equal(made["x"], make_inputs(inputs, seed=1)["x"])
-    assert (made["x"] != make_inputs(inputs, seed=2)["x"]).any()

@@ -10,7 +10,7 @@ from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import SplitcError
-from splitc.runtime.arrays import make_inputs
+from splitc.runtime.fills import make_inputs
 from splitc.runtime.manifest import read_manifest
 from splitc.runtime.measure import measure_memory
 from tests.conftest import decoder_feeds

@@ -1,0 +1,79 @@
+"""Arrays made up for a package's inputs: as the compiler found sensible, or as a user says (`--fill`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from splitc.runtime.arrays import number_type
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.manifest import Fill, Tensor
+
+Array = npt.NDArray[Any]
+
+FILLS: Mapping[str, Fill] = {
+    "normal": Fill("normal"),
+    "ones": Fill("ones"),
+    "zeros": Fill("zeros"),
+    "arange": Fill("arange"),
+}
+
+
+def parse_fills(texts: Sequence[str]) -> dict[str, Fill]:
+    """Fills from `NAME=ones`, `zeros`, `normal`, `arange` or `randint:LOW:HIGH`. Raises MisuseError."""
+    fills = {}
+    for text in texts:
+        name, _, how = text.rpartition("=")
+        word, *ends = how.split(":")
+        if name and how in FILLS:
+            fills[name] = FILLS[how]
+        elif name and word == "randint" and len(ends) == 2 and all(end.lstrip("-").isdigit() for end in ends):
+            fills[name] = Fill("randint", *map(int, ends))
+        else:
+            raise MisuseError(f"can't read --fill {text}: write NAME= and {', '.join(FILLS)}, or randint:LOW:HIGH")
+        if fills[name].kind == "randint" and fills[name].low >= fills[name].high:
+            raise MisuseError(f"--fill {text}: there is no number from {ends[0]} to before {ends[1]}")
+    return fills
+
+
+def check_fills(fills: Iterable[str], inputs: Sequence[Tensor]) -> None:
+    """Raise MisuseError for a fill of an input that is not there."""
+    names = [tensor.name for tensor in inputs]
+    if unknown := [name for name in fills if name not in names]:
+        raise MisuseError(f"--fill names '{unknown[0]}', and there is no such input: there are {', '.join(names)}")
+
+
+def make_inputs(
+    inputs: Sequence[Tensor], seed: int = 0, fills: Mapping[str, Fill] = MappingProxyType({})
+) -> dict[str, Array]:
+    """Seeded arrays in the shapes that the package was planned for, filled as it says, or as `fills` do.
+
+    Raises MisuseError for a fill of an input that is not there.
+    """
+    check_fills(fills, inputs)
+    generator = np.random.default_rng(seed)
+    return {
+        tensor.name: fill_array(
+            fills.get(tensor.name, tensor.fill or Fill("normal")), tensor.dtype, tensor.sample_shape or (), generator
+        )
+        for tensor in inputs
+    }
+
+
+def fill_array(fill: Fill, dtype: str, shape: Sequence[int], generator: np.random.Generator) -> Array:
+    """An array of this type and shape, filled as `fill` says."""
+    shape = tuple(shape)
+    if fill.kind == "randint":
+        array: Array = np.asarray(generator.integers(fill.low, fill.high, shape))
+    elif fill.kind == "arange":
+        counted = np.arange(shape[-1] if shape else 1)
+        array = np.broadcast_to(counted % fill.high if fill.high else counted, shape)
+    elif fill.kind == "normal":
+        array = np.asarray(generator.standard_normal(shape))
+    else:
+        array = np.full(shape, fill.kind == "ones")
+    return array.astype(number_type(dtype))
