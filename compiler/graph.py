@@ -5,19 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
-from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
 
 from splitc.compiler.bind import Fixed, bind_inputs
 from splitc.compiler.errors import ModelError
 from splitc.compiler.loading import load_model
-from splitc.compiler.nodes import describe_node, operator_name
 from splitc.compiler.optional import mark_optional, source_of
 from splitc.runtime.manifest import Source, hash_file
 
@@ -84,14 +82,11 @@ class Graph:
 def open_graph(path: Path, settings: Mapping[str, Any] = MappingProxyType({})) -> Graph:
     """Open and check a model. Weights stay on disk. The inputs in `settings` become constants of these values.
 
-    Raises ModelError when the file is missing or no ONNX model, when external data is missing, too short or outside
-    the model's folder, and for operators that ONNX Runtime does not know; MisuseError for settings that the model does
-    not take.
+    Raises ModelError for a model that `load_model` refuses, MisuseError for settings that the model does not take.
     """
     model = load_model(path)
     optional = mark_optional(model)
     fixed, passed = _normalize(model, settings)
-    _check_operators(model)
     values = (value for node in model.graph for value in node.outputs)
     annotated = {value.name: value.shape for value in values if value.name and value.shape is not None}
     reads = {node: tuple(node_reads(node)) for node in model.graph}
@@ -157,21 +152,3 @@ def node_reads(node: ir.Node) -> Iterator[ir.Value]:
     named = (value for graph in subgraphs(node) for value in graph.outputs)
     read = itertools.chain(node.inputs, *(n.inputs for n in inner), named)
     return iter(dict.fromkeys(value for value in read if value is not None and value.graph is node.graph))
-
-
-@cache
-def _known_operators() -> frozenset[tuple[str, str]]:
-    """Domains and names of the operators that ONNX Runtime has a schema of."""
-    return frozenset((schema.domain, schema.name) for schema in onnxruntime_build.get_all_operator_schema())
-
-
-def _check_operators(model: ir.Model) -> None:
-    """Raise ModelError for the operators that ONNX Runtime does not know."""
-    known = _known_operators()
-    for node in model.graph.all_nodes():
-        domain = "" if node.domain == "ai.onnx" else node.domain
-        if (domain, node.op_type) not in known:
-            raise ModelError(
-                f"{describe_node(node)} is the operator {operator_name(node)}, which ONNX Runtime does not know"
-                + ("" if domain in {d for d, _ in known} else f" (nor any of the domain '{domain}')")
-            )

@@ -108,14 +108,14 @@ def _try(
     warn: Callable[[str], None],
     say: Callable[[str], None],
 ) -> None:
-    """Compare the split with the model, in row and tensor mode; where that is not done, load it at least."""
+    """Load what was written, and in row and tensor mode compare it with the model."""
+    check_loads(folder, manifest)
     if plan.split_mode != "layer" and verify:
         verdict = _verify(plan, folder)
         if verdict.compared:
             say(verdict.text)
-            return
-        warn(f"the package is unverified: {verdict.text}")
-    check_loads(folder, manifest)
+        else:
+            warn(f"the package is unverified: {verdict.text}")
 
 
 def _verify(plan: Plan, folder: Path) -> Verdict:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import onnxruntime as ort
 import psutil
 from msgspec.structs import replace
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from splitc.compiler.errors import ModelError
+from splitc.compiler.loading import load_plainly
 from splitc.compiler.plan import Plan
 from splitc.compiler.split.unlike import bind_unlike
 from splitc.runtime.compare import Difference, compare
@@ -51,21 +51,12 @@ def check_loads(package: Path, manifest: Manifest) -> None:
         if engine.group:
             continue  # collectives are TensorRT's
         try:
-            _load_graph(path)
+            load_plainly(path)
         except ort_errors.NotImplemented:
             if on_cpu:
                 _load_whole(path, engine.path, manifest)
         except ERRORS:
             _load_whole(path, engine.path, manifest)
-
-
-def _load_graph(path: Path) -> None:
-    """Load an ONNX file as it stands."""
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.add_session_config_entry("session.disable_prepacking", "1")
-    ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
 def _load_whole(path: Path, name: str, manifest: Manifest) -> None:
