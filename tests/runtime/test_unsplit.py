@@ -29,7 +29,10 @@ def test_gpus_are_compared_on_the_first_of_them() -> None:
 
 
 def test_what_does_not_fit_a_gpu_is_compared_on_the_cpu() -> None:
-    assert choose_reference(None, [GPU], 2048, lambda _: 1024) == (CPU, "since it needs 2.00 KiB and cuda3 has 1.00 KiB free")
+    assert choose_reference(None, [GPU], 2048, lambda _: 1024) == (
+        CPU,
+        "since it needs 2.00 KiB and cuda3 has 1.00 KiB free",
+    )
     device, why = choose_reference(None, [GPU], 1, lambda _: None)
     assert (device, why.endswith("cuda3 has an unknown amount of memory free")) == (CPU, True)
 
