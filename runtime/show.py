@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Optional
 
 from rich.markup import escape
 from rich.table import Table
@@ -12,7 +13,7 @@ from splitc.runtime.compare import Difference
 from splitc.runtime.devices import DeviceStatus
 from splitc.runtime.gpu import INSTALL, find_cupy
 from splitc.runtime.machine import Machine
-from splitc.runtime.manifest import Build, Built, Manifest
+from splitc.runtime.manifest import Build, Built, Manifest, Role
 from splitc.runtime.measure import RankMemory
 from splitc.runtime.terminal import out, table
 from splitc.runtime.trace import draw_timeline
@@ -128,16 +129,22 @@ def print_manifest(manifest: Manifest, routes: Mapping[str, Sequence[str]]) -> N
     for way, pairs in routes.items():
         out.print(f"between GPUs of this machine: {', '.join(pairs)} {way}")
     out.print()
-    rows = table("", "name", "type", "shape")
+    rows = table("", "name", "type", "shape", "role")
     kinds = {"input": manifest.inputs, "optional input": manifest.optional, "output": manifest.outputs}
     for kind, tensors in kinds.items():
         for tensor in tensors:
-            rows.add_row(kind, tensor.name, tensor.dtype, format_shape(tensor.shape))
+            rows.add_row(kind, tensor.name, tensor.dtype, format_shape(tensor.shape), _describe_role(tensor.role))
     out.print(rows)
     if manifest.states:
         out.print(
             f"{len(manifest.states)} states: " + ", ".join(f"{s.input} -> {s.output}" for s in manifest.states[:4])
         )
+
+
+def _describe_role(role: Optional[Role]) -> str:
+    if role is None:
+        return ""
+    return f"{role.kind} below {role.rows}" if role.rows else role.kind
 
 
 def _describe_build(build: Build) -> str:

@@ -109,6 +109,37 @@ def test_rank_that_fails_fails_one_request(package: tuple[Path, Path], graphs: b
             agree(right, future.result(timeout=60))
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_optional_inputs(mode: str, tmp_path: Path) -> None:
+    """Requests that replace weights go another way than those that are replayed, and take turns with them."""
+    save(build_fused(SIZE), tmp_path / "plain.onnx")
+    model = ir.load(tmp_path / "plain.onnx")
+    weights = {name: value for name, value in model.graph.initializers.items() if value.dtype == ir.DataType.FLOAT16}
+    for value in weights.values():
+        assert value.const_value is not None
+        value.shape, value.type = ir.Shape(value.const_value.shape.numpy()), ir.TensorType(ir.DataType.FLOAT16)
+        model.graph.inputs.append(value)
+    ir.save(model, tmp_path / "model.onnx", external_data="weights")
+    asked = Request(split_mode=mode, engine="onnxruntime", spread=True)
+    compile_model(plan_model(tmp_path / "model.onnx", [f"{GPUS}xcuda"], asked), tmp_path / "package")
+    others = {n: v.const_value.numpy() * np.float16(0.75) for n, v in weights.items() if v.const_value is not None}
+    given = feeds(1, 8, 0)
+    with open_unsplit(tmp_path / "model.onnx", CPU, 4) as whole, Session(tmp_path / "package") as session:
+        for turn in range(6):
+            fed = {**given, **others} if turn % 3 == 2 else given
+            agree(whole(fed), session.run(fed))
+        assert session.notes == []
+
+
+def test_compile_compares_on_gpus_and_says_so(tmp_path: Path) -> None:
+    save(build_fused(SIZE), tmp_path / "model.onnx")
+    asked = Request(split_mode="tensor", engine="onnxruntime")
+    said: list[str] = []
+    plan = plan_model(tmp_path / "model.onnx", [f"{GPUS}xcuda"], asked)
+    compile_model(plan, tmp_path / "package", say=said.append)
+    assert "outputs agree with the unsplit model on cuda0, as the package" in said[0]
+
+
 def test_caches_that_grow(tmp_path: Path) -> None:
     """Nodes on the CPU are said, and what they are part of runs plainly."""
     save(build(replace(SIZE, dtype=ir.DataType.FLOAT)), tmp_path / "model.onnx")
