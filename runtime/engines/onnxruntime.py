@@ -92,8 +92,10 @@ def run_overridden(
 ) -> dict[str, ort.OrtValue]:
     """Run on values on the host that replace weights, which a binding does not take. Raises EngineError."""
     outputs = [value.name for value in session.get_outputs()]
+    options = ort.RunOptions()
+    options.add_run_config_entry("gpu_graph_id", "-1")  # or a session for GPUs would capture what it is given once
     try:
-        return dict(zip(outputs, session.run_with_ort_values(outputs, dict(values))))
+        return dict(zip(outputs, session.run_with_ort_values(outputs, dict(values), options)))
     except ERRORS as error:
         raise EngineError(f"{name} failed: {error}") from error
 
