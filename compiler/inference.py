@@ -14,6 +14,7 @@ from typing import Any, Callable, Optional
 from unittest import mock
 
 import numpy as np  # noqa: F401  # what onnx-shape-inference imports should see the real object
+import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
@@ -50,14 +51,27 @@ def infer_shapes_and_types(model: ir.Model) -> frozenset[str]:
 
     def find(domain: str, operator: str, version: int) -> Optional[Rule]:
         rule = find_rule(domain, operator, version)
-        # What ONNX defines by other operators is inferred by these.
-        return None if rule is None and domain in ("", "ai.onnx") else _forgiving(rule, observed)
+        if rule is None and domain in ("", "ai.onnx"):
+            if _is_made_of_others(operator, version):
+                return None  # it is inferred by these
+            # ONNX Runtime had some operators, LayerNormalization for one, before ONNX did.
+            rule = find_rule(domain, operator, onnx.defs.onnx_opset_version())
+        return _forgiving(rule, observed)
 
     with mock.patch.object(registry, "get", find):
         infer_symbolic_shapes(model, warn_on_missing=False)
     if any(value.dtype is None for node in model.graph for value in node.outputs if value.name):
         _add_types(model)
     return frozenset(observed)
+
+
+def _is_made_of_others(operator: str, version: int) -> bool:
+    """Whether ONNX defines an operator by others."""
+    try:
+        schema = onnx.defs.get_schema(operator, version)
+    except onnx.defs.SchemaError:
+        return False
+    return bool(schema.has_function or schema.has_context_dependent_function)
 
 
 def _forgiving(rule: Optional[Rule], observed: set[str]) -> Rule:

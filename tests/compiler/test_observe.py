@@ -79,3 +79,17 @@ def test_rows_of_few_bits(bits: int, packed: int) -> None:
     model = ir.Model(gathered.graph, ir_version=10)  # type: ignore[arg-type]  # it is in one
     assert infer_shapes(model) == frozenset()
     assert gathered.outputs[0].shape == ir.Shape(["n", "t", 32])
+
+
+def test_operator_that_is_older_in_onnx_runtime_than_in_onnx(write_model: Callable[[str], Path]) -> None:
+    """Models that ONNX Runtime's optimizer has fused have this one in ONNX's domain, whatever their opset is."""
+    path = write_model(
+        """<ir_version: 8, opset_import: ["" : 14]>
+        g (float[n, 8] x) => (float[n, 8] y) <float[8] w = {1, 1, 1, 1, 1, 1, 1, 1}>
+        { y = LayerNormalization (x, w) }"""
+    )
+    model = ir.load(path)
+    assert infer_shapes(model) == frozenset()
+    shape = model.graph.node(0).outputs[0].shape
+    assert shape is not None
+    assert list(shape) == [ir.SymbolicDim("n"), 8]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from splitc.compiler.split import axes as ax
 from splitc.compiler.split.axes import Axis
 from splitc.compiler.split.operation import Operation
@@ -65,32 +67,38 @@ def matmul_blocks(op: Operation) -> None:
     op.whole([weight[2]])
     op.broadcast(data[:-1], output[:-1])
     op.relate(columns, output[-1])
-    if ax.size_of(data[-1]) != ax.size_of(blocks) * block:
+    if ax.size_of(data[-1]) == ax.size_of(blocks) * block:
+        inside = ax.new_axis(block)
+        op.relate(data[-1], (*blocks, *inside))
+        op.whole([inside], "it is a block of the quantization")
+        op.free([blocks])
+    else:
         op.whole([data[-1], blocks], "its blocks do not divide it")
-        return
-    inside = ax.new_axis(block)
-    op.relate(data[-1], (*blocks, *inside))
-    op.whole([inside], "it is a block of the quantization")
-    op.free([blocks])
     op.contracted = data[-1]
     op.attributes.update(K=[data[-1]], N=[columns])
     relate_table(op, 2, columns, blocks)
     if op.has(3):
-        zeros, whole = op.node.inputs[3], op.node.inputs[2]
-        packed = zeros is not None and whole is not None and zeros.dtype != whole.dtype
-        together = 8 // bits if packed else 1
-        if ax.size_of(blocks) % together:
-            op.whole([blocks], "its zero points share bytes")
-        else:
-            pairs, pair = ax.new_axis(ax.size_of(blocks) // together), ax.new_axis(together)
-            op.relate(blocks, (*pairs, *pair))
-            op.whole([pair], "its zero points share bytes")
-            relate_table(op, 3, columns, pairs)
+        relate_table(op, 3, columns, _zeros_of(op, blocks, bits))
     if op.has(4):
         op.whole([data[-1]], "its columns are reordered")
     if op.has(5):
         op.relate(op.input(5)[0], columns)
         op.once = frozenset([5])
+
+
+def _zeros_of(op: Operation, blocks: Axis, bits: int) -> Axis:
+    """The axis of the zero points of these blocks, of which several may share a byte."""
+    zeros, scales = op.node.inputs[3], op.node.inputs[2]
+    packed = zeros is not None and scales is not None and zeros.dtype != scales.dtype
+    together = 8 // bits if packed else 1
+    bytes_ = ax.new_axis(math.ceil(ax.size_of(blocks) / together))
+    if ax.size_of(blocks) % together:
+        op.whole([blocks, bytes_], "its zero points share bytes")
+    else:
+        shared = ax.new_axis(together)
+        op.relate(blocks, (*bytes_, *shared))
+        op.whole([shared], "its zero points share bytes")
+    return bytes_
 
 
 def relate_table(op: Operation, number: int, columns: Axis, blocks: Axis) -> None:

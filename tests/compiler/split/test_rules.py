@@ -5,6 +5,7 @@ Most are an operator in the middle of x A -> operator -> B, where the inner axis
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -307,6 +308,29 @@ def test_weights_in_blocks_of_few_bits(zeros: bool, tmp_path: Path) -> None:
     x = b.op("Softmax", b.data("x", (2, 5, 32), ["n", "t", 32]))
     b.give(product(b.op("Relu", product(x, "A", 32, 128)), "B", 128, 32))
     check_split(b, tmp_path, {"A", "A.scales", "B", "B.scales"}, sums=1)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_blocks_that_do_not_divide_what_they_are_of(bits: int, zeros: bool, flat: bool, tmp_path: Path) -> None:
+    """The last block is filled up: the columns can be split all the same, with their scales and zero points."""
+    b = Block()
+    size, columns, blocks = 40, 64, 3
+    generator = np.random.default_rng(bits)
+
+    def stored(name: str, *shape: int) -> ir.Value:
+        return b.weight(name, ir.tensor(generator.integers(0, 255, shape, dtype=np.uint8)))
+
+    bytes_ = math.ceil(blocks * bits / 8)
+    inputs = [stored("A", columns, blocks, 16 * bits // 8)]
+    inputs.append(b.w("A.scales", columns * blocks) if flat else b.w("A.scales", columns, blocks))
+    if zeros:
+        inputs.append(stored("A.zeros", columns * bytes_) if flat else stored("A.zeros", columns, bytes_))
+    x = b.op("Softmax", b.data("x", (2, 5, size), ["n", "t", size]))
+    y = b.op("com.microsoft.MatMulNBits", x, *inputs, K=size, N=columns, bits=bits, block_size=16)
+    b.give(b.op("MatMul", b.op("Relu", y), b.w("B", columns, 32)))
+    check_split(b, tmp_path, {"A", "A.scales", "B"} | ({"A.zeros"} if zeros else set()), sums=1)
 
 
 def test_quantized_weights_with_scales_by_column_and_block(tmp_path: Path) -> None:
