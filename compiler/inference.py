@@ -52,8 +52,8 @@ def infer_shapes_and_types(model: ir.Model) -> frozenset[str]:
     def find(domain: str, operator: str, version: int) -> Optional[Rule]:
         rule = find_rule(domain, operator, version)
         if rule is None and domain in ("", "ai.onnx"):
-            if _is_made_of_others(operator, version):
-                return None  # it is inferred by these
+            if _is_defined(operator, version):
+                return None  # by other operators, and inferred by these
             # ONNX Runtime had some operators, LayerNormalization for one, before ONNX did.
             rule = find_rule(domain, operator, onnx.defs.onnx_opset_version())
         return _forgiving(rule, observed)
@@ -65,13 +65,13 @@ def infer_shapes_and_types(model: ir.Model) -> frozenset[str]:
     return frozenset(observed)
 
 
-def _is_made_of_others(operator: str, version: int) -> bool:
-    """Whether ONNX defines an operator by others."""
+def _is_defined(operator: str, version: int) -> bool:
+    """Whether ONNX has an operator in that version of it."""
     try:
-        schema = onnx.defs.get_schema(operator, version)
+        onnx.defs.get_schema(operator, version)
     except onnx.defs.SchemaError:
         return False
-    return bool(schema.has_function or schema.has_context_dependent_function)
+    return True
 
 
 def _forgiving(rule: Optional[Rule], observed: set[str]) -> Rule:

@@ -49,7 +49,7 @@ def load_model(path: Path) -> ir.Model:
     return model
 
 
-def load_plainly(path: Path) -> None:
+def load_plainly(path: Path) -> ort.InferenceSession:
     """Load an ONNX file in ONNX Runtime as it stands. Weights beside it are mapped into memory, and not read.
 
     Raises one of ERRORS; of these NotImplemented where the provider for the CPU has no kernel for an operator.
@@ -58,7 +58,7 @@ def load_plainly(path: Path) -> None:
     options.log_severity_level = 4
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry("session.disable_prepacking", "1")
-    ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
 def _read(path: Path) -> onnx.ModelProto:
