@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Optional
@@ -106,7 +107,10 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     fake_cupy.WRONG.clear()
 
 
-def package(model: Path, folder: Path, mode: str, ranks: int, **options: Any) -> Path:
+@cache
+def package(model: Path, mode: str, ranks: int, **options: Any) -> Path:
+    """A package beside its model; tests of one model share it."""
     request = Request(split_mode=mode, spread=True, **options)
-    compile_model(plan_model(model, [f"{ranks}xcpu"], request), folder / mode)
-    return folder / mode
+    place = model.with_name(f"{model.stem}-{mode}-{ranks}-{len(options)}")
+    compile_model(plan_model(model, [f"{ranks}xcpu"], request), place)
+    return place

@@ -29,8 +29,8 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("mode", "devices"), PLACES)
-def test_outputs_are_the_models(decoder: Path, tmp_path: Path, mode: str, devices: list[str]) -> None:
-    with Session(package(decoder, tmp_path, mode, len(devices)), devices=devices, in_flight=4) as session:
+def test_outputs_are_the_models(decoder: Path, mode: str, devices: list[str]) -> None:
+    with Session(package(decoder, mode, len(devices)), devices=devices, in_flight=4) as session:
         sizes = [(1, 1, 4), (2, 3, 5), (1, 7, 0), (1, 1, 4)]
         feeds = [decoder_feeds(*size) for size in sizes]
         for given, outputs in zip(feeds * 3, session.map(feeds * 3)):
@@ -40,14 +40,12 @@ def test_outputs_are_the_models(decoder: Path, tmp_path: Path, mode: str, device
 
 @pytest.mark.parametrize("failing", [0, 2])
 @pytest.mark.parametrize(("mode", "devices"), PLACES[:2])
-def test_request_that_fails_on_one_gpu_fails_alone(
-    decoder: Path, tmp_path: Path, mode: str, devices: list[str], failing: int
-) -> None:
+def test_request_that_fails_on_one_gpu_fails_alone(decoder: Path, mode: str, devices: list[str], failing: int) -> None:
     """The others wait in a collective on their GPUs, and would for ever."""
     FakeBackend.failing = (1, failing)
     feeds = decoder_feeds()
     whole = run_whole(decoder, feeds)
-    place = package(decoder, tmp_path, mode, len(devices))
+    place = package(decoder, mode, len(devices))
     with Session(place, devices=devices, in_flight=8, cuda_graphs=False) as session:
         futures = [session.submit(feeds) for _ in range(6)]
         for number, future in enumerate(futures):
@@ -57,24 +55,24 @@ def test_request_that_fails_on_one_gpu_fails_alone(
                 assert_close(future.result(timeout=20), whole)
 
 
-def test_copies_that_come_out_wrong_go_through_the_host(decoder: Path, tmp_path: Path) -> None:
+def test_copies_that_come_out_wrong_go_through_the_host(decoder: Path) -> None:
     fake_cupy.WRONG.add((0, 1))
-    with Session(package(decoder, tmp_path, "layer", 2), devices=["cuda0", "cuda1"]) as session:
+    with Session(package(decoder, "layer", 2), devices=["cuda0", "cuda1"]) as session:
         assert session.by_host == [("cuda0", "cuda1")]
         assert_close(session.run(decoder_feeds()), run_whole(decoder, decoder_feeds()))
 
 
-def test_states_stay_on_the_gpus(decoder: Path, tmp_path: Path) -> None:
-    place = package(decoder, tmp_path, "tensor", 2)
+def test_states_stay_on_the_gpus(decoder: Path) -> None:
+    place = package(decoder, "tensor", 2)
     with Session(place) as on_cpu, Session(place, devices=["cuda0", "cuda1"]) as session:
         expected = list(on_cpu.generate([1, 2, 3], max_new_tokens=12))
         assert list(session.generate([1, 2, 3], max_new_tokens=12)) == expected
 
 
-def test_hang_ends_in_an_error(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hang_ends_in_an_error(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("splitc.runtime.engines.gpu.PATIENCE", 1.0)
     stuck = threading.Event()
-    with Session(package(decoder, tmp_path, "layer", 2), devices=["cuda0", "cuda1"]) as session:
+    with Session(package(decoder, "layer", 2), devices=["cuda0", "cuda1"]) as session:
         stream = session._workers[1].backend.stream  # type: ignore[attr-defined]
         stream.put(stuck.wait)
         with pytest.raises(EngineError, match=r"cuda1 did not come to an end within 1 s: it seems to hang"):
@@ -82,9 +80,7 @@ def test_hang_ends_in_an_error(decoder: Path, tmp_path: Path, monkeypatch: pytes
         stuck.set()
 
 
-def test_rank_that_can_not_load_keeps_nobody_waiting(
-    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_that_can_not_load_keeps_nobody_waiting(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are about to make a communicator with it."""
     load = FakeBackend.load
 
@@ -94,7 +90,7 @@ def test_rank_that_can_not_load_keeps_nobody_waiting(
         return load(self, path, source)
 
     monkeypatch.setattr(FakeBackend, "load", fail)
-    place = package(decoder, tmp_path, "tensor", 3)
+    place = package(decoder, "tensor", 3)
     start = time.monotonic()
     with pytest.raises(PackageError, match="out of memory on purpose"):
         Session(place, devices=["cuda0", "cuda1", "cuda2"])
@@ -102,9 +98,9 @@ def test_rank_that_can_not_load_keeps_nobody_waiting(
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("splitc rank")]
 
 
-def test_gpu_that_is_not_there_is_named(decoder: Path, tmp_path: Path) -> None:
+def test_gpu_that_is_not_there_is_named(decoder: Path) -> None:
     with pytest.raises(PackageError, match=r"there is no cuda7: this machine has 4 GPUs"):
-        Session(package(decoder, tmp_path, "layer", 2), devices=["cuda0", "cuda7"])
+        Session(package(decoder, "layer", 2), devices=["cuda0", "cuda7"])
 
 
 def test_gpus_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,9 +51,9 @@ def is_replayed(session: Session, feeds: Mapping[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize(("mode", "devices"), PLACES)
-def test_sizes_that_came_before_are_replayed(decoder: Path, tmp_path: Path, mode: str, devices: list[str]) -> None:
+def test_sizes_that_came_before_are_replayed(decoder: Path, mode: str, devices: list[str]) -> None:
     options = {"row_min": 16} if mode == "row" else {}
-    with Session(package(decoder, tmp_path, mode, len(devices), **options), devices=devices) as session:
+    with Session(package(decoder, mode, len(devices), **options), devices=devices) as session:
         for number in range(4):
             for sizes in ((1, 1, 4), (2, 3, 5)):
                 feeds = shifted(decoder_feeds(*sizes), number)
@@ -63,7 +63,7 @@ def test_sizes_that_came_before_are_replayed(decoder: Path, tmp_path: Path, mode
         assert session.notes == []
 
 
-def test_large_sums_are_made_in_slices(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_sums_are_made_in_slices(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("splitc.runtime.transport.gpu.LARGE", 1)
     combined = []
     combine = fake_cupy.combine
@@ -74,7 +74,7 @@ def test_large_sums_are_made_in_slices(decoder: Path, tmp_path: Path, monkeypatc
 
     monkeypatch.setattr("splitc.runtime.engines.gpu.combine", watch)
     devices = ["cuda0", "cuda1", "cuda2"]
-    with Session(package(decoder, tmp_path, "tensor", 3), devices=devices, in_flight=4) as session:
+    with Session(package(decoder, "tensor", 3), devices=devices, in_flight=4) as session:
         many = [shifted(decoder_feeds(2, 3, 5), number) for number in range(8)]
         for feeds, outputs in zip(many, session.map(many)):
             assert_close(outputs, run_whole(decoder, feeds))
@@ -91,22 +91,22 @@ def test_slices_are_all_of_an_array() -> None:
         ]
 
 
-def test_nothing_is_replayed_where_nobody_wants_it(decoder: Path, tmp_path: Path) -> None:
-    place = package(decoder, tmp_path, "tensor", 2)
+def test_nothing_is_replayed_where_nobody_wants_it(decoder: Path) -> None:
+    place = package(decoder, "tensor", 2)
     with Session(place, devices=["cuda0", "cuda1"], cuda_graphs=False) as session:
         assert [is_replayed(session, decoder_feeds()) for _ in range(4)] == [False] * 4
 
 
 @pytest.mark.parametrize("mode", ["layer", "tensor"])
-def test_replays_and_plain_runs_take_turns(decoder: Path, tmp_path: Path, mode: str) -> None:
+def test_replays_and_plain_runs_take_turns(decoder: Path, mode: str) -> None:
     """Layer mode replays only what finds the stages idle; sizes that are new run plainly in between."""
-    with Session(package(decoder, tmp_path, mode, 2), devices=["cuda0", "cuda1"], in_flight=4) as session:
+    with Session(package(decoder, mode, 2), devices=["cuda0", "cuda1"], in_flight=4) as session:
         many = [shifted(decoder_feeds(1, 1, 3 + number % 5), number) for number in range(30)]
         for feeds, outputs in zip(many, session.map(many)):
             assert_close(outputs, run_whole(decoder, feeds))
 
 
-def test_closing_waits_for_no_recording(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_waits_for_no_recording(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, begun = threading.Event(), threading.Event()
 
     def hang(*_: Any) -> None:
@@ -116,7 +116,7 @@ def test_closing_waits_for_no_recording(decoder: Path, tmp_path: Path, monkeypat
 
     monkeypatch.setattr("splitc.runtime.recording.capture", hang)
     monkeypatch.setattr("splitc.runtime.session.PATIENCE", 0.5)
-    session = Session(package(decoder, tmp_path, "layer", 2), devices=["cuda0", "cuda1"])
+    session = Session(package(decoder, "layer", 2), devices=["cuda0", "cuda1"])
     session.run(decoder_feeds())
     future = ThreadPoolExecutor(1).submit(session.run, decoder_feeds())
     assert begun.wait(10)
@@ -141,7 +141,7 @@ def test_states_are_where_the_graph_left_them(
     """Two sequences in turns, each with room for its cache, so that no size changes from token to token."""
     model = tmp_path / "model" / "model.onnx"
     save(build_fused(SMALL) if in_place else build(replace(SMALL, capacity=ROOM)), model)
-    place = package(model, tmp_path, mode, 2, **({"row_min": 16} if mode == "row" else {}))
+    place = package(model, mode, 2, **({"row_min": 16} if mode == "row" else {}))
 
     def tokens(session: Session) -> list[Any]:
         found = []
@@ -173,7 +173,7 @@ def test_recurrent_states_go_on_from_replays_to_plain_runs_and_begin_as_zeros(tm
     model.parent.mkdir()
     write_lstm(model)
     steps = [np.random.default_rng(number).random((1, 2, 6), np.float32) for number in range(9)]
-    place = package(model, tmp_path, "layer", 1)
+    place = package(model, "layer", 1)
     with Session(place) as on_cpu, Session(place, devices=["cuda0"]) as session:
         recordings = session._recordings
         for _ in range(3):  # the second sequence has the first one's states, and others are in the same places
@@ -188,7 +188,7 @@ def test_recurrent_states_go_on_from_replays_to_plain_runs_and_begin_as_zeros(tm
 def test_sequences_with_other_room_have_states_of_their_own(tmp_path: Path) -> None:
     model = tmp_path / "model" / "model.onnx"
     save(build_fused(SMALL), model)
-    place = package(model, tmp_path, "tensor", 2)
+    place = package(model, "tensor", 2)
     with Session(place) as on_cpu, Session(place, devices=["cuda0", "cuda1"]) as session:
         for room in (8, 12, 8, 16, 12):
             with session.start(capacity=room) as sequence, on_cpu.start(capacity=room) as expected:
@@ -198,8 +198,8 @@ def test_sequences_with_other_room_have_states_of_their_own(tmp_path: Path) -> N
                     assert_close(sequence.run(feeds), expected.run(feeds))
 
 
-def test_states_that_grow_are_not_replayed(decoder: Path, tmp_path: Path) -> None:
-    place = package(decoder, tmp_path, "tensor", 2)
+def test_states_that_grow_are_not_replayed(decoder: Path) -> None:
+    place = package(decoder, "tensor", 2)
     feeds = decoder_feeds(1, 1, 0)
     with Session(place, devices=["cuda0", "cuda1"]) as session, session.start() as sequence:
         for past in range(4):
@@ -208,7 +208,7 @@ def test_states_that_grow_are_not_replayed(decoder: Path, tmp_path: Path) -> Non
         assert session.notes == []
 
 
-def test_recordings_in_use_stay(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recordings_in_use_stay(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More kinds of requests than recordings in turns: some are replayed, and none recorded again and again."""
     monkeypatch.setattr("splitc.runtime.recording.MOST", 2)
     monkeypatch.setattr("splitc.runtime.recording.IDLE", 8)
@@ -220,7 +220,7 @@ def test_recordings_in_use_stay(decoder: Path, tmp_path: Path, monkeypatch: pyte
         return record(self, *given)
 
     monkeypatch.setattr(Recordings, "_record", note)
-    with Session(package(decoder, tmp_path, "layer", 2), devices=["cuda0", "cuda1"]) as session:
+    with Session(package(decoder, "layer", 2), devices=["cuda0", "cuda1"]) as session:
         for _ in range(5):
             for past in range(3):
                 feeds = decoder_feeds(1, 1, past)
@@ -233,7 +233,7 @@ def test_recordings_in_use_stay(decoder: Path, tmp_path: Path, monkeypatch: pyte
 
 
 def test_engine_that_can_not_be_captured_runs_plainly_and_is_named(
-    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    decoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = FakeBackend.load
 
@@ -243,42 +243,38 @@ def test_engine_that_can_not_be_captured_runs_plainly_and_is_named(
         return engine
 
     monkeypatch.setattr(FakeBackend, "load", load_plain)
-    with Session(package(decoder, tmp_path, "layer", 2), devices=["cuda0", "cuda1"]) as session:
+    with Session(package(decoder, "layer", 2), devices=["cuda0", "cuda1"]) as session:
         assert [is_replayed(session, decoder_feeds()) for _ in range(3)] == [False] * 3
         assert session.notes == ["requests are not replayed as CUDA graphs: stage0.onnx has nodes on the CPU"]
 
 
 @pytest.mark.parametrize("mode", ["layer", "tensor"])
-def test_rank_that_fails_while_it_is_recorded(
-    decoder: Path, tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_that_fails_while_it_is_recorded(decoder: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The request runs plainly, all the same, and so do later ones; nobody waits for the rank that failed."""
     FakeBackend.failing = (1, 1)  # the second run of its engine, which is when it is recorded
     whole = run_whole(decoder, decoder_feeds())
-    with Session(package(decoder, tmp_path, mode, 2), devices=["cuda0", "cuda1"]) as session:
+    with Session(package(decoder, mode, 2), devices=["cuda0", "cuda1"]) as session:
         for _ in range(4):
             assert_close(session.run(decoder_feeds()), whole)
         assert session.notes == ["requests are not replayed as CUDA graphs: an engine failed on purpose"]
 
 
-def test_graph_that_fails_ends_in_an_error(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_that_fails_ends_in_an_error(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: fake_cupy.Graph, stream: fake_cupy.Stream) -> None:
         raise EngineError("a launch failed on purpose")
 
-    with Session(package(decoder, tmp_path, "tensor", 2), devices=["cuda0", "cuda1"]) as session:
+    with Session(package(decoder, "tensor", 2), devices=["cuda0", "cuda1"]) as session:
         session.run(decoder_feeds())
         monkeypatch.setattr(fake_cupy.Graph, "launch", fail)
         with pytest.raises(EngineError, match="on purpose"):
             session.run(decoder_feeds())
 
 
-def test_gpus_without_access_to_each_other_run_plainly(
-    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_without_access_to_each_other_run_plainly(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cupy = fake_cupy.make()
     cupy.cuda.runtime.deviceCanAccessPeer = lambda one, other: 0
     monkeypatch.setattr("splitc.runtime.engines.gpu.need_cupy", lambda: cupy)
-    with Session(package(decoder, tmp_path, "layer", 2), devices=["cuda0", "cuda1"]) as session:
+    with Session(package(decoder, "layer", 2), devices=["cuda0", "cuda1"]) as session:
         assert [is_replayed(session, decoder_feeds()) for _ in range(3)] == [False] * 3
 
 
@@ -307,7 +303,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
 def test_generated_tokens_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tmp_path / "model" / "model.onnx"
     save(build_fused(SMALL), model)
-    place = package(model, tmp_path, "tensor", 2)
+    place = package(model, "tensor", 2)
     with Session(place) as on_cpu, Session(place, devices=["cuda0", "cuda1"]) as session:
         replays = watch(monkeypatch)
         tokens = list(session.generate([3], max_new_tokens=12))

@@ -58,11 +58,12 @@ def plain_loop(model: Path, prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@pytest.fixture(params=MODES)
-def package_of(request: pytest.FixtureRequest, decoder: Path, tmp_path: Path) -> Path:
+@pytest.fixture(params=MODES, scope="module")
+def package_of(request: pytest.FixtureRequest, decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     devices, asked = MODES[request.param]
-    compile_model(plan_model(decoder, [devices], asked), tmp_path / "package")
-    return tmp_path / "package"
+    package = tmp_path_factory.mktemp("package") / "package"
+    compile_model(plan_model(decoder, [devices], asked), package)
+    return package
 
 
 @pytest.mark.parametrize("chunk", [512, 3])

@@ -36,12 +36,18 @@ MODES = {
 }
 
 
-@pytest.fixture(params=MODES)
-def streamed(request: pytest.FixtureRequest, decoder: Path, tmp_path: Path) -> Iterator[Session]:
-    """A session in each split mode, and in two at once."""
+@pytest.fixture(params=MODES, scope="module")
+def package_of(request: pytest.FixtureRequest, decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A package in each split mode, and in two at once."""
     devices, asked = MODES[request.param]
-    compile_model(plan_model(decoder, [devices], asked), tmp_path / "package")
-    with Session(tmp_path / "package", threads=1) as session:
+    package = tmp_path_factory.mktemp("package") / "package"
+    compile_model(plan_model(decoder, [devices], asked), package)
+    return package
+
+
+@pytest.fixture
+def streamed(package_of: Path) -> Iterator[Session]:
+    with Session(package_of, threads=1) as session:
         yield session
 
 
