@@ -265,6 +265,7 @@ def compile_command(
     from splitc.compiler.show import print_plan
 
     check_target(package, force)
+    fills = parse_fills(fill)
     if plan_path:
         given = (request.tensor_split, request.memory, request.shapes, request.engine, request.settings)
         if device or any(given):
@@ -283,7 +284,7 @@ def compile_command(
             force=force,
             verify=verify,
             build=build,
-            fills=parse_fills(fill),
+            fills=fills,
             progress=progress,
             building=building,
             warn=print_warning,

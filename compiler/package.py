@@ -70,6 +70,7 @@ def compile_model(
     target = Path(package)
     check_target(target, force)
     _check_types(plan)
+    check_fills(fills, [value.name or "" for value in plan.analysis.graph.graph.inputs])
     if plan.engine in MODULES and not build.later:
         need_installed(plan.engine)
         check_buildable(plan.engine)
@@ -268,7 +269,6 @@ def _inputs(plan: Plan, fills: Mapping[str, m.Fill]) -> list[m.Tensor]:
     graph = plan.analysis.graph
     roles = find_roles(graph)
     tensors = [_input(plan, value, roles.get(value)) for value in graph.graph.inputs]
-    check_fills(fills, tensors)
     return [msgspec.structs.replace(tensor, fill=fills.get(tensor.name, tensor.fill)) for tensor in tensors]
 
 

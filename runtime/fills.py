@@ -40,9 +40,8 @@ def parse_fills(texts: Sequence[str]) -> dict[str, Fill]:
     return fills
 
 
-def check_fills(fills: Iterable[str], inputs: Sequence[Tensor]) -> None:
-    """Raise MisuseError for a fill of an input that is not there."""
-    names = [tensor.name for tensor in inputs]
+def check_fills(fills: Iterable[str], names: Sequence[str]) -> None:
+    """Raise MisuseError for a fill of an input that is not among these names."""
     if unknown := [name for name in fills if name not in names]:
         raise MisuseError(f"--fill names '{unknown[0]}', and there is no such input: there are {', '.join(names)}")
 
@@ -54,7 +53,7 @@ def make_inputs(
 
     Raises MisuseError for a fill of an input that is not there.
     """
-    check_fills(fills, inputs)
+    check_fills(fills, [tensor.name for tensor in inputs])
     generator = np.random.default_rng(seed)
     return {
         tensor.name: fill_array(
