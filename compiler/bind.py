@@ -11,7 +11,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from splitc.compiler.fold import fold_from, known_array, stand_in, take_branches
-from splitc.compiler.optional import defaults_hidden, source_of, unmark
+from splitc.compiler.optional import defaults_hidden, optional_inputs, unmark
 from splitc.compiler.shapes import infer_shapes
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.settings import setting_array
@@ -34,8 +34,7 @@ def bind_inputs(model: ir.Model, settings: Mapping[str, Any]) -> list[Fixed]:
     input that the model does not have, or a value that it does not take.
     """
     graph = model.graph
-    optional = [value for value in graph.initializers.values() if source_of(value) is not None]
-    inputs = {value.name or "": value for value in (*graph.inputs, *optional)}
+    inputs = {value.name or "": value for value in (*graph.inputs, *optional_inputs(graph))}
     if unknown := [name for name in settings if name not in inputs]:
         raise MisuseError(f"--set names '{unknown[0]}', and the model has no such input: it has {', '.join(inputs)}")
     arrays = {name: _as_array(inputs[name], value) for name, value in settings.items()}

@@ -63,6 +63,11 @@ def source_of(value: Optional[ir.Value]) -> Optional[Source]:
     return source
 
 
+def optional_inputs(graph: ir.Graph) -> list[ir.Value]:
+    """The initializers of a graph that come from optional inputs."""
+    return [value for value in graph.initializers.values() if source_of(value) is not None]
+
+
 def mark_part(part: ir.Value, whole: ir.Value, places: Mapping[int, npt.NDArray[np.int64]]) -> None:
     """Say that a new initializer has of another one these elements along these axes."""
     if (source := source_of(whole)) is not None:
@@ -72,23 +77,22 @@ def mark_part(part: ir.Value, whole: ir.Value, places: Mapping[int, npt.NDArray[
 @contextmanager
 def defaults_hidden(graph: ir.Graph) -> Iterator[None]:
     """Meanwhile nothing can be concluded from the values that optional inputs have by default."""
-    found = [(value, value.const_value) for value in graph.initializers.values() if source_of(value) is not None]
-    shapes = [value.shape for value, _ in found]
-    for value, _ in found:
+    found = [(value, value.const_value, value.shape) for value in optional_inputs(graph)]
+    for value, _, _ in found:
         value.const_value = None
     try:
         yield
     finally:
-        for (value, tensor), shape in zip(found, shapes):
+        for value, tensor, shape in found:
             value.const_value, value.shape = tensor, shape
 
 
 def make_overridable(graph: ir.Graph) -> list[Override]:
     """Make inputs, in place, of the initializers that come from optional inputs. Returns what they are of these."""
     found = []
-    for value in graph.initializers.values():
-        if (source := source_of(value)) is None:
-            continue
+    for value in optional_inputs(graph):
+        source = source_of(value)
+        assert source is not None
         if not source.places:
             value.shape = source.declared
         graph.inputs.append(value)

@@ -268,11 +268,10 @@ def _tensor(value: ir.Value) -> m.Tensor:
 def _inputs(plan: Plan, fills: Mapping[str, m.Fill]) -> list[m.Tensor]:
     graph = plan.analysis.graph
     roles = find_roles(graph)
-    tensors = [_input(plan, value, roles.get(value)) for value in graph.graph.inputs]
-    return [msgspec.structs.replace(tensor, fill=fills.get(tensor.name, tensor.fill)) for tensor in tensors]
+    return [_input(plan, value, roles.get(value), fills.get(value.name or "")) for value in graph.graph.inputs]
 
 
-def _input(plan: Plan, value: ir.Value, role: Optional[m.Role]) -> m.Tensor:
+def _input(plan: Plan, value: ir.Value, role: Optional[m.Role], asked: Optional[m.Fill]) -> m.Tensor:
     analysis, tensor = plan.analysis, _tensor(value)
     low, typical, high = (list(each[tensor.name]) for each in (analysis.smallest, analysis.typical, analysis.shapes))
     built = plan.engine in MODULES
@@ -280,7 +279,8 @@ def _input(plan: Plan, value: ir.Value, role: Optional[m.Role]) -> m.Tensor:
     # What is split along axes, or built, is so for as many dimensions as were planned for.
     fixed = tensor.shape is None and (built or plan.tensor is not None)
     shape: m.Shape = [*high] if fixed else tensor.shape
-    return m.Tensor(tensor.name, tensor.dtype, shape, typical, choose_fill(value, role), least, most, role)
+    fill = asked or choose_fill(value, role)
+    return m.Tensor(tensor.name, tensor.dtype, shape, typical, fill, least, most, role)
 
 
 def number_type(analysis: Analysis) -> str:

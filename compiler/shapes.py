@@ -16,7 +16,7 @@ import sympy
 
 from splitc.compiler.fold import fold_shapes, take_branches
 from splitc.compiler.inference import infer_shapes_and_types
-from splitc.compiler.optional import source_of
+from splitc.compiler.optional import optional_inputs
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.units import format_shape
 
@@ -91,8 +91,7 @@ def read_symbols(model: ir.Model) -> None:
     Each unknown size of an input gets a symbol of its own, so that it can be followed.
     """
     count = itertools.count()
-    optional = (value for value in model.graph.initializers.values() if source_of(value) is not None)
-    for value in (*model.graph.inputs, *optional):
+    for value in (*model.graph.inputs, *optional_inputs(model.graph)):
         if value.shape is not None:
             sizes = [size if _is_readable(size) else f"unknown_{next(count)}" for size in value.shape]
             value.shape = ir.Shape(sizes)
@@ -228,8 +227,8 @@ def bind_shapes(
     inputs is what a run has to expect; it is nothing that may be relied on.
     """
     bound = model.clone()
-    for value in bound.graph.initializers.values():
-        if source_of(value) is not None and value.const_value is not None:
+    for value in optional_inputs(bound.graph):
+        if value.const_value is not None:
             value.shape = ir.Shape(value.const_value.shape.numpy())
             value.const_value = value.const_value if defaults else None
     for value in bound.graph.inputs:

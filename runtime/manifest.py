@@ -99,9 +99,9 @@ class Part(Struct, frozen=True):
 
 
 class Override(Struct, frozen=True):
-    """How a rank's engines take an optional input: as the weight `value`.
+    """An optional input as a rank's engines take it: in the place of their weight `value`.
 
-    Of each axis in `places` that has only the stretches from a first element to before a last one.
+    `places` has, for each axis along which the rank has a part only, stretches from a first element to before a last.
     """
 
     input: str
@@ -139,9 +139,8 @@ class EngineFile(Struct, frozen=True):
 class Rank(Struct, frozen=True):
     """One worker on one device: what it loads, what it runs, and what that was predicted to hold, in bytes.
 
-    `parts` are those inputs and outputs of which it takes or gives only a part, `overrides` are the optional inputs
-    among its weights. `keeps` are outputs that it makes for
-    its states and another rank hands to the caller.
+    `parts` are those inputs and outputs of which it takes or gives only a part, `overrides` the optional inputs among
+    its weights. `keeps` are outputs that it makes for its states and another rank hands to the caller.
     `total_bytes` is the most at any time, loading included, which may be more than the sum of the others.
     """
 

@@ -186,7 +186,7 @@ def overlap(programs: Sequence[Sequence[Step]]) -> bool:
 
 def _run(engine: Engine, values: Mapping[str, Any], into: Mapping[str, Any]) -> dict[str, Any]:
     own = {name: into[name] for name in engine.outputs if name in into}
-    given = {name: values[name] for name in engine.optional if name in values}
+    given = {name: values[name] for name in engine.optional.intersection(values)}
     return engine.run({**{name: values[name] for name in engine.inputs}, **given}, own)
 
 

@@ -99,7 +99,7 @@ def open_unsplit(model: Path, device: Device, threads: int) -> Iterator[Run]:
         engines = [pool.submit(backend.load, model).result()]
 
         def run(feeds: Arrays) -> dict[str, npt.NDArray[Any]]:
-            names = [*engines[0].inputs, *(name for name in engines[0].optional if name in feeds)]
+            names = [*engines[0].inputs, *engines[0].optional.intersection(feeds)]
             values = {name: backend.upload(feeds[name]) for name in names}
             return dict(backend.download(engines[0].run(values, {})))
 

@@ -33,7 +33,7 @@ class Known:
 class ShapeEngine:
     """A piece of a rank's graph that makes shapes of shapes, and remembers what it was given."""
 
-    optional: Sequence[str] = ()
+    optional: frozenset[str] = frozenset()
     # Shape inference replaces functions while it runs: one at a time.
     _lock = threading.Lock()
 

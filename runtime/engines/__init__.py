@@ -18,7 +18,7 @@ class Engine(Protocol):
         """Names of the values that it takes."""
 
     @property
-    def optional(self) -> Sequence[str]:
+    def optional(self) -> frozenset[str]:
         """Names of the values that it may be given: weights that these then replace."""
 
     @property

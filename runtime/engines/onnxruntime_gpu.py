@@ -48,7 +48,7 @@ class OnnxRuntimeGpuEngine:
         self._gpu = gpu
         self._options = options
         self.inputs = [value.name for value in session.get_inputs()]
-        self.optional = [value.name for value in session.get_overridable_initializers()]
+        self.optional = frozenset(value.name for value in session.get_overridable_initializers())
         self.outputs = [value.name for value in session.get_outputs()]
         places = zip(session.get_inputs(), session.get_input_memory_infos())
         on_host = {value.name for value, place in places if "cuda" not in place.name.lower()}
@@ -64,7 +64,7 @@ class OnnxRuntimeGpuEngine:
         raise RuntimeError("ONNX Runtime's engines exchange nothing while they run")
 
     def run(self, values: Mapping[str, Any], into: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-        if any(name in values for name in self.optional):
+        if not self.optional.isdisjoint(values):
             return self._run_overridden(values, into)
         binding = self._session.io_binding()
         sizes = tuple(values[name].shape for name in self.inputs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Optional
@@ -26,7 +26,7 @@ TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "FP8": "floa
 class TensorrtEngine:
     """One engine and its context. Its scratch memory is the backend's, which all engines of a rank use in turn."""
 
-    optional: Sequence[str] = ()  # TensorRT has none
+    optional: frozenset[str] = frozenset()  # TensorRT has none
 
     def __init__(self, name: str, engine: Any, backend: TensorrtBackend) -> None:
         self._name = name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -24,7 +24,7 @@ from tests.runtime import fake_cupy
 class HostEngine:
     """An ONNX Runtime engine on the CPU, that is enqueued on a fake stream and works in the stream's time."""
 
-    optional: Sequence[str] = ()
+    optional: frozenset[str] = frozenset()
 
     def __init__(self, gpu: Gpu, path: Path) -> None:
         self._gpu = gpu

@@ -17,7 +17,7 @@ from splitc.runtime.transport.local import connect
 class FunctionEngine:
     """An engine that calls a function of its inputs, in order."""
 
-    optional: Sequence[str] = ()
+    optional: frozenset[str] = frozenset()
 
     def __init__(self, inputs: Sequence[str], output: str, function: Callable[..., Any]) -> None:
         self.inputs, self.outputs, self._function = list(inputs), [output], function
