@@ -6,13 +6,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from splitc.compiler.package import compile_model
-    from splitc.compiler.plan import Plan, Request
-    from splitc.compiler.plan_modes import plan_model
+    from splitc.compiler.modes.choosing import plan_model
+    from splitc.compiler.packaging.package import compile_model
+    from splitc.compiler.planning.plan import Plan, Request
 
 __all__ = ["Plan", "Request", "compile_model", "plan_model"]
 
-_HOMES = {"Plan": "plan", "Request": "plan", "compile_model": "package", "plan_model": "plan_modes"}
+_HOMES = {
+    "Plan": "planning.plan",
+    "Request": "planning.plan",
+    "compile_model": "packaging.package",
+    "plan_model": "modes.choosing",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any, Callable, Optional
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from splitc.runtime.cli import FILL, JSON, app
+from splitc.runtime.cli.commands import FILL, JSON, app
+from splitc.runtime.cli.options import with_options
+from splitc.runtime.cli.tables import describe_built
+from splitc.runtime.cli.terminal import err, out, print_json, print_warning
 from splitc.runtime.engines.kinds import MODULES
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.fills import parse_fills
 from splitc.runtime.manifest import BuildOptions
-from splitc.runtime.options import with_options
 from splitc.runtime.settings import parse_settings
-from splitc.runtime.show import describe_built
-from splitc.runtime.terminal import err, out, print_json, print_warning
 from splitc.runtime.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from splitc.compiler.build.package import Building, BuildSettings
-    from splitc.compiler.plan import Request
+    from splitc.compiler.packaging.building import Building, BuildSettings
+    from splitc.compiler.planning.plan import Request
 
 # Options that only engines which are built have.
 TENSORRT: dict[str, Any] = {"rich_help_panel": "TensorRT"}
@@ -127,9 +127,9 @@ def _request(
 ) -> Request:
     """What the options that plan and compile have in common ask for. Raises MisuseError where libraries are missing."""
     _need_libraries()
-    from splitc.compiler.plan import Request
-    from splitc.compiler.shapes import parse_shapes
-    from splitc.compiler.split.row import LEAST_SIDE
+    from splitc.compiler.frontend.shapes import parse_shapes
+    from splitc.compiler.planning.plan import Request
+    from splitc.compiler.sharding.row_split import LEAST_SIDE
 
     return Request(
         split_mode=split_mode,
@@ -184,7 +184,7 @@ def _build_settings(
     ),
 ) -> BuildSettings:
     """How TensorRT's engines are to be built."""
-    from splitc.compiler.build.package import BuildSettings
+    from splitc.compiler.packaging.building import BuildSettings
 
     if build_when not in ("now", "later"):
         raise MisuseError(f"unknown --build '{build_when}': there are now and later")
@@ -213,13 +213,13 @@ def plan(
     as_json: bool = JSON,
 ) -> None:
     """Show which device would hold what, against its budget. Nothing is built."""
-    from splitc.compiler.plan_file import to_file, write_plan
-    from splitc.compiler.plan_modes import plan_model
-    from splitc.compiler.show import print_axes, print_plan
+    from splitc.compiler.modes.choosing import plan_model
+    from splitc.compiler.plan_tables import print_axes, print_plan
+    from splitc.compiler.planning.plan_file import to_file, write_plan
 
     decided = plan_model(model, device, request)
     if decided.engine in MODULES:
-        from splitc.compiler.build.operators import describe_refusals
+        from splitc.compiler.packaging.refusals import describe_refusals
 
         decided = replace(decided, warnings=(*decided.warnings, *describe_refusals(decided)))
     if output:
@@ -258,11 +258,11 @@ def compile_command(
 ) -> None:
     """Split a model over devices and write the package that runs it."""
     # Imported here, as in plan: a machine that only runs packages has no onnx.
-    from splitc.compiler.aside import check_target
-    from splitc.compiler.package import compile_model
-    from splitc.compiler.plan_file import plan_from_file, to_file
-    from splitc.compiler.plan_modes import plan_model
-    from splitc.compiler.show import print_plan
+    from splitc.compiler.modes.choosing import plan_model
+    from splitc.compiler.packaging.package import compile_model
+    from splitc.compiler.packaging.staging import check_target
+    from splitc.compiler.plan_tables import print_plan
+    from splitc.compiler.planning.plan_file import plan_from_file, to_file
 
     check_target(package, force)
     fills = parse_fills(fill)
@@ -308,7 +308,7 @@ def build_command(
 ) -> None:
     """Build the TensorRT engines of a package here, from the ONNX files that it holds."""
     _need_libraries()
-    from splitc.compiler.build.package import build_package
+    from splitc.compiler.packaging.building import build_package
 
     with _progress(0) as (_, building):
         manifest = build_package(package, timing_cache, building)

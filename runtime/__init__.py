@@ -9,7 +9,7 @@ from splitc.runtime.errors import (
     PackageError,
     SplitcError,
 )
-from splitc.runtime.sampling import Sampling
+from splitc.runtime.generate.sampling import Sampling
 from splitc.runtime.sequence import StateSequence
 from splitc.runtime.session import Session
 

@@ -6,8 +6,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import NoReturn
 
-from splitc.runtime.cli import app
-from splitc.runtime.terminal import run_app
+from splitc.runtime.cli.commands import app
+from splitc.runtime.cli.terminal import run_app
 
 # Adds its commands to those of the runtime. By its name: the runtime imports nothing of the compiler, and does without.
 COMPILER = "splitc.compiler"

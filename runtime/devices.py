@@ -16,7 +16,7 @@ from typing import Optional
 import psutil
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.gpu import list_gpus
+from splitc.runtime.gpus import list_gpus
 from splitc.runtime.units import parse_bytes
 
 KINDS = ("cpu", "cuda")

@@ -16,15 +16,15 @@ import numpy as np
 from msgspec import Struct
 
 from splitc.runtime.cache import read_cache, write_cache
-from splitc.runtime.capture import capture
+from splitc.runtime.collectives import Transport
+from splitc.runtime.collectives.connect import connect_devices
 from splitc.runtime.devices import Device
 from splitc.runtime.engines import Backend
-from splitc.runtime.engines.gpu import Tape
+from splitc.runtime.engines.backends import make_backend
+from splitc.runtime.engines.gpu_backend import Tape
 from splitc.runtime.engines.kinds import ONNXRUNTIME
-from splitc.runtime.engines.load import make_backend
-from splitc.runtime.program import Reduce
-from splitc.runtime.transport import Transport
-from splitc.runtime.transport.devices import connect_devices
+from splitc.runtime.ranks.loop import Reduce
+from splitc.runtime.replay.capture import capture
 
 # Bytes of the values that are sent: what costs time by itself, and what costs time by its size.
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)

@@ -15,8 +15,8 @@ from splitc.runtime.feeds import check_feeds
 from splitc.runtime.manifest import State, Tensor
 
 if TYPE_CHECKING:
+    from splitc.runtime.ranks.thread import Request
     from splitc.runtime.session import Session
-    from splitc.runtime.worker import Request
 
 Array = npt.NDArray[Any]
 

@@ -16,20 +16,20 @@ import numpy.typing as npt
 
 from splitc.runtime.arrays import number_type
 from splitc.runtime.batches import cut_batches, join_batches
+from splitc.runtime.collectives.connect import connect_devices
 from splitc.runtime.devices import Device, parse_devices, threads_for
+from splitc.runtime.engines.backends import check_built_here, make_backend
 from splitc.runtime.engines.kinds import choose_engine
-from splitc.runtime.engines.load import check_built_here, make_backend
 from splitc.runtime.errors import MisuseError, SplitcError
 from splitc.runtime.feeds import check_feeds
 from splitc.runtime.futures import in_order, then
 from splitc.runtime.manifest import Manifest, Part, State, Tensor, read_manifest, verify_files
-from splitc.runtime.measure import RankMemory
 from splitc.runtime.parts import join_parts
-from splitc.runtime.program import overlap
-from splitc.runtime.recording import Recording, Recordings
+from splitc.runtime.ranks.loop import overlap
+from splitc.runtime.ranks.thread import NEVER, Request, Served, Worker
+from splitc.runtime.replay.recording import Recording, Recordings
 from splitc.runtime.sequence import StateSequence
-from splitc.runtime.transport.devices import connect_devices
-from splitc.runtime.worker import NEVER, Request, Served, Worker
+from splitc.runtime.tools.rank_memory import RankMemory
 
 Array = npt.NDArray[Any]
 
@@ -198,8 +198,8 @@ class Session:
         return StateSequence(self, next(self._sequences), capacity)
 
     def generate(self, prompt: Sequence[int], **options: Any) -> Iterator[int]:
-        """Tokens that follow the prompt, as they come; the options are those of `splitc.runtime.generate.generate`."""
-        from splitc.runtime.generate import generate
+        """Tokens that follow the prompt, as they come; the options are those of `generate.tokens.generate`."""
+        from splitc.runtime.generate.tokens import generate
 
         return generate(self, prompt, **options)
 

@@ -17,11 +17,11 @@ import numpy as np
 import onnxruntime as ort
 
 from splitc.runtime.arrays import number_type
-from splitc.runtime.engines.gpu import Gpu, GpuArray
-from splitc.runtime.engines.onnx_types import CODES, read_type
-from splitc.runtime.engines.onnxruntime import ERRORS, host_array, host_value, run_overridden
+from splitc.runtime.engines.gpu_backend import Gpu, GpuArray
+from splitc.runtime.engines.onnxruntime_cpu import ERRORS, host_array, host_value, run_overridden
 from splitc.runtime.errors import EngineError, PackageError
-from splitc.runtime.gpu import need_cupy
+from splitc.runtime.gpus import need_cupy
+from splitc.runtime.onnx_types import CODES, read_type
 
 PROVIDER = "CUDAExecutionProvider"
 # Sizes of inputs whose outputs' shapes an engine remembers.

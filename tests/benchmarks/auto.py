@@ -25,14 +25,14 @@ from msgspec.structs import replace
 from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import Request, compile_model
-from splitc.compiler.budgets import find_budgets
-from splitc.compiler.plan_auto import choose, plan_candidates
-from splitc.compiler.planner import OBJECTIVES
+from splitc.compiler.modes.auto import choose, plan_candidates
+from splitc.compiler.planning.budgets import find_budgets
+from splitc.compiler.planning.stage_search import OBJECTIVES
 from splitc.runtime import Session
+from splitc.runtime.cli.terminal import out, table
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.fills import make_inputs
 from splitc.runtime.sequence import StateSequence
-from splitc.runtime.terminal import out, table
 from splitc.runtime.units import format_seconds
 
 Feeds = dict[str, npt.NDArray[Any]]

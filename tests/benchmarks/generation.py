@@ -20,8 +20,8 @@ import onnxruntime as ort
 
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
-from splitc.runtime.engines.onnxruntime import open_session
-from splitc.runtime.generate import Feeder, find_roles
+from splitc.runtime.engines.onnxruntime_cpu import open_session
+from splitc.runtime.generate.tokens import Feeder, find_roles
 from splitc.runtime.manifest import Manifest
 
 # Tokens at either end whose median is taken.

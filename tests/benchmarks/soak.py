@@ -22,7 +22,7 @@ from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
-from splitc.runtime.engines.onnxruntime import OnnxRuntimeBackend
+from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.errors import EngineError, FeedError
 
 SMALL = Size(layers=3, hidden=32, heads=4, kv_heads=2, feed_forward=48, vocabulary=64)

@@ -36,15 +36,15 @@ from models import llama, llama_fused
 from models.llama import Size, save_sparse
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.compiler.build.package import BuildSettings
+from splitc.compiler.packaging.building import BuildSettings
 from splitc.runtime import Session
-from splitc.runtime.compare import compare
+from splitc.runtime.cli.terminal import out, table
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.manifest import BuildOptions
-from splitc.runtime.program import Replay
-from splitc.runtime.terminal import out, table
+from splitc.runtime.ranks.loop import Replay
+from splitc.runtime.tools.compare import compare
+from splitc.runtime.tools.unsplit import CPU, open_unsplit
 from splitc.runtime.units import format_bytes, format_seconds
-from splitc.runtime.unsplit import CPU, open_unsplit
 
 Feeds = dict[str, npt.NDArray[Any]]
 # Requests under way at the same time, rounds of turns, and prompts in each.

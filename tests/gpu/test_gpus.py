@@ -18,14 +18,14 @@ from models.llama_fused import build as build_fused
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
-from splitc.runtime.capture import capture
-from splitc.runtime.compare import compare
+from splitc.runtime.collectives.connect import connect_devices
 from splitc.runtime.devices import parse_devices
-from splitc.runtime.engines.gpu import Gpu, Tape
+from splitc.runtime.engines.gpu_backend import Gpu, Tape
 from splitc.runtime.errors import EngineError
-from splitc.runtime.gpu import list_gpus
-from splitc.runtime.transport.devices import connect_devices
-from splitc.runtime.unsplit import CPU, open_unsplit
+from splitc.runtime.gpus import list_gpus
+from splitc.runtime.replay.capture import capture
+from splitc.runtime.tools.compare import compare
+from splitc.runtime.tools.unsplit import CPU, open_unsplit
 
 GPUS = min(4, len(list_gpus()))
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]

@@ -1,3 +1,3 @@
-from tests.runtime.fake_gpus import gpus
+from tests.helpers.fake_gpus import gpus
 
 __all__ = ["gpus"]

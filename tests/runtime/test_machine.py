@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 
 from splitc.runtime.devices import parse_devices
-from splitc.runtime.engines.onnxruntime import OnnxRuntimeBackend
+from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.machine import TYPICAL_COPY, Link, Machine, _fit, known_machine, measure_machine
-from tests.runtime.fake_gpus import FakeBackend
+from tests.helpers.fake_gpus import FakeBackend
 
 
 def test_measured_links_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

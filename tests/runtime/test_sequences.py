@@ -17,11 +17,11 @@ from models.llama_fused import build as build_fused
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
-from splitc.runtime.cli import app
-from splitc.runtime.engines.onnxruntime import OnnxRuntimeBackend
+from splitc.runtime.cli.commands import app
+from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.errors import EngineError, MisuseError, SplitcError
-from splitc.runtime.generate import Timings
-from splitc.runtime.sampling import Sampling, choose_token
+from splitc.runtime.generate.sampling import Sampling, choose_token
+from splitc.runtime.generate.tokens import Timings
 from tests.conftest import DECODER, LAYER, Arrays, assert_close, decoder_feeds, run_whole, until
 
 PROMPT = [5, 17, 33, 2, 90, 41, 8]
@@ -186,7 +186,7 @@ def test_states_of_a_first_run_that_failed_go_too(package_of: Path) -> None:
 
 def write_lstm(model: Path) -> None:
     """An LSTM that is fed step by step: x goes in, y comes out, h and c become hn and cn."""
-    from tests.compiler.split.conftest import Block, save
+    from tests.helpers.blocks import Block, save
 
     b = Block()
     x = b.data("x", (3, 2, 6), ["t", "n", 6])

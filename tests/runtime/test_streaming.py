@@ -22,10 +22,10 @@ import pytest
 
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
-from splitc.runtime.engines.onnxruntime import OnnxRuntimeEngine
+from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeEngine
 from splitc.runtime.errors import EngineError, FeedError, MisuseError, SplitcError
-from splitc.runtime.recording import Recordings
-from splitc.runtime.worker import Worker
+from splitc.runtime.ranks.thread import Worker
+from splitc.runtime.replay.recording import Recordings
 from tests.conftest import LAYER, Arrays, assert_close, decoder_feeds, listen_to_interrupts, run_whole, until
 
 MODES = {
@@ -159,7 +159,7 @@ def test_batch_is_cut_and_joined(streamed: Session, decoder: Path) -> None:
 
 
 def test_model_whose_rows_meet_is_not_cut(tmp_path: Path) -> None:
-    from tests.compiler.split.conftest import Block, save
+    from tests.helpers.blocks import Block, save
 
     b = Block()
     x = b.data("x", (4, 12), ["n", 12])

@@ -1,0 +1,1 @@
+"""What is known of a graph before anything is decided: costs, liveness, blocks, stages, memory."""

@@ -1,0 +1,155 @@
+"""What a graph's nodes cost with its shapes bound: floating point operations, weight bytes, bytes of values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import onnx_ir as ir
+
+from splitc.compiler.frontend.graph import Graph, subgraphs
+from splitc.compiler.frontend.shapes import BoundShapes, Shape, bind_shapes, shape_of, tensor_bytes
+
+# Operators whose result must not be computed twice.
+RANDOM = frozenset(
+    {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
+)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a device does in a second: floating point operations, and bytes that it reads from or writes to memory."""
+
+    flops: float
+    bytes: float
+
+    @property
+    def name(self) -> str:
+        """For people: what the estimate assumes."""
+        return f"{self.flops / 1e9:.0f} GFLOP/s and {self.bytes / 1e9:.0f} GB/s"
+
+
+# Of what could be computed once: weights are kept small for as long as possible, and random numbers are to differ.
+KEPT = frozenset({"DequantizeLinear", *RANDOM})
+
+# Orders of magnitude, for the shares of time that stages take; a profile measures instead. One core of a server's CPU,
+# and what half precision reaches on a data center's GPU of 2022.
+NOMINAL = {"cpu": Speed(1.5e11, 2.5e10), "cuda": Speed(4e14, 3e12)}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Sizes and work of a graph with its inputs' shapes bound."""
+
+    graph: Graph
+    bound: BoundShapes
+
+    @cached_property
+    def certain(self) -> BoundShapes:
+        """The shapes that hold whatever a run gives for optional inputs."""
+        if not self.graph.optional:
+            return self.bound
+        inputs = {value.name or "": self.shapes[value.name or ""] for value in self.graph.graph.inputs}
+        return bind_shapes(self.graph.model, inputs)
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        """The bound shapes of values by name."""
+        return self.bound.shapes
+
+    def value_bytes(self, value: ir.Value) -> int:
+        """Bytes of a value: from its bound shape, or of the stored tensor for a weight.
+
+        What is computed from weights alone counts nothing: an engine computes it once, and keeps it instead of them.
+        """
+        size = self._bytes.get(value)
+        if size is None:
+            tensor = value.const_value
+            folded = value.producer() in self.constant
+            size = tensor.nbytes if tensor else 0 if folded else tensor_bytes(value, self.shapes.get(value.name or ""))
+            self._bytes[value] = size
+        return size
+
+    @cached_property
+    def constant(self) -> frozenset[ir.Node]:
+        """The nodes that compute from weights alone, but those that engines leave for each run."""
+        return self.graph.constant_nodes(KEPT)
+
+    @cached_property
+    def _bytes(self) -> dict[ir.Value, int]:
+        return {}
+
+    def weight_bytes(self, nodes: Iterable[ir.Node]) -> int:
+        """Bytes of the weights that the nodes read, each counted once."""
+        return sum(map(self.value_bytes, self.weights(nodes)))
+
+    def weights(self, nodes: Iterable[ir.Node]) -> list[ir.Value]:
+        """The weights that the nodes read, each once."""
+        return list(dict.fromkeys(weight for node in nodes for weight in self.graph.weights(node)))
+
+    def flops(self, node: ir.Node) -> int:
+        """Floating point operations of a node; see `node_flops`."""
+        return self._flops[node]
+
+    def is_product(self, node: ir.Node) -> bool:
+        """Whether a node does more than go over its elements, as products and convolutions do."""
+        elements = sum(math.prod(self.shapes.get(value.name or "", ())) for value in node.outputs)
+        return self.flops(node) > 2 * elements
+
+    def seconds(self, node: ir.Node, speed: Speed) -> float:
+        """Estimated time of a node: it computes or it moves bytes, whichever takes longer (the roofline model).
+
+        A lookup reads as many bytes of its table as it gives.
+        """
+        given = sum(map(self.value_bytes, node.outputs))
+        reads = self.graph.reads[node]
+        if node.op_type in ("Gather", "GatherElements", "GatherND", "Slice", "Shape"):
+            moved = 2 * given
+        else:
+            moved = given + sum(map(self.value_bytes, reads))
+        return max(self.flops(node) / speed.flops, moved / speed.bytes)
+
+    @cached_property
+    def _flops(self) -> dict[ir.Node, int]:
+        return {node: node_flops(node, self.shapes) for node in self.graph.nodes}
+
+
+def node_flops(node: ir.Node, shapes: Mapping[str, Shape]) -> int:
+    """Floating point operations of one node with bound shapes: 2 M N K for a product, one an element for the rest.
+
+    A node with subgraphs costs what its most expensive one does, once. Unknown shapes count as one element.
+    """
+    inner = [sum(node_flops(n, shapes) for n in graph) for graph in subgraphs(node)]
+    if inner:
+        return max(inner)
+    inputs = [shape_of(value, shapes) for value in node.inputs]
+    output = shape_of(node.outputs[0] if node.outputs else None, shapes)
+    elements = math.prod(output)
+    if node.op_type in ("MatMul", "MatMulInteger", "QLinearMatMul", "FusedMatMul") and inputs[0]:
+        return 2 * elements * inputs[0][-1]
+    if node.op_type == "Gemm" and inputs[0]:
+        return 2 * elements * inputs[0][0 if node.attributes.get_int("transA", 0) else -1]
+    if node.op_type == "MatMulNBits":
+        return 2 * elements * node.attributes.get_int("K", 1)
+    if node.op_type in ("Conv", "ConvInteger", "QLinearConv"):
+        kernel = inputs[3 if node.op_type == "QLinearConv" else 1]
+        return 2 * elements * math.prod(kernel[1:])
+    if node.op_type == "ConvTranspose":
+        return 2 * math.prod(inputs[0]) * math.prod(inputs[1][1:])
+    if node.op_type in ("LSTM", "GRU", "RNN") and len(inputs[0]) == 3:
+        # Every step and batch row multiplies with the input weights and with the recurrent ones.
+        return 2 * math.prod(inputs[0][:2]) * (math.prod(inputs[1]) + math.prod(inputs[2]))
+    if node.op_type in ("Attention", "GroupQueryAttention", "MultiHeadAttention", "DecoderMaskedMultiHeadAttention"):
+        return _attention_flops(node, shapes, output)
+    return elements
+
+
+def _attention_flops(node: ir.Node, shapes: Mapping[str, Shape], output: Shape) -> int:
+    """Queries times keys and scores times values: 2 x 2 x elements x keys; and the projection where one is fused in."""
+    weight = shape_of(node.inputs[1], shapes) if len(node.inputs) > 1 else ()
+    projection = 2 * math.prod(output[:-1]) * math.prod(weight) if len(weight) == 2 else 0
+    # Keys come from this call and from the cache: the longest of what goes in and out.
+    lengths = [shape[-2] for shape in (shape_of(v, shapes) for v in (*node.inputs, *node.outputs)) if len(shape) >= 3]
+    return 4 * math.prod(output) * max(lengths, default=1) + projection

@@ -1,1 +1,0 @@
-"""Engine files from stage graphs, one module an engine kind."""

@@ -1,0 +1,139 @@
+"""Inputs that are bound to constants (`--set`), and what follows from that: branches, choices, inputs left unused."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import numpy.typing as npt
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+
+from splitc.compiler.frontend.folding import fold_from, known_array, stand_in, take_branches
+from splitc.compiler.frontend.optional import defaults_hidden, optional_inputs, unmark
+from splitc.compiler.frontend.shapes import infer_shapes
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.settings import setting_array
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """An input that a model has, and that is none any more: its value, or None where nothing reads it."""
+
+    input: ir.Value
+    value: Optional[Array]
+
+
+def bind_inputs(model: ir.Model, settings: Mapping[str, Any]) -> list[Fixed]:
+    """Make constants of the inputs in `settings`, in place, and fold what follows from them.
+
+    Inputs that nothing reads any more then are taken off as well. Returns all that are gone. Raises MisuseError for an
+    input that the model does not have, or a value that it does not take.
+    """
+    graph = model.graph
+    inputs = {value.name or "": value for value in (*graph.inputs, *optional_inputs(graph))}
+    if unknown := [name for name in settings if name not in inputs]:
+        raise MisuseError(f"--set names '{unknown[0]}', and the model has no such input: it has {', '.join(inputs)}")
+    arrays = {name: _as_array(inputs[name], value) for name, value in settings.items()}
+    used = [value for value in graph.inputs if value.uses()]
+    fixed = []
+    known = set()
+    for name, array in arrays.items():
+        fixed.append(Fixed(inputs[name], array))
+        known.add(_make_constant(graph, inputs[name], array))
+    with defaults_hidden(graph):
+        while fold_from(graph, known) + take_branches(graph) + _take_choices(model):
+            passes.NameFixPass()(model)  # two branches may have used one name
+        _keep_folded(graph, known)
+    passes.RemoveUnusedNodesPass()(model)
+    for value in used:
+        if value.is_graph_input() and not value.uses() and not value.is_graph_output():
+            graph.inputs.remove(value)
+            fixed.append(Fixed(value, None))
+    return fixed
+
+
+def _make_constant(graph: ir.Graph, value: ir.Value, array: Array) -> ir.Value:
+    """The weight that stands for an input from now on."""
+    if value.is_initializer():  # an optional input
+        unmark(value)
+        del graph.initializers[value.name or ""]
+    else:
+        graph.inputs.remove(value)
+    constant = ir.Value(name=value.name)
+    _make_initializer(graph, constant, array)
+    value.replace_all_uses_with(constant, replace_graph_outputs=True)
+    return constant
+
+
+def _make_initializer(graph: ir.Graph, value: ir.Value, array: Array) -> None:
+    value.const_value = ir.tensor(array, name=value.name)
+    value.shape, value.type = ir.Shape(array.shape), ir.TensorType(value.const_value.dtype)
+    graph.register_initializer(value)
+
+
+def _keep_folded(graph: ir.Graph, known: Collection[ir.Value]) -> None:
+    """Put initializers in the place of what was found to be constant."""
+    for node in [node for node in graph if node.outputs and all(value in known for value in node.outputs)]:
+        for old in node.outputs:
+            array = known_array(old)
+            assert array is not None
+            new = ir.Value(name=old.name)
+            old.name = None
+            _make_initializer(graph, new, array)
+            old.replace_all_uses_with(new, replace_graph_outputs=True)
+        graph.remove(node, safe=True)
+
+
+def _take_choices(model: ir.Model) -> int:
+    """Hand on what each Where takes whose condition is one known truth value. Returns how many.
+
+    The result has the shape of both together, so the other one must be known not to make it larger: by inference, as
+    what the file says of shapes may be wrong.
+    """
+    found = [node for node in model.graph if node.op_type == "Where" and _is_known_choice(node)]
+    if not found:
+        return 0
+    inferred = model.clone()
+    infer_shapes(inferred)
+    made = (value for node in inferred.graph for value in node.outputs)
+    values = (*inferred.graph.inputs, *inferred.graph.initializers.values(), *made)
+    shapes = {value.name: value.shape for value in values}
+    count = 0
+    for node in found:
+        condition, first, second = node.inputs
+        taken, other = (first, second) if _truth(condition) else (second, first)
+        assert condition is not None and taken is not None and other is not None
+        if _keeps_shape(*(shapes.get(value.name) for value in (taken, other, condition))):
+            stand_in(node, node.outputs[0], taken)
+            model.graph.remove(node, safe=True)
+            count += 1
+    return count
+
+
+def _is_known_choice(node: ir.Node) -> bool:
+    array = known_array(node.inputs[0])
+    return array is not None and array.size == 1
+
+
+def _truth(value: Optional[ir.Value]) -> bool:
+    array = known_array(value)
+    return array is not None and bool(array.item())
+
+
+def _keeps_shape(own: Optional[ir.Shape], *others: Optional[ir.Shape]) -> bool:
+    """Whether a value has the same shape when it is broadcast together with others."""
+    if own is None or any(other is None or len(other) > len(own) for other in others):
+        return False
+    pairs = [pair for other in others for pair in zip(reversed(own), reversed(other or ()))]
+    return all(size == 1 or (size == mine and (isinstance(mine, int) or mine.value)) for mine, size in pairs)
+
+
+def _as_array(value: ir.Value, given: Any) -> Array:
+    """The value as an array of the input's type and shape."""
+    dtype = str(value.dtype.numpy()) if value.dtype is not None else "float32"
+    sizes = None if value.shape is None else [size if isinstance(size, int) else size.value for size in value.shape]
+    return setting_array(value.name or "", given, dtype, sizes)

@@ -1,0 +1,106 @@
+"""Symbolic shape inference by onnx-shape-inference, which goes on where one node defeats it, and imports on Python 3.9.
+
+Its versions up to 0.4.0 declare 3.9, but one module evaluates `object | None` when it is imported, which 3.9 can't.
+While they are imported there, `object` is a class that can.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import logging
+import sys
+from typing import Any, Callable, Optional
+from unittest import mock
+
+import numpy as np  # noqa: F401  # what onnx-shape-inference imports should see the real object
+import onnx
+import onnx_ir as ir
+from onnx_ir.passes.common import ShapeInferencePass
+
+from splitc.compiler.frontend.contrib_shapes import add_shape_functions
+from splitc.compiler.frontend.observation import observe
+from splitc.compiler.nodes import operator_name
+
+logger = logging.getLogger(__name__)
+
+
+class _WithUnions(type):
+    def __or__(cls, other: Any) -> Any:
+        return cls
+
+
+_STAND_IN = _WithUnions("object", (object,), {})
+
+with mock.patch.object(builtins, "object", _STAND_IN) if sys.version_info < (3, 10) else contextlib.nullcontext():
+    from onnx_shape_inference import OpUsageError, ShapeInferenceError, infer_symbolic_shapes, registry
+
+    registry.collect()  # imports its rules, which it would do when first used
+    add_shape_functions()
+
+Rule = Callable[[Any, ir.Node], None]
+
+
+def infer_shapes_and_types(model: ir.Model) -> frozenset[str]:
+    """Give values the shapes and types that follow from the inputs, in place; what can't be found stays unknown.
+
+    Returns the operators of which ONNX Runtime was asked, since no rule for them is known, or theirs did not do.
+    """
+    find_rule = registry.get
+    observed: set[str] = set()
+
+    def find(domain: str, operator: str, version: int) -> Optional[Rule]:
+        rule = find_rule(domain, operator, version)
+        if rule is None and domain in ("", "ai.onnx"):
+            if _is_defined(operator, version):
+                return None  # by other operators, and inferred by these
+            # ONNX Runtime had some operators, LayerNormalization for one, before ONNX did.
+            rule = find_rule(domain, operator, onnx.defs.onnx_opset_version())
+        return _forgiving(rule, observed)
+
+    with mock.patch.object(registry, "get", find):
+        infer_symbolic_shapes(model, warn_on_missing=False)
+    if any(value.dtype is None for node in model.graph for value in node.outputs if value.name):
+        _add_types(model)
+    return frozenset(observed)
+
+
+def _is_defined(operator: str, version: int) -> bool:
+    """Whether ONNX has an operator in that version of it."""
+    try:
+        onnx.defs.get_schema(operator, version)
+    except onnx.defs.SchemaError:
+        return False
+    return True
+
+
+def _forgiving(rule: Optional[Rule], observed: set[str]) -> Rule:
+    """The rule of an operator, such that a node that it can't make sense of is observed, or left unknown.
+
+    That may be a branch that is invalid with the sizes at hand, or a use of the operator that the rule does not know.
+    Operators that are observed are added to `observed`.
+    """
+
+    def infer(context: Any, node: ir.Node) -> None:
+        if rule is not None:
+            try:
+                rule(context, node)
+                return
+            except (OpUsageError, ShapeInferenceError, ValueError, TypeError, IndexError, KeyError) as error:
+                logger.info("no shape for %s node '%s': %s", node.op_type, node.name, error)
+        made = observe(node)
+        if made is not None:
+            observed.add(operator_name(node))
+            for value, (shape, dtype) in zip((value for value in node.outputs if value.name), made):
+                context.set_shape_and_dtype(value, context.name_anonymous_dims_in_shape(ir.Shape(shape)), dtype)
+
+    return infer
+
+
+def _add_types(model: ir.Model) -> None:
+    """Types from ONNX's own inference for the values that have none."""
+    inferred = ShapeInferencePass()(model.clone()).model
+    types = {value.name: value.type for node in inferred.graph for value in node.outputs}
+    for value in (value for node in model.graph for value in node.outputs):
+        if value.dtype is None:
+            value.type = types.get(value.name)

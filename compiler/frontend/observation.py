@@ -1,0 +1,187 @@
+"""Shapes of what operators make that no shape function knows: ONNX Runtime runs them once, on made-up inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional, Union
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import sympy
+
+from splitc.runtime.engines.onnxruntime_cpu import ERRORS
+
+# A constant of more elements than this is taken for numbers to compute with, not for sizes: zeros will do instead.
+SMALL = 64
+Shape = tuple[int, ...]
+Size = Union[int, ir.SymbolicDim]
+# Where a size of an output comes from: it is always that number, or it is that axis of that input; None where neither.
+Origin = Union[None, int, tuple[int, int]]
+# The shape and the number type of each output, as made in a run, and as it follows from that.
+Made = list[tuple[Shape, ir.DataType]]
+Observed = list[tuple[tuple[Optional[Size], ...], ir.DataType]]
+
+
+@dataclass(frozen=True)
+class Origins:
+    """Where the sizes of a node's outputs come from, if its inputs have these `sizes`, of which None may be any."""
+
+    sizes: tuple[tuple[Optional[int], ...], ...]
+    outputs: tuple[tuple[Origin, ...], ...]
+    dtypes: tuple[ir.DataType, ...]
+
+    def hold(self, shapes: Sequence[Sequence[Size]]) -> bool:
+        """Whether this is so of inputs of these shapes."""
+        pairs = zip(self.sizes, shapes)
+        return all(known in (None, size) for sizes, shape in pairs for known, size in zip(sizes, shape))
+
+    def resolve(self, shapes: Sequence[Sequence[Size]]) -> Observed:
+        """The outputs of inputs of these shapes."""
+        outputs = (
+            tuple(shapes[each[0]][each[1]] if isinstance(each, tuple) else each for each in origins)
+            for origins in self.outputs
+        )
+        return list(zip(outputs, self.dtypes))
+
+
+# What was found out, by the operator and its attributes.
+_found: dict[str, list[Origins]] = {}
+
+
+def observe(node: ir.Node) -> Optional[Observed]:
+    """The shapes and types of a node's outputs; None where they depend on data, or the node does not run like this.
+
+    Sizes that are symbols are tried as two sets of small numbers, all unlike, which show where an output's come from.
+    What that shows holds for nodes like this one, so that those of large sizes need not be run.
+    """
+    inputs = [value for value in node.inputs if value is not None and not _is_kept(value)]
+    if any(value.shape is None or value.dtype is None for value in inputs) or _has_subgraph(node):
+        return None
+    shapes = [tuple(value.shape or ()) for value in inputs]
+    found = _found.setdefault(_signature(node), [])
+    known = next((each for each in found if each.hold(shapes)), None) or _find_origins(node, shapes)
+    if known is None:
+        return None
+    if known not in found and not any(None in each for each in known.outputs):
+        found.append(known)
+    return known.resolve(shapes)
+
+
+def _find_origins(node: ir.Node, shapes: Sequence[Sequence[Size]]) -> Optional[Origins]:
+    tries = list(_tries(shapes))
+    if tries[0] == tries[1]:  # there are no symbols
+        del tries[1]
+    results = [made for each in tries if (made := _run(node, each)) is not None]
+    if len(results) < len(tries):
+        return None
+    outputs = tuple(_explain([shape for shape, _ in made], tries) for made in zip(*results))
+    sizes = tuple(tuple(size if isinstance(size, int) else None for size in shape) for shape in shapes)
+    return Origins(sizes, outputs, tuple(dtype for _, dtype in results[0]))
+
+
+def _is_kept(value: ir.Value) -> bool:
+    """Whether the value is known and so short that sizes may follow from it."""
+    return value.const_value is not None and value.const_value.size <= SMALL
+
+
+def _has_subgraph(node: ir.Node) -> bool:
+    kinds = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+    return any(attribute.type in kinds for attribute in node.attributes.values())
+
+
+def _signature(node: ir.Node) -> str:
+    """The same for nodes that differ in the sizes of what they take alone."""
+    lines = [f"{node.domain}.{node.op_type} {len(node.outputs)}"]
+    lines += sorted(f"{name} {attribute.value}" for name, attribute in node.attributes.items())
+    for value in node.inputs:
+        if value is None:
+            lines.append("-")
+        elif value.const_value is not None:
+            lines.append(f"{value.dtype} {value.const_value.shape} {_numbers(value)!r}")
+        else:
+            lines.append(f"{value.dtype} {len(value.shape or ())}")
+    return "\n".join(lines)
+
+
+def _numbers(value: ir.Value) -> bytes:
+    return value.const_value.tobytes() if value.const_value is not None and _is_kept(value) else b""
+
+
+def _tries(shapes: Sequence[Sequence[Size]]) -> Iterator[list[Shape]]:
+    """The shapes with numbers for their symbols, twice: primes that are no sizes of theirs."""
+    fixed = {size for shape in shapes for size in shape if isinstance(size, int)}
+    number = 2
+    for _ in range(2):
+        numbers: dict[str, int] = {}
+        tried = []
+        for place, shape in enumerate(shapes):
+            sizes = []
+            for axis, size in enumerate(shape):
+                if isinstance(size, int):
+                    sizes.append(size)
+                    continue
+                name = size.value or f"{place}.{axis}"
+                if name not in numbers:
+                    number = next(n for n in _primes(number) if n not in fixed)
+                    numbers[name] = number
+                sizes.append(numbers[name])
+            tried.append(tuple(sizes))
+        yield tried
+
+
+def _primes(after: int) -> Iterator[int]:
+    while True:
+        after = int(sympy.nextprime(after))
+        yield after
+
+
+def _explain(made: Sequence[Shape], tries: Sequence[Sequence[Shape]]) -> tuple[Origin, ...]:
+    """Where the sizes of one output come from, which had these shapes in the tries."""
+    if len({len(shape) for shape in made}) > 1:
+        return (None,)
+    places = [(place, axis) for place, shape in enumerate(tries[0]) for axis in range(len(shape))]
+    found: list[Origin] = []
+    for sizes in zip(*made):
+        same = (place for place in places if tuple(each[place[0]][place[1]] for each in tries) == sizes)
+        found.append(sizes[0] if len(set(sizes)) == 1 else next(same, None))
+    return tuple(found)
+
+
+def _run(node: ir.Node, shapes: Sequence[Shape]) -> Optional[Made]:
+    """What the node makes of zeros and of ones of these shapes, if that is the same; None where it fails."""
+    stand_ins = iter(shapes)
+    inputs: list[Optional[ir.Value]] = []
+    fed: list[ir.Value] = []
+    for number, value in enumerate(node.inputs):
+        new = None
+        if value is not None:
+            kept = _is_kept(value)
+            shape = value.shape if kept else ir.Shape(next(stand_ins))
+            tensor = value.const_value if kept else None
+            new = ir.Value(name=f"input{number}", shape=shape, type=value.type, const_value=tensor)
+            fed += [] if kept else [new]
+        inputs.append(new)
+    copy = ir.Node(node.domain, node.op_type, inputs, list(node.attributes.values()), num_outputs=len(node.outputs))
+    for number, value in enumerate(copy.outputs):
+        value.name = f"output{number}" if node.outputs[number].name else ""
+    opsets = dict(node.graph.opset_imports) if node.graph is not None else {"": 21, node.domain: 1}
+    initializers = [value for value in inputs if value is not None and value.const_value is not None]
+    outputs = [value for value in copy.outputs if value.name]
+    graph = ir.Graph(fed, outputs, nodes=[copy], initializers=initializers, opset_imports=opsets, name="observed")
+    try:
+        made = [_run_filled(graph, fill) for fill in (np.zeros, np.ones)]
+    except (*ERRORS, TypeError, ValueError, AttributeError):  # the last are numpy's, for types that it has not
+        return None
+    return made[0] if made[0] == made[1] else None
+
+
+def _run_filled(graph: ir.Graph, fill: Any) -> Made:
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    content = ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString()
+    session = ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    feeds = {v.name: fill(v.shape.numpy(), v.dtype.numpy()) for v in graph.inputs if v.shape is not None and v.dtype}
+    arrays = session.run(None, feeds)
+    return [(tuple(array.shape), ir.DataType.from_numpy(array.dtype)) for array in arrays]

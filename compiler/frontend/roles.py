@@ -1,0 +1,212 @@
+"""What a model's inputs are for: indices, positions or masks, by what the graph does with them.
+
+A name decides only where the graph does not tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Optional
+
+import onnx_ir as ir
+
+from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.nodes import operator_name
+from splitc.runtime.manifest import Role
+
+# Operators whose input picks rows of another one: the input's number, and that of what it picks from.
+LOOKUPS = {
+    "Gather": ((1, 0),),
+    "GatherElements": ((1, 0),),
+    "EmbedLayerNormalization": ((0, 2), (1, 4)),
+    "GatherBlockQuantized": ((1, 0),),
+}
+# Operators that hand on what they get as their first input, in another form.
+PASSING = frozenset(
+    "Cast Concat Expand Flatten Identity Neg Reshape Slice Split Squeeze Tile Transpose Unsqueeze".split()  # noqa: SIM905
+)
+# What makes angles of positions, on the way to a sine.
+ANGULAR = frozenset({"Add", "Div", "Einsum", "MatMul", "Mul", "Sub"})
+# Inputs that are positions, or places to write at.
+POSITIONS = {
+    "RotaryEmbedding": (3,),
+    "com.microsoft.RotaryEmbedding": (1,),
+    "GroupQueryAttention": (9,),
+    "EmbedLayerNormalization": (8,),
+    "ScatterElements": (1,),
+    "ScatterND": (1,),
+    "TensorScatter": (2,),
+}
+# Inputs that are masks, what is added to scores, or lengths.
+MASKS = {
+    "Attention": (3,),
+    "com.microsoft.Attention": (3, 5),
+    "DecoderMaskedMultiHeadAttention": (3, 4),
+    "EmbedLayerNormalization": (7,),
+    "GroupQueryAttention": (5, 6, 10),
+    "MultiHeadAttention": (4, 5),
+    "QAttention": (5,),
+}
+# Operators that multiply what they read with each other: above these is data.
+PRODUCTS = frozenset({"Conv", "Einsum", "FusedMatMul", "Gemm", "MatMul", "MatMulInteger", "MatMulNBits", *MASKS})
+# What stands between scores and their softmax, or between a product and where a mask is added.
+SCALING = frozenset({"Add", "Clip", "Div", "Max", "Min", "Mul", "Sub", "Tanh", "Where", *PASSING})
+# A table with no more rows tells kinds of tokens apart, and no positions.
+KINDS = 16
+
+
+def find_roles(graph: Graph) -> dict[ir.Value, Role]:
+    """The roles of those inputs that have one."""
+    inputs = list(graph.graph.inputs)
+    rows = {value: min(found) for value in inputs if (found := _rows(value))}
+    roles = {value: Role("positions", rows.get(value, 0)) for value in inputs if _are_positions(value)}
+    looked_up = {value: size for value, size in rows.items() if value not in roles}
+    roles.update(_tell_apart(graph, looked_up))
+    masks = _above_masks(graph)
+    roles.update({value: Role(masks[value]) for value in inputs if value in masks and value not in roles})
+    for value in inputs:
+        if value not in roles and (role := _named(value)) is not None:
+            roles[value] = role
+    return roles
+
+
+def _named(value: ir.Value) -> Optional[Role]:
+    """The last resort, for what the graph does not tell."""
+    name = (value.name or "").lower()
+    return Role("positions") if "position" in name else Role("mask") if "mask" in name else None
+
+
+def _uses(value: ir.Value, handing_on: Collection[str] = PASSING) -> Iterator[tuple[ir.Node, int]]:
+    """Each use of a value, by node and number of its input, and of what operators hand on of it."""
+    stack, seen = [value], {value}
+    while stack:
+        for use in stack.pop().uses():
+            node, number = use
+            yield node, number
+            # A list of sizes is another input than the first; what is put together may be any.
+            if node.op_type in handing_on and (number == 0 or node.op_type not in PASSING - {"Concat"}):
+                new = [output for output in node.outputs if output not in seen]
+                seen.update(new)
+                stack += new
+
+
+def _lookups(value: ir.Value) -> Iterator[tuple[ir.Node, ir.Value]]:
+    """Each node that picks rows by a value, with the table."""
+    for node, number in _uses(value):
+        for indices, place in LOOKUPS.get(node.op_type, ()):
+            table = node.inputs[place] if place < len(node.inputs) else None
+            if number == indices and table is not None:
+                yield node, table
+
+
+def _rows(value: ir.Value) -> list[int]:
+    """The rows of each table of known size that a value indexes."""
+    found = []
+    for node, table in _lookups(value):
+        size = table.shape[node.attributes.get_int("axis", 0)] if table.shape else None
+        found += [size] if isinstance(size, int) else []
+    return found
+
+
+def _are_positions(value: ir.Value) -> bool:
+    """Whether a value becomes angles, says where to write, or picks rows that something is turned by."""
+    if value.dtype is None or value.dtype.is_floating_point():
+        return False
+    if any(node.op_type in ("Cos", "Sin") for node, _ in _uses(value, PASSING | ANGULAR)):
+        return True
+    if any(number in _numbers(POSITIONS, node) for node, number in _uses(value)):
+        return True
+    return any(_turns(node.outputs[0]) for node, table in _lookups(value) if not table.is_graph_input())
+
+
+def _numbers(known: Mapping[str, tuple[int, ...]], node: ir.Node) -> tuple[int, ...]:
+    """The numbers of a node's inputs that a table has for it: by its full name, where that differs."""
+    return known.get(operator_name(node), known.get(node.op_type, ()))
+
+
+def _turns(rows: ir.Value) -> bool:
+    """Whether rows of a table are only multiplied with what products made, as cosines and sines are."""
+    uses = [(node, number) for node, number in _uses(rows) if node.op_type not in PASSING]
+    return bool(uses) and all(
+        node.op_type == "Mul" and (other := node.inputs[1 - number]) is not None and _is_made_by_product(other)
+        for node, number in uses
+    )
+
+
+def _tell_apart(graph: Graph, rows: dict[ir.Value, int]) -> dict[ir.Value, Role]:
+    """Which inputs that pick rows are tokens, and which are positions.
+
+    A vocabulary is what a model gives numbers for; else it is the largest table. Of inputs of the same shape one that
+    picks from a table of some size is the positions; where there is no other to compare with, its name says so.
+    """
+    if not rows:
+        return {}
+    widths = {value.shape[-1] for value in graph.outputs if value.shape}
+    known = [value for value, size in rows.items() if size in widths]
+    tokens = known[0] if known else max(rows, key=lambda value: rows[value])
+    found = {}
+    for value, size in rows.items():
+        other = value is not tokens and size > KINDS and value.shape == tokens.shape
+        unsure = len(rows) == 1 and not known
+        named = _named(value) if unsure else None
+        found[value] = Role(named.kind if named else "positions" if other else "indices", size)
+    return found
+
+
+def _above_masks(graph: Graph) -> dict[ir.Value, str]:
+    """The inputs from which masks of attention are made, and numbers that are added to scores just as they are fed."""
+    masks: set[ir.Value] = set()
+    for reader in graph.nodes:
+        if reader.op_type == "Softmax" and reader.inputs[0] is not None:
+            masks.update(_added_to_scores(reader.inputs[0]))
+        given = (reader.inputs[number] for number in _numbers(MASKS, reader) if number < len(reader.inputs))
+        masks.update(value for value in given if value is not None)
+    found: dict[ir.Value, str] = {}
+    stack, seen = [(value, True) for value in masks], set(masks)
+    while stack:
+        value, as_fed = stack.pop()
+        if value.is_graph_input():
+            added = as_fed and value.dtype is not None and value.dtype.is_floating_point()
+            found[value] = "bias" if added else "mask"
+        node = value.producer()
+        if node is None or node.op_type in PRODUCTS or node.op_type in ("Shape", "Size"):
+            continue
+        above = [each for each in graph.reads[node] if each not in seen]
+        seen.update(above)
+        stack += [(each, as_fed and node.op_type in PASSING) for each in above]
+    return found
+
+
+def _added_to_scores(value: ir.Value) -> Iterator[ir.Value]:
+    """What is put to scores on their way to a softmax: added, or chosen by."""
+    stack, seen = [value], {value}
+    while stack:
+        node = stack.pop().producer()
+        if node is None or node.op_type not in SCALING:
+            continue
+        reads = [each for each in node.inputs if each is not None]
+        scores = [each for each in reads if _is_made_by_product(each)]
+        if scores and node.op_type in ("Add", "Sub", "Where"):
+            yield from (each for each in reads if each not in scores)
+        new = [each for each in scores if each not in seen]
+        seen.update(new)
+        stack += new
+
+
+def _is_made_by_product(value: Optional[ir.Value]) -> bool:
+    """Whether a value is what a product made, scaled and in another form."""
+    stack, seen = [value], {value}
+    while stack:
+        each = stack.pop()
+        node = each.producer() if each is not None else None
+        if node is None:
+            continue
+        if node.op_type in PRODUCTS or "Normalization" in node.op_type:
+            return True
+        if node.op_type in SCALING:
+            # The condition of a choice, and lists of sizes, are no data.
+            data = node.inputs[1:] if node.op_type == "Where" else node.inputs[: 1 if node.op_type in PASSING else None]
+            new = [each for each in data if each not in seen]
+            seen.update(new)
+            stack += new
+    return False

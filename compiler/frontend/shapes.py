@@ -1,0 +1,270 @@
+"""Shapes of a graph's values: symbolic ones for the files that are written, and bound ones for what they cost."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Optional, Union
+
+import numpy.typing as npt
+import onnx_ir as ir
+import sympy
+
+from splitc.compiler.frontend.folding import fold_shapes, take_branches
+from splitc.compiler.frontend.inference import infer_shapes_and_types
+from splitc.compiler.frontend.optional import optional_inputs
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.units import format_shape
+
+Shape = tuple[int, ...]
+
+# Sizes of what nothing binds: the first dimension of an input, as a rule the batch, and any other.
+DEFAULT_BATCH, DEFAULT_LENGTH = 1, 16
+
+
+@dataclass(frozen=True)
+class BoundShapes:
+    """Shapes of values by name. A size that depends on data (NonZero) counts as 1 and makes the value `uncertain`.
+
+    `constants` are the values that follow from the shapes: what shape arithmetic makes. `observed` are the operators
+    whose shapes no rule gave: ONNX Runtime did, which ran them on made-up inputs.
+    """
+
+    shapes: Mapping[str, Shape]
+    uncertain: frozenset[str]
+    constants: Mapping[str, npt.NDArray[Any]]
+    observed: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class AskedShapes:
+    """Inputs' shapes by name as a user gives them: the one to plan for, or the ends of a range and its typical shape.
+
+    Of an input of which less is given, one stands for the other.
+    """
+
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
+    smallest: Mapping[str, Shape] = field(default_factory=dict)
+    typical: Mapping[str, Shape] = field(default_factory=dict)
+    largest: Mapping[str, Shape] = field(default_factory=dict)
+
+    def three(self) -> tuple[dict[str, Shape], dict[str, Shape], dict[str, Shape]]:
+        """The smallest, the typical and the largest shapes."""
+        return (
+            {**self.largest, **self.typical, **self.shapes, **self.smallest},
+            {**self.smallest, **self.largest, **self.shapes, **self.typical},
+            {**self.smallest, **self.typical, **self.shapes, **self.largest},
+        )
+
+
+def check_order(smallest: Mapping[str, Shape], typical: Mapping[str, Shape], largest: Mapping[str, Shape]) -> None:
+    """Raise MisuseError unless each size of an input grows from the smallest to the largest shape."""
+    for name, high in largest.items():
+        low, middle = smallest[name], typical[name]
+        if any(not a <= b <= c for a, b, c in zip(low, middle, high)):
+            given = ", ".join(map(format_shape, (low, middle, high)))
+            raise MisuseError(
+                f"the smallest, typical and largest shapes of '{name}' are {given}: these must not get smaller "
+                "(--min-shapes, --opt-shapes, --max-shapes)"
+            )
+
+
+def parse_shapes(texts: Sequence[str]) -> dict[str, Shape]:
+    """Shapes from `name:1x16` or polygraphy's `name:[1,16]`. A scalar is `name:[]`. Raises MisuseError."""
+    shapes = {}
+    for text in texts:
+        name, _, sizes = text.rpartition(":")
+        numbers = re.split(r"[x,]", sizes.strip().strip("[]").replace(" ", ""))
+        if not name or not all(number.isdigit() for number in numbers if number):
+            raise MisuseError(f"can't read the shape '{text}': write NAME:1x16 or NAME:[1,16]")
+        shapes[name] = tuple(int(number) for number in numbers if number)
+    return shapes
+
+
+def read_symbols(model: ir.Model) -> None:
+    """Make what the file says of inputs and outputs readable, in place: a dimension like `?` or -1 is an unknown one.
+
+    Each unknown size of an input gets a symbol of its own, so that it can be followed.
+    """
+    count = itertools.count()
+    for value in (*model.graph.inputs, *optional_inputs(model.graph)):
+        if value.shape is not None:
+            sizes = [size if _is_readable(size) else f"unknown_{next(count)}" for size in value.shape]
+            value.shape = ir.Shape(sizes)
+    for value in model.graph.outputs:
+        if value.shape is not None:
+            value.shape = ir.Shape([size if _is_readable(size) else None for size in value.shape])
+
+
+def _is_readable(size: Union[int, ir.SymbolicDim]) -> bool:
+    if isinstance(size, int):
+        return size >= 0
+    try:
+        return size.value is not None and size.free_symbols() is not None
+    except ValueError:  # no expression
+        return False
+
+
+def infer_shapes(model: ir.Model) -> frozenset[str]:
+    """Give every value the symbolic shape and the type that follow from the inputs, in place.
+
+    Returns the operators that were observed, as no rule gave their shapes. The file's own annotations are dropped
+    first: exporters write wrong ones. Where inference fails, shapes stay unknown, which later passes allow for; but an
+    output keeps what the file says.
+    """
+    declared = {value: value.shape for value in model.graph.outputs}
+    for node in model.graph.all_nodes():
+        for value in node.outputs:
+            value.shape = None
+    observed = infer_shapes_and_types(model)
+    for value, shape in declared.items():
+        if value.shape is None:
+            value.shape = shape
+    return observed
+
+
+def input_shapes(model: ir.Model, given: Mapping[str, Shape], past: frozenset[str]) -> dict[str, Shape]:
+    """A size for every dimension of every input, from the shapes that the user gave.
+
+    What is not given is bound through the symbols that inputs share; a symbol in `past` (the length of a cache) is 0.
+    Exporters give one length several symbols, so what is left gets the largest sizes given: of first dimensions for a
+    first dimension, of others for any other; or the defaults. Raises MisuseError for a shape of an input that is not
+    there, or that contradicts the model.
+    """
+    inputs = {value.name or "": value for value in model.graph.inputs}
+    bindings: dict[str, int] = {}
+    for name, shape in given.items():
+        if name not in inputs:
+            raise MisuseError(f"--shapes names '{name}', and the model has no such input: it has {', '.join(inputs)}")
+        declared = inputs[name].shape
+        if declared is None:
+            continue
+        same_rank = len(declared) == len(shape)
+        if not same_rank or any(isinstance(want, int) and want != size for want, size in zip(declared, shape)):
+            want = format_shape([size if isinstance(size, int) else size.value for size in declared])
+            raise MisuseError(f"--shapes gives '{name}' as {format_shape(shape)}, and the model takes {want}")
+        bindings.update({d.value: s for d, s in zip(declared, shape) if isinstance(d, ir.SymbolicDim) and d.value})
+    free = {
+        (axis > 0, size)
+        for name, shape in given.items()
+        for axis, (declared, size) in enumerate(zip(inputs[name].shape or (), shape))
+        if isinstance(declared, ir.SymbolicDim) and declared.value not in past
+    }
+    batch = max((size for later, size in free if not later), default=DEFAULT_BATCH)
+    length = max((size for later, size in free if later), default=DEFAULT_LENGTH)
+    unbound = {name: value for name, value in inputs.items() if name not in given}
+    return {**given, **{name: _bind_input(value, bindings, past, batch, length) for name, value in unbound.items()}}
+
+
+def _bind_input(value: ir.Value, bindings: Mapping[str, int], past: frozenset[str], batch: int, length: int) -> Shape:
+    sizes = []
+    for axis, size in enumerate(value.shape or ()):
+        default = length if axis else batch
+        if isinstance(size, int):
+            sizes.append(size)
+        elif size.value is None:
+            sizes.append(default)
+        elif size.value in bindings:
+            sizes.append(bindings[size.value])
+        else:
+            # A dimension may be an expression, "past_length + sequence_length", or look like one: "batch-size".
+            known = {name: bindings.get(name, 0 if name in past else default) for name in size.free_symbols()}
+            result = evaluate_size(size, known)
+            # With names such as "batch-size" that gives no size of anything.
+            sizes.append(default if result is None or (result <= 0 and size.value not in past) else result)
+    return tuple(sizes)
+
+
+def evaluate_size(size: ir.SymbolicDim, bindings: Mapping[str, int]) -> Optional[int]:
+    """The number that an expression gives with these symbols; None where it needs others."""
+    result = size.evaluate(bindings)
+    return int(result) if isinstance(result, (int, sympy.Integer)) else None
+
+
+def reconcile(model: ir.Model, bound: BoundShapes) -> None:
+    """Forget, in place, the sizes of symbolic shapes that the bound ones contradict: inference is not always right.
+
+    A size that is wrong would be believed by engines, and by stages that read it elsewhere.
+    """
+    bindings: dict[str, int] = {}
+    for value in model.graph.inputs:
+        for size, number in zip(value.shape or (), bound.shapes[value.name or ""]):
+            if isinstance(size, ir.SymbolicDim) and size.value:
+                bindings[size.value] = number
+    for value in (value for node in model.graph for value in node.outputs):
+        numbers = bound.shapes.get(value.name or "")
+        if value.shape is None or numbers is None or value.name in bound.uncertain:
+            continue
+        if len(numbers) != len(value.shape):
+            value.shape = None
+            continue
+        value.shape = ir.Shape(
+            [size if _agrees(size, number, bindings) else None for size, number in zip(value.shape, numbers)]
+        )
+
+
+def _agrees(size: Union[int, ir.SymbolicDim], number: int, bindings: Mapping[str, int]) -> bool:
+    if isinstance(size, int):
+        return size == number
+    if size.value is None or size.value in bindings:
+        return bindings.get(size.value or "", number) == number
+    return evaluate_size(size, bindings) in (number, None)
+
+
+def bind_shapes(
+    model: ir.Model,
+    inputs: Mapping[str, Shape],
+    known: Mapping[str, Optional[npt.NDArray[Any]]] = MappingProxyType({}),
+    defaults: bool = False,
+) -> BoundShapes:
+    """The shape of every value of the main graph, with those of the inputs bound to `inputs`.
+
+    Of an input that is a list of sizes the numbers may be `known`. What follows only from the `defaults` of optional
+    inputs is what a run has to expect; it is nothing that may be relied on.
+    """
+    bound = model.clone()
+    for value in optional_inputs(bound.graph):
+        if value.const_value is not None:
+            value.shape = ir.Shape(value.const_value.shape.numpy())
+            value.const_value = value.const_value if defaults else None
+    for value in bound.graph.inputs:
+        value.shape = ir.Shape(inputs[value.name or ""])
+        if (numbers := known.get(value.name or "")) is not None:
+            value.const_value = ir.tensor(numbers, name=value.name)
+    observed = infer_shapes(bound)
+    # What inference finds lets more of the shape arithmetic be computed, and the other way round.
+    while fold_shapes(bound.graph) + take_branches(bound.graph) and not _is_known(bound.graph):
+        observed |= infer_shapes(bound)
+    values = [*bound.graph.inputs, *(value for node in bound.graph for value in node.outputs)]
+    named = {value.name: value for value in values if value.name}
+    shapes = {name: value.shape for name, value in named.items() if value.shape is not None}
+    return BoundShapes(
+        {name: tuple(size if isinstance(size, int) else 1 for size in shape) for name, shape in shapes.items()},
+        frozenset(name for name in named if name not in shapes or not shapes[name].is_static()),
+        {name: value.const_value.numpy() for name, value in named.items() if value.const_value is not None},
+        observed,
+    )
+
+
+def _is_known(graph: ir.Graph) -> bool:
+    return all(value.shape is not None and value.shape.is_static() for node in graph for value in node.outputs)
+
+
+def shape_of(value: Optional[ir.Value], shapes: Mapping[str, Shape] = MappingProxyType({})) -> Shape:
+    """A weight's own shape, and what `shapes` has for any other value; that of a scalar where it is not known."""
+    if value is None:
+        return ()
+    if value.const_value is not None:
+        return tuple(value.const_value.shape.numpy())
+    return shapes.get(value.name or "", ())
+
+
+def tensor_bytes(value: ir.Value, shape: Optional[Shape]) -> int:
+    """Bytes of a value with a bound shape; 0 where shape or type is not known."""
+    if shape is None or value.dtype is None or value.dtype == ir.DataType.STRING:
+        return 0
+    return math.ceil(math.prod(shape) * value.dtype.bitwidth / 8)

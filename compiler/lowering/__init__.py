@@ -1,0 +1,1 @@
+"""A plan becomes graphs and programs, one a rank."""

@@ -1,0 +1,155 @@
+"""Cut a rank's graph at what ranks do together, which no engine can: the program does that between the pieces."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from splitc.compiler.analysis.costs import RANDOM
+from splitc.compiler.frontend.folding import EXPANDING, LONGEST, OPERATORS
+from splitc.compiler.frontend.graph import node_reads
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A piece of a rank's graph, and the joints that follow it: nodes for what the ranks do together."""
+
+    graph: ir.Graph
+    joints: tuple[ir.Node, ...]
+
+
+def cut_segments(graph: ir.Graph, outputs: Collection[str], joint: str) -> list[Segment]:
+    """The pieces of `graph` between its nodes of the kind `joint`, in order. Of its outputs only those named are given.
+
+    A node goes into the last piece that is early enough for those that read it. What is computed from weights alone
+    is computed in each piece that needs it, where the engine folds it. So is what follows from the sizes of the graph's
+    inputs: it is a few numbers that engines have on the host, and would have to take from there.
+    """
+    repeated = _repeated_nodes(graph, joint)
+    # All ranks must come to the same pieces, so what this one does not give is only taken off then.
+    levels = _levels(graph, repeated, joint)
+    needed = _needed(graph, outputs, joint)
+    count = 1 + max(levels.values(), default=0)
+    members: list[list[ir.Node]] = [[] for _ in range(count)]
+    for node in graph:
+        if node in levels and node in needed:
+            members[levels[node]].append(node)
+    given = {value for value in graph.outputs if value.name in outputs}
+    # The last piece that reads each value.
+    last = {value: level for level, nodes in enumerate(members) for node in nodes for value in node_reads(node)}
+    pieces = []
+    for level, nodes in enumerate(members):
+        own = [node for node in nodes if node.op_type != joint]
+        joints = [node for node in nodes if node.op_type == joint]
+        joined = {value for node in joints for value in node.inputs}
+        gives = [v for n in own for v in n.outputs if last.get(v, 0) > level or v in joined or v in given]
+        if own or joints:
+            pieces.append(Segment(_extract(graph, own, gives, repeated), tuple(joints)))
+    return pieces
+
+
+def _repeated_nodes(graph: ir.Graph, joint: str) -> frozenset[ir.Node]:
+    """The nodes that compute from weights alone, and shape arithmetic on the sizes of the graph's inputs.
+
+    What ranks do together is done once, also where it is with parts of weights, and what they hand in for it.
+    """
+    handed_in = {value.producer() for node in graph if node.op_type == joint for value in node.inputs if value}
+    ends = (node for node in graph if node.op_type == joint or any(value.is_graph_output() for value in node.outputs))
+    once = handed_in.union(ends)
+    inside = [node for node in graph if node not in once]
+    constant: set[ir.Node] = set()
+    for node in inside:
+        if node.op_type not in RANDOM and all(v.is_initializer() or v.producer() in constant for v in node_reads(node)):
+            constant.add(node)
+    sizes: set[ir.Node] = set()
+    for node in inside:
+        if node not in constant and _is_of_sizes(node, sizes, constant):
+            sizes.add(node)
+    return frozenset(constant | sizes)
+
+
+def _is_of_sizes(node: ir.Node, sizes: Collection[ir.Node], constant: Collection[ir.Node]) -> bool:
+    """Whether the node is shape arithmetic that reads nothing but inputs' sizes, and what follows from them."""
+    if node.op_type not in OPERATORS - EXPANDING:
+        return False
+    if node.op_type in ("Shape", "Size"):
+        return all(value.is_graph_input() for value in node_reads(node))
+    return all(value.producer() in sizes or _is_short_constant(value, constant) for value in node_reads(node))
+
+
+def _is_short_constant(value: ir.Value, constant: Collection[ir.Node]) -> bool:
+    """Whether the value is a few numbers that follow from weights."""
+    if not value.is_initializer() and value.producer() not in constant:
+        return False
+    return value.shape is not None and value.shape.is_static() and math.prod(value.shape.numpy()) <= LONGEST
+
+
+def _needed(graph: ir.Graph, outputs: Collection[str], joint: str) -> set[ir.Node]:
+    """The nodes that stand above the outputs and the joints."""
+    needed: set[ir.Node] = set()
+    stack = [node for node in graph if node.op_type == joint]
+    stack += [node for node in graph if any(v.is_graph_output() and v.name in outputs for v in node.outputs)]
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack += [producer for value in node_reads(node) if (producer := value.producer()) is not None]
+    return needed
+
+
+def _levels(graph: ir.Graph, repeated: Collection[ir.Node], joint: str) -> dict[ir.Node, int]:
+    """For each node that is not repeated the number of the piece that it goes into.
+
+    A joint has the number of the piece that it follows. Pieces are as few as can be; in them a node is as late as its
+    readers allow, but what is an output is made early, and so is not held up.
+    """
+    early: dict[ir.Node, int] = {}
+    readers: dict[ir.Value, list[ir.Node]] = {}
+    for node in graph:
+        if node not in repeated:
+            above = [producer for value in node_reads(node) if (producer := value.producer()) in early]
+            early[node] = max((early[p] + (p.op_type == joint) for p in above if p is not None), default=0)
+            for value in node_reads(node):
+                readers.setdefault(value, []).append(node)
+    late: dict[ir.Node, int] = {}
+    for node in reversed(list(early)):
+        limits = [late[reader] for value in node.outputs for reader in readers.get(value, ()) if reader in late]
+        if node.op_type == joint:
+            late[node] = max(early[node], min(limits, default=early[node] + 1) - 1)
+        elif any(value.is_graph_output() for value in node.outputs):
+            late[node] = early[node]
+        else:
+            late[node] = min(limits, default=early[node])
+    return late
+
+
+def _extract(graph: ir.Graph, nodes: list[ir.Node], gives: list[ir.Value], repeated: Collection[ir.Node]) -> ir.Graph:
+    """A graph of its own of these nodes and the repeated ones that they need."""
+    own = set(nodes)
+    stack = list(nodes)
+    while stack:
+        for value in node_reads(stack.pop()):
+            producer = value.producer()
+            if producer is not None and producer in repeated and producer not in own:
+                own.add(producer)
+                stack.append(producer)
+    ordered = [node for node in graph if node in own]
+    reads = dict.fromkeys(value for node in ordered for value in node_reads(node))
+    weights = [value for value in reads if value.is_initializer()]
+    takes = [value for value in reads if not value.is_initializer() and value.producer() not in own]
+    view = ir.GraphView(
+        takes,
+        gives,
+        nodes=ordered,
+        initializers=tuple(weights),
+        opset_imports=graph.opset_imports,
+        name=graph.name,
+    )
+    piece = view.clone()
+    for value in (value for node in piece for value in node.outputs):
+        if not value.is_graph_output() and value.shape is None:
+            value.type = None
+    return piece

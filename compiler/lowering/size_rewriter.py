@@ -1,0 +1,230 @@
+"""Sizes in a rank's graph: shape vectors that it computes from its own parts, and those that say sizes of its parts.
+
+A Shape node reads the sizes of the rank's part. Where they come to a node that takes sizes, they are compared with
+those that it should have, and corrected where they are others; anywhere else they are made those of the whole value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from splitc.compiler.operators import axes as ax
+from splitc.compiler.operators.axes import Axis
+from splitc.compiler.operators.operation import Axes, Operation, Sizes
+from splitc.compiler.sharding.shards import Shards
+
+Array = npt.NDArray[Any]
+
+# Operators that hand entries of a shape vector on as they are.
+PASSING = frozenset({"Cast", "Concat", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Unsqueeze"})
+
+
+@dataclass
+class SizeRewriter:
+    """Goes over the nodes of one rank's graph, in order.
+
+    `read` has, for each shape vector with sizes of parts, the axis that each entry is the size of. `constant` makes an
+    initializer of an array.
+    """
+
+    shards: Shards
+    axes_of: Callable[[ir.Value], Axes]
+    length_of: Callable[[ir.Value], int]
+    constant: Callable[[Array], ir.Value]
+    read: dict[ir.Value, Sizes] = field(default_factory=dict)
+    _whole: dict[ir.Value, ir.Value] = field(default_factory=dict)
+
+    def rewrite(self, node: ir.Node, operation: Operation) -> None:
+        """Correct the sizes that a node reads, and note those that it gives."""
+        if node.op_type in ("Shape", "Size"):
+            self._note_shape(node)
+            return
+        dtype = node.outputs[0].dtype
+        passing = node.op_type in PASSING and not operation.sizes and (dtype is None or dtype.is_integer())
+        passed = self._pass_on(node) if passing else None
+        if passed is not None:
+            self.read[node.outputs[0]] = passed
+            return
+        for number, value in enumerate(node.inputs):
+            if value is None:
+                continue
+            if number in operation.sizes:
+                new = self.localize(node, value, operation.sizes[number])
+            else:
+                new = self.globalize(node, value)
+            if new is not value:
+                node.replace_input_with(number, new)
+        for name, sizes in operation.attributes.items():
+            self._rewrite_attribute(node, name, sizes)
+
+    def _note_shape(self, node: ir.Node) -> None:
+        source = node.inputs[0]
+        axes = self.axes_of(source) if source is not None else None
+        if axes is None or not self.shards.splits(axes):
+            return
+        if node.op_type == "Size":
+            self.read[node.outputs[0]] = [tuple(factor for axis in axes for factor in axis)]
+            return
+        sizes = list(axes)[node.attributes.get_int("start", 0) : node.attributes.get_int("end", None)]
+        if any(map(self.shards.is_split, sizes)):
+            self.read[node.outputs[0]] = sizes
+
+    def _pass_on(self, node: ir.Node) -> Optional[Sizes]:
+        """The entries of the node's result, where it hands on sizes of parts by constant places."""
+        if not any(value in self.read for value in node.inputs if value is not None):
+            return None
+        if node.op_type == "Concat":
+            return [each for value in node.inputs if value is not None for each in self._entries(value)]
+        data = node.inputs[0]
+        if data is None or data not in self.read:
+            return None
+        entries = list(self.read[data])
+        if node.op_type == "Gather":
+            places = _numbers(node.inputs[1])
+            return None if places is None else [entries[place] for place in places]
+        if node.op_type == "Slice":
+            bounds = [_numbers(value) for value in node.inputs[1:3]]
+            step = _numbers(node.inputs[4]) if len(node.inputs) > 4 else [1]
+            if len(bounds) == 2 and bounds[0] and bounds[1] and step == [1]:
+                return entries[bounds[0][0] : bounds[1][0]]
+            starts = node.attributes.get_ints("starts", None)
+            ends = node.attributes.get_ints("ends", None)
+            return entries[starts[0] : ends[0]] if starts and ends else None
+        return entries
+
+    def _entries(self, value: ir.Value) -> Sizes:
+        """The axes that a shape vector's entries are the sizes of; nothing for those that are not read from a part."""
+        return self.read.get(value) or [None] * self.length_of(value)
+
+    def globalize(self, node: ir.Node, value: ir.Value) -> ir.Value:
+        """The shape vector with sizes of whole values."""
+        if value not in self.read:
+            return value
+        if value not in self._whole:
+            corrections = [self._ratio(axis, None) for axis in self.read[value]]
+            self._whole[value] = self._correct(node, value, corrections)
+        return self._whole[value]
+
+    def globalize_output(self, value: ir.Value) -> ir.Value:
+        """As `globalize`, for an output of the graph: the sizes of whole values get its name."""
+        producer = value.producer()
+        assert producer is not None and producer.graph is not None
+        last = ir.node("Identity", [value])
+        producer.graph.append(last)
+        last.replace_input_with(0, self.globalize(last, value))
+        result = last.outputs[0]
+        result.name, value.name = value.name, f"{value.name}/part"
+        result.type, result.shape = value.type, value.shape
+        return result
+
+    def localize(self, node: ir.Node, value: ir.Value, sizes: Sizes) -> ir.Value:
+        """The shape vector with the rank's sizes of these axes, before `node`."""
+        tensor = value.const_value if value.is_initializer() else None
+        if tensor is not None:
+            old = tensor.numpy()
+            new = self._constant_sizes(np.atleast_1d(old), sizes, node.op_type in ("Slice", "Split"))
+            return value if np.array_equal(np.atleast_1d(old), new) else self.constant(new.reshape(old.shape))
+        entries = self._entries(value)
+        wanted = list(sizes)[: len(entries)]
+        corrections = [self._ratio(have, want) for have, want in zip(entries, wanted)]
+        if all(correction is None for correction in corrections):
+            return value
+        producer = value.producer()
+        if producer is not None and producer.op_type == "Concat":
+            return self._localize_pieces(node, producer, wanted)
+        return self._correct(node, value, corrections)
+
+    def _localize_pieces(self, node: ir.Node, concat: ir.Node, wanted: Sizes) -> ir.Value:
+        pieces = []
+        start = 0
+        for piece in concat.inputs:
+            assert piece is not None
+            length = self.length_of(piece)
+            pieces.append(self.localize(node, piece, wanted[start : start + length]))
+            start += length
+        if pieces == list(concat.inputs):
+            return concat.outputs[0]
+        return self._emit(node, "Concat", pieces, axis=0)
+
+    def _constant_sizes(self, old: Array, sizes: Sizes, positions: bool) -> Array:
+        """Numbers that are sizes become the rank's. Others (-1, 0, 1 for a repeated axis) stay, but for positions."""
+        new: Array = old.copy()
+        for number, axis in enumerate(sizes):
+            if axis is not None and self.shards.is_split(axis) and (positions or old[number] == ax.size_of(axis)):
+                new[number] = self.shards.size(axis)
+        return new
+
+    def _ratio(self, have: Optional[Axis], want: Optional[Axis]) -> Optional[tuple[int, int]]:
+        """What to multiply with and divide by to get from the one size to the other; None where they are the same.
+
+        None for an axis means a size of a whole value. A size that is in sections is a fixed number, over 0.
+        """
+        times, over = 1, 1
+        for axis, wanted in ((want, True), (have, False)):
+            if axis is None or not self.shards.is_split(axis):
+                continue
+            ratio = self.shards.ratio(axis)
+            if ratio is None:
+                assert want is not None or have is not None
+                return (self.shards.size(want) if want is not None else ax.size_of(have or ()), 0)
+            own, whole = ratio if wanted else ratio[::-1]
+            times, over = times * own, over * whole
+        return None if times == over else (times, over)
+
+    def _correct(self, node: ir.Node, value: ir.Value, corrections: Sequence[Optional[tuple[int, int]]]) -> ir.Value:
+        """Multiply and divide the entries that are sizes; others (-1, or 1 for what is repeated) don't divide."""
+        scalar = self.axes_of(value) == ()
+        dtype = value.dtype.numpy() if value.dtype is not None else np.dtype(np.int64)
+
+        def vector(numbers: Sequence[int]) -> ir.Value:
+            return self.constant(np.array(numbers[0] if scalar else numbers, dtype))
+
+        fixed = [bool(each) and each[1] == 0 for each in corrections]  # type: ignore[index]  # bool guards it
+        times = [each[0] if each and each[1] else 1 for each in corrections]
+        over = [each[1] if each and each[1] else 1 for each in corrections]
+        result = value
+        if any(each != 1 for each in over) or any(each != 1 for each in times):
+            scaled = self._emit(node, "Mul", [value, vector(times)])
+            result = self._emit(node, "Div", [scaled, vector(over)])
+            rest = self._emit(node, "Mod", [value, vector(over)])
+            divides = self._emit(node, "Equal", [rest, vector([0] * len(times))])
+            result = self._emit(node, "Where", [divides, result, value])
+        if any(fixed):
+            numbers = [each[0] if each and not each[1] else 0 for each in corrections]
+            mask = self.constant(np.array(fixed[0] if scalar else fixed))
+            result = self._emit(node, "Where", [mask, vector(numbers), result])
+        return result
+
+    def _emit(self, before: ir.Node, kind: str, inputs: Sequence[ir.Value], **attributes: Any) -> ir.Value:
+        node = ir.node(kind, inputs, attributes)
+        assert before.graph is not None
+        before.graph.insert_before(before, node)
+        node.outputs[0].type = ir.TensorType(ir.DataType.BOOL) if kind == "Equal" else inputs[-1].type
+        return node.outputs[0]
+
+    def _rewrite_attribute(self, node: ir.Node, name: str, sizes: Sizes) -> None:
+        attribute = node.attributes.get(name)
+        if attribute is None:
+            return
+        if attribute.type == ir.AttributeType.INT:
+            old = np.array([attribute.as_int()])
+            new = self._constant_sizes(old, sizes, False)
+            replacement = ir.AttrInt64(name, int(new[0]))
+        else:
+            old = np.array(attribute.as_ints())
+            new = self._constant_sizes(old, sizes, node.op_type in ("Slice", "Split"))
+            replacement = ir.AttrInt64s(name, [int(each) for each in new])
+        if not np.array_equal(old, new):
+            node.attributes[name] = replacement
+
+
+def _numbers(value: Optional[ir.Value]) -> Optional[list[int]]:
+    """A constant's whole numbers."""
+    tensor = value.const_value if value is not None and value.is_initializer() else None
+    return None if tensor is None else [int(each) for each in np.atleast_1d(tensor.numpy())]

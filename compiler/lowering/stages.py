@@ -1,0 +1,238 @@
+"""Layer split: contiguous blocks to each stage, and the graph that each stage runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Optional, Union
+
+import numpy as np
+import onnx_ir as ir
+
+from splitc.compiler.analysis.blocks import Block, Partition
+from splitc.compiler.frontend.graph import Graph
+
+Place = tuple[ir.Value, int]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one device group runs, in terms of the whole model's values.
+
+    `nodes` are those of its blocks and the free ones that they need, in the model's order. `feeds` are inputs of the
+    model, `receives` are values that earlier stages send, `sends` what later stages need of this one, `outputs` are
+    outputs of the model. `borrowed` are shape vectors of values that the stage does not see: it reads the same sizes
+    off values that it does.
+    """
+
+    blocks: tuple[Block, ...]
+    nodes: tuple[ir.Node, ...]
+    feeds: tuple[ir.Value, ...]
+    receives: tuple[ir.Value, ...]
+    sends: tuple[ir.Value, ...]
+    outputs: tuple[ir.Value, ...]
+    borrowed: tuple[ir.Value, ...]
+
+    @property
+    def takes(self) -> tuple[ir.Value, ...]:
+        """What its engine takes: from the caller, then from other stages."""
+        return (*self.feeds, *self.receives)
+
+    @property
+    def gives(self) -> tuple[ir.Value, ...]:
+        """What its engine gives: to the caller, then to other stages, each value once."""
+        return tuple(dict.fromkeys((*self.outputs, *self.sends)))
+
+
+def split_layers(graph: Graph, partition: Partition, ends: Sequence[int]) -> list[Stage]:
+    """Stages of consecutive blocks. `ends` are, for each stage, the number of its last block plus one.
+
+    What only stands on free nodes (a mask that is an output) is made by the first stage.
+    """
+    home = {
+        node: number
+        for number, (start, end) in enumerate(zip([0, *ends], ends))
+        for block in partition.blocks[start:end]
+        for node in block.nodes
+    }
+    outputs: list[list[ir.Value]] = [[] for _ in ends]
+    for value in graph.graph.outputs:
+        producer = value.producer()
+        assert producer is not None, "every output has a node of its own in a normalized graph"
+        outputs[home.get(producer, 0)].append(value)
+    stages = [
+        _stage(graph, partition, home, number, partition.blocks[start:end], outputs[number])
+        for number, (start, end) in enumerate(zip([0, *ends], ends))
+    ]
+    wanted = {value for stage in stages for value in stage.receives}
+    return [
+        replace(stage, sends=tuple(v for n in stage.nodes if home.get(n) == number for v in n.outputs if v in wanted))
+        for number, stage in enumerate(stages)
+    ]
+
+
+def _stage(
+    graph: Graph,
+    partition: Partition,
+    home: Mapping[ir.Node, int],
+    number: int,
+    blocks: tuple[Block, ...],
+    outputs: Sequence[ir.Value],
+) -> Stage:
+    """One stage, but for what it sends: upstream from its blocks and outputs, through free nodes, to other stages."""
+    nodes: set[ir.Node] = set()
+    feeds: dict[ir.Value, None] = {}
+    receives: dict[ir.Value, None] = {}
+    stack = [node for block in blocks for node in block.nodes] + [_producer(value) for value in outputs]
+    while stack:
+        node = stack.pop()
+        if node in nodes:
+            continue
+        nodes.add(node)
+        for value in () if node in partition.shapes else graph.reads[node]:
+            producer = value.producer()
+            if producer is None:
+                if not value.is_initializer():
+                    feeds[value] = None
+            elif home.get(producer, number) == number:
+                stack.append(producer)
+            else:
+                receives[value] = None
+    # A free Shape node stays where what it reads is there anyway; elsewhere its result is borrowed.
+    borrowed = []
+    for node in nodes & partition.shapes:
+        (value,) = graph.reads[node]
+        if value.producer() not in nodes and value not in feeds and value not in receives:
+            borrowed.append(node.outputs[0])
+    borrowed.sort(key=lambda value: graph.position[_producer(value)])
+    fed = {*feeds, *_missing_sizes(graph, borrowed, [*receives, *feeds])}
+
+    def arrival(value: ir.Value) -> tuple[int, int, Optional[int]]:
+        producer = _producer(value)
+        return home[producer], graph.position[producer], value.index()
+
+    return Stage(
+        blocks=blocks,
+        nodes=tuple(sorted(nodes - {_producer(value) for value in borrowed}, key=graph.position.__getitem__)),
+        feeds=tuple(value for value in graph.graph.inputs if value in fed),
+        receives=tuple(sorted(receives, key=arrival)),
+        sends=(),
+        outputs=tuple(outputs),
+        borrowed=tuple(borrowed),
+    )
+
+
+def _producer(value: ir.Value) -> ir.Node:
+    producer = value.producer()
+    assert producer is not None
+    return producer
+
+
+def _missing_sizes(graph: Graph, borrowed: Sequence[ir.Value], seen: Sequence[ir.Value]) -> list[ir.Value]:
+    """The model's inputs that a stage needs only because their sizes are found nowhere else."""
+    needed: list[ir.Value] = []
+    for value in borrowed:
+        for size in _borrowed_shape(value):
+            if not isinstance(size, int) and _find_size(size, [*seen, *needed]) is None:
+                place = _find_size(size, graph.graph.inputs)
+                assert place is not None, "a shape is only free when the inputs have its sizes"
+                needed.append(place[0])
+    return needed
+
+
+def _borrowed_shape(value: ir.Value) -> list[Union[int, ir.SymbolicDim]]:
+    """The sizes that a Shape node gives, which may be a part of the shape that it reads (`start` and `end`)."""
+    node = _producer(value)
+    source = node.inputs[0]
+    assert source is not None and source.shape is not None
+    return list(source.shape)[node.attributes.get_int("start", 0) : node.attributes.get_int("end", None)]
+
+
+def _find_size(size: ir.SymbolicDim, values: Sequence[ir.Value]) -> Optional[Place]:
+    """The first value with an axis of this size, and the axis."""
+    for value in values:
+        for axis, other in enumerate(value.shape or ()):
+            if other == size:
+                return value, axis
+    return None
+
+
+def stage_graph(graph: Graph, stage: Stage) -> ir.Graph:
+    """The stage as a graph of its own, from what it is fed and receives to the model's outputs and what it sends."""
+    weights = dict.fromkeys(value for node in stage.nodes for value in graph.weights(node))
+    view = ir.GraphView(
+        [*stage.takes, *stage.borrowed],
+        stage.gives,
+        nodes=stage.nodes,
+        initializers=tuple(weights),
+        opset_imports=graph.graph.opset_imports,
+        name=graph.graph.name,
+        doc_string=graph.graph.doc_string,
+        metadata_props=graph.graph.metadata_props,
+    )
+    result = view.clone()
+    _compute_borrowed(result, stage)
+    _forget_shapes(graph, result)
+    return result
+
+
+def _forget_shapes(graph: Graph, result: ir.Graph) -> None:
+    """Show an engine the shapes that it would see in the whole model: those that the model's file gives.
+
+    splitc inferred more, and with more equal symbols in sight ONNX Runtime fuses more: other numbers than the unsplit
+    model's, and on the CPU slower ones (SkipLayerNormalization costs a tenth of an encoder's time).
+    """
+    whole = {value.name for value in (*graph.graph.inputs, *graph.graph.outputs)}
+    for value in (*result.inputs, *result.outputs):
+        if value.name not in whole and value.shape is not None:
+            numbers = ir.Shape([size if isinstance(size, int) else None for size in value.shape])
+            value.shape = graph.annotated.get(value.name or "", numbers)
+    for node in result:
+        for value in node.outputs:
+            if not value.is_graph_output():
+                value.shape = graph.annotated.get(value.name or "")
+                value.type = value.type if value.shape is not None else None
+
+
+def _compute_borrowed(result: ir.Graph, stage: Stage) -> None:
+    """Make each borrowed shape vector from the sizes of the stage's inputs, and take it off the inputs."""
+    inputs = stage.takes
+    own = dict(zip(inputs, result.inputs))
+    nodes: list[ir.Node] = []
+    renamed: dict[ir.Value, str] = {}
+    for original, placeholder in zip(stage.borrowed, result.inputs[len(inputs) :]):
+        pieces = []
+        for size in _borrowed_shape(original):
+            if isinstance(size, int):
+                pieces.append(_constant(size, nodes))
+                continue
+            place = _find_size(size, inputs)
+            assert place is not None
+            shape = ir.node("Shape", [own[place[0]]])
+            piece = ir.node("Gather", [shape.outputs[0], _constant(place[1], nodes)])
+            nodes += [shape, piece]
+            pieces.append(piece.outputs[0])
+        joined = ir.node("Concat", pieces, {"axis": 0})
+        nodes.append(joined)
+        joined.outputs[0].type = ir.TensorType(ir.DataType.INT64)
+        placeholder.replace_all_uses_with(joined.outputs[0], replace_graph_outputs=True)
+        if joined.outputs[0].is_graph_output():
+            renamed[joined.outputs[0]] = original.name or ""
+    if not nodes:
+        return
+    del result.inputs[len(inputs) :]
+    for number, node in enumerate(nodes):
+        node.name = f"splitc_sizes_{number}"
+        for value in node.outputs:
+            value.name = renamed.get(value, f"splitc_sizes_{number}")
+    first = result[0] if len(result) else None
+    if first is None:
+        result.extend(nodes)
+    else:
+        result.insert_before(first, nodes)
+
+
+def _constant(number: int, nodes: list[ir.Node]) -> ir.Value:
+    node = ir.node("Constant", [], {"value": ir.tensor(np.array([number], np.int64))})
+    nodes.append(node)
+    return node.outputs[0]

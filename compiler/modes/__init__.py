@@ -1,0 +1,1 @@
+"""The split modes, one module each."""

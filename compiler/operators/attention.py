@@ -1,0 +1,134 @@
+"""Attention as one operator. Letters: b batch, l new tokens, s all tokens, p past ones, d and e head sizes;
+k key-value heads, g queries for each of them, h heads where there are as many of either.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+from splitc.compiler.operators import axes as ax
+from splitc.compiler.operators import rule
+from splitc.compiler.operators.axes import Axis
+from splitc.compiler.operators.operation import Operation
+
+
+def _heads(op: Operation, queries: int, keys: int) -> Optional[dict[str, Axis]]:
+    """Factors for heads, or None where these numbers can't be."""
+    if queries <= 0 or keys <= 0 or queries % keys:
+        return None
+    return {"k": ax.new_axis(keys), "g": ax.new_axis(queries // keys)}
+
+
+@rule("Attention")
+def attention(op: Operation) -> None:
+    """Opset 23 and later: queries, keys and values of rank 4 [b, heads, l, d] or 3 [b, l, heads x d]."""
+    flat = len(op.input(0)) == 3
+    shape = [ax.size_of(axis) for axis in op.input(0)]
+    keys = [ax.size_of(axis) for axis in op.input(1)]
+    values = [ax.size_of(axis) for axis in op.input(2)]
+    queries = op.number("q_num_heads", 0) if flat else shape[1]
+    kv_heads = op.number("kv_num_heads", 0) if flat else keys[1]
+    heads = _heads(op, queries, kv_heads)
+    if heads is None:
+        return
+    if flat:
+        terms = "b l (k g d), b s (k d), b s (k e)"
+        sizes = {"d": ax.new_axis(shape[-1] // queries), "e": ax.new_axis(values[-1] // kv_heads)}
+        result = "b l (k g e)"
+        op.attributes.update(q_num_heads=[(*heads["k"], *heads["g"])], kv_num_heads=[heads["k"]])
+    else:
+        terms, result = "b (k g) l d, b k s d, b k s e", "b (k g) l e"
+        sizes = {"d": ax.new_axis(shape[-1]), "e": ax.new_axis(values[-1])}
+    op.pattern(
+        f"{terms}, b (k g) l t, b k p d, b k p e, - -> {result}, b k t d, b k t e, b (k g) l t",
+        whole="dlspt",
+        known={**heads, **sizes},
+    )
+
+
+@rule("com.microsoft.GroupQueryAttention")
+def group_query_attention(op: Operation) -> None:
+    """Queries [b, l, heads x d], with keys and values in the same tensor where these are not given."""
+    queries, keys = op.number("num_heads", 0), op.number("kv_num_heads", 0)
+    heads = _heads(op, queries, keys)
+    if heads is None:
+        return
+    packed = not op.has(1)
+    width = ax.size_of(op.input(0)[-1])
+    head = ax.new_axis(width // (queries + 2 * keys if packed else queries))
+    query = "b l (k g d + k d + k d), -, -" if packed else "b l (k g d), b l (k d), b l (k d)"
+    op.pattern(
+        f"{query}, b k p d, b k p d, -, -, -, -, -, b (k g) l t, (k g), (k d), (k d) -> b l (k g d), b k t d, b k t d",
+        whole="dlpt",
+        known={**heads, "d": head},
+    )
+    op.attributes.update(num_heads=[(*heads["k"], *heads["g"])], kv_num_heads=[heads["k"]])
+
+
+@rule("com.microsoft.MultiHeadAttention")
+def multi_head_attention(op: Operation) -> None:
+    """Queries [b, l, heads x d]; or queries, keys and values [b, l, heads, 3, d] in one tensor."""
+    count = op.number("num_heads", 0)
+    if count <= 0:
+        return
+    heads = ax.new_axis(count)
+    rank, value = len(op.input(0)), op.input(2) if op.has(2) else ()
+    width = ax.size_of(op.output()[-1]) // count
+    if rank == 5:
+        query, head = "b l h 3 d, -, -", ax.size_of(op.input(0)[-1])
+    else:
+        head = ax.size_of(op.input(0)[-1]) // count
+        if op.has(1) and len(op.input(1)) == 5:
+            query = "b l (h d), b s h 2 d, -"
+        elif len(value) == 4:
+            query = "b l (h d), b h s d, b h s e"
+        else:
+            query = "b l (h d), b s (h d), b s (h e)"
+    op.pattern(
+        f"{query}, (h d + h d + h e), -, b h l t, b h p d, b h p e -> b l (h e), b h t d, b h t e, b h l t",
+        whole="dlspt23",
+        known={"h": heads, "d": ax.new_axis(head), "e": ax.new_axis(width)},
+    )
+    op.attributes["num_heads"] = [heads]
+
+
+@rule("com.microsoft.Attention")
+def fused_attention(op: Operation) -> None:
+    """The projection to queries, keys and values is inside; past and present are keys and values in one tensor."""
+    count = op.number("num_heads", 0)
+    if count <= 0:
+        return
+    heads = ax.new_axis(count)
+    widths = op.numbers_of("qkv_hidden_sizes") or [ax.size_of(op.input(1)[-1]) // 3] * 3
+    if widths[0] != widths[1] or any(width % count for width in widths):
+        return
+    head, value = ax.new_axis(widths[0] // count), ax.new_axis(widths[2] // count)
+    op.pattern(
+        "b l i, i (h d + h d + h e), (h d + h d + h e), -, 2 b h p d, b h l t -> b l (h e), 2 b h t d",
+        whole="ildpt2",
+        known={"h": heads, "d": head, "e": value},
+    )
+    op.attributes["num_heads"] = [heads]
+    if op.numbers_of("qkv_hidden_sizes"):
+        op.attributes["qkv_hidden_sizes"] = [(*heads, *head), (*heads, *head), (*heads, *value)]
+
+
+@rule("RotaryEmbedding", "com.microsoft.RotaryEmbedding")
+def rotary_embedding(op: Operation) -> None:
+    """Rotates within each head of [b, heads, l, d] or [b, l, heads x d]."""
+    data = op.input(0)
+    if len(data) == 4:
+        op.pattern("b h l d, -, -, - -> b h l d", whole="d")
+        return
+    count = op.number("num_heads", 0)
+    if count <= 0:
+        # Only given where the head size is not that of the tables.
+        tables = op.input(2 if op.node.domain else 1)
+        head = 2 * ax.size_of(tables[-1])
+        count = ax.size_of(data[-1]) // head if ax.size_of(data[-1]) % head == 0 else 0
+    if count <= 0:
+        return
+    heads, head_axis = ax.new_axis(count), ax.new_axis(ax.size_of(data[-1]) // count)
+    op.pattern("b l (h d), -, -, - -> b l (h d)", whole="d", known={"h": heads, "d": head_axis})
+    if op.number("num_heads", 0):
+        op.attributes["num_heads"] = [heads]

@@ -1,0 +1,194 @@
+"""Axes: which axes of a model's values are the same axis.
+
+Each axis of each value is a product of *factors*, major first. Rules relate the factors of what a node reads and makes
+(`splitc.compiler.operators`); related factors are one (union-find). A factor is refined when a rule asks for a part
+of it: into a product (a Reshape from 256 to 8 x 32), or into *sections* one after the other (a Split into q, k and v).
+What is not refined any further is an atom: heads, head size, width of the feed-forward part. A pin says which node
+needs an atom whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Optional
+
+import onnx_ir as ir
+
+
+@dataclass(frozen=True)
+class Pin:
+    """The node that needs an axis whole, and why."""
+
+    node: Optional[ir.Node]
+    reason: str
+
+
+@dataclass(eq=False)
+class Factor:
+    """A part of an axis. At most one of `same` (it is that other factor), `product` and `sections` is set."""
+
+    size: int
+    same: Optional[Factor] = None
+    product: tuple[Factor, ...] = ()
+    sections: tuple[Axis, ...] = ()
+    pinned: Optional[Pin] = None
+
+    @property
+    def is_atom(self) -> bool:
+        """Whether it is neither a product nor in sections."""
+        return not self.product and not self.sections
+
+
+# Factors, major first; none for an axis of size 1.
+Axis = tuple[Factor, ...]
+
+MISMATCH = Pin(None, "its parts do not line up")
+
+
+def new_axis(size: int) -> Axis:
+    """An axis of its own."""
+    return (Factor(size),) if size != 1 else ()
+
+
+def size_of(axis: Axis) -> int:
+    """The number of elements along an axis."""
+    return math.prod(factor.size for factor in axis)
+
+
+def find(factor: Factor) -> Factor:
+    """What stands for all factors that are the same as this one."""
+    while factor.same is not None:
+        if factor.same.same is not None:
+            factor.same = factor.same.same
+        factor = factor.same
+    return factor
+
+
+def leaves(axis: Axis) -> list[Factor]:
+    """The axis as a product of atoms and of factors that are in sections."""
+    found: list[Factor] = []
+    for factor in map(find, axis):
+        found += leaves(factor.product) if factor.product else [factor] if factor.size != 1 else []
+    return found
+
+
+def atoms(axis: Axis) -> Iterator[Factor]:
+    """All atoms of an axis, those inside sections too; one may come several times."""
+    for leaf in leaves(axis):
+        if leaf.is_atom:
+            yield leaf
+        else:
+            for section in leaf.sections:
+                yield from atoms(section)
+
+
+def pin(axis: Axis, reason: Pin) -> None:
+    """Keep all of the axis whole. The first reason stays."""
+    for atom in atoms(axis):
+        atom.pinned = atom.pinned or reason
+
+
+def relate(first: Axis, second: Axis) -> None:
+    """Make two axes the same, refining either where the other is finer. Where they don't line up, both are pinned."""
+    a, b = leaves(first)[::-1], leaves(second)[::-1]
+    while a and b:
+        x, y = find(a.pop()), find(b.pop())
+        if x.product or y.product:  # refined since the lists were made
+            a += leaves((x,))[::-1]
+            b += leaves((y,))[::-1]
+        elif x is y:
+            continue
+        elif x.size == y.size:
+            _merge(x, y)
+        else:
+            large, small = (x, y) if x.size > y.size else (y, x)
+            if small.size == 0 or large.size % small.size or not _refine(large, small.size):
+                _pin_all([*a, *b, x, y])
+                return
+            a.append(x)
+            b.append(y)
+    _pin_all([*a, *b])
+
+
+def _pin_all(factors: Sequence[Factor]) -> None:
+    pin(tuple(factors), MISMATCH)
+
+
+def _merge(x: Factor, y: Factor) -> None:
+    """Make two factors of one size the same one."""
+    if x.is_atom:
+        x, y = y, x
+    if y.is_atom:
+        y.same = x
+        if y.pinned is not None:
+            pin((x,), y.pinned)
+            y.pinned = None
+        return
+    mine, theirs = x.sections, y.sections
+    y.sections, y.same = (), x
+    _relate_sections(mine, theirs)
+
+
+def _refine(factor: Factor, major: int) -> bool:
+    """Make a factor a product, its first part of size `major`. False where its sections don't allow that."""
+    minor = factor.size // major
+    if factor.is_atom:
+        factor.product = (Factor(major, pinned=factor.pinned), Factor(minor, pinned=factor.pinned))
+        factor.pinned = None
+        return True
+    sections = factor.sections
+    if any(size_of(section) % minor for section in sections):
+        return False
+    # Each section is so many rows of the same minor part: the sections then are those of the major one.
+    row = Factor(minor)
+    rows = tuple(new_axis(size_of(section) // minor) for section in sections)
+    factor.sections, factor.product = (), (Factor(major, sections=rows), row)
+    for section, count in zip(sections, rows):
+        relate(section, (*count, row))
+    return True
+
+
+def _relate_sections(first: Sequence[Axis], second: Sequence[Axis]) -> None:
+    """Relate what lies at the same place in two divisions of one axis, after cutting where either does."""
+    a, b = list(first)[::-1], list(second)[::-1]
+    while a and b:
+        x, y = a.pop(), b.pop()
+        size = min(size_of(x), size_of(y))
+        for stack, axis in ((a, x), (b, y)):
+            if size_of(axis) > size:
+                head, tail = cut(axis, [size, size_of(axis) - size])
+                stack += [tail, head]
+            else:
+                stack.append(axis)
+        relate(a.pop(), b.pop())
+
+
+def cut(axis: Axis, sizes: Sequence[int]) -> list[Axis]:
+    """The sections of these sizes that make up the axis, which is refined so that it has them.
+
+    Where a part of it can't be cut (a product of factors, in the middle of the minor one), that part is pinned.
+    """
+    sizes = list(sizes)
+    parts = leaves(axis)
+    if len([size for size in sizes if size]) <= 1:
+        return [axis if size else (Factor(0),) for size in sizes]
+    # As many minor factors as all sections hold whole stay as they are.
+    minor: list[Factor] = []
+    while len(parts) > 1 and all(size % (size_of((*minor, parts[-1]))) == 0 for size in sizes):
+        minor.insert(0, parts.pop())
+    rows = [size // size_of(tuple(minor)) for size in sizes]
+    counts = [new_axis(row) for row in rows]
+    kept = tuple(count for row, count in zip(rows, counts) if row)
+    if len(parts) == 1 and parts[0].is_atom:
+        factor = parts[0]
+        factor.sections = kept
+        if factor.pinned is not None:
+            reason, factor.pinned = factor.pinned, None
+            pin((factor,), reason)
+    elif len(parts) == 1:
+        _relate_sections(parts[0].sections, kept)
+    else:
+        _pin_all([*parts, *(factor for count in counts for factor in count)])
+    return [(*count, *minor) for count in counts]

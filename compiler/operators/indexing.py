@@ -1,0 +1,108 @@
+"""Operators that pick or place elements by index."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import onnx_ir as ir
+
+from splitc.compiler.analysis.costs import RANDOM
+from splitc.compiler.operators import axes as ax
+from splitc.compiler.operators import rule
+from splitc.compiler.operators.operation import Operation
+
+
+@rule("Gather")
+def gather(op: Operation) -> None:
+    """The picked axis gives way to those of the indices."""
+    data, indices, output = op.input(0), op.input(1), op.output()
+    axis = op.number("axis", 0) % len(data)
+    op.relate_all(data[:axis], output[:axis])
+    op.relate_all(indices, output[axis : axis + len(indices)])
+    op.relate_all(data[axis + 1 :], output[axis + len(indices) :])
+    _look_up(op, axis)
+    op.linear = (frozenset([0]),)
+
+
+@rule("com.microsoft.GatherBlockQuantized")
+def gather_blocks(op: Operation) -> None:
+    """As Gather, of rows of quantized numbers with scales, and perhaps zero points, for blocks along another axis."""
+    data, indices, output = op.input(0), op.input(1), op.output()
+    axis = op.number("gather_axis", 0) % len(data)
+    op.relate_all(indices, output[axis : axis + len(indices)])
+    for number in (2, 3):
+        if op.has(number) and ax.size_of(op.input(number)[axis]) == ax.size_of(data[axis]):
+            op.relate(op.input(number)[axis], data[axis])
+    _look_up(op, axis)
+
+
+def _look_up(op: Operation, axis: int) -> None:
+    """Rows of a table of weights may lie on several ranks; of anything else they are needed whole."""
+    data = op.input(0)
+    if axis == 0 and len(data) == 2 and _is_constant(op.node.inputs[0]) and op.constants[1] is None:
+        op.free([data[0]])
+        op.lookup = True
+        op.contracted = data[0]
+    else:
+        op.whole([data[axis]], "it is picked from by index")
+
+
+def _is_constant(value: Optional[ir.Value]) -> bool:
+    """Whether a value is a weight, or computed from weights alone."""
+    if value is None or value.is_initializer():
+        return value is not None
+    node = value.producer()
+    return node is not None and node.op_type not in RANDOM and all(v is None or _is_constant(v) for v in node.inputs)
+
+
+@rule("GatherElements")
+def gather_elements(op: Operation) -> None:
+    """Axes but the picked one are the same, where they are taken whole."""
+    axis = op.number("axis", 0) % len(op.input(0))
+    for place, (data, indices, output) in enumerate(zip(op.input(0), op.input(1), op.output())):
+        op.relate(indices, output)
+        if place != axis:
+            op.broadcast([data], [output])
+    op.linear = (frozenset([0]),)
+
+
+@rule("GatherND")
+def gather_nd(op: Operation) -> None:
+    """Each row of the indices picks along as many axes as it is long; the axes after those stay."""
+    data, indices, output = op.input(0), op.input(1), op.output()
+    batch = op.number("batch_dims", 0)
+    source = op.node.inputs[1]
+    picked = source.shape[-1] if source is not None and source.shape is not None else None
+    op.linear = (frozenset([0]),)
+    if isinstance(picked, int):
+        rest = data[batch + picked :]
+        op.relate_all(rest, output[len(output) - len(rest) :])
+        op.relate_all(indices[:-1], output)
+        op.relate_all(data[:batch], output)
+
+
+@rule("ScatterND")
+def scatter_nd(op: Operation) -> None:
+    """The axes that are not indexed are the same in data, updates and output."""
+    data, indices, updates, output = op.input(0), op.input(1), op.input(2), op.output()
+    source = op.node.inputs[1]
+    picked = source.shape[-1] if source is not None and source.shape is not None else None
+    if isinstance(picked, int):
+        op.relate_all(data[picked:], output[picked:])
+        op.relate_all(updates[len(indices) - 1 :], output[picked:])
+        op.whole([*data[:picked], *output[:picked]], "it is written to by index")
+    op.linear = (frozenset([0, 2]),)
+
+
+@rule("ScatterElements", "TensorScatter")
+def scatter_elements(op: Operation) -> None:
+    """Only the axes that all of the output is written along, one by one, are the same."""
+    axis = op.number("axis", 0) % len(op.input(0))
+    data, indices, updates, output = op.input(0), op.input(1), op.input(2), op.output()
+    op.relate_all(data, output)
+    op.whole([output[axis]], "it is written to by index")
+    same = op.node.op_type == "ScatterElements" and len(indices) == len(data)
+    for place in range(len(data) if same else 0):
+        if place != axis:
+            op.broadcast([indices[place]], [output[place]])
+            op.broadcast([updates[place]], [output[place]])

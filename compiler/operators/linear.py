@@ -1,0 +1,120 @@
+"""Products: matrices, convolutions, einsum."""
+
+from __future__ import annotations
+
+from splitc.compiler.operators import axes as ax
+from splitc.compiler.operators import rule
+from splitc.compiler.operators.axes import Axis
+from splitc.compiler.operators.operation import Operation
+
+
+def product(op: Operation, left: tuple[Axis, ...], right: tuple[Axis, ...]) -> None:
+    """[..., i, k] x [..., k, j] -> [..., i, j], where either may be a vector."""
+    output = list(op.output())
+    if len(right) > 1:
+        op.relate(right[-1], output.pop())
+    if len(left) > 1:
+        op.relate(left[-2], output.pop())
+    op.relate(left[-1], right[-2 if len(right) > 1 else -1])
+    op.broadcast(left[:-2], output)
+    op.broadcast(right[:-2], output)
+    op.contracted = left[-1]
+
+
+@rule("MatMul")
+def matmul(op: Operation) -> None:
+    product(op, op.input(0), op.input(1))
+
+
+@rule("MatMulInteger", "com.microsoft.MatMulIntegerToFloat")
+def matmul_integer(op: Operation) -> None:
+    """Scales and zero points are scalars; of the second matrix there may be one for each column.
+
+    MatMulInteger has the two matrices' zero points, MatMulIntegerToFloat their scales, their zero points and a bias.
+    """
+    product(op, op.input(0), op.input(1))
+    to_float = op.node.op_type == "MatMulIntegerToFloat"
+    op.zero, of_columns = (4, (3, 5, 6)) if to_float else (2, (3,))
+    if op.has(op.zero) and any(ax.size_of(axis) != 1 for axis in op.input(op.zero)):
+        op.whole([op.input(0)[-1]], "its rows have zero points of their own")
+    for axis in (axis for number in of_columns if op.has(number) for axis in op.input(number)):
+        if ax.size_of(axis) == ax.size_of(op.output()[-1]):
+            op.relate(axis, op.output()[-1])
+    op.once = frozenset([6]) if to_float else frozenset()
+
+
+@rule("com.microsoft.FusedMatMul")
+def fused_matmul(op: Operation) -> None:
+    if op.number("transBatchA", 0) or op.number("transBatchB", 0):
+        return
+    sides = []
+    for number, name in enumerate(("transA", "transB")):
+        axes = op.input(number)
+        sides.append((*axes[:-2], axes[-1], axes[-2]) if op.number(name, 0) and len(axes) > 1 else axes)
+    product(op, sides[0], sides[1])
+
+
+@rule("Gemm")
+def gemm(op: Operation) -> None:
+    left = op.input(0)[::-1] if op.number("transA", 0) else op.input(0)
+    right = op.input(1)[::-1] if op.number("transB", 0) else op.input(1)
+    product(op, left, right)
+    if op.has(2):
+        op.broadcast(op.input(2), op.output())
+        op.once = frozenset([2])
+
+
+@rule("Einsum")
+def einsum(op: Operation) -> None:
+    equation = op.node.attributes.get_string("equation", "").replace(" ", "")
+    if "." in equation or "->" not in equation:
+        return
+    sources, result = equation.split("->")
+    repeated = any(len(set(term)) < len(term) for term in [*sources.split(","), result])
+    if repeated:
+        return
+    spaced = ", ".join(" ".join(term) for term in sources.split(",")) + " -> " + " ".join(result)
+    op.pattern(spaced, contract="".join(sorted(set(sources) - set(result) - {","})))
+    op.linear = (frozenset([0]),) if len(op.inputs) == 1 else ()
+
+
+@rule("Conv", "ConvInteger")
+def convolution(op: Operation) -> None:
+    """Channels are as in a matrix, groups a factor of both. Places are needed whole, but for kernels of size 1."""
+    data, kernel, output = op.input(0), op.input(1), op.output()
+    op.relate(data[0], output[0])
+    for place, window, result in zip(data[2:], kernel[2:], output[2:]):
+        if ax.size_of(window) == 1 and ax.size_of(place) == ax.size_of(result):
+            op.relate(place, result)
+    groups = ax.new_axis(op.number("group", 1))
+    inner, outer = kernel[1], ax.new_axis(ax.size_of(kernel[0]) // ax.size_of(groups))
+    op.relate(data[1], (*groups, *inner))
+    op.relate(kernel[0], (*groups, *outer))
+    op.relate(output[1], (*groups, *outer))
+    op.free([inner])
+    op.contracted = inner
+    op.attributes["group"] = [groups]
+    for number in range(2, len(op.inputs)):
+        if op.has(number) and op.input(number) and ax.size_of(op.input(number)[0]) == ax.size_of(output[1]):
+            op.relate(op.input(number)[0], output[1])
+    if op.node.op_type == "Conv":
+        op.once = frozenset([2])
+    else:
+        op.zero = 2
+
+
+@rule("ConvTranspose")
+def transposed_convolution(op: Operation) -> None:
+    data, kernel, output = op.input(0), op.input(1), op.output()
+    op.relate(data[0], output[0])
+    groups = ax.new_axis(op.number("group", 1))
+    inner, outer = ax.new_axis(ax.size_of(data[1]) // ax.size_of(groups)), kernel[1]
+    op.relate(data[1], (*groups, *inner))
+    op.relate(kernel[0], (*groups, *inner))
+    op.relate(output[1], (*groups, *outer))
+    op.free([outer])
+    op.contracted = inner
+    op.attributes["group"] = [groups]
+    if op.has(2):
+        op.relate(op.input(2)[0], output[1])
+        op.once = frozenset([2])

@@ -1,0 +1,181 @@
+"""A node as the rules see it: the axes of what it reads and makes, and what a rule says of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from splitc.compiler.operators import axes as ax
+from splitc.compiler.operators.axes import Axis, Pin
+
+# The axes of a value; None where its shape is not known.
+Axes = Optional[tuple[Axis, ...]]
+# How a node's attribute or input says sizes: one axis for a number, several for a list; None for what stays as it is.
+Sizes = Sequence[Optional[Axis]]
+
+
+@dataclass
+class Operation:
+    """One node. A rule relates its axes, and records what follows for a rank that has a part of them.
+
+    What no rule touches is pinned in the end.
+
+    contracted: the axis that is summed over. A rank with a part of it makes a part of the sum: a partial value.
+    linear: sets of inputs; where all of one set are partial and no other input is, so is the output.
+    sizes: for an input the sizes that its entries are, by axis; `attributes` likewise.
+    once: inputs that are added to the result, so that only one rank may add them.
+    zero: the input that says which number of the first one stands for 0, where that is another one.
+    lookup: it picks rows of its first input, a table, by its second.
+    ranged: it needs the least and the greatest element of its whole first input, which the ranks must find together.
+    equal_parts: it cuts an axis into as many parts as it has outputs, of equal sizes.
+    """
+
+    node: ir.Node
+    inputs: Sequence[Axes]
+    outputs: Sequence[Axes]
+    constants: Sequence[Optional[npt.NDArray[Any]]]
+    contracted: Axis = ()
+    linear: tuple[frozenset[int], ...] = ()
+    sizes: dict[int, Sizes] = field(default_factory=dict)
+    attributes: dict[str, Sizes] = field(default_factory=dict)
+    once: frozenset[int] = frozenset()
+    zero: Optional[int] = None
+    lookup: bool = False
+    ranged: bool = False
+    equal_parts: bool = False
+    _touched: set[int] = field(default_factory=set)
+
+    def has(self, *numbers: int) -> bool:
+        """Whether these inputs are given, with known shapes."""
+        return all(number < len(self.inputs) and self.inputs[number] is not None for number in numbers)
+
+    def input(self, number: int) -> tuple[Axis, ...]:
+        """The axes of an input that is given."""
+        found = self.inputs[number]
+        assert found is not None, f"input {number} of {self.node.op_type} has no known shape"
+        return found
+
+    def output(self, number: int = 0) -> tuple[Axis, ...]:
+        """The axes of an output."""
+        found = self.outputs[number]
+        assert found is not None, f"output {number} of {self.node.op_type} has no known shape"
+        return found
+
+    def has_output(self, number: int) -> bool:
+        """Whether an output is there, with a known shape."""
+        return number < len(self.outputs) and self.outputs[number] is not None
+
+    def number(self, name: str, default: int) -> int:
+        """An attribute that is a whole number."""
+        return self.node.attributes.get_int(name, default)
+
+    def numbers_of(self, name: str) -> Optional[list[int]]:
+        """An attribute that is a list of whole numbers, or None."""
+        found = self.node.attributes.get_ints(name, None)
+        return None if found is None else list(found)
+
+    def numbers(self, number: int, attribute: str = "") -> Optional[list[int]]:
+        """Whole numbers that an input, known beforehand, or an attribute of older versions gives; else None."""
+        if number < len(self.constants) and (array := self.constants[number]) is not None:
+            return [int(each) for each in np.atleast_1d(array)]
+        return self.numbers_of(attribute) if attribute else None
+
+    def relate(self, first: Axis, second: Axis) -> None:
+        """The two axes are the same."""
+        self._touched |= {id(first), id(second)}
+        ax.relate(first, second)
+
+    def relate_all(self, first: Iterable[Axis], second: Iterable[Axis]) -> None:
+        """The axes are the same, one by one."""
+        for a, b in zip(first, second):
+            self.relate(a, b)
+
+    def broadcast(self, source: Sequence[Axis], target: Sequence[Axis]) -> None:
+        """Axes of `source` are those of `target` from the last one on, but where they are of size 1."""
+        for a, b in zip(reversed(source), reversed(target)):
+            if ax.size_of(a) == ax.size_of(b):
+                self.relate(a, b)
+            elif ax.size_of(a) != 1:
+                self.whole([a, b], "its size is not known")
+
+    def cut(self, axis: Axis, sizes: Sequence[int]) -> list[Axis]:
+        """The axis in sections of these sizes."""
+        self._touched.add(id(axis))
+        return ax.cut(axis, sizes)
+
+    def whole(self, axes: Iterable[Axis], reason: str = "") -> None:
+        """The node needs these axes whole."""
+        for axis in axes:
+            self._touched.add(id(axis))
+            ax.pin(axis, Pin(self.node, reason))
+
+    def free(self, axes: Iterable[Axis]) -> None:
+        """Nothing is to be said of these axes: any part of them will do."""
+        self._touched |= {id(axis) for axis in axes}
+
+    def pattern(
+        self, text: str, *, whole: str = "", contract: str = "", known: Optional[Mapping[str, Axis]] = None
+    ) -> None:
+        """Relate axes by letters, as in einsum and einops: "b l (k g d), b s (k d) -> b l (k g d)".
+
+        A term a tensor, `-` for one that is left out. Parentheses multiply, major first; `(h d + k d)` is two sections.
+        A letter's axis is `known` or the first one that it stands for alone. A term with more axes than its tensor is
+        for broadcasting. Axes of size 1 fit any letter. Letters in `whole` are pinned, those in `contract` summed over.
+        A node with more inputs than there are terms is one that the pattern does not know, and all of it is pinned.
+        """
+        letters = dict(known or {})
+        sides = text.split("->")
+        if any(self.has(number) for number in range(len(sides[0].split(",")), len(self.inputs))):
+            self.opaque()
+            return
+        tensors = [self.inputs, self.outputs]
+        pairs: list[tuple[Axis, str]] = []
+        for side, values in zip(sides, tensors):
+            for number, term in enumerate(side.split(",")):
+                tokens = re.findall(r"\([^)]*\)|\S+", term)
+                found = values[number] if number < len(values) else None
+                if tokens == ["-"] or found is None:
+                    continue
+                pairs += zip(reversed(found), reversed(tokens))
+        for axis, token in pairs:
+            if token[0] != "(" and ax.size_of(axis) != 1:
+                letters.setdefault(token, axis)
+        for axis, token in pairs:
+            sections = [
+                tuple(factor for name in section.split() for factor in letters.get(name, ()))
+                for section in token.strip("()").split("+")
+            ]
+            sizes = [ax.size_of(section) for section in sections]
+            if ax.size_of(axis) == 1:
+                continue
+            if sum(sizes) != ax.size_of(axis):
+                self.whole([axis, *sections], "its parts do not add up")
+            elif len(sections) == 1:
+                self.relate(axis, sections[0])
+            else:
+                self.relate_all(self.cut(axis, sizes), sections)
+        self.whole(letters[letter] for letter in whole if letter in letters)
+        self.contracted = tuple(factor for letter in contract for factor in letters.get(letter, ()))
+
+    def say_sizes(self, number: int, sizes: Sizes) -> None:
+        """The entries of an input are the sizes of these axes."""
+        if self.has(number):
+            self.whole(self.input(number))
+            self.sizes[number] = sizes
+
+    def finish(self) -> None:
+        """Pin what nothing was said of."""
+        for axes in (*self.inputs, *self.outputs):
+            untouched = [axis for axis in axes or () if id(axis) not in self._touched]
+            self.whole(untouched)
+
+    def opaque(self) -> None:
+        """Pin all: the node is not understood."""
+        for axes in (*self.inputs, *self.outputs):
+            self.whole(axes or ())

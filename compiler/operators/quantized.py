@@ -1,0 +1,110 @@
+"""Quantized weights and values, with their scales and zero points."""
+
+from __future__ import annotations
+
+import math
+
+from splitc.compiler.operators import axes as ax
+from splitc.compiler.operators import rule
+from splitc.compiler.operators.axes import Axis
+from splitc.compiler.operators.linear import product
+from splitc.compiler.operators.operation import Operation
+
+
+@rule("DequantizeLinear", "QuantizeLinear", "com.microsoft.DequantizeLinear", "com.microsoft.QuantizeLinear")
+def linear_quantization(op: Operation) -> None:
+    """Scales are one for all, one for each place along an axis, or one for each block of an axis."""
+    data, axis = op.input(0), op.number("axis", 1)
+    for source, target in zip(data, op.output()):
+        op.relate(source, target)
+    for number in (1, 2):
+        if op.has(number) and op.input(number):
+            scales = op.input(number)
+            places = data if len(scales) == len(data) else [data[axis]]
+            for scale, place in zip(scales, places):
+                relate_blocks(op, place, scale)
+
+
+def relate_blocks(op: Operation, place: Axis, scale: Axis) -> None:
+    """One scale for all of an axis, for each place, or for each block of it; whole blocks go together."""
+    count, size = ax.size_of(scale), ax.size_of(place)
+    if count == 1:
+        return
+    if size % count:
+        op.whole([place, scale], "its blocks do not divide it")
+    else:
+        op.relate(place, (*scale, *ax.new_axis(size // count)))
+        op.free([scale])
+
+
+@rule("DynamicQuantizeLinear")
+def dynamic_quantization(op: Operation) -> None:
+    op.relate_all(op.input(0), op.output())
+    op.ranged = True
+
+
+@rule("QLinearMatMul")
+def quantized_matmul(op: Operation) -> None:
+    """The result is rounded, so that what is contracted is needed whole."""
+    left, right, output = op.input(0), op.input(3), op.output()
+    product(op, left, right)
+    op.contracted = ()
+    op.whole([left[-1]], "its product is rounded")
+    for number in (4, 5, 6, 7):
+        if op.has(number) and op.input(number):
+            relate_blocks(op, output[-1], op.input(number)[-1])
+
+
+@rule("com.microsoft.MatMulNBits")
+def matmul_blocks(op: Operation) -> None:
+    """[..., K] x [N, K / block, bytes] with a scale for each block and, where given, a zero point for each.
+
+    Zero points of 4 bits lie two in a byte, so blocks then go in twos.
+    """
+    data, weight, output = op.input(0), op.input(1), op.output()
+    block, bits = op.number("block_size", 0), op.number("bits", 4)
+    blocks, columns = weight[1], weight[0]
+    op.whole([weight[2]])
+    op.broadcast(data[:-1], output[:-1])
+    op.relate(columns, output[-1])
+    if ax.size_of(data[-1]) == ax.size_of(blocks) * block:
+        inside = ax.new_axis(block)
+        op.relate(data[-1], (*blocks, *inside))
+        op.whole([inside], "it is a block of the quantization")
+        op.free([blocks])
+    else:
+        op.whole([data[-1], blocks], "its blocks do not divide it")
+    op.contracted = data[-1]
+    op.attributes.update(K=[data[-1]], N=[columns])
+    relate_table(op, 2, columns, blocks)
+    if op.has(3):
+        relate_table(op, 3, columns, _zeros_of(op, blocks, bits))
+    if op.has(4):
+        op.whole([data[-1]], "its columns are reordered")
+    if op.has(5):
+        op.relate(op.input(5)[0], columns)
+        op.once = frozenset([5])
+
+
+def _zeros_of(op: Operation, blocks: Axis, bits: int) -> Axis:
+    """The axis of the zero points of these blocks, of which several may share a byte."""
+    zeros, scales = op.node.inputs[3], op.node.inputs[2]
+    packed = zeros is not None and scales is not None and zeros.dtype != scales.dtype
+    together = 8 // bits if packed else 1
+    bytes_ = ax.new_axis(math.ceil(ax.size_of(blocks) / together))
+    if ax.size_of(blocks) % together:
+        op.whole([blocks, bytes_], "its zero points share bytes")
+    else:
+        shared = ax.new_axis(together)
+        op.relate(blocks, (*bytes_, *shared))
+        op.whole([shared], "its zero points share bytes")
+    return bytes_
+
+
+def relate_table(op: Operation, number: int, columns: Axis, blocks: Axis) -> None:
+    """An input with one entry for each column and block, as a matrix or a vector."""
+    table = op.input(number)
+    if len(table) == 1:
+        op.relate(table[0], (*columns, *blocks))
+    else:
+        op.relate_all(table, [columns, blocks])

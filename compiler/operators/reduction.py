@@ -1,0 +1,129 @@
+"""Operators that go along an axis: reductions, softmax, sorting, pooling, norms."""
+
+from __future__ import annotations
+
+from splitc.compiler.operators import axes as ax
+from splitc.compiler.operators import rule
+from splitc.compiler.operators.operation import Operation
+
+
+def _reduce(op: Operation) -> list[int]:
+    """Relate what is not reduced; returns which axes are."""
+    data, output = op.input(0), op.output()
+    named = op.numbers(1, "axes")
+    if named is None and (op.has(1) or (op.number("noop_with_empty_axes", 0))):
+        return []
+    reduced = sorted({axis % len(data) for axis in named}) if named else list(range(len(data)))
+    kept = [axis for axis in range(len(data)) if axis not in reduced]
+    keep = op.number("keepdims", 1)
+    op.relate_all([data[axis] for axis in kept], [output[axis] for axis in kept] if keep else output)
+    return reduced
+
+
+@rule("ReduceSum")
+def reduce_sum(op: Operation) -> None:
+    reduced = [op.input(0)[axis] for axis in _reduce(op)]
+    op.free(reduced)
+    op.contracted = tuple(factor for axis in reduced for factor in axis)
+    op.linear = (frozenset([0]),)
+
+
+@rule("ReduceMean", "GlobalAveragePool")
+def reduce_mean(op: Operation) -> None:
+    if op.node.op_type == "ReduceMean":
+        _reduce(op)
+    else:
+        op.relate_all(op.input(0)[:2], op.output()[:2])
+    op.linear = (frozenset([0]),)
+
+
+@rule(
+    "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceSumSquare"
+)
+def reduce_nonlinear(op: Operation) -> None:
+    _reduce(op)
+
+
+@rule("ArgMax", "ArgMin")
+def reduce_arg(op: Operation) -> None:
+    data, output = op.input(0), op.output()
+    axis = op.number("axis", 0) % len(data)
+    rest = [*data[:axis], *data[axis + 1 :]]
+    op.relate_all(rest, [*output[:axis], *output[axis + 1 :]] if op.number("keepdims", 1) else output)
+
+
+@rule("Softmax", "LogSoftmax", "Hardmax", "LpNormalization", "CumSum", "TopK")
+def along_axis(op: Operation) -> None:
+    """One axis is needed whole. Before opset 13 softmax took all axes from the given one on as one."""
+    data = op.input(0)
+    axis = op.number("axis", -1)
+    if op.node.op_type == "CumSum":
+        axis = (op.numbers(1) or [0])[0]
+    opset = op.node.version or (op.node.graph.opset_imports.get("", 13) if op.node.graph is not None else 13)
+    old = op.node.op_type in ("Softmax", "LogSoftmax", "Hardmax") and opset < 13
+    first = op.number("axis", 1) % len(data) if old else axis % len(data)
+    along = range(first, len(data)) if old else [first]
+    for number in range(len(op.outputs)):
+        for place, (source, target) in enumerate(zip(data, op.output(number))):
+            if place not in along:
+                op.relate(source, target)
+
+
+@rule(
+    "LayerNormalization",
+    "RMSNormalization",
+    "SimplifiedLayerNormalization",
+    "com.microsoft.SimplifiedLayerNormalization",
+)
+def layer_norm(op: Operation) -> None:
+    data = op.input(0)
+    first = op.number("axis", -1) % len(data)
+    for number in range(len(op.outputs)):
+        if op.has_output(number):
+            op.relate_all(data[:first], op.output(number)[:first])
+
+
+@rule("com.microsoft.SkipLayerNormalization", "com.microsoft.SkipSimplifiedLayerNormalization")
+def skip_layer_norm(op: Operation) -> None:
+    for axes in (op.inputs[0], op.inputs[1], *op.outputs):
+        if axes is not None and len(axes) == len(op.input(0)):
+            op.broadcast(axes[:-1], op.input(0)[:-1])
+
+
+@rule("BatchNormalization")
+def batch_norm(op: Operation) -> None:
+    """Each channel by itself."""
+    op.relate_all(op.input(0), op.output())
+    channels = op.output()[1]
+    for number in range(1, 5):
+        op.relate(op.input(number)[0], channels)
+
+
+@rule("InstanceNormalization")
+def instance_norm(op: Operation) -> None:
+    """Each channel by itself, over all places."""
+    op.relate_all(op.input(0)[:2], op.output()[:2])
+    for number in (1, 2):
+        op.relate(op.input(number)[0], op.output()[1])
+
+
+@rule("GroupNormalization")
+def group_norm(op: Operation) -> None:
+    """Each group of channels by itself. Scales are one a channel, or one a group in the first version."""
+    groups = ax.new_axis(op.number("num_groups", 1))
+    channels = op.input(0)[1]
+    inside = ax.new_axis(ax.size_of(channels) // max(1, ax.size_of(groups)))
+    op.relate(op.input(0)[0], op.output()[0])
+    op.relate(channels, (*groups, *inside))
+    op.relate(op.output()[1], (*groups, *inside))
+    op.whole([inside], "it is normalized over")
+    for number in (1, 2):
+        scale = op.input(number)[0]
+        op.relate(scale, channels if ax.size_of(scale) == ax.size_of(channels) else groups)
+    op.attributes["num_groups"] = [groups]
+
+
+@rule("AveragePool", "MaxPool", "LpPool", "GlobalMaxPool", "GlobalLpPool")
+def pool(op: Operation) -> None:
+    for number in range(len(op.outputs)):
+        op.relate_all(op.input(0)[:2], op.output(number)[:2])

@@ -1,0 +1,162 @@
+"""Operators that rearrange: reshape, transpose, join, cut, repeat."""
+
+from __future__ import annotations
+
+from splitc.compiler.operators import axes as ax
+from splitc.compiler.operators import rule
+from splitc.compiler.operators.axes import Axis
+from splitc.compiler.operators.operation import Operation
+
+LINEAR = (frozenset([0]),)
+
+
+@rule("Reshape", "Flatten", "Squeeze", "Unsqueeze")
+def reshape(op: Operation) -> None:
+    """The same elements in the same order: factors line up from the major to the minor ones."""
+    merged_in = tuple(factor for axis in op.input(0) for factor in axis)
+    merged_out = tuple(factor for axis in op.output() for factor in axis)
+    op.relate(merged_in, merged_out)
+    op.free([*op.input(0), *op.output()])
+    op.linear = LINEAR
+    if op.node.op_type == "Reshape":
+        op.say_sizes(1, op.output())
+
+
+@rule("Transpose")
+def transpose(op: Operation) -> None:
+    order = op.numbers_of("perm") or list(reversed(range(len(op.input(0)))))
+    op.relate_all([op.input(0)[axis] for axis in order], op.output())
+    op.linear = LINEAR
+
+
+@rule("Expand")
+def expand(op: Operation) -> None:
+    """What is repeated is a factor of its own."""
+    op.broadcast(op.input(0), op.output())
+    op.free(op.output())
+    op.say_sizes(1, op.output())
+    op.linear = LINEAR
+
+
+@rule("Tile")
+def tile(op: Operation) -> None:
+    counts: list[Axis] = []
+    for source, target in zip(op.input(0), op.output()):
+        count = ax.new_axis(ax.size_of(target) // max(1, ax.size_of(source)))
+        op.relate(target, (*count, *source))
+        op.free([source])
+        counts.append(count)
+    op.say_sizes(1, counts)
+    op.linear = LINEAR
+
+
+@rule("ConstantOfShape")
+def constant_of_shape(op: Operation) -> None:
+    op.free(op.output())
+    op.say_sizes(0, op.output())
+
+
+@rule("Concat")
+def concat(op: Operation) -> None:
+    joined = op.number("axis", 0) % max(1, len(op.output()))
+    sections = op.cut(op.output()[joined], [ax.size_of(op.input(n)[joined]) for n in range(len(op.inputs))])
+    for number, section in enumerate(sections):
+        axes = op.input(number)
+        op.relate_all([*axes[:joined], *axes[joined + 1 :]], [*op.output()[:joined], *op.output()[joined + 1 :]])
+        op.relate(axes[joined], section)
+    op.linear = (frozenset(range(len(op.inputs))),)
+
+
+@rule("Split")
+def split(op: Operation) -> None:
+    axis = op.number("axis", 0) % len(op.input(0))
+    sizes = [ax.size_of(op.output(number)[axis]) for number in range(len(op.outputs))]
+    sections = op.cut(op.input(0)[axis], sizes)
+    for number, section in enumerate(sections):
+        op.relate(section, op.output(number)[axis])
+        for place, (source, target) in enumerate(zip(op.input(0), op.output(number))):
+            if place != axis:
+                op.relate(source, target)
+    if op.has(1):
+        op.say_sizes(1, sections)
+    elif op.numbers_of("split"):
+        op.attributes["split"] = sections
+    else:
+        op.equal_parts = True
+    op.linear = LINEAR
+
+
+@rule("Slice")
+def slice_(op: Operation) -> None:
+    """A slice with known ends is a section of its axis; with a stride it is one of the axis's minor factors."""
+    source, target = op.input(0), op.output()
+    starts, ends = op.numbers(1, "starts"), op.numbers(2, "ends")
+    places = op.numbers(3, "axes") if op.has(3) or op.numbers_of("axes") else list(range(len(starts or ())))
+    steps = op.numbers(4) if op.has(4) else [1] * len(places or ())
+    op.linear = LINEAR
+    sliced = {place % len(source): number for number, place in enumerate(places or ())}
+    for place, (a, b) in enumerate(zip(source, target)):
+        if place not in sliced and places is not None:
+            op.relate(a, b)
+    if starts is None or ends is None or places is None or steps is None:
+        return
+    before: list[Axis | None] = [None] * len(starts)
+    until: list[Axis | None] = [None] * len(starts)
+    for place, number in sliced.items():
+        size = ax.size_of(source[place])
+        start, end, step = *_bounds(starts[number], ends[number], size), steps[number]
+        if step == 1 and (start, end) == (0, size):
+            op.relate(source[place], target[place])
+            until[number] = source[place] if ends[number] == size else None
+        elif step == 1 and start < end:
+            head, middle, _ = op.cut(source[place], [start, end - start, size - end])
+            op.relate(middle, target[place])
+            before[number] = head
+            if ends[number] <= size:
+                sections = tuple(part for part in (head, middle) if ax.size_of(part))
+                until[number] = (ax.Factor(end, sections=sections),)
+        elif step > 1 and size % step == 0 and start < step and ax.size_of(target[place]) == size // step:
+            stride = ax.new_axis(step)
+            op.relate(source[place], (*target[place], *stride))
+            op.free([target[place]])
+            op.whole([stride], "it takes one of each few")
+            until[number] = source[place] if ends[number] == size else None
+    _say_bounds(op, before, until)
+
+
+def _bounds(start: int, end: int, size: int) -> tuple[int, int]:
+    """Start and end of a slice as ONNX clamps them."""
+    start = start + size if start < 0 else start
+    end = end + size if end < 0 else end
+    return min(max(start, 0), size), min(max(end, 0), size)
+
+
+def _say_bounds(op: Operation, before: list[Axis | None], until: list[Axis | None]) -> None:
+    if op.numbers_of("starts") is not None:
+        op.attributes.update(starts=before, ends=until)
+    else:
+        op.say_sizes(1, before)
+        op.say_sizes(2, until)
+
+
+@rule("Pad")
+def pad(op: Operation) -> None:
+    """An axis that is not padded is the same."""
+    for source, target in zip(op.input(0), op.output()):
+        if ax.size_of(source) == ax.size_of(target):
+            op.relate(source, target)
+
+
+@rule("Resize", "Upsample")
+def resize(op: Operation) -> None:
+    """Batch and channels are the same; what is scaled is needed whole."""
+    for source, target in zip(op.input(0)[:2], op.output()[:2]):
+        if ax.size_of(source) == ax.size_of(target):
+            op.relate(source, target)
+    op.say_sizes(3, op.output())
+
+
+@rule("Shape", "Size")
+def shape(op: Operation) -> None:
+    """A rank reads the sizes of its own part, which are corrected where they are used for something else."""
+    op.free(op.input(0))

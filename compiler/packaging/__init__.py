@@ -1,0 +1,1 @@
+"""Rank graphs become engine files, and these a package that was tried."""

@@ -1,0 +1,77 @@
+"""Make a rank's graph fit to be built: sizes that can't change are written into it, and its nodes say what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from splitc.compiler.analysis.facts import Analysis
+from splitc.compiler.lowering.programs import RankProgram
+from splitc.compiler.packaging.engine_sizes import engine_sizes
+from splitc.compiler.packaging.tensorrt_build import BLOCK
+from splitc.runtime.manifest import Sizes
+
+# Where a node is that no block owns: masks, rotary tables, and what a split adds.
+SHARED = "shared"
+# Beyond the end of any shape.
+MOST = 1 << 30
+
+
+def fit_to_build(analysis: Analysis, programs: Sequence[RankProgram]) -> Iterator[RankProgram]:
+    """The ranks' programs with the sizes that their engines are built for, and their pieces prepared, in place.
+
+    Raises ModelError where a size that an engine takes can't be known.
+    """
+    sizes = engine_sizes(programs, (analysis.smallest, analysis.typical, analysis.shapes))
+    blocks = {
+        value.name or "": block.name
+        for block in analysis.partition.blocks
+        for node in block.nodes
+        for value in node.outputs
+    }
+    for program, own in zip(programs, sizes):
+        for graph, each in zip(program.engines, own):
+            prepare_piece(graph, each, blocks)
+        yield replace(program, sizes=tuple(own))
+
+
+def prepare_piece(graph: ir.Graph, sizes: Mapping[str, Sizes], blocks: Mapping[str, str]) -> None:
+    """Fix the sizes of the graph's inputs that can't change, and name each node and its block, in place.
+
+    What older TensorRTs misread is written in another way.
+    """
+    for value in (value for value in graph.inputs if value.name in sizes):
+        low, _, high = sizes[value.name or ""].shapes
+        before: list[Any] = list(value.shape) if value.shape is not None else [None] * len(low)
+        # An engine is better for knowing them.
+        value.shape = ir.Shape([a if a == b else old for a, b, old in zip(low, high, before)])
+    for node in [node for node in graph if node.op_type == "Shape" and node.attributes]:
+        _slice_shape(graph, node)
+    for node in graph:
+        name = node.outputs[0].name or ""
+        node.name = node.name or name
+        node.metadata_props[BLOCK] = blocks.get(name, SHARED)
+
+
+def _slice_shape(graph: ir.Graph, node: ir.Node) -> None:
+    """Put a Slice behind a Shape that gives a part of a shape: TensorRT's parsers before 10 give all of it.
+
+    (ONNX added `start` and `end` to Shape with opset 15.)
+    """
+    start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", MOST)
+    result, source = node.outputs[0], node.inputs[0]
+    whole = ir.node("Shape", [source])
+    bounds = [ir.node("Constant", [], {"value": ir.tensor(np.array([each], np.int64))}) for each in (start, end)]
+    part = ir.node("Slice", [whole.outputs[0], *(each.outputs[0] for each in bounds)])
+    for place, new in enumerate((whole, *bounds)):
+        new.outputs[0].name = f"{result.name}/whole" if place == 0 else f"{result.name}/bound{place}"
+        new.outputs[0].type = ir.TensorType(ir.DataType.INT64)
+    graph.insert_before(node, [whole, *bounds, part])
+    name, result.name = result.name, f"{result.name}/unused"
+    part.outputs[0].name, part.outputs[0].type, part.outputs[0].shape = name, result.type, result.shape
+    result.replace_all_uses_with(part.outputs[0], replace_graph_outputs=True)
+    graph.remove(node, safe=True)

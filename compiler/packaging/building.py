@@ -1,0 +1,155 @@
+"""Build a package's engines from the ONNX files that it holds: when it is compiled, or later, where it will run.
+
+Needs TensorRT and no ONNX Runtime.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Callable, Optional
+
+import msgspec
+
+from splitc.compiler.packaging.staging import full_disk_explained, written_aside
+from splitc.compiler.packaging.tensorrt_build import Job, Order, build_engines
+from splitc.runtime.devices import parse_devices
+from splitc.runtime.engines.kinds import MODULES, TENSORRT
+from splitc.runtime.errors import MisuseError, PackageError
+from splitc.runtime.gpus import list_gpus
+from splitc.runtime.manifest import (
+    FILE_NAME,
+    Build,
+    BuildOptions,
+    EngineFile,
+    Manifest,
+    Rank,
+    describe_files,
+    encode,
+    read_manifest,
+    verify_files,
+)
+
+# Told the number of engines that are built, with a fraction for the one under way, and how many there are.
+Building = Callable[[float, int], None]
+
+
+@dataclass(frozen=True)
+class BuildSettings:
+    """How to build, and when: `later` leaves it to `splitc build`. `keep_sources` leaves the ONNX files in the package.
+
+    `timing_cache` is a file of TensorRT's timings, for reading and writing; None is one beside the package.
+    """
+
+    options: BuildOptions = field(default_factory=BuildOptions)
+    later: bool = False
+    keep_sources: bool = False
+    timing_cache: Optional[Path] = None
+
+
+def check_buildable(engine: str) -> None:
+    """Raise MisuseError where this machine can't build engines of the kind: TensorRT needs the GPU."""
+    if engine == TENSORRT and not list_gpus():
+        raise MisuseError(
+            "TensorRT builds engines on the GPU that they are for, and this machine has none: write the package with "
+            "--build later and finish it there with 'splitc build PACKAGE', or use --engine tensorrt-rtx, which builds "
+            "here for RTX GPUs, or --engine onnxruntime, which builds nothing"
+        )
+
+
+def build_package(
+    package: Path, timing_cache: Optional[Path] = None, building: Building = lambda done, total: None
+) -> Manifest:
+    """Build, or build again, the engines of a package that holds their ONNX files. It is replaced by the result.
+
+    Raises MisuseError for a package whose engines are not built from files that it holds, and where TensorRT or the
+    GPU is missing; BuildError naming what TensorRT can't take or build. The package is then as it was.
+    """
+    manifest = read_manifest(package)
+    if manifest.engine not in MODULES or manifest.build is None:
+        raise MisuseError(f"{package} has {manifest.engine} engines, which are ONNX files: there is nothing to build")
+    if any(engine.source is None for engine in _engines(manifest)):
+        raise MisuseError(
+            f"{package} does not hold the ONNX files that its engines are built from: compile the model again, with "
+            "--keep-onnx or --build later"
+        )
+    check_buildable(manifest.engine)
+    verify_files(package, [file for file in manifest.files if not file.path.endswith(_built(manifest))])
+    settings = BuildSettings(manifest.build.options, keep_sources=True, timing_cache=timing_cache)
+    with full_disk_explained(package, 0), written_aside(package) as folder:
+        shutil.copytree(package, folder, copy_function=_link_or_copy, dirs_exist_ok=True)
+        return finish_package(folder, manifest, settings, package, building)
+
+
+def finish_package(
+    folder: Path, manifest: Manifest, settings: BuildSettings, target: Path, building: Building
+) -> Manifest:
+    """Build the engines of a package that lies in `folder` and will be `target`. Writes and returns its manifest."""
+    order = Order(
+        manifest.engine, list(_jobs(folder, manifest)), settings.options, _timing_cache(manifest, settings, target)
+    )
+    for job in order.jobs:
+        Path(job.engine or "").unlink(missing_ok=True)  # may be a hard link to the engine that this one replaces
+    built = build_engines(order, lambda progress: building(progress.job + progress.done, len(order.jobs)))
+    building(len(order.jobs), len(order.jobs))
+    keep = settings.keep_sources or settings.options.strip_weights
+    if not keep:
+        manifest = _without_sources(folder, manifest)
+    links = [folder / file.path for file in manifest.files if file.sha256 is None]
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != FILE_NAME]
+    finished = msgspec.structs.replace(
+        manifest, build=Build(settings.options, built), files=describe_files(folder, paths, links)
+    )
+    manifest_path = folder / FILE_NAME
+    manifest_path.unlink(missing_ok=True)
+    manifest_path.write_bytes(encode(finished))
+    return finished
+
+
+def _jobs(folder: Path, manifest: Manifest) -> Iterator[Job]:
+    for number, rank in enumerate(manifest.ranks):
+        gpu = parse_devices([rank.device])[0].index
+        for engine in rank.engines:
+            if engine.source is None:
+                raise PackageError(f"{engine.path} has no ONNX file to build it from")
+            where = f"{engine.source} (rank {number}, {rank.device}, {rank.blocks[0]} to {rank.blocks[-1]})"
+            yield Job(str(folder / engine.source), str(folder / engine.path), engine.sizes, where, gpu)
+
+
+def _timing_cache(manifest: Manifest, settings: BuildSettings, target: Path) -> Optional[str]:
+    """TensorRT-RTX times nothing when it builds."""
+    if manifest.engine != TENSORRT:
+        return None
+    return str(settings.timing_cache or target.absolute().with_name(f"{target.name}.timing-cache"))
+
+
+def _without_sources(folder: Path, manifest: Manifest) -> Manifest:
+    """The manifest without the ONNX files and their weights, which are removed."""
+    kept = {folder / engine.path for engine in _engines(manifest)}
+    for path in [path for path in folder.rglob("*") if path.is_file() and path not in kept]:
+        path.unlink()
+
+    def bare(rank: Rank) -> Rank:
+        engines = [msgspec.structs.replace(engine, source=None) for engine in rank.engines]
+        return msgspec.structs.replace(rank, engines=engines)
+
+    return msgspec.structs.replace(manifest, ranks=list(map(bare, manifest.ranks)))
+
+
+def _engines(manifest: Manifest) -> list[EngineFile]:
+    return [engine for rank in manifest.ranks for engine in rank.engines]
+
+
+def _built(manifest: Manifest) -> tuple[str, ...]:
+    """The paths of engines, which need not be what they were in order to be built again."""
+    return tuple(engine.path for engine in _engines(manifest))
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

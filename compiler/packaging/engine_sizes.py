@@ -1,0 +1,116 @@
+"""The sizes of what each engine takes, for engines that are built for them: a program is run on shapes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from splitc.compiler.frontend.shapes import BoundShapes, Shape, bind_shapes
+from splitc.compiler.lowering.programs import RankProgram, names
+from splitc.compiler.lowering.rank_graph import COLLECTIVE
+from splitc.compiler.model_errors import ModelError
+from splitc.runtime.collectives.host import connect
+from splitc.runtime.manifest import Sizes
+from splitc.runtime.parts import part_shape
+from splitc.runtime.ranks.loop import Program, execute
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """What is known of a value: its shape, if it is, and its numbers where they follow from the shapes."""
+
+    shape: Optional[Shape]
+    numbers: Optional[npt.NDArray[Any]] = None
+
+
+class ShapeEngine:
+    """A piece of a rank's graph that makes shapes of shapes, and remembers what it was given."""
+
+    optional: frozenset[str] = frozenset()
+    # Shape inference replaces functions while it runs: one at a time.
+    _lock = threading.Lock()
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self._model = ir.Model(graph.clone(), ir_version=10)
+        for node in self._model.graph:
+            if node.op_type == COLLECTIVE:  # which inference does not know; it keeps shapes
+                node.op_type = "Identity"
+                node.attributes.clear()
+        self.inputs = names(graph.inputs)
+        self.outputs = names(graph.outputs)
+        self.given: dict[str, Known] = {}
+
+    def connect(self, communicator: Any) -> None:
+        pass
+
+    def run(self, values: Mapping[str, Any], into: Mapping[str, Any]) -> dict[str, Any]:
+        self.given = {name: values[name] for name in self.inputs}
+        shapes = {name: each.shape for name, each in self.given.items() if each.shape is not None}
+        if unknown := [name for name in self.inputs if name not in shapes]:
+            raise ModelError(
+                f"the size of '{unknown[0]}' depends on data, or can't be inferred, and TensorRT engines are built for "
+                "known sizes of what passes between them: use --engine onnxruntime"
+            )
+        with self._lock:
+            bound = bind_shapes(self._model, shapes, {name: each.numbers for name, each in self.given.items()})
+        return {name: _known(name, bound) for name in self.outputs}
+
+
+def _known(name: str, bound: BoundShapes) -> Known:
+    return Known(None if name in bound.uncertain else bound.shapes[name], bound.constants.get(name))
+
+
+def engine_sizes(
+    programs: Sequence[RankProgram], ranges: Sequence[Mapping[str, Shape]]
+) -> list[list[dict[str, Sizes]]]:
+    """For each rank, for each of its engines, the sizes of its inputs.
+
+    `ranges` are the smallest, the typical and the largest shapes of the model's inputs. Raises ModelError where a size
+    that an engine takes can't be known.
+    """
+    found: dict[tuple[tuple[str, Shape], ...], list[list[dict[str, Known]]]] = {}
+    keys = [tuple(shapes.items()) for shapes in ranges]
+    for key, shapes in zip(keys, ranges):
+        if key not in found:
+            found[key] = _run_on_shapes(programs, shapes)
+    smallest, typical, largest = (found[key] for key in keys)
+    return [
+        [{name: _sizes(low[name], middle[name], high[name]) for name in low} for low, middle, high in zip(*three)]
+        for three in zip(smallest, typical, largest)
+    ]
+
+
+def _sizes(*three: Known) -> Sizes:
+    low, middle, high = (list(each.shape or ()) for each in three)
+    numbers = [
+        each.numbers.reshape(-1).tolist()
+        for each in three
+        if each.numbers is not None and np.issubdtype(each.numbers.dtype, np.integer)
+    ]
+    return Sizes((low, middle, high), tuple(numbers) if len(numbers) == 3 else None)
+
+
+def _run_on_shapes(programs: Sequence[RankProgram], shapes: Mapping[str, Shape]) -> list[list[dict[str, Known]]]:
+    """What each engine of each rank is given when the model's inputs have these shapes."""
+    transports = connect(len(programs))
+    engines = [list(map(ShapeEngine, each.engines)) for each in programs]
+
+    def run(rank: int) -> None:
+        parts = {part.name: part for part in programs[rank].parts}
+        fed = {
+            name: Known(part_shape(shapes[name], parts[name]) if name in parts else shapes[name])
+            for name in programs[rank].inputs
+        }
+        program = Program(programs[rank].steps, engines[rank])
+        execute(program, transports[rank], lambda: fed, lambda operation, total, part: None)
+
+    with ThreadPoolExecutor(len(programs)) as pool:
+        list(pool.map(run, range(len(programs))))
+    return [[engine.given for engine in each] for each in engines]

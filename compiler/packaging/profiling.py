@@ -1,0 +1,102 @@
+"""Measure what each block takes on its device, instead of estimating it."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, Optional
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+import onnxruntime as ort
+
+from splitc.compiler.analysis.facts import Analysis
+from splitc.compiler.frontend.made_up import choose_fill
+from splitc.compiler.frontend.roles import find_roles
+from splitc.compiler.frontend.shapes import shape_of
+from splitc.compiler.lowering.stages import Stage, split_layers, stage_graph
+from splitc.compiler.packaging.onnx_files import write_engines
+from splitc.runtime.cache import read_cache, write_cache
+from splitc.runtime.devices import Device, threads_for
+from splitc.runtime.engines.backends import make_backend
+from splitc.runtime.engines.kinds import ONNXRUNTIME
+from splitc.runtime.fills import fill_array
+from splitc.runtime.manifest import Fill
+
+WARMUP, RUNS = 2, 7
+# Where measured times are kept, by the content of what was measured.
+FILE = "block_seconds.json"
+
+
+def measure_blocks(analysis: Analysis, devices: Sequence[Device], threads: Optional[int]) -> list[float]:
+    """Median seconds of each block by itself, with the bound shapes and made-up inputs.
+
+    Blocks with the same content (operators, attributes, shapes, types) are measured once, on this machine for ever:
+    the times are kept.
+    """
+    count = threads_for(devices, threads)
+    stages = split_layers(analysis.graph, analysis.partition, range(1, len(analysis.partition.blocks) + 1))
+    try:
+        known = msgspec.json.decode(read_cache(FILE), type=dict[str, float])
+    except msgspec.DecodeError:
+        known = {}
+    keys = [_content(analysis, stage, devices[0], count) for stage in stages]
+    for key, stage in zip(keys, stages):
+        if key not in known:
+            known[key] = _measure(analysis, stage, devices[0], count)
+            write_cache(FILE, msgspec.json.encode(known))
+    return [known[key] for key in keys]
+
+
+def _content(analysis: Analysis, stage: Stage, device: Device, threads: int) -> str:
+    """A hash of all that a block's time depends on, in which names have no part."""
+    shapes = analysis.costs.shapes
+    where = f"{threads} threads" if device.kind == "cpu" else str(device)
+    lines = [platform.node(), platform.processor(), ort.__version__, where]
+    for node in stage.nodes:
+        values = [*analysis.graph.reads[node], *node.outputs]
+        attributes = sorted((name, str(attribute.value)) for name, attribute in node.attributes.items())
+        lines.append(repr((node.domain, node.op_type, attributes, [_signature(value, shapes) for value in values])))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _signature(value: ir.Value, shapes: Any) -> str:
+    return f"{value.dtype}{shape_of(value, shapes)}"
+
+
+def _measure(analysis: Analysis, stage: Stage, device: Device, threads: int) -> float:
+    with tempfile.TemporaryDirectory(prefix="splitc-profile-") as folder:
+        path = Path(folder) / "block.onnx"
+        write_engines({path: stage_graph(analysis.graph, stage)}, analysis.graph.model, False, lambda _: None)
+        backend = make_backend(ONNXRUNTIME, device, threads)
+        backend.attach()
+        engine = backend.load(path)
+        feeds = {name: backend.upload(array) for name, array in _inputs(analysis, stage.takes)}
+        seconds = []
+        for _ in range(WARMUP + RUNS):
+            start = time.perf_counter()
+            engine.run(feeds, {})
+            backend.wait_all()
+            seconds.append(time.perf_counter() - start)
+    return median(seconds[WARMUP:])
+
+
+def _inputs(analysis: Analysis, values: Iterable[ir.Value]) -> Iterable[tuple[str, npt.NDArray[Any]]]:
+    """Arrays for a block's inputs. Integers that other blocks make are 0 here, which is valid as any index."""
+    generator = np.random.default_rng(0)
+    roles = find_roles(analysis.graph)
+    for value in values:
+        assert value.dtype is not None
+        dtype = str(value.dtype.numpy())
+        shape = analysis.costs.shapes.get(value.name or "", ())
+        whole = not value.dtype.is_floating_point()
+        made = Fill("zeros") if whole else Fill("normal")
+        fill = choose_fill(value, roles.get(value)) if value.is_graph_input() else made
+        yield value.name or "", fill_array(fill, dtype, shape, generator)

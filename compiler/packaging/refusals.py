@@ -1,0 +1,83 @@
+"""Which of a model's operators TensorRT would refuse, found before anything is built."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import onnx_ir as ir
+
+from splitc.compiler.lowering.stages import Stage, split_layers, stage_graph
+from splitc.compiler.packaging.build_graphs import prepare_piece
+from splitc.compiler.packaging.onnx_files import write_engines
+from splitc.compiler.packaging.tensorrt_build import Job, Order, Refusal, find_refused
+from splitc.compiler.planning.plan import Plan
+from splitc.runtime.cli.tables import block_range
+from splitc.runtime.engines.kinds import PACKAGES, is_installed
+from splitc.runtime.manifest import BuildOptions
+
+
+def describe_refusals(plan: Plan) -> list[str]:
+    """For each operator that the parser of the plan's engine refuses the blocks that have it, and what it says.
+
+    Blocks with the same operators and attributes share their fate, so one of them is parsed. Where TensorRT is not
+    installed, that is what is said.
+    """
+    if not is_installed(plan.engine):
+        return [
+            f"which operators {plan.engine} takes was not checked: it is not installed here "
+            f"(pip install {PACKAGES[plan.engine]})"
+        ]
+    partition = plan.analysis.partition
+    stages = split_layers(plan.analysis.graph, partition, range(1, len(partition.blocks) + 1))
+    alike: dict[str, list[Stage]] = {}
+    for stage in stages:
+        alike.setdefault(_content(stage), []).append(stage)
+    with tempfile.TemporaryDirectory(prefix="splitc-operators-") as folder:
+        jobs = [_write(plan, stages[0], Path(folder) / f"block{n}") for n, stages in enumerate(alike.values())]
+        order = Order(plan.engine, jobs, BuildOptions(), None)
+        groups = {job.where: stages for job, stages in zip(jobs, alike.values())}
+        found = [(groups[job.where], refusal) for job, refusal in find_refused(order)]
+    return _describe(plan, found)
+
+
+def _content(stage: Stage) -> str:
+    """What TensorRT's parser sees of a stage: operators and their attributes."""
+    lines = []
+    for node in stage.nodes:
+        attributes = sorted((name, str(attribute.value)) for name, attribute in node.attributes.items())
+        lines.append(repr((node.domain, node.op_type, attributes, [value.dtype for value in node.outputs])))
+    return "\n".join(lines)
+
+
+def _write(plan: Plan, stage: Stage, folder: Path) -> Job:
+    graph = stage_graph(plan.analysis.graph, stage)
+    for value in graph.inputs:  # the parser wants to know how many dimensions there are, as the engine will
+        bound = plan.analysis.costs.shapes.get(value.name or "")
+        if value.shape is None and bound is not None and value.name not in plan.analysis.costs.bound.uncertain:
+            value.shape = ir.Shape([None] * len(bound))
+    name = stage.blocks[0].name
+    prepare_piece(graph, {}, {value.name or "": name for node in graph for value in node.outputs})
+    path = folder / "block.onnx"
+    write_engines({path: graph}, plan.analysis.graph.model, False, lambda _: None)
+    return Job(str(path), None, {}, name)
+
+
+def _describe(plan: Plan, found: Sequence[tuple[Sequence[Stage], Refusal]]) -> list[str]:
+    """One line for each operator and reason."""
+    blocks: dict[tuple[str, str], dict[str, None]] = {}
+    counts: Counter[tuple[str, str]] = Counter()
+    firsts: dict[tuple[str, str], str] = {}
+    for stages, refusal in found:
+        key = (refusal.operator, refusal.reason.splitlines()[0])
+        blocks.setdefault(key, {}).update(dict.fromkeys(stage.blocks[0].name for stage in stages))
+        counts[key] += len(stages)
+        firsts.setdefault(key, refusal.node)
+    return [
+        f"{plan.engine} does not take {operator} ({count} node{'s' * (count > 1)} in {block_range(list(blocks[key]))}, "
+        f"first '{firsts[key]}'): {reason}"
+        for key, count in counts.items()
+        for operator, reason in (key,)
+    ]

@@ -1,0 +1,171 @@
+"""Try a package that was just written: load it, and compare it with the unsplit model on small made-up inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import psutil
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
+
+from splitc.compiler.frontend.loading import load_plainly
+from splitc.compiler.model_errors import ModelError
+from splitc.compiler.planning.plan import Plan
+from splitc.compiler.sharding.probe_sizes import bind_unlike
+from splitc.runtime.devices import free_bytes
+from splitc.runtime.engines.onnxruntime_cpu import ERRORS, open_session
+from splitc.runtime.errors import OutputsDifferError, PackageError, SplitcError
+from splitc.runtime.fills import make_inputs
+from splitc.runtime.manifest import Manifest, Tensor
+from splitc.runtime.session import Session
+from splitc.runtime.tools.compare import Difference, compare
+from splitc.runtime.tools.unsplit import Arrays, fixed_feeds, open_reference
+from splitc.runtime.units import format_bytes
+
+# The weights of the largest model that is compared: it is loaded twice.
+LARGEST = 2 << 30
+# The most elements that a made-up input may have.
+MOST_ELEMENTS = 1 << 24
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a package was compared with the unsplit model, and what there is to say of it."""
+
+    compared: bool
+    text: str
+
+
+def check_loads(package: Path, manifest: Manifest) -> None:
+    """Raise ModelError unless ONNX Runtime loads each of the package's ONNX files.
+
+    Weights are mapped into memory, and not read. That a kernel is missing says nothing of engines for GPUs, where the
+    CPU's provider has to do.
+    """
+    on_cpu = all(rank.device.startswith("cpu") for rank in manifest.ranks)
+    for engine in (engine for rank in manifest.ranks for engine in rank.engines):
+        path = package / (engine.source or engine.path)
+        if engine.group:
+            continue  # collectives are TensorRT's
+        try:
+            load_plainly(path)
+        except ort_errors.NotImplemented:
+            if on_cpu:
+                _load_whole(path, engine.path, manifest)
+        except ERRORS:
+            _load_whole(path, engine.path, manifest)
+
+
+def _load_whole(path: Path, name: str, manifest: Manifest) -> None:
+    """Load an ONNX file as it will be: optimizations may put what has a kernel in the place of what has none."""
+    try:
+        open_session(path, 1)
+    except PackageError as error:
+        reason = str(error.__cause__ or error)
+        raise ModelError(
+            f"ONNX Runtime can't load {name}, which was made of {manifest.source.name}: {reason}\nNothing was written. "
+            f"Where it can't load {manifest.source.name} either, the model is not valid for this version of it."
+        ) from error
+
+
+def verify_package(plan: Plan, package: Path) -> Verdict:
+    """Run package and model on the same inputs.
+
+    On GPUs where the plan's are in this machine and have room for both, else on CPU devices. Raises OutputsDifferError
+    when an output differs beyond the tolerance of the model's number type, and by more than ONNX Runtime's own
+    optimizations move it.
+    """
+    graph = plan.analysis.graph
+    weights = plan.analysis.costs.weight_bytes(graph.nodes)
+    limit = min(LARGEST, psutil.virtual_memory().available // 3)
+    if weights > limit:
+        return Verdict(
+            False,
+            f"its weights are {format_bytes(weights)}, and more than {format_bytes(limit)} is not loaded to compare",
+        )
+    with Session(package, verify=False, devices=_find_devices(plan)) as session:
+        threads = session.threads * len(session.manifest.ranks)
+        opened = open_reference(graph.path, session.manifest, session.devices, threads, needed=_whole_bytes(plan))
+        with opened as whole:
+            for inputs in _candidates(plan, session.inputs):
+                feeds = make_inputs(inputs)
+                try:
+                    expected = whole.run(feeds)
+                except SplitcError:
+                    continue  # sizes that the model does not take together
+                differences = compare(expected, session.run(feeds), number_type=session.manifest.number_type)
+                worst = max((each.relative for each in differences), default=0.0)
+                said = f"{len(differences)} outputs agree with {whole} (largest error {worst:.1e})"
+                if not all(each.passed for each in differences):
+                    plain = _run_plainly(graph.path, session.manifest, feeds)
+                    said += _judge(differences, compare(expected, plain))
+                return Verdict(True, said)
+    return Verdict(
+        False,
+        "the model itself fails on made-up inputs; say what it takes with --fill, or compare it on real ones: "
+        "splitc check --inputs",
+    )
+
+
+def _find_devices(plan: Plan) -> list[str]:
+    """The plan's devices, where these are GPUs of this machine with room for the package and the model."""
+    devices = [rank.device for rank in plan.ranks]
+    if all(device.kind == "cuda" for device in devices):
+        needed = [rank.memory.total for rank in plan.ranks]
+        needed[0] += _whole_bytes(plan)
+        if all(free is not None and free >= size for free, size in zip(free_bytes(devices), needed)):
+            return [str(device) for device in devices]
+    return [f"cpu{number}" for number in range(len(devices))]
+
+
+def _whole_bytes(plan: Plan) -> int:
+    """What the unsplit model takes, on inputs as small as these: no more than all ranks do."""
+    return sum(rank.memory.total for rank in plan.ranks)
+
+
+def _judge(differences: Sequence[Difference], own: Sequence[Difference]) -> str:
+    """What to say of differences that are too large, beside those of the model's `own`: without optimizations.
+
+    Numbers that are rounded to a few bits on their way may be rounded otherwise by any other order of sums, and so may
+    all that follows. How far that goes is seen by the model itself: an output may be as far off as that is. Raises
+    OutputsDifferError when an output is farther off.
+    """
+    known = {each.name: each.relative for each in own if each.problem is None}
+    _check_all([replace(d, passed=d.passed or d.relative <= known.get(d.name, 0.0)) for d in differences])
+    return f"; ONNX Runtime's optimizations move the model's own outputs by {max(known.values()):.1e}"
+
+
+def _run_plainly(model: Path, manifest: Manifest, feeds: Arrays) -> Arrays:
+    """The outputs of the unsplit model without optimizations; none where it does not run so."""
+    try:
+        session = load_plainly(model)
+        names = [value.name for value in session.get_outputs()]
+        return dict(zip(names, session.run(names, {**feeds, **fixed_feeds(manifest, feeds)})))
+    except ERRORS:
+        return {}
+
+
+def _check_all(differences: Sequence[Difference]) -> None:
+    if bad := [each for each in differences if not each.passed]:
+        worst = max(bad, key=lambda each: each.relative)
+        raise OutputsDifferError(
+            f"{len(bad)} of {len(differences)} outputs of the split model differ from the unsplit model's, "
+            f"'{worst.name}' most ({worst.problem or f'{worst.relative:.1e} of its largest value'}). Nothing was "
+            "written. This is a fault of splitc; please report it, and see what was split with 'splitc plan'. "
+            "--no-verify writes the package as it is."
+        )
+
+
+def _candidates(plan: Plan, inputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The inputs with the shapes to try: unlike sizes, then those that were planned."""
+    analysis = plan.analysis
+    if plan.tensor is not None:
+        unlike = plan.tensor.axis_map.bound
+    else:
+        unlike = bind_unlike(analysis.graph, analysis.shapes, analysis.costs.certain)
+    for shapes in (unlike.shapes, analysis.shapes):
+        if all(np.prod(shapes[tensor.name]) <= MOST_ELEMENTS for tensor in inputs):
+            yield [msgspec.structs.replace(tensor, sample_shape=list(shapes[tensor.name])) for tensor in inputs]

@@ -1,0 +1,254 @@
+"""The process that builds TensorRT engines: reads an order from standard input, writes messages to standard output.
+
+TensorRT 8.6 to 11 and TensorRT-RTX differ in what stands in `_open_network` and `_config`, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Callable
+
+import msgspec
+import onnx_ir as ir
+from onnx_ir.passes.common import ShapeInferencePass
+
+from splitc.compiler.nodes import operator_name
+from splitc.compiler.packaging.tensorrt_build import BLOCK, Failed, Finished, Job, Order, Progress, Refusal
+from splitc.runtime.engines.kinds import MODULES, TENSORRT_RTX
+from splitc.runtime.gpus import find_cupy
+from splitc.runtime.manifest import Built
+
+# Seconds between two reports of how far a build is.
+REPORT_EVERY = 0.1
+_PARSING = re.compile(r"Parsing node: (.*) \[\w+\]")
+
+
+def main() -> None:
+    order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
+    # TensorRT prints to standard output at times: that goes where the log goes.
+    channel = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+
+    def tell(message: Any) -> None:
+        channel.write(msgspec.json.encode(message) + b"\n")
+
+    trt = importlib.import_module(MODULES[order.kind])
+    for number, job in enumerate(order.jobs):
+        tell(Progress(number, 0.0))
+        failed = _run_job(trt, order, number, job, tell)
+        if failed is not None:
+            tell(failed)
+            if job.engine is not None:
+                return
+    tell(Finished(_describe(trt, order)))
+
+
+def _run_job(trt: ModuleType, order: Order, number: int, job: Job, tell: Callable[[Any], None]) -> Failed | None:
+    """Parse the job's model, and build it where it asks for that. Returns what went wrong."""
+    from polygraphy.backend.trt import engine_bytes_from_network
+    from polygraphy.exception import PolygraphyException
+
+    _use_gpu(job)
+    log = _logger(trt)
+    if hasattr(trt, "init_libnvinfer_plugins"):
+        trt.init_libnvinfer_plugins(log, "")
+    builder, network = _open_network(trt, log)
+    parser = trt.OnnxParser(network, log)
+    if not parser.parse_from_file(job.source):
+        return Failed(number, _refused(parser, log, _nodes(job)))
+    if job.engine is None:
+        return None
+    config = _config(trt, order, job, builder, network, lambda done: tell(Progress(number, done)))
+    try:
+        engine = engine_bytes_from_network((builder, network), config, save_timing_cache=order.timing_cache)
+    except PolygraphyException:
+        said = log.errors[-1] if log.errors else "it gave no reason"
+        named = [each for each in _nodes(job) if len(each.node) > 3 and each.node in said]
+        return Failed(number, named, said)
+    Path(job.engine).write_bytes(memoryview(engine))
+    return None
+
+
+def _use_gpu(job: Job) -> None:
+    """Build on the job's own GPU where this machine has it; they are taken to be of one kind."""
+    cupy = find_cupy()
+    if cupy is not None and job.engine is not None:
+        with suppress(cupy.cuda.runtime.CUDARuntimeError):
+            cupy.cuda.Device(min(job.gpu, cupy.cuda.runtime.getDeviceCount() - 1)).use()
+
+
+def _logger(trt: ModuleType) -> Any:
+    """A logger that keeps errors, and the name of the node that is being parsed."""
+
+    class Log(trt.ILogger):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.errors: list[str] = []
+            self.parsing = ""
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity in (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR):
+                self.errors.append(message.strip())
+            elif found := _PARSING.match(message):
+                self.parsing = found[1]
+
+    return Log()
+
+
+def _open_network(trt: ModuleType, log: Any) -> tuple[Any, Any]:
+    """A builder and an empty network that computes in the number types of the graph, where TensorRT can be told so."""
+    flags = trt.NetworkDefinitionCreationFlag
+    builder = trt.Builder(log)
+    # Before 9 there are no strongly typed networks; since 10 a batch is always explicit.
+    wanted = ("STRONGLY_TYPED",) if hasattr(flags, "STRONGLY_TYPED") else ("EXPLICIT_BATCH",)
+    return builder, builder.create_network(sum(1 << int(getattr(flags, name)) for name in wanted))
+
+
+def _config(
+    trt: ModuleType, order: Order, job: Job, builder: Any, network: Any, report: Callable[[float], None]
+) -> Any:
+    """TensorRT's configuration of a build, with one optimization profile."""
+    from polygraphy.backend.trt import Profile, create_config
+
+    options = order.options
+    profile = Profile()
+    for tensor in map(network.get_input, range(network.num_inputs)):
+        sizes = job.sizes[tensor.name]
+        if tensor.is_shape_tensor and sizes.values is None:
+            raise SystemExit(f"the sizes in '{tensor.name}' depend on data, and an engine is built for known ones")
+        profile.add(tensor.name, *(sizes.values if tensor.is_shape_tensor and sizes.values else sizes.shapes))
+    wanted: dict[str, Any] = {
+        "profiles": [profile],
+        "builder_optimization_level": options.optimization_level,
+        "version_compatible": options.version_compatible,
+        "weight_streaming": options.weight_streaming,
+        "strip_plan": options.strip_weights,
+    }
+    if options.workspace is not None:
+        wanted["memory_pool_limits"] = {trt.MemoryPoolType.WORKSPACE: options.workspace}
+    if options.hardware_compatible:
+        wanted["hardware_compatibility_level"] = trt.HardwareCompatibilityLevel.AMPERE_PLUS
+    if options.tactic_sources is not None:
+        wanted["tactic_sources"] = [getattr(trt.TacticSource, name.upper()) for name in options.tactic_sources]
+    if order.timing_cache and Path(order.timing_cache).exists():
+        wanted["load_timing_cache"] = order.timing_cache
+    if hasattr(trt, "IProgressMonitor"):
+        wanted["progress_monitor"] = _monitor(trt, report)
+    if order.kind == TENSORRT_RTX:
+        from polygraphy.backend.tensorrt_rtx import create_config_rtx
+
+        return create_config_rtx(builder, network, **wanted)
+    if not hasattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED"):
+        types = _number_types(job)
+        wanted["fp16"] = ir.DataType.FLOAT16 in types
+        if ir.DataType.FLOAT16 in types:
+            _keep_float32(trt, network, job)
+            wanted["precision_constraints"] = "obey"
+        wanted["int8"] = ir.DataType.INT8 in types
+    # Collectives inside engines were a preview in 10.16.
+    previews = [each for name, each in trt.PreviewFeature.__members__.items() if name.startswith("MULTIDEVICE")]
+    if previews:
+        wanted["preview_features"] = previews
+    return create_config(builder, network, **wanted)
+
+
+def _keep_float32(trt: ModuleType, network: Any, job: Job) -> None:
+    """What the graph computes in float32 stays so, in place: a network that is not strongly typed may take half.
+
+    TensorRT itself says float32 of everything before it builds, but tensors have the names of the graph's values.
+    """
+    model = ShapeInferencePass()(ir.load(job.source)).model
+    single = {value.name for node in model.graph for value in node.outputs if value.dtype == ir.DataType.FLOAT}
+    free = (trt.LayerType.CONSTANT, trt.LayerType.SHAPE)
+    for layer in map(network.get_layer, range(network.num_layers)):
+        outputs = [layer.get_output(number) for number in range(layer.num_outputs)]
+        if layer.type in free or not outputs or any(output.name not in single for output in outputs):
+            continue
+        if layer.type != trt.LayerType.CAST:  # which has no precision of its own
+            layer.precision = trt.float32
+        for number in range(layer.num_outputs):
+            layer.set_output_type(number, trt.float32)
+
+
+def _number_types(job: Job) -> set[ir.DataType | None]:
+    """The number types of what the piece takes, gives and holds."""
+    graph = ir.load(job.source).graph
+    return {value.dtype for value in (*graph.inputs, *graph.outputs, *graph.initializers.values())}
+
+
+def _monitor(trt: ModuleType, report: Callable[[float], None]) -> Any:
+    """TensorRT's progress as one number: of each phase so many steps are done, the last of them in part."""
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+            self._phases: dict[str, list[int]] = {}
+            self._last = 0.0
+
+        def phase_start(self, phase: str, parent: str | None, steps: int) -> None:
+            self._phases[phase] = [0, max(1, steps)]
+
+        def phase_finish(self, phase: str) -> None:
+            self._phases.pop(phase, None)
+
+        def step_complete(self, phase: str, step: int) -> bool:
+            self._phases[phase][0] = step + 1
+            if time.monotonic() - self._last > REPORT_EVERY:
+                self._last = time.monotonic()
+                done, part = 0.0, 1.0
+                for finished, steps in self._phases.values():
+                    done += part * min(finished, steps) / steps
+                    part /= steps
+                report(min(1.0, done))
+            return True
+
+    return Monitor()
+
+
+def _nodes(job: Job) -> list[Refusal]:
+    """The nodes of the job's ONNX file, without a reason."""
+    return [
+        Refusal(
+            node.name or node.outputs[0].name or "",
+            operator_name(node),
+            node.metadata_props.get(BLOCK, "?"),
+            "",
+        )
+        for node in ir.load(job.source).graph
+    ]
+
+
+def _refused(parser: Any, log: Any, nodes: Sequence[Refusal]) -> list[Refusal]:
+    """The nodes that the parser complains of. A complaint that names none is about the one that it read last."""
+    by_name = {each.node: each for each in nodes}
+    found: dict[str, Refusal] = {}
+    for error in map(parser.get_error, range(parser.num_errors)):
+        place = error.node()
+        node = nodes[place] if 0 <= place < len(nodes) else by_name.get(log.parsing)
+        node = node or Refusal(log.parsing or "?", "?", "?", "")
+        reason = error.desc().strip()
+        # "false" is the parser's word for an operator that it knows by name only.
+        text = "the operator is not supported" if reason in ("", "false") else reason
+        found.setdefault(node.node, msgspec.structs.replace(node, reason=text))
+    return list(found.values()) or [Refusal("?", "?", "?", (log.errors or ["it gave no reason"])[-1])]
+
+
+def _describe(trt: ModuleType, order: Order) -> Built:
+    """What builds here. TensorRT-RTX builds for every GPU that it knows, and on none."""
+    cupy = find_cupy()
+    if order.kind == TENSORRT_RTX or cupy is None:
+        return Built(trt.__version__)
+    properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
+    return Built(trt.__version__, properties["name"].decode(), f"{properties['major']}.{properties['minor']}")
+
+
+if __name__ == "__main__":
+    main()

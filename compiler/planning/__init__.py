@@ -1,0 +1,1 @@
+"""Decisions: budgets, the search over cuts, predicted times, the plan and its file."""

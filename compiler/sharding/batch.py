@@ -1,0 +1,38 @@
+"""The batch: the axis that goes through the whole model without its rows ever meeting."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+from splitc.compiler.operators import axes as ax
+from splitc.compiler.planning.plan import Plan
+from splitc.compiler.sharding.axis_map import find_axes
+from splitc.compiler.sharding.probe_sizes import bind_unlike
+
+
+def find_batch(plan: Plan) -> Optional[dict[str, int]]:
+    """The batch axis of each input that has one and of each output, by name; None where there is no such axis.
+
+    It is one factor, alone on its axis, of a size that is not fixed; all outputs have it; no node needs it whole, sums
+    over it or picks from it, and no weight has it.
+    """
+    analysis = plan.analysis
+    graph = analysis.graph
+    if plan.tensor is not None:
+        axis_map = plan.tensor.axis_map
+    else:
+        axis_map = find_axes(graph, bind_unlike(graph, analysis.shapes, analysis.costs.certain))
+    summed = {atom for operation in axis_map.operations.values() for atom in ax.atoms(operation.contracted)}
+    weighted = {atom for _, axes in axis_map.weight_uses() for axis in axes or () for atom in ax.atoms(axis)}
+    places: dict[ax.Factor, dict[str, int]] = {}
+    for value in (*graph.graph.inputs, *graph.graph.outputs):
+        for number, axis in enumerate(axis_map.axes.get(value) or ()):
+            leaves = ax.leaves(axis)
+            fixed = value.shape is None or isinstance(value.shape[number], int)
+            if len(leaves) == 1 and leaves[0].is_atom and not fixed:
+                places.setdefault(leaves[0], {}).setdefault(value.name or "", number)
+    outputs = {value.name for value in graph.outputs}
+    for atom, found in places.items():
+        if outputs <= found.keys() and atom.pinned is None and atom not in summed and atom not in weighted:
+            return found
+    return None

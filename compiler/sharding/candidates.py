@@ -1,0 +1,177 @@
+"""Atoms that could be split: the weights that they reach, and what the sums that they need cost."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from splitc.compiler.analysis.costs import RANDOM
+from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.operators import axes as ax
+from splitc.compiler.operators.axes import Axis, Factor, Pin
+from splitc.compiler.sharding.axis_map import AxisMap
+from splitc.compiler.sharding.partial import chosen_atoms, find_sums
+
+# What a sum costs beside its bytes, in bytes: ranks wait for each other.
+SUM_BYTES = 64 << 10
+# An atom is split when it covers this share of the bytes that the best one does for what its sums cost.
+WORTH = 1 / 32
+# The share of the model's weight bytes that an atom must cover at least.
+LEAST_SHARE = 1e-4
+# A table of which a run reads a few rows is split when that spares each rank so many bytes: it saves no time.
+LOOKUP_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An atom that reaches weights: the bytes of each that it would split, its sums, and what these cost in bytes.
+
+    Where nothing is summed, it is an output that is joined, which costs as much.
+    """
+
+    atom: Factor
+    weights: Mapping[ir.Value, int]
+    sums: int
+    cost: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of weights that would be split."""
+        return sum(self.weights.values())
+
+    @property
+    def worth(self) -> float:
+        """Bytes covered for each byte that its sums cost."""
+        return self.bytes / self.cost
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The candidates, the worthiest first, and those that are not worth it with the reason.
+
+    `order` has all atoms that reach weights, in the model's order; `contractions` the nodes that sum over each atom,
+    `ranged` those that need the range of all its elements.
+    """
+
+    candidates: tuple[Candidate, ...]
+    rejected: Mapping[Factor, str]
+    order: tuple[Factor, ...]
+    contractions: Mapping[Factor, list[ir.Node]]
+    ranged: Mapping[Factor, list[ir.Node]]
+
+    def start(self, atom: Factor) -> list[ir.Node]:
+        """Where collectives for an atom may be needed."""
+        return [*self.contractions.get(atom, ()), *self.ranged.get(atom, ())]
+
+
+def find_candidates(graph: Graph, axis_map: AxisMap, size: Callable[[ir.Value], int], ranks: int) -> Candidates:
+    """All atoms that reach weights and that no node needs whole. `size` gives the bytes of a value."""
+    _pin_ends(graph, axis_map)
+    _pin_tables(axis_map)
+    weights, contractions, ranged = reached_weights(axis_map, size), _contractions(axis_map), _ranged(axis_map)
+    given = {atom for value in graph.graph.outputs for axis in axis_map.axes[value] or () for atom in ax.atoms(axis)}
+    least = LEAST_SHARE * sum(size(value) for value in graph.graph.initializers.values())
+    found = Candidates((), {}, tuple(weights), contractions, ranged)
+    candidates = []
+    for atom, covered in weights.items():
+        is_used = atom in given or atom in contractions  # what is neither is cut off and thrown away
+        if is_used and atom.pinned is None and atom.size > 1 and sum(covered.values()) > least:
+            sums = find_sums(axis_map, graph.position, {atom}, found.start(atom), size)
+            joined = [value for value in graph.graph.outputs if chosen_atoms(axis_map.axes[value], {atom})]
+            moved = sum(map(size, sums.summed or joined))
+            candidates.append(Candidate(atom, covered, sums.count, max(1, sums.count) * SUM_BYTES + moved))
+    candidates.sort(key=lambda each: (each.worth, each.bytes), reverse=True)
+    rejected = _not_worth_it(graph, candidates, axis_map, ranks)
+    return Candidates(tuple(candidates), rejected, tuple(weights), contractions, ranged)
+
+
+def _not_worth_it(graph: Graph, candidates: list[Candidate], axis_map: AxisMap, ranks: int) -> dict[Factor, str]:
+    """The candidates that cost more than they spare, with the reason."""
+    looked_up = _looked_up(axis_map)
+    only = looked_up - _read_otherwise(graph, axis_map) if looked_up else set()
+    best = max((each.worth for each in candidates if each.sums and each.atom not in looked_up), default=0.0)
+    rejected: dict[Factor, str] = {}
+    for each in candidates:
+        if each.worth < WORTH * best:
+            rejected[each.atom] = f"its {each.sums} sums cost more than they spare"
+        elif each.atom in only and each.bytes * (ranks - 1) / ranks < LOOKUP_BYTES:
+            rejected[each.atom] = "it is only looked up in, and small"
+    return rejected
+
+
+def _pin_ends(graph: Graph, axis_map: AxisMap) -> None:
+    """What goes in and out is cut and joined by the runtime, which knows of factors but not of sections."""
+    for value in (*graph.graph.inputs, *graph.graph.outputs):
+        for axis in axis_map.axes.get(value) or ():
+            for leaf in ax.leaves(axis):
+                if not leaf.is_atom:
+                    ax.pin((leaf,), Pin(None, f"it is a part of an axis of '{value.name}'"))
+
+
+def _pin_tables(axis_map: AxisMap) -> None:
+    """A rank looks up in consecutive rows of a table, which it has only where the rows are one atom."""
+    for node, operation in axis_map.operations.items():
+        leaves = ax.leaves(operation.contracted) if operation.lookup else []
+        if len(leaves) > 1 or not all(leaf.is_atom for leaf in leaves):
+            ax.pin(operation.contracted, Pin(node, "it is looked up in, and made of parts"))
+
+
+def reached_weights(axis_map: AxisMap, size: Callable[[ir.Value], int]) -> dict[Factor, dict[ir.Value, int]]:
+    """For each atom the weights that have it, with the bytes that it divides."""
+    found: dict[Factor, dict[ir.Value, int]] = defaultdict(dict)
+    for value, axes in axis_map.weight_uses():
+        for axis in axes or ():
+            shares: dict[Factor, float] = defaultdict(float)
+            _add_shares(axis, 1.0, shares)
+            for atom, share in shares.items():
+                found[atom][value] = int(share * size(value))
+    return found
+
+
+def _add_shares(axis: Axis, share: float, shares: dict[Factor, float]) -> None:
+    for leaf in ax.leaves(axis):
+        if leaf.is_atom:
+            shares[leaf] += share
+        else:
+            for section in leaf.sections:
+                _add_shares(section, share * ax.size_of(section) / max(1, leaf.size), shares)
+
+
+def _contractions(axis_map: AxisMap) -> dict[Factor, list[ir.Node]]:
+    """For each atom the nodes that sum over it."""
+    found: dict[Factor, list[ir.Node]] = defaultdict(list)
+    for node, operation in axis_map.operations.items():
+        for atom in dict.fromkeys(ax.atoms(operation.contracted)):
+            found[atom].append(node)
+    return found
+
+
+def _ranged(axis_map: AxisMap) -> dict[Factor, list[ir.Node]]:
+    """For each atom the nodes that need the range of all its elements."""
+    found: dict[Factor, list[ir.Node]] = defaultdict(list)
+    for node, operation in axis_map.operations.items():
+        for axis in (axis for axes in operation.inputs for axis in axes or () if operation.ranged):
+            for atom in dict.fromkeys(ax.atoms(axis)):
+                found[atom].append(node)
+    return found
+
+
+def _looked_up(axis_map: AxisMap) -> set[Factor]:
+    """The atoms that are rows of tables that are looked up in."""
+    return {atom for op in axis_map.operations.values() if op.lookup for atom in ax.atoms(op.contracted)}
+
+
+def _read_otherwise(graph: Graph, axis_map: AxisMap) -> set[Factor]:
+    """The atoms that are read at run time by what does not look them up."""
+    constant = graph.constant_nodes(RANDOM)
+    return {
+        atom
+        for node, operation in axis_map.operations.items()
+        if not operation.lookup and node not in constant
+        for axes in operation.inputs
+        for axis in axes or ()
+        for atom in ax.atoms(axis)
+    }

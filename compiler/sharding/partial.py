@@ -1,0 +1,147 @@
+"""Where partial values are summed: what each rank has computed from its part of a contracted axis, added up."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Optional
+
+import onnx_ir as ir
+
+from splitc.compiler.operators import axes as ax
+from splitc.compiler.operators.axes import Axis, Factor
+from splitc.compiler.operators.operation import Operation
+from splitc.compiler.sharding.axis_map import AxisMap
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What is partial, and what is done about it.
+
+    `partial` maps each partial value to the atoms over which it is: ranks without a part of any have none of it.
+    `summed` are those that are added up right where they are made, in the model's order; the others are handed on as
+    they are. `once` maps a node to the inputs that only one rank may add to a partial result.
+    `ranged` are the nodes for which the ranks find the greatest and the least element together.
+    """
+
+    partial: Mapping[ir.Value, frozenset[Factor]]
+    summed: tuple[ir.Value, ...]
+    once: Mapping[ir.Node, frozenset[int]]
+    ranged: tuple[ir.Node, ...]
+
+    @property
+    def count(self) -> int:
+        """How many collectives a run takes."""
+        return len(self.summed) + len(self.ranged)
+
+
+def find_sums(
+    axis_map: AxisMap,
+    position: Mapping[ir.Node, int],
+    chosen: Collection[Factor],
+    start: Iterable[ir.Node],
+    size: Callable[[ir.Value], int],
+) -> Sums:
+    """Follow partial values from the nodes that contract a chosen atom to where they must be whole.
+
+    `start` are these nodes, and those that need the range of a chosen atom's elements.
+
+    A partial value goes through what is linear in it, and is summed at the last place before it is not: where it meets
+    a whole value (the residual), where more than one node reads it, where it would grow.
+    """
+    partial: dict[ir.Value, frozenset[Factor]] = {}
+    summed: dict[ir.Value, None] = {}
+    once: dict[ir.Node, frozenset[int]] = {}
+    ranged: list[ir.Node] = []
+    queue = [(position[node], node) for node in start]
+    heapq.heapify(queue)
+    seen: set[ir.Node] = set()
+    while queue:
+        _, node = heapq.heappop(queue)
+        if node in seen:
+            continue
+        seen.add(node)
+        operation = axis_map.operations[node]
+        over = chosen_atoms([operation.contracted], chosen)
+        incoming = {
+            n: partial[v] for n, v in enumerate(node.inputs) if v is not None and v in partial and v not in summed
+        }
+        if over:
+            once[node] = frozenset(n for n in operation.once if operation.has(n))
+        if incoming:
+            passing = _passes(operation, incoming, partial, chosen, size)
+            if passing is None:
+                summed.update({value: None for n in incoming if (value := node.inputs[n]) is not None})
+            else:
+                over = frozenset().union(over, *incoming.values())
+                once[node] = passing
+        if over:
+            partial.update(dict.fromkeys(node.outputs, over))
+            summed.update({value: None for value in node.outputs if not _is_handed_on(value, node)})
+            for value in (value for value in node.outputs if value not in summed):
+                for reader, _ in value.uses():
+                    heapq.heappush(queue, (position[reader], reader))
+        elif operation.ranged and chosen_atoms(operation.inputs[0], chosen):
+            ranged.append(node)
+    in_order = sorted(summed, key=lambda value: (position[_maker(value)], value.index() or 0))
+    return Sums(partial, tuple(in_order), once, tuple(ranged))
+
+
+def _is_handed_on(value: ir.Value, node: ir.Node) -> bool:
+    """Whether one other node, and nothing else, reads a value that a node makes."""
+    readers = [reader for reader, _ in value.uses()]
+    return len(readers) == 1 and not value.is_graph_output() and readers[0].graph is node.graph
+
+
+def _maker(value: ir.Value) -> ir.Node:
+    node = value.producer()
+    assert node is not None
+    return node
+
+
+def chosen_atoms(axes: Optional[Iterable[Axis]], chosen: Collection[Factor]) -> frozenset[Factor]:
+    """The chosen atoms among the axes."""
+    return frozenset(atom for axis in axes or () for atom in ax.atoms(axis) if atom in chosen)
+
+
+def _passes(
+    operation: Operation,
+    incoming: Mapping[int, frozenset[Factor]],
+    partial: Mapping[ir.Value, frozenset[Factor]],
+    chosen: Collection[Factor],
+    size: Callable[[ir.Value], int],
+) -> Optional[frozenset[int]]:
+    """Whether the node takes these partial inputs as they are: the inputs that only one rank adds, or None if not."""
+    node = operation.node
+    output = node.outputs[0]
+    sizes = [size(value) for number in incoming if (value := node.inputs[number]) is not None]
+    if size(output) > sum(sizes) or any(chosen_atoms(axes, chosen) for axes in operation.outputs):
+        return None
+    if chosen_atoms([operation.contracted], chosen) or len(node.outputs) > 1:
+        return None
+    given = frozenset(number for number, value in enumerate(node.inputs) if value is not None)
+    additive = bool(operation.once)
+    # Only an addition goes on when a rank has no part of one of its inputs.
+    if len(set(incoming.values())) > 1 and not additive:
+        return None
+    if any(together & given == incoming.keys() for together in operation.linear):
+        return frozenset()
+    rest = given - incoming.keys()
+    weights = all(_is_weight(operation, number) for number in rest)
+    joins = additive and rest <= operation.once and size(output) == max(sizes)
+    return rest if joins and (weights or _meets_partial(output, partial)) else None
+
+
+def _is_weight(operation: Operation, number: int) -> bool:
+    value = operation.node.inputs[number]
+    return value is not None and value.is_initializer()
+
+
+def _meets_partial(value: ir.Value, partial: Mapping[ir.Value, frozenset[Factor]]) -> bool:
+    """Whether the one node that reads a value adds another partial one, so that one sum will do for both."""
+    uses = value.uses()
+    if len(uses) != 1 or value.is_graph_output():
+        return False
+    reader = next(iter(uses)).node
+    return reader.op_type == "Add" and any(v in partial for v in reader.inputs if v is not None and v is not value)

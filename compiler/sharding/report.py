@@ -1,0 +1,147 @@
+"""What of a model's weights is split, and why the rest is not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Optional
+
+import onnx_ir as ir
+
+from splitc.compiler.analysis.facts import Analysis
+from splitc.compiler.nodes import describe_node
+from splitc.compiler.operators import axes as ax
+from splitc.compiler.operators.axes import Factor
+from splitc.compiler.operators.operation import Axes
+from splitc.compiler.sharding.row_split import Products
+from splitc.compiler.sharding.sharded_model import TensorSplit
+from splitc.runtime.units import format_bytes
+
+# Less than this share of the blocks' weight bytes split is said aloud.
+WORTHWHILE = 0.5
+
+
+@dataclass(frozen=True)
+class SplitWeight:
+    """A weight: of its bytes those that are split over the ranks, and why the rest is whole.
+
+    `units` says how it is cut: for each axis that is, how many units each rank has.
+    """
+
+    name: str
+    bytes: int
+    split: int
+    in_block: bool
+    units: str
+    reason: Optional[str]
+
+
+def block_weights(analysis: Analysis) -> set[ir.Value]:
+    """The weights that repeated blocks read."""
+    return {
+        weight
+        for block in analysis.partition.blocks
+        if block.kind == "block"
+        for weight in analysis.costs.weights(analysis.partition.with_free(block))
+    }
+
+
+def warn_of_little(weights: Sequence[SplitWeight], where: str) -> list[str]:
+    """Say when little of the blocks' weights is split, and `where` the rest is."""
+    inside = [each for each in weights if each.in_block]
+    held, divided = sum(each.bytes for each in inside), sum(each.split for each in inside)
+    if divided >= WORTHWHILE * held:
+        return []
+    return [
+        f"only {divided / held:.0%} of the blocks' weights could be split ({format_bytes(divided)} of "
+        f"{format_bytes(held)}): the rest is {where}"
+    ]
+
+
+def split_weights(analysis: Analysis, split: TensorSplit) -> list[SplitWeight]:
+    """All weights of the model, in the order in which they are read."""
+    inside = block_weights(analysis)
+    uses: dict[ir.Value, list[Axes]] = {}
+    for value, axes in split.axis_map.weight_uses():
+        uses.setdefault(value, []).append(axes)
+    return [_describe(analysis, split, value, axes, value in inside) for value, axes in uses.items()]
+
+
+def sliced_weights(analysis: Analysis, products: Products, columns: TensorSplit) -> list[SplitWeight]:
+    """All weights of the model, in the order in which they are read, as row split divides them by `columns`."""
+    inside, sliced = block_weights(analysis), {each.node for each in products.found if each.columns in columns.ranges}
+    uses: dict[ir.Value, list[Axes]] = {}
+    for value, axes in products.axis_map.weight_uses():
+        uses.setdefault(value, []).append(axes)
+    found = []
+    for value in analysis.costs.weights(analysis.graph.nodes):
+        others = [node for node in products.readers[value] if node not in sliced]
+        share = 0.0 if others else min(_split_share(columns, axes) for axes in uses[value])
+        size = analysis.costs.value_bytes(value)
+        units = _units(columns, uses[value][0]) if share else ""
+        reason = None if share == 1.0 else _why_not_sliced(products, others)
+        found.append(SplitWeight(value.name or "", size, int(size * share), value in inside, units, reason))
+    return found
+
+
+def _why_not_sliced(products: Products, others: Sequence[ir.Node]) -> str:
+    """Why the nodes that read a weight at run time leave it whole."""
+    reasons = [products.declined[node].reason for node in others if node in products.declined]
+    if others:
+        return reasons[0] if reasons else "the shares leave all its columns to the main device"
+    return "it has no columns"
+
+
+def _units(split: TensorSplit, axes: Axes) -> str:
+    """For each axis that is cut how many units each rank has."""
+    atoms = [atom for axis in axes or () for atom in dict.fromkeys(ax.atoms(axis))]
+    return "; ".join(
+        ",".join(str(each.size if each.counts else 0) for each in split.ranges[atom])
+        for atom in atoms
+        if atom in split.ranges
+    )
+
+
+def _describe(analysis: Analysis, split: TensorSplit, value: ir.Value, uses: list[Axes], in_block: bool) -> SplitWeight:
+    size = analysis.costs.value_bytes(value)
+    share = min(_split_share(split, axes) for axes in uses)
+    atoms = [atom for axis in uses[0] or () for atom in dict.fromkeys(ax.atoms(axis))]
+    units = _units(split, uses[0])
+    reasons = dict.fromkeys(why for atom in atoms if (why := why_whole(split, atom)))
+    reason = None if share == 1.0 else "; ".join(reasons) or "it has no axis of known size"
+    return SplitWeight(value.name or "", size, int(size * share), in_block, units, reason)
+
+
+def _split_share(split: TensorSplit, axes: Axes) -> float:
+    """The share of a weight's elements that is cut, and not the same on all ranks."""
+    found = 0.0
+    for axis in axes or ():
+        found = max(found, _axis_share(split, axis))
+    return found
+
+
+def _axis_share(split: TensorSplit, axis: ax.Axis) -> float:
+    leaves = ax.leaves(axis)
+    if any(leaf in split.ranges for leaf in leaves):
+        return 1.0
+    return max(
+        (
+            sum(_axis_share(split, each) * ax.size_of(each) for each in leaf.sections) / max(1, leaf.size)
+            for leaf in leaves
+            if not leaf.is_atom
+        ),
+        default=0.0,
+    )
+
+
+def why_whole(split: TensorSplit, atom: Factor) -> Optional[str]:
+    """Why an atom is not split, for people."""
+    if atom in split.ranges:
+        return None
+    if atom.pinned is not None:
+        node, why = atom.pinned.node, atom.pinned.reason
+        if node is None:
+            return f"{atom.size}: {why}"
+        return f"{describe_node(node)} ({node.op_type}) needs {atom.size} whole" + (f" ({why})" if why else "")
+    reason = split.choice.rejected.get(atom)
+    return f"{atom.size}: {reason}" if reason else f"{atom.size}: too little to gain"

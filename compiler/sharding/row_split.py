@@ -1,0 +1,332 @@
+"""Row split: the products of which each rank computes some columns, with slices of their weights.
+
+A product is a matmul inside a block that multiplies what is computed with a large matrix that only such products read.
+What it reads at run time is sent to all ranks, each multiplies it with its slice, and the main rank, the first one,
+puts the columns together. All else stays on the main rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Optional, Union
+
+import onnx_ir as ir
+
+from splitc.compiler.analysis.blocks import Partition
+from splitc.compiler.analysis.costs import RANDOM
+from splitc.compiler.analysis.facts import Analysis
+from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.shapes import shape_of
+from splitc.compiler.nodes import describe_node, operator_name
+from splitc.compiler.operators import axes as ax
+from splitc.compiler.operators.axes import Axis, Factor
+from splitc.compiler.sharding.axis_map import AxisMap, find_axes_apart
+from splitc.compiler.sharding.candidates import Candidate, reached_weights
+from splitc.compiler.sharding.choice import Choice
+from splitc.compiler.sharding.partial import Sums
+from splitc.compiler.sharding.sharded_model import TensorSplit
+from splitc.compiler.sharding.shares import assign_units
+from splitc.runtime.units import format_shape
+
+# Both sides of a matrix are at least this long, if it is to be sliced: a small one is not worth the way.
+LEAST_SIDE = 256
+# Operators that multiply what is computed with a matrix of weights, and the number of that input.
+PRODUCTS = {
+    "MatMul": 1,
+    "Gemm": 1,
+    "MatMulInteger": 1,
+    "QLinearMatMul": 3,
+    "com.microsoft.FusedMatMul": 1,
+    "com.microsoft.MatMulIntegerToFloat": 1,
+    "com.microsoft.MatMulNBits": 1,
+}
+
+Readers = Mapping[ir.Value, tuple[ir.Node, ...]]
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matmul that can be sliced, what it reads that is no constant, and the factor along which its columns are cut.
+
+    A unit of that is a column, or the columns of one quantization block. `axis` is where the columns are in the result.
+    What is dequantized for a matmul is taken as it was before: it is smaller, and engines multiply it as it is.
+    """
+
+    node: ir.Node
+    takes: tuple[ir.Value, ...]
+    columns: Factor
+    axis: int
+
+    @property
+    def result(self) -> ir.Value:
+        """What it computes."""
+        return self.node.outputs[0]
+
+
+@dataclass(frozen=True)
+class Declined:
+    """Why a node that reads weights is not sliced: what kind of weights these are, and the whole reason."""
+
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Products:
+    """The products of a model in its order, and the axes of what they read.
+
+    `readers` are, for each weight, the nodes that read it, or what is computed from weights alone, at run time. For
+    those that are no products `declined` says why.
+    """
+
+    found: tuple[Product, ...]
+    axis_map: AxisMap
+    readers: Readers
+    declined: Mapping[ir.Node, Declined]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A rank's part of a round: what it takes that it did not take in an earlier one, and what it has columns of."""
+
+    takes: tuple[ir.Value, ...]
+    products: tuple[Product, ...]
+
+
+@dataclass(frozen=True)
+class RowSplit:
+    """What is sliced, and how.
+
+    `rounds` are the products in the order in which they run; those of one round don't wait for each other. `columns`
+    says which units each rank has: a tensor split of the products alone, in which nothing is summed. `least` is the
+    shortest side that a matrix may have.
+    """
+
+    graph: Graph
+    least: int
+    rounds: tuple[tuple[Product, ...], ...]
+    columns: TensorSplit
+
+    @cached_property
+    def products(self) -> Mapping[str, Product]:
+        """The products by the name of what they compute."""
+        return {product.result.name or "": product for products in self.rounds for product in products}
+
+    def ranks(self, product: Product) -> list[int]:
+        """The ranks that have columns of a product."""
+        return [number for number, part in enumerate(self.columns.ranges[product.columns]) if part.counts]
+
+    def width(self, rank: int, product: Product) -> int:
+        """How many columns of a product a rank has."""
+        return self.columns.shards(rank).size(self._columns(product))
+
+    def share(self, rank: int, product: Product) -> float:
+        """The share of a product's columns that a rank has."""
+        return self.width(rank, product) / ax.size_of(self._columns(product))
+
+    def _columns(self, product: Product) -> Axis:
+        return self.columns.axis_map.operations[product.node].output()[-1]
+
+    def of_rank(self, rank: int, products: Collection[Product]) -> list[Product]:
+        """Those of the products of which the rank has columns."""
+        return [product for product in products if rank in self.ranks(product)]
+
+    def work(self, rank: int) -> list[Work]:
+        """What a rank does in each round."""
+        known: dict[ir.Value, None] = {}
+        found = []
+        for products in self.rounds:
+            own = self.of_rank(rank, products)
+            takes = dict.fromkeys(value for product in own for value in product.takes if value not in known)
+            known.update(takes)
+            found.append(Work(tuple(takes), tuple(own)))
+        return found
+
+
+def find_products(analysis: Analysis, least: int) -> Products:
+    """The products of a model whose matrices are at least `least` x `least`."""
+    graph = analysis.graph
+    constant = graph.constant_nodes(RANDOM)
+    readers = _readers(graph, constant)
+    inside = _inside_blocks(analysis.partition)
+    nodes = sorted({node for nodes in readers.values() for node in nodes}, key=graph.position.__getitem__)
+    reasons = {node: _why_not(analysis, node, constant, node in inside, least) for node in nodes}
+    declined = {node: reason for node, reason in reasons.items() if reason is not None}
+    _decline_shared(readers, declined)
+    candidates = [node for node in nodes if node not in declined]
+    unpacking = _unpacking(graph, candidates, constant)
+    axis_map = find_axes_apart(graph, analysis.costs.certain, [*candidates, *unpacking])
+    given = {atom for node in candidates for atom in _run_time_atoms(axis_map, node, constant)}
+    columns = {node: _columns(axis_map, node, given) for node in candidates}
+    declined.update({node: each for node, each in columns.items() if isinstance(each, Declined)})
+    _decline_shared(readers, declined)
+    found = [
+        Product(
+            node, tuple(_taken(graph, node, constant, unpacking)), each, len(axis_map.operations[node].output()) - 1
+        )
+        for node, each in columns.items()
+        if isinstance(each, Factor) and node not in declined
+    ]
+    return Products(tuple(found), axis_map, readers, declined)
+
+
+def _readers(graph: Graph, constant: Collection[ir.Node]) -> Readers:
+    """For each weight the nodes that read it at run time, or what is made of it before; an output's own node too."""
+    uses: dict[ir.Value, list[ir.Node]] = {}
+    for node in graph.nodes:
+        for value in graph.reads[node]:
+            uses.setdefault(value, []).append(node)
+    below: dict[ir.Node, dict[ir.Node, None]] = {}
+
+    def ends(value: ir.Value) -> dict[ir.Node, None]:
+        return {end: None for node in uses.get(value, ()) for end in below.get(node, {node: None})}
+
+    for node in reversed(graph.nodes):
+        if node in constant:
+            own = {node: None} if any(value.is_graph_output() for value in node.outputs) else {}
+            below[node] = {**own, **{end: None for value in node.outputs for end in ends(value)}}
+    return {value: tuple(ends(value)) for value in uses if value.is_initializer()}
+
+
+def _inside_blocks(partition: Partition) -> frozenset[ir.Node]:
+    """The nodes of repeated blocks, and the free ones that only these stand on."""
+    inside: set[ir.Node] = set()
+    outside: set[ir.Node] = set()
+    for block in partition.blocks:
+        (inside if block.kind == "block" else outside).update(partition.with_free(block))
+    return frozenset(inside - outside)
+
+
+def _is_constant(value: ir.Value, constant: Collection[ir.Node]) -> bool:
+    return value.is_initializer() or value.producer() in constant
+
+
+def _unpacking(graph: Graph, nodes: Iterable[ir.Node], constant: Collection[ir.Node]) -> frozenset[ir.Node]:
+    """What dequantizes, by constant scales, what the nodes read."""
+    above = (value.producer() for node in nodes for value in graph.reads[node])
+    return frozenset(
+        node
+        for node in above
+        if node is not None
+        and node not in constant
+        and node.op_type == "DequantizeLinear"
+        and all(value is None or _is_constant(value, constant) for value in node.inputs[1:])
+    )
+
+
+def _taken(
+    graph: Graph, node: ir.Node, constant: Collection[ir.Node], unpacking: Collection[ir.Node]
+) -> dict[ir.Value, None]:
+    """What a product takes at run time: what it reads, or what that is unpacked from."""
+    taken: dict[ir.Value, None] = {}
+    for value in graph.reads[node]:
+        producer = value.producer()
+        if producer is not None and producer in unpacking:
+            taken.update(_taken(graph, producer, constant, ()))
+        elif not _is_constant(value, constant):
+            taken[value] = None
+    return taken
+
+
+def _name(node: ir.Node) -> str:
+    """A node for people, with its operator."""
+    return f"{describe_node(node)} ({node.op_type})"
+
+
+def _why_not(
+    analysis: Analysis, node: ir.Node, constant: Collection[ir.Node], inside: bool, least: int
+) -> Optional[Declined]:
+    """Why a node that reads weights is no product that may be sliced, or None."""
+    number = PRODUCTS.get(operator_name(node))
+    weight = node.inputs[number] if number is not None and number < len(node.inputs) else None
+    if node in constant or weight is None:
+        return Declined(f"read by {node.op_type}", f"{_name(node)} reads it, and is no matmul")
+    if not _is_constant(weight, constant):
+        reason = f"{_name(node)} reads it, but not as what it multiplies with"
+        return Declined("not what a matmul multiplies with", reason)
+    if not inside:
+        return Declined("outside the blocks", f"{_name(node)} is outside the blocks")
+    sides = _sides(analysis, node, weight)
+    shape = format_shape(sides)
+    if len(sides) > 2:
+        return Declined("stacks of matrices", f"{_name(node)} multiplies with {shape}, which is no matrix")
+    if len(sides) < 2 or min(sides) < least:
+        reason = f"{_name(node)} multiplies with {shape}, and --row-min is {least}"
+        return Declined(f"smaller than {least} x {least}", reason)
+    return None
+
+
+def _sides(analysis: Analysis, node: ir.Node, weight: ir.Value) -> list[int]:
+    """The shape of the matrix that a product multiplies with; leading axes of size 1 don't count."""
+    if node.op_type == "MatMulNBits":
+        return [node.attributes.get_int("K", 0), node.attributes.get_int("N", 0)]
+    sides = list(shape_of(weight, analysis.costs.shapes))
+    while len(sides) > 2 and sides[0] == 1:
+        del sides[0]
+    return sides
+
+
+def _decline_shared(readers: Readers, declined: dict[ir.Node, Declined]) -> None:
+    """Decline, until there are no more of them, the nodes that read a matrix together with one that is declined."""
+    again = True
+    while again:
+        again = False
+        for weight, nodes in readers.items():
+            other = next((declined[node] for node in nodes if node in declined), None)
+            if other is not None and _is_matrix(weight):
+                for node in (node for node in nodes if node not in declined):
+                    reason = f"{other.reason} ('{weight.name}', which {_name(node)} multiplies with)"
+                    declined[node] = Declined(other.kind, reason)
+                    again = True
+
+
+def _is_matrix(weight: ir.Value) -> bool:
+    """Whether it has two axes or more: smaller ones (scales, biases) may be cut for one reader and whole for others."""
+    return sum(size != 1 for size in shape_of(weight)) > 1
+
+
+def _run_time_atoms(axis_map: AxisMap, node: ir.Node, constant: Collection[ir.Node]) -> set[Factor]:
+    """The atoms of what a product reads that is no constant: cut along these, it would have to be cut too."""
+    pairs = zip(node.inputs, axis_map.operations[node].inputs)
+    return {
+        atom
+        for value, axes in pairs
+        if value is not None and not _is_constant(value, constant)
+        for axis in axes or ()
+        for atom in ax.atoms(axis)
+    }
+
+
+def _columns(axis_map: AxisMap, node: ir.Node, given: Collection[Factor]) -> Union[Factor, Declined]:
+    """The factor along which a product's columns can be cut so that each part is one stretch of them, or why not."""
+    output = axis_map.operations[node].outputs[0]
+    leaves = ax.leaves(output[-1]) if output else []
+    reason = ""
+    if not leaves:
+        reason = f"{_name(node)} computes what has no known columns"
+    elif not leaves[0].is_atom:
+        reason = f"{_name(node)} multiplies with several matrices put together"
+    elif (pin := leaves[0].pinned) is not None:
+        by = _name(pin.node) if pin.node is not None else _name(node)
+        reason = f"{by} needs {leaves[0].size} columns whole" + (f" ({pin.reason})" if pin.reason else "")
+    elif leaves[0] in given:
+        reason = f"{_name(node)} has columns that are read at run time too"
+    return Declined("needed whole", reason) if reason else leaves[0]
+
+
+def slice_products(
+    graph: Graph, products: Products, shares: Sequence[float], size: Callable[[ir.Value], int]
+) -> TensorSplit:
+    """Divide the products' columns among the ranks by their shares. `size` gives the bytes of a value.
+
+    Those of which all columns are the main rank's are not split.
+    """
+    reached = reached_weights(products.axis_map, size)
+    atoms = tuple(dict.fromkeys(product.columns for product in products.found))
+    candidates = tuple(Candidate(atom, reached[atom], 0, 1) for atom in atoms)
+    choice = Choice(atoms, {}, candidates, {}, Sums({}, (), {}, ()))
+    divided = assign_units(choice, [shares], {})
+    ranges = {atom: parts for atom, parts in divided.items() if any(part.counts for part in parts[1:])}
+    return TensorSplit(graph, products.axis_map, choice, ranges, len(shares))

@@ -1,0 +1,77 @@
+"""Tensor split: every rank runs every node of its stage on its part of the weights, at the same time as the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import onnx_ir as ir
+
+from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.shapes import BoundShapes, Shape
+from splitc.compiler.operators.operation import Axes, Operation
+from splitc.compiler.sharding.axis_map import AxisMap, find_axes
+from splitc.compiler.sharding.choice import Choice, choose
+from splitc.compiler.sharding.probe_sizes import bind_unlike
+from splitc.compiler.sharding.shards import Shards
+from splitc.compiler.sharding.shares import Ranges, assign_units
+
+
+@dataclass(frozen=True)
+class TensorSplit:
+    """A model's axes, which of them are split over so many ranks, and which units each rank has."""
+
+    graph: Graph
+    axis_map: AxisMap
+    choice: Choice
+    ranges: Ranges
+    ranks: int
+
+    def shards(self, rank: int) -> Shards:
+        """The part of one rank."""
+        return self._shards[rank]
+
+    @cached_property
+    def _shards(self) -> Sequence[Shards]:
+        return [Shards({atom: each[rank] for atom, each in self.ranges.items()}) for rank in range(self.ranks)]
+
+    def axes(self, value: ir.Value) -> Axes:
+        """The axes of a value of the model."""
+        return self.axis_map.axes.get(value)
+
+    @cached_property
+    def nodes(self) -> Mapping[str, ir.Node]:
+        """The model's nodes by the name of their first output."""
+        return {node.outputs[0].name or "": node for node in self.graph.nodes}
+
+    @cached_property
+    def values(self) -> Mapping[str, ir.Value]:
+        """The model's inputs and what its nodes make, by name."""
+        made = (value for node in self.graph.nodes for value in node.outputs)
+        return {value.name or "": value for value in (*self.graph.graph.inputs, *made)}
+
+    def counts(self, rank: int, operation: Operation) -> bool:
+        """Whether the rank contracts anything of its own at a node, and not just copies of another rank's units."""
+        return self.shards(rank).counts(operation.contracted)
+
+    def adds(self, rank: int, operation: Operation) -> bool:
+        """Whether it is this rank that adds what only one may add to a partial value: the first that counts."""
+        return rank == next((other for other in range(self.ranks) if self.counts(other, operation)), 0)
+
+
+def split_tensors(
+    graph: Graph,
+    shapes: Mapping[str, Shape],
+    bound: BoundShapes,
+    size: Callable[[ir.Value], int],
+    shares: Sequence[Sequence[float]],
+    home: Mapping[ir.Value, int],
+) -> TensorSplit:
+    """Find the model's axes and divide them among the ranks of a group. `shapes` are the inputs', `size` gives bytes.
+
+    `shares` are those of each group's ranks, and `home` the number of the first group that has a weight.
+    """
+    axis_map = find_axes(graph, bind_unlike(graph, shapes, bound))
+    choice = choose(graph, axis_map, size, len(shares[0]))
+    return TensorSplit(graph, axis_map, choice, assign_units(choice, shares, home), len(shares[0]))

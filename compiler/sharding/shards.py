@@ -1,0 +1,170 @@
+"""One rank's part of values: sizes, and which elements of a weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from splitc.compiler.operators import axes as ax
+from splitc.compiler.operators.axes import Axis, Factor
+from splitc.compiler.operators.operation import Axes
+from splitc.compiler.sharding.shares import Range
+from splitc.runtime.manifest import AxisPart, Part
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The ranges of one rank."""
+
+    ranges: Mapping[Factor, Range]
+    _cut: dict[tuple[int, bytes], ir.TensorProtocol] = field(default_factory=dict, repr=False, compare=False)
+
+    def size(self, axis: Axis) -> int:
+        """The rank's size of an axis."""
+        return math.prod(self._leaf(leaf) for leaf in ax.leaves(axis))
+
+    def _leaf(self, leaf: Factor) -> int:
+        if leaf.is_atom:
+            return self.ranges[leaf].size if leaf in self.ranges else leaf.size
+        return sum(self.size(section) for section in leaf.sections)
+
+    def is_split(self, axis: Axis) -> bool:
+        """Whether the rank's part of the axis is not all of it."""
+        return self.size(axis) != ax.size_of(axis)
+
+    def splits(self, axes: Axes) -> bool:
+        """Whether the rank has only a part of a value with these axes."""
+        return any(map(self.is_split, axes or ()))
+
+    def share(self, axes: Axes) -> float:
+        """The rank's share of the elements of a value with these axes."""
+        return math.prod(self.size(axis) / max(1, ax.size_of(axis)) for axis in axes or ())
+
+    def ratio(self, axis: Axis) -> Optional[tuple[int, int]]:
+        """The rank's size of an axis over the whole size, in terms that hold whatever the other factors' sizes are.
+
+        None where sections make that impossible.
+        """
+        own, whole = 1, 1
+        for leaf in ax.leaves(axis):
+            if leaf in self.ranges:
+                own, whole = own * self.ranges[leaf].size, whole * leaf.size
+            elif not leaf.is_atom and self.is_split((leaf,)):
+                return None
+        return own, whole
+
+    def indices(self, axis: Axis) -> npt.NDArray[np.int64]:
+        """Which elements along an axis are the rank's, in order."""
+        found = np.zeros(1, np.int64)
+        for leaf in ax.leaves(axis):
+            found = (found[:, None] * leaf.size + self._leaf_indices(leaf)[None, :]).reshape(-1)
+        return found
+
+    def _leaf_indices(self, leaf: Factor) -> npt.NDArray[np.int64]:
+        if leaf.is_atom:
+            part = self.ranges.get(leaf, Range(0, leaf.size))
+            return np.arange(part.start, part.stop)
+        starts = np.cumsum([0, *(ax.size_of(section) for section in leaf.sections)])
+        return np.concatenate([start + self.indices(section) for start, section in zip(starts, leaf.sections)])
+
+    def counts(self, axis: Axis, sections: Callable[[Iterable[bool]], bool] = any) -> bool:
+        """Whether any (or `all`) of the rank's elements along an axis are its own, and not copies of another rank's.
+
+        These differ only where a rank has units of some sections, and none of others.
+        """
+        return all(
+            (leaf not in self.ranges or self.ranges[leaf].counts)
+            if leaf.is_atom
+            else sections(self.counts(section, sections) for section in leaf.sections)
+            for leaf in ax.leaves(axis)
+        )
+
+    def counted(self, axis: Axis) -> npt.NDArray[np.bool_]:
+        """Which of the rank's elements along an axis are its own, in order."""
+        found = np.ones(1, np.bool_)
+        for leaf in ax.leaves(axis):
+            found = (found[:, None] & self._leaf_counted(leaf)[None, :]).reshape(-1)
+        return found
+
+    def _leaf_counted(self, leaf: Factor) -> npt.NDArray[np.bool_]:
+        if leaf.is_atom:
+            return np.full(self._leaf(leaf), leaf not in self.ranges or self.ranges[leaf].counts)
+        return np.concatenate([self.counted(section) for section in leaf.sections])
+
+    def key(self, axes: Axes) -> bytes:
+        """The same for the same part of a value."""
+        return b"|".join(self.indices(axis).tobytes() for axis in axes or () if self.is_split(axis))
+
+    def places(self, axes: Axes) -> dict[int, npt.NDArray[np.int64]]:
+        """Which elements are the rank's, along each axis of a value of which it has not all."""
+        return {number: self.indices(axis) for number, axis in enumerate(axes or ()) if self.is_split(axis)}
+
+    def part(self, name: str, axes: Axes, shape: Optional[ir.Shape]) -> Optional[Part]:
+        """How the rank's part of a model's input or output is cut out of the whole; None where it has all of it."""
+        parts = []
+        for number, axis in enumerate(axes or ()):
+            if not self.is_split(axis):
+                continue
+            leaves = ax.leaves(axis)
+            fixed = shape is None or isinstance(shape[number], int)
+            # Before the first factor that is split there may be one that the model does not fix, such as the batch.
+            first = next(n for n, leaf in enumerate(leaves) if leaf in self.ranges)
+            head = ax.size_of(tuple(leaves[:first]))
+            sizes = [head if fixed else -1, *(leaf.size for leaf in leaves[first:])]
+            ranges = [self.ranges.get(leaf) for leaf in leaves[first:]]
+            parts.append(AxisPart(number, sizes, [None, *((r.start, r.stop) if r else None for r in ranges)]))
+        return Part(name, parts) if parts else None
+
+    def weight(self, tensor: ir.TensorProtocol, axes: Axes, name: str) -> ir.TensorProtocol:
+        """The rank's part of a weight, read when it is written: it costs no memory until then.
+
+        The same part of one weight is the same tensor each time, so that it is written once.
+        """
+        key = (id(tensor), self.key(axes))
+        if key not in self._cut:
+            self._cut[key] = self._cut_weight(tensor, axes, name)
+        return self._cut[key]
+
+    def _cut_weight(self, tensor: ir.TensorProtocol, axes: Axes, name: str) -> ir.TensorProtocol:
+        places = {number: _as_slice(indices) for number, indices in self.places(axes).items()}
+        if not axes or not places:
+            return tensor
+        sizes = [self.size(axis) for axis in axes]
+        if list(places) == [0] and isinstance(places[0], slice) and isinstance(tensor, ir.ExternalTensor):
+            row = tensor.nbytes * 8 // max(1, int(tensor.shape.numpy()[0]))
+            if row % 8 == 0:
+                return _stored(tensor, places[0].start * row // 8, sizes[0] * row // 8, ir.Shape(sizes), name)
+
+        def read() -> ir.TensorProtocol:
+            # A tensor that was read keeps its file mapped, with all pages that were touched: so another one is read.
+            source = tensor
+            if isinstance(tensor, ir.ExternalTensor):
+                source = _stored(tensor, 0, tensor.nbytes, ir.Shape(tensor.shape.numpy()), name)
+            array: npt.NDArray[Any] = source.numpy()
+            for number, place in places.items():
+                index: list[Any] = [slice(None)] * array.ndim
+                index[number] = place
+                array = array[tuple(index)]
+            return ir.Tensor(np.ascontiguousarray(array), tensor.dtype, name=name)
+
+        return ir.LazyTensor(read, tensor.dtype, ir.Shape(sizes), name=name)
+
+
+def _stored(tensor: ir.ExternalTensor, start: int, length: int, shape: ir.Shape, name: str) -> ir.ExternalTensor:
+    """What lies in a tensor's file from byte `start` of it on."""
+    offset = (tensor.offset or 0) + start
+    return ir.ExternalTensor(
+        tensor.location, offset, length, tensor.dtype, shape=shape, name=name, base_dir=tensor.base_dir
+    )
+
+
+def _as_slice(indices: npt.NDArray[np.int64]) -> slice | npt.NDArray[np.int64]:
+    """Indices that follow each other as a slice, which costs no copy."""
+    first, last = int(indices[0]), int(indices[-1])
+    return slice(first, last + 1) if last - first + 1 == len(indices) else indices

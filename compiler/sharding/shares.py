@@ -1,0 +1,97 @@
+"""How many units of each split axis a rank gets, by its share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Optional
+
+import onnx_ir as ir
+
+from splitc.compiler.operators.axes import Factor
+from splitc.compiler.sharding.choice import Choice
+
+
+@dataclass(frozen=True)
+class Range:
+    """A rank's units of an axis, from `start` to before `stop`.
+
+    A rank for which there is none holds one that is another's too, and what it adds to a sum does not count.
+    """
+
+    start: int
+    stop: int
+    counts: bool = True
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+Ranges = dict[Factor, list[Range]]
+
+
+def assign_units(choice: Choice, shares: Sequence[Sequence[float]], home: Mapping[ir.Value, int]) -> Ranges:
+    """For each chosen atom the ranges of a group's ranks, by the shares of the group that has its first weight.
+
+    Each gets its share of units rounded down or up. Who gets the units that are left over goes by what each is owed in
+    bytes, here and from the atoms before, so that the sum keeps to the shares, and each part of the model as well.
+    """
+    groups = [[share / sum(group) for share in group] for group in shares]
+    weights = {each.atom: each.weights for each in choice.candidates}
+    carried = [[0.0] * len(group) for group in groups]
+    ranges: Ranges = {}
+    for atom in choice.chosen:
+        group = min(home.get(weight, 0) for weight in weights[atom])
+        parts = groups[group]
+        partner = choice.partners.get(atom)
+        if partner is not None:
+            ranges[atom], ranges[partner] = _divide_units(atom.size, partner.size, parts)
+            continue
+        if atom in choice.partners.values():
+            continue  # comes with its own
+        unit = max(1.0, sum(weights[atom].values()) / atom.size)
+        counts = largest_remainder([atom.size * part for part in parts], atom.size, [c / unit for c in carried[group]])
+        carried[group] = [c + (atom.size * part - n) * unit for c, part, n in zip(carried[group], parts, counts)]
+        ranges[atom] = _ranges(counts)
+    return ranges
+
+
+def largest_remainder(ideal: Sequence[float], total: int, owed: Optional[Sequence[float]] = None) -> list[int]:
+    """The ideal numbers rounded down, or up where the remainder and what is owed beside it are largest."""
+    counts = [int(each + 1e-9) for each in ideal]
+    missing = [each - count + extra for each, count, extra in zip(ideal, counts, owed or [0.0] * len(counts))]
+    for number in sorted(range(len(counts)), key=lambda n: -missing[n])[: total - sum(counts)]:
+        counts[number] += 1
+    return counts
+
+
+def _ranges(counts: Sequence[int]) -> list[Range]:
+    ranges: list[Range] = []
+    start = 0
+    for count in counts:
+        if count:
+            ranges.append(Range(start, start + count))
+        else:
+            last = max(start, 1)
+            ranges.append(Range(last - 1, last, counts=False))
+        start += count
+    return ranges
+
+
+def _divide_units(units: int, inner: int, parts: Sequence[float]) -> tuple[list[Range], list[Range]]:
+    """Fewer units than ranks: each unit goes to ranks that follow each other, which divide what is inside it."""
+    outer_ranges: list[Range] = []
+    inner_ranges: list[Range] = []
+    first = 0
+    for unit in range(units):
+        most = len(parts) - (units - unit - 1)  # every later unit needs a rank too
+        end = first + 1
+        while end < most and (unit == units - 1 or sum(parts[:end]) + parts[end] / 2 <= (unit + 1) / units):
+            end += 1
+        group = parts[first:end]
+        counts = largest_remainder([inner * part / sum(group) for part in group], inner)
+        inner_ranges += _ranges(counts)
+        outer_ranges += [Range(unit, unit + 1)] * len(group)
+        first = end
+    return outer_ranges, inner_ranges

@@ -1,1 +1,0 @@
-"""How a model becomes rank graphs, one module a split mode."""

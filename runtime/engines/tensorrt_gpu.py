@@ -1,0 +1,230 @@
+"""TensorRT engines, TensorRT-RTX's included, on the rank's own stream."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any, Optional
+
+import numpy as np
+import numpy.typing as npt
+
+from splitc.runtime.engines.gpu_backend import Gpu, GpuArray
+from splitc.runtime.engines.kinds import MODULES, need_installed
+from splitc.runtime.errors import EngineError, PackageError
+from splitc.runtime.manifest import BuildOptions
+
+# Graphs that an engine keeps.
+MOST_GRAPHS = 32
+# TensorRT's names of number types, where they are not numpy's in upper case.
+TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "FP8": "float8_e4m3fn"}
+
+
+class TensorrtEngine:
+    """One engine and its context. Its scratch memory is the backend's, which all engines of a rank use in turn."""
+
+    optional: frozenset[str] = frozenset()  # TensorRT has none
+
+    def __init__(self, name: str, engine: Any, backend: TensorrtBackend) -> None:
+        self._name = name
+        self._engine = engine
+        self._backend = backend
+        trt = backend.trt
+        names = [engine.get_tensor_name(number) for number in range(engine.num_io_tensors)]
+        self.inputs = [each for each in names if engine.get_tensor_mode(each) == trt.TensorIOMode.INPUT]
+        self.outputs = [each for each in names if each not in self.inputs]
+        self._types = {each: _type_name(engine.get_tensor_dtype(each)) for each in names}
+        self._on_host = {each for each in names if engine.get_tensor_location(each) == trt.TensorLocation.HOST}
+        if given := [each for each in self.outputs if each in self._on_host]:
+            raise PackageError(
+                f"{name} gives '{given[0]}', a list of sizes, on the host, where no other engine takes it"
+            )
+        self.why_plain = f"{name} takes a list of sizes on the host" if self._on_host else None
+        self.context = _make_context(trt, engine)
+        if self.context is None:
+            raise PackageError(f"TensorRT can't make a context for {name} on cuda{backend.index}: {backend.said()}")
+        # Version 10 renamed it.
+        v2 = hasattr(engine, "device_memory_size_v2")
+        self.scratch_bytes = int(engine.device_memory_size_v2 if v2 else engine.device_memory_size)
+        self._shapes: dict[Any, dict[str, tuple[int, ...]]] = {}
+        self._capture = backend.cuda_graphs
+        self._graphs: dict[Any, Any] = {}
+        self._seen: set[Any] = set()
+
+    def connect(self, communicator: Any) -> None:
+        """Hand NCCL's communicator to the context. All ranks of the group do so at the same time: it is a handshake."""
+        new = ctypes.pythonapi.PyCapsule_New
+        new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        self._capture = False  # to capture what waits for other ranks has been seen to hang
+        self.why_plain = f"{self._name} waits for other ranks while it runs"
+        if not self.context.set_communicator(new(communicator.comm, b"ncclComm_t", None)):
+            raise PackageError(f"{self._name} does not take its communicator: {self._backend.said()}")
+
+    def run(self, values: Mapping[str, Any], into: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+        given = {name: self._fit(name, values[name]) for name in self.inputs}
+        lists = self._backend.download({name: given[name] for name in self.inputs if name in self._on_host})
+        arrays = {name: np.ascontiguousarray(array) for name, array in lists.items()}
+        sizes = (*(value.shape for value in given.values()), *(array.tobytes() for array in arrays.values()))
+        if sizes not in self._shapes:
+            self._bind(given, arrays)
+            self._shapes[sizes] = self._infer()
+        shapes = self._shapes[sizes]
+        made = {n: into[n] if n in into else self._backend.empty(shapes[n], self._types[n]) for n in self.outputs}
+        scratch = self._backend.lend_scratch(self)
+        pointers = tuple(value.pointer for value in (*given.values(), *made.values()))
+        self._launch((sizes, scratch, pointers), lambda: self._bind({**given, **made}, arrays))
+        self._backend.keep(arrays)
+        return made
+
+    def _bind(self, values: Mapping[str, GpuArray], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Tell the context where values are, and what sizes inputs have."""
+        for name, value in values.items():
+            pointer = arrays[name].ctypes.data if name in arrays else value.pointer
+            self.context.set_tensor_address(name, pointer)
+            if name in self.inputs and not self.context.set_input_shape(name, value.shape):
+                raise EngineError(f"{self._name} was not built for the shape {value.shape} of '{name}'")
+
+    def _infer(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the outputs for the inputs that are bound."""
+        if missing := self.context.infer_shapes():
+            raise EngineError(f"{self._name} lacks the sizes of {', '.join(missing)}")
+        shapes = {name: tuple(self.context.get_tensor_shape(name)) for name in self.outputs}
+        if unknown := [name for name, shape in shapes.items() if min(shape, default=0) < 0]:
+            raise EngineError(f"the size of '{unknown[0]}' depends on data, which splitc's TensorRT engines can't give")
+        return shapes
+
+    def _launch(self, key: Any, bind: Callable[[], None]) -> None:
+        """Run what `bind` binds; what was bound like that before is captured as a graph, and replayed from then on.
+
+        To launch a graph takes the host a few microseconds, and to launch an engine of a few layers hundreds. A graph
+        is of the addresses that it was captured with: the pool gives the same ones again and again.
+        """
+        stream = self._backend.stream
+        if self._backend.tape is not None:
+            bind()
+            self._enqueue()
+            return
+        if (graph := self._graphs.get(key)) is not None:
+            graph.launch(stream)
+            return
+        bind()
+        if key in self._seen and self._capture and not self._on_host:
+            graph = self._captured()
+            if graph is not None:
+                if len(self._graphs) == MOST_GRAPHS:
+                    del self._graphs[next(iter(self._graphs))]
+                self._graphs[key] = graph
+                graph.launch(stream)
+                return
+        self._seen = {*list(self._seen)[-MOST_GRAPHS:], key}
+        self._enqueue()
+
+    def _captured(self) -> Any:
+        """What the context does with what is bound, as a graph; None, and never tried again, where that can't be."""
+        stream = self._backend.stream
+        try:
+            stream.begin_capture(self._backend.cuda.runtime.streamCaptureModeThreadLocal)
+            try:
+                self._enqueue()
+            finally:
+                graph = stream.end_capture()
+        except (EngineError, self._backend.cuda.runtime.CUDARuntimeError) as error:
+            self._capture = False
+            self._backend.notes.append(
+                f"{self._name} can't be captured as a CUDA graph, and is launched plainly: {error}"
+            )
+            return None
+        return graph
+
+    def _enqueue(self) -> None:
+        if not self.context.execute_async_v3(self._backend.stream.ptr):
+            raise EngineError(f"{self._name} failed on cuda{self._backend.index}: {self._backend.said()}")
+
+    def _fit(self, name: str, value: GpuArray) -> GpuArray:
+        """The value in the engine's number type: before version 10 TensorRT has no int64, and takes int32 for it."""
+        return value if value.dtype == self._types[name] else self._backend.cast(value, self._types[name])
+
+
+class TensorrtBackend(Gpu):
+    """TensorRT, or TensorRT-RTX, on one GPU."""
+
+    def __init__(self, kind: str, index: int, options: BuildOptions, cuda_graphs: bool = True) -> None:
+        super().__init__(index)
+        self.cuda_graphs = cuda_graphs
+        need_installed(kind)
+        self.trt: ModuleType = importlib.import_module(MODULES[kind])
+        self._options = options
+        self._errors: list[str] = []
+        self._logger = _make_logger(self.trt, self._errors)
+        if hasattr(self.trt, "init_libnvinfer_plugins"):
+            self.trt.init_libnvinfer_plugins(self._logger, "")
+        self._runtime = self.trt.Runtime(self._logger)
+        self._runtime.engine_host_code_allowed = options.version_compatible  # such engines hold code for the host
+        self._scratch: Optional[GpuArray] = None
+        self._most_scratch = 0
+
+    def load(self, path: Path, source: Optional[Path] = None, sizes_only: Collection[str] = ()) -> TensorrtEngine:
+        engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
+        if engine is None:
+            raise PackageError(f"TensorRT can't load {path} on cuda{self.index}: {self.said()}")
+        if self._options.weight_streaming:
+            engine.weight_streaming_budget_v2 = engine.get_weight_streaming_automatic_budget()
+        if self._options.strip_weights:
+            self._refit(engine, path, source)
+        loaded = TensorrtEngine(path.name, engine, self)
+        self._most_scratch = max(self._most_scratch, loaded.scratch_bytes)
+        return loaded
+
+    def _refit(self, engine: Any, path: Path, source: Optional[Path]) -> None:
+        """Give an engine that was built without weights those of its ONNX file."""
+        refitter = self.trt.Refitter(engine, self._logger)
+        parser = self.trt.OnnxParserRefitter(refitter, self._logger)
+        if source is None or not parser.refit_from_file(str(source)) or not refitter.refit_cuda_engine():
+            raise PackageError(f"{path} has no weights, and can't be given those of {source}: {self.said()}")
+
+    def lend_scratch(self, engine: TensorrtEngine) -> int:
+        """Let the engine work in the memory that all engines of the rank have together: one runs at a time.
+
+        Returns its address.
+        """
+        if self._scratch is None:
+            self._scratch = self.empty((self._most_scratch,), "uint8")
+        if hasattr(engine.context, "set_device_memory"):
+            engine.context.set_device_memory(self._scratch.pointer, self._scratch.nbytes)
+        else:
+            engine.context.device_memory = self._scratch.pointer
+        return self._scratch.pointer
+
+    def said(self) -> str:
+        """TensorRT's last error."""
+        return self._errors[-1] if self._errors else "it gave no reason"
+
+    def stop(self) -> None:
+        """An engine that is running can't be stopped; whoever waits for it is told by `interrupted`."""
+
+
+def _make_context(trt: ModuleType, engine: Any) -> Any:
+    """A context without scratch memory of its own. The way to ask for that changed with TensorRT 10."""
+    if hasattr(trt, "ExecutionContextAllocationStrategy"):
+        return engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+    return engine.create_execution_context_without_device_memory()
+
+
+def _make_logger(trt: ModuleType, errors: list[str]) -> Any:
+    class Log(trt.ILogger):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity in (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR):
+                errors.append(message.strip())
+
+    return Log()
+
+
+def _type_name(dtype: Any) -> str:
+    name = str(dtype).rpartition(".")[2]
+    return TYPES.get(name, name.lower())

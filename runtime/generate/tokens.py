@@ -1,0 +1,203 @@
+"""Generate tokens with a package of a language model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import numpy as np
+import numpy.typing as npt
+
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.generate.sampling import Sampling, choose_token
+from splitc.runtime.manifest import Manifest, Tensor
+from splitc.runtime.sequence import StateSequence
+from splitc.runtime.session import Session
+from splitc.runtime.units import format_shape
+
+Array = npt.NDArray[Any]
+
+# Tokens of a prompt that go through the model at once.
+PROMPT_CHUNK = 512
+
+
+@dataclass(frozen=True)
+class Roles:
+    """What the inputs and the output of a language model are for, by name; some models lack a mask or positions."""
+
+    ids: str
+    mask: Optional[str]
+    positions: Optional[str]
+    logits: str
+
+
+@dataclass
+class Timings:
+    """Tokens and seconds, of the prompt and of what was generated after it."""
+
+    prompt_tokens: int = 0
+    prompt_seconds: float = 0.0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+def find_roles(manifest: Manifest) -> Roles:
+    """The inputs of a language model, by their roles: token ids are the indices.
+
+    Raises MisuseError for a model whose inputs are others.
+    """
+    states = {state.input for state in manifest.states}
+    given = {state.output for state in manifest.states}
+    inputs = [tensor for tensor in manifest.inputs if tensor.name not in states]
+    masks, positions, ids = (_of_role(inputs, role) for role in ("mask", "positions", "indices"))
+    rest = [tensor for tensor in inputs if tensor not in (*masks, *positions)]
+    ids = ids or [tensor for tensor in rest if "ids" in tensor.name.lower()]
+    if len(ids) != 1 or len(rest) > 1 or len(masks) > 1 or len(positions) > 1 or not _may_have(ids[0], 2):
+        raise MisuseError(
+            f"can't generate with {manifest.source.name}: it takes {', '.join(tensor.name for tensor in inputs)}, and "
+            "splitc knows token ids, an attention mask and position ids (and states)"
+        )
+    outputs = [tensor for tensor in manifest.outputs if tensor.name not in given and _may_have(tensor, 3)]
+    named = [tensor for tensor in outputs if "logits" in tensor.name.lower()] or outputs
+    if not named:
+        raise MisuseError(f"can't generate with {manifest.source.name}: it has no output of logits")
+    return Roles(ids[0].name, _one(masks), _one(positions), named[0].name)
+
+
+def _of_role(inputs: Sequence[Tensor], role: str) -> list[Tensor]:
+    return [tensor for tensor in inputs if tensor.role is not None and tensor.role.kind == role]
+
+
+def _may_have(tensor: Tensor, dimensions: int) -> bool:
+    return tensor.shape is None or len(tensor.shape) == dimensions
+
+
+def _one(tensors: Sequence[Tensor]) -> Optional[str]:
+    return tensors[0].name if tensors else None
+
+
+def generate(
+    session: Session,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int = 100,
+    sampling: Sampling = Sampling(),
+    stop_tokens: Collection[int] = (),
+    prompt_chunk: int = PROMPT_CHUNK,
+    prefill: Optional[Session] = None,
+    timings: Optional[Timings] = None,
+) -> Iterator[int]:
+    """Tokens that follow the prompt, as they come, up to one of the stop tokens, which is not among them.
+
+    The caches stay on the ranks. A long prompt goes through in chunks, or through a package of its own, `prefill`: of a
+    model that takes no caches and makes them, as exporters write beside one that takes them. A model without states
+    gets all tokens again for each new one. `timings` is filled on the way.
+    Raises MisuseError for an empty prompt, or a model that is no language model.
+    """
+    roles = find_roles(session.manifest)
+    if not len(prompt):
+        raise MisuseError("the prompt has no tokens")
+    role = next(tensor.role for tensor in session.inputs if tensor.name == roles.ids)
+    if role is not None and role.rows and (unknown := [token for token in prompt if not 0 <= token < role.rows]):
+        raise MisuseError(f"the prompt has the token {unknown[0]}, and the model has a vocabulary of {role.rows}")
+    timings = timings if timings is not None else Timings()
+    room = None if prefill is not None else len(prompt) + max_new_tokens
+    feeder = Feeder(session.manifest, roles, room)
+    generator = np.random.default_rng(sampling.seed)
+    stateful = bool(session.manifest.states)
+    chunk = feeder.chunk(len(prompt), prompt_chunk if stateful else len(prompt))
+    tokens = list(prompt)
+    sequence = session.start(room) if stateful else None
+    run = sequence.run if sequence is not None else session.run
+    try:
+        start = time.perf_counter()
+        if prefill is not None and sequence is not None:
+            logits = _prefill(prefill, sequence, session.manifest, tokens)
+        else:
+            logits = _read_prompt(run, feeder, tokens, chunk)
+        timings.prompt_tokens, timings.prompt_seconds = len(tokens), time.perf_counter() - start
+        for number in range(max_new_tokens):
+            token = choose_token(logits, sampling, generator)
+            if token in stop_tokens:
+                return
+            yield token
+            tokens.append(token)
+            if number + 1 < max_new_tokens:
+                start = time.perf_counter()
+                new = tokens[-1:] if stateful else tokens
+                logits = run(feeder.feeds(new, len(tokens)))[roles.logits][0, -1]
+                timings.tokens, timings.seconds = number + 1, timings.seconds + time.perf_counter() - start
+    finally:
+        if sequence is not None:
+            sequence.close()
+
+
+def _read_prompt(
+    run: Callable[..., dict[str, Array]], feeder: Feeder, tokens: Sequence[int], chunk: int
+) -> npt.NDArray[Any]:
+    """Send the prompt through; returns the logits after its last token."""
+    logits: Array = np.empty(0)
+    for first in range(0, len(tokens), chunk):
+        piece = tokens[first : first + chunk]
+        logits = run(feeder.feeds(piece, first + len(piece)))[feeder.roles.logits][0, -1]
+    return logits
+
+
+def _prefill(prefill: Session, sequence: StateSequence, manifest: Manifest, tokens: Sequence[int]) -> npt.NDArray[Any]:
+    """Send the prompt through another package, and hand its caches to the sequence; returns the last logits."""
+    roles = find_roles(prefill.manifest)
+    outputs = prefill.run(Feeder(prefill.manifest, roles).feeds(tokens, len(tokens)))
+    if missing := [state.output for state in manifest.states if state.output not in outputs]:
+        raise MisuseError(
+            f"the prefill package ({prefill.manifest.source.name}) does not make {missing[0]}, which "
+            f"{manifest.source.name} wants to go on from"
+        )
+    sequence.load({state.input: outputs[state.output] for state in manifest.states})
+    logits: Array = outputs[roles.logits][0, -1]
+    return logits
+
+
+class Feeder:
+    """Makes the feeds of one step, in the number types of the model's inputs."""
+
+    def __init__(self, manifest: Manifest, roles: Roles, room: Optional[int] = None) -> None:
+        self.roles = roles
+        self._inputs = {tensor.name: tensor for tensor in manifest.inputs}
+        # Caches that are written in place have room for all tokens from the beginning, and so has their mask: no size
+        # changes from token to token then.
+        self._room = room if manifest.states and all(state.in_place for state in manifest.states) else None
+
+    def chunk(self, prompt: int, wanted: int) -> int:
+        """How many tokens of the prompt go through at once. Raises MisuseError for a model of a fixed longer length."""
+        shape = self._inputs[self.roles.ids].shape
+        fixed = None if shape is None else shape[1]
+        if isinstance(fixed, int) and fixed != 1:
+            raise MisuseError(f"can't generate with a model that takes {fixed} tokens at a time, no more and no less")
+        return 1 if fixed == 1 else max(1, min(wanted, prompt))
+
+    def feeds(self, new: Sequence[int], total: int) -> dict[str, Array]:
+        """For `new` tokens, the last of `total`."""
+        made = {self.roles.ids: np.array([new])}
+        if self.roles.mask is not None:
+            made[self.roles.mask] = self._mask(self._inputs[self.roles.mask], len(new), total)
+        if self.roles.positions is not None:
+            made[self.roles.positions] = np.arange(total - len(new), total)[None]
+        return {name: array.astype(self._inputs[name].dtype) for name, array in made.items()}
+
+    def _mask(self, tensor: Tensor, new: int, total: int) -> Array:
+        """Ones for what is there, and zeros for the room behind it.
+
+        Raises MisuseError for a mask that is not one number a token, and for a sequence longer than its fixed length.
+        """
+        if not _may_have(tensor, 2):
+            raise MisuseError(f"can't generate with a mask of {format_shape(tensor.shape)} ('{tensor.name}')")
+        length = None if tensor.shape is None else tensor.shape[1]
+        ids = self._inputs[self.roles.ids]
+        if tensor.shape == ids.shape and length is not None:
+            return np.ones((1, new))
+        room = length if isinstance(length, int) else self._room or total
+        if total > room:
+            raise MisuseError(f"the model has room for {room} tokens, and the sequence comes to {total}")
+        return (np.arange(room) < total)[None]

@@ -1,0 +1,1 @@
+"""One rank at work: its loop, and what runs it."""

@@ -1,0 +1,199 @@
+"""A rank's program: a list of steps, and the loop that runs them for one request.
+
+Values are whatever the rank's backend makes of arrays (`splitc.runtime.engines`); the loop only passes them on.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from types import MappingProxyType
+from typing import Any, Optional, Union
+
+from msgspec import Struct
+
+from splitc.runtime.collectives import Transport
+from splitc.runtime.engines import Engine
+
+
+class Receive(Struct, frozen=True, tag="receive"):
+    """Take `value` from the rank `source`."""
+
+    value: str
+    source: int
+
+
+class Run(Struct, frozen=True, tag="run"):
+    """Run the rank's engine of this number on the values that it names, and keep what it returns."""
+
+    engine: int
+
+
+class Send(Struct, frozen=True, tag="send"):
+    """Give `value` to the rank `target`."""
+
+    value: str
+    target: int
+
+
+class Reduce(Struct, frozen=True, tag="reduce"):
+    """Bring together what the ranks `ranks` each have under the names `parts`; all get the results, named `wholes`.
+
+    `operation` is `sum`, or `max` for the greatest, element by element.
+    """
+
+    operation: str
+    parts: list[str]
+    wholes: list[str]
+    ranks: list[int]
+
+
+Step = Union[Receive, Run, Send, Reduce]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Stands for a value that was not computed, so that ranks further on are released rather than left to wait."""
+
+    error: BaseException
+
+
+def attempt(work: Callable[[], Any]) -> Any:
+    """What the work returns; a Failure where it raises, for other ranks that wait for what comes of it."""
+    try:
+        return work()
+    except Exception as error:  # whatever it is, it belongs to the request
+        _let_go(error)
+        return Failure(error)
+
+
+def _let_go(error: Optional[BaseException]) -> None:
+    """Free what the frames hold that the error came through: a device's memory, and its engines, belong to its thread,
+    and the error goes wherever the caller takes it.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__
+
+
+@dataclass(frozen=True)
+class Replay:
+    """All steps of all ranks at once, as a CUDA graph."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """One step as it ran: times in seconds of time.perf_counter."""
+
+    step: Union[Step, Replay]
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Program:
+    """A rank's steps, the engines that they run, and the names of what is wanted of it in the end."""
+
+    steps: Sequence[Step]
+    engines: Sequence[Engine]
+    outputs: Sequence[str] = ()
+
+    @cached_property
+    def last_uses(self) -> Mapping[int, Sequence[str]]:
+        """For each step the values that no later step reads and nobody wants, so that their memory can go."""
+        last: dict[str, int] = {}
+        for number, step in enumerate(self.steps):
+            last.update(dict.fromkeys(self._names(step), number))
+        uses: dict[int, list[str]] = {}
+        for name, number in last.items():
+            if name not in self.outputs:
+                uses.setdefault(number, []).append(name)
+        return uses
+
+    def _names(self, step: Step) -> list[str]:
+        """What a step reads or makes."""
+        if isinstance(step, Run):
+            engine = self.engines[step.engine]
+            return [*engine.inputs, *engine.outputs]
+        return [*step.parts, *step.wholes] if isinstance(step, Reduce) else [step.value]
+
+
+def execute(
+    program: Program,
+    transport: Transport,
+    feeds: Callable[[], Mapping[str, Any]],
+    accumulate: Callable[[str, Any, Any], None],
+    into: Mapping[str, Any] = MappingProxyType({}),
+) -> tuple[dict[str, Any], list[Span]]:
+    """Run the program on what `feeds` gives. Returns every value still held at the end, and when each step ran.
+
+    `accumulate` brings a part into another one in place, by the operation of a Reduce step. Outputs in `into` are
+    written to those values.
+
+    When something fails, the rest of the program is still walked: what others send is taken, what others wait for is
+    sent as a Failure. So one bad request leaves every channel as it found it. The first error is raised at the end.
+    """
+    values: dict[str, Any] = {}
+    spans = []
+    failure: Failure | None = None
+    fed = attempt(feeds)
+    if isinstance(fed, Failure):
+        failure = fed
+    else:
+        values.update(fed)
+    for number, step in enumerate(program.steps):
+        start = time.perf_counter()
+        if isinstance(step, Receive):
+            values[step.value] = received = attempt(partial(transport.receive, step.source, step.value))
+            if isinstance(received, Failure):
+                failure = failure or received
+        elif isinstance(step, Send):
+            failure = _send(transport, step, failure or values[step.value])
+        elif isinstance(step, Reduce):
+            parts = failure or [values[name] for name in step.parts]
+            wholes = transport.reduce(step, parts, accumulate)
+            if isinstance(wholes, Failure):
+                failure = failure or wholes
+            else:
+                values.update(zip(step.wholes, wholes))
+        elif failure is None:
+            made = attempt(partial(_run, program.engines[step.engine], values, into))
+            if isinstance(made, Failure):
+                failure = made
+            else:
+                values.update(made)
+        spans.append(Span(step, start, time.perf_counter()))
+        for name in program.last_uses.get(number, ()):
+            values.pop(name, None)
+    if failure is not None:
+        raise failure.error
+    return values, spans
+
+
+def overlap(programs: Sequence[Sequence[Step]]) -> bool:
+    """Whether a request can begin while the one before is further on: a rank that needs nothing of another one."""
+    needs: list[set[int]] = []
+    for program in programs:
+        sources = {step.source for step in program if isinstance(step, Receive)}
+        needs.append(sources.union(*(step.ranks for step in program if isinstance(step, Reduce))))
+    for _ in programs:
+        needs = [own.union(*(needs[rank] for rank in own)) for own in needs]
+    return any(set(range(len(programs))) - {rank} - own for rank, own in enumerate(needs))
+
+
+def _run(engine: Engine, values: Mapping[str, Any], into: Mapping[str, Any]) -> dict[str, Any]:
+    own = {name: into[name] for name in engine.outputs if name in into}
+    given = {name: values[name] for name in engine.optional.intersection(values)}
+    return engine.run({**{name: values[name] for name in engine.inputs}, **given}, own)
+
+
+def _send(transport: Transport, step: Send, value: Any) -> Failure | None:
+    """Send a value, or a Failure where that can't be. Returns the Failure that was sent."""
+    failed = attempt(partial(transport.send, step.target, step.value, value))
+    if isinstance(failed, Failure):  # nothing was sent, and the other rank must not wait for it
+        value = failed
+        transport.send(step.target, step.value, value)
+    return value if isinstance(value, Failure) else None

@@ -1,0 +1,1 @@
+"""Requests as CUDA graphs."""

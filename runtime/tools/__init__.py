@@ -1,0 +1,1 @@
+"""What measures, compares and shows packages."""

@@ -1,0 +1,184 @@
+"""Time a package, beside the unsplit model, in one run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+import numpy as np
+import numpy.typing as npt
+
+from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
+from splitc.runtime.feeds import check_feeds
+from splitc.runtime.futures import in_order
+from splitc.runtime.ranks.loop import Receive, Reduce, Replay, Run
+from splitc.runtime.ranks.thread import Served
+from splitc.runtime.session import Session
+from splitc.runtime.tools.unsplit import fixed_feeds
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Seconds a run, over all runs."""
+
+    median: float
+    p90: float
+    runs: int
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Median seconds a run of a rank: its engines at work, waiting for other ranks (or summing with them), all else.
+
+    Where requests are replayed as CUDA graphs, the first is all that the GPUs took.
+    `overhead` is ours: handing values on, binding them, cutting and joining parts. `utilization` is the share of the
+    whole time that its engines were at work.
+    """
+
+    device: str
+    busy: float
+    waiting: float
+    overhead: float
+    utilization: float
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The unsplit model with a number of threads, one request at a time.
+
+    `ratio` is the median, over neighbouring runs, of the package's time over the unsplit model's: for one request, or
+    for each of several in flight.
+    """
+
+    threads: int
+    latency: Latency
+    ratio: float
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """A package's times, with `threads` on each rank, and those of the unsplit model if it ran too.
+
+    `latency` is that of one request, from its submission to its outputs; `rate` is requests a second. `against_one` is
+    the rate with several in flight over that of one at a time, as the median of neighbouring runs.
+    """
+
+    latency: Latency
+    rate: float
+    in_flight: int
+    against_one: float
+    threads: int
+    ranks: list[RankTimes]
+    baselines: list[Baseline]
+    timeline: list[dict[int, Served]]
+
+
+# Requests in a row, for each in flight, between two turns of the others.
+ROUND = 8
+# Rounds whose timeline is kept.
+TRACED = 8
+
+
+def bench(
+    session: Session,
+    feeds: Mapping[str, npt.NDArray[Any]],
+    *,
+    in_flight: int = 1,
+    baseline: Optional[Path] = None,
+    baseline_threads: Sequence[int] = (),
+    runs: int = 50,
+    warmup: int = 5,
+) -> BenchResult:
+    """Time `runs` runs, `in_flight` at a time, in turns with one at a time and with the unsplit model.
+
+    So all see the same machine. The unsplit model runs with as many threads as all ranks have together, and with as
+    many as one rank has: while one request passes through a layer split, one rank works at a time.
+    """
+    threads = baseline_threads or sorted({session.threads * len(session.manifest.ranks), session.threads}, reverse=True)
+    whole = {**feeds, **fixed_feeds(session.manifest, feeds)}
+    others = {count: _baseline(baseline, count, whole) for count in threads} if baseline else {}
+    count = 1 if in_flight == 1 else ROUND * in_flight
+    rounds = max(1, runs // count)
+    _stream(session, feeds, max(1, warmup), in_flight)
+    for run in others.values():
+        _repeat(run, max(1, warmup))
+    streams = []
+    alone: list[float] = []
+    times: dict[int, list[float]] = {number: [] for number in others}
+    for _ in range(rounds):
+        streams.append(_stream(session, feeds, count, in_flight))
+        alone.append(streams[-1].seconds if in_flight == 1 else _stream(session, feeds, count, 1).seconds)
+        for number, run in others.items():
+            times[number].append(_repeat(run, count))
+    own = np.array([stream.seconds for stream in streams])
+    return BenchResult(
+        _latency([each for stream in streams for each in stream.latencies]),
+        count * rounds / float(own.sum()),
+        in_flight,
+        float(np.median(np.array(alone) / own)),
+        session.threads,
+        [_rank_times(rank.device, number, streams) for number, rank in enumerate(session.manifest.ranks)],
+        [Baseline(n, _latency([t / count for t in took]), float(np.median(own / took))) for n, took in times.items()],
+        [served for stream in streams[-TRACED:] for served in stream.timeline],
+    )
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """Requests in a row: seconds for all, seconds for each, and what the ranks did."""
+
+    seconds: float
+    latencies: list[float]
+    timeline: list[dict[int, Served]]
+
+
+def _stream(session: Session, feeds: Mapping[str, npt.NDArray[Any]], count: int, in_flight: int) -> _Stream:
+    """Run the feeds so many times, with at most `in_flight` under way."""
+    arrays = check_feeds(feeds, session.inputs)
+    latencies, timeline = [], []
+    first = time.perf_counter()
+    alone = in_flight == 1
+    for request in in_order((session.submit_request(arrays, here=alone) for _ in range(count)), in_flight):
+        session.join(request)
+        latencies.append(max(served.end for served in request.served.values()) - request.submitted)
+        timeline.append(request.served)
+    return _Stream(time.perf_counter() - first, latencies, timeline)
+
+
+def _repeat(run: Callable[[], None], count: int) -> float:
+    start = time.perf_counter()
+    for _ in range(count):
+        run()
+    return time.perf_counter() - start
+
+
+def _baseline(path: Path, threads: int, feeds: Mapping[str, npt.NDArray[Any]]) -> Callable[[], None]:
+    """The unsplit model as a good user would run it: IO binding, inputs bound once."""
+    backend = OnnxRuntimeBackend(threads)
+    engine = backend.load(path)
+    values = {name: backend.upload(feeds[name]) for name in engine.inputs}
+
+    def run() -> None:
+        engine.run(values)
+
+    return run
+
+
+def _rank_times(device: str, number: int, streams: Sequence[_Stream]) -> RankTimes:
+    served = [request[number] for stream in streams for request in stream.timeline]
+
+    def seconds(*kinds: type) -> list[float]:
+        return [sum(s.end - s.start for s in each.spans if isinstance(s.step, kinds)) for each in served]
+
+    busy, waiting = np.array(seconds(Run, Replay)), np.array(seconds(Receive, Reduce))
+    overhead = np.array([each.end - each.start for each in served]) - busy - waiting
+    whole = sum(stream.seconds for stream in streams)
+    typical = [float(np.median(each)) for each in (busy, waiting, overhead)]
+    return RankTimes(device, typical[0], typical[1], typical[2], float(busy.sum()) / whole)
+
+
+def _latency(seconds: list[float]) -> Latency:
+    return Latency(float(np.median(seconds)), float(np.percentile(seconds, 90)), len(seconds))

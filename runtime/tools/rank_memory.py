@@ -1,0 +1,190 @@
+"""Measure what each rank really holds: one process a rank, so that no rank's memory hides in another's.
+
+    python -m splitc.runtime.tools.rank_memory PACKAGE RANK THREADS INPUTS OUTPUTS
+
+runs one rank on the inputs in the file, writes what the next ranks need, and prints its memory as JSON.
+"""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy.typing as npt
+import psutil
+
+from splitc.runtime.collectives.host import connect
+from splitc.runtime.engines import Backend
+from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
+from splitc.runtime.errors import SplitcError
+from splitc.runtime.manifest import Rank, read_manifest
+from splitc.runtime.parts import cut_part
+from splitc.runtime.ranks.loop import Failure, Program, Receive, Reduce, Send, execute
+
+
+class RankMemory(msgspec.Struct, frozen=True):
+    """Resident bytes of a rank's process above what it had before: with its engines loaded, and at its peak.
+
+    The peak counts loading, and one run on the given feeds with their shapes.
+    """
+
+    device: str
+    loaded: int
+    peak: int
+    predicted_weights: int
+    predicted_total: int
+
+
+def measure_memory(package: Path, threads: int, feeds: Mapping[str, npt.NDArray[Any]]) -> list[RankMemory]:
+    """Run the ranks one after another, each in a process of its own. Raises SplitcError when one fails.
+
+    Where ranks wait for later ones, all run once together before, for what they send each other.
+    """
+    manifest = read_manifest(package)
+    values: dict[str, npt.NDArray[Any]] = dict(feeds)
+    steps = [(number, step) for number, rank in enumerate(manifest.ranks) for step in rank.program]
+    if any(isinstance(step, Receive) and step.source > number for number, step in steps):
+        values.update(_run_together(package, manifest.ranks, threads, feeds))
+    found = []
+    with tempfile.TemporaryDirectory(prefix="splitc-measure-") as folder:
+        inputs, outputs = Path(folder) / "inputs", Path(folder) / "outputs"
+        for number, rank in enumerate(manifest.ranks):
+            wanted = {name for engine in rank.engines for name in engine.inputs}
+            _write_arrays(inputs, {name: array for name, array in values.items() if name in wanted})
+            command = [
+                sys.executable,
+                "-m",
+                __name__,
+                str(package),
+                str(number),
+                str(threads),
+                str(inputs),
+                str(outputs),
+            ]
+            result = subprocess.run(command, capture_output=True, text=True)
+            if result.returncode:
+                reason = result.stderr.strip().splitlines()[-1:] or ["no message"]
+                raise SplitcError(f"can't measure the memory of rank {number} ({rank.device}): {reason[0]}")
+            found.append(msgspec.json.decode(result.stdout, type=RankMemory))
+            values.update(_read_arrays(outputs))
+    return found
+
+
+def _write_arrays(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    """For our own processes only, which pickle keeps all number types for."""
+    path.write_bytes(pickle.dumps(dict(arrays), pickle.HIGHEST_PROTOCOL))
+
+
+def _read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
+    arrays: dict[str, npt.NDArray[Any]] = pickle.loads(path.read_bytes())
+    return arrays
+
+
+def _run_together(
+    package: Path, ranks: Sequence[Rank], threads: int, feeds: Mapping[str, npt.NDArray[Any]]
+) -> dict[str, npt.NDArray[Any]]:
+    """What the ranks send each other in one run."""
+    backend = OnnxRuntimeBackend(threads)
+    transports = connect(len(ranks))
+    programs = []
+    for rank in ranks:
+        sent = [step.value for step in rank.program if isinstance(step, Send)]
+        programs.append(Program(rank.program, [backend.load(package / engine.path) for engine in rank.engines], sent))
+
+    def run(number: int) -> dict[str, npt.NDArray[Any]]:
+        program = programs[number]
+        fed = partial(_cut_feeds, ranks[number], feeds, backend)
+        values, _ = execute(program, transports[number], fed, backend.accumulate)
+        return dict(backend.download({name: values[name] for name in program.outputs}))
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return {name: array for each in pool.map(run, range(len(ranks))) for name, array in each.items()}
+
+
+def _cut_feeds(rank: Rank, arrays: Mapping[str, npt.NDArray[Any]], backend: Backend) -> dict[str, Any]:
+    """What a rank is fed of these arrays."""
+    parts = {part.name: part for part in rank.parts}
+    cut = {n: cut_part(arrays[n], parts[n]) if n in parts else arrays[n] for n in rank.inputs}
+    return {name: backend.upload(array) for name, array in cut.items()}
+
+
+def _resident() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+def _peak() -> int:
+    """The most resident bytes that this process ever had."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        # getrusage would count what the parent had when it forked.
+        return next(
+            int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM:")
+        )
+    import resource  # where there is no /proc: macOS, which counts in bytes
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+class Alone:
+    """A transport for one rank by itself: what others would send lies in `arrays`, what it sends is kept.
+
+    For a collective it takes its own part: the numbers are others then, the bytes are the same.
+    """
+
+    def __init__(self, arrays: Mapping[str, npt.NDArray[Any]], backend: Backend) -> None:
+        self._arrays = arrays
+        self._backend = backend
+        self.sent: dict[str, npt.NDArray[Any]] = {}
+
+    def leave(self) -> None:
+        pass
+
+    def join(self, group: Sequence[int]) -> Any:
+        raise RuntimeError("a rank by itself has nobody to exchange values with")
+
+    def abort(self, error: BaseException) -> None:
+        pass
+
+    def send(self, target: int, name: str, value: Any) -> None:
+        if not isinstance(value, Failure):
+            self.sent[name] = self._backend.download({name: value})[name]
+
+    def receive(self, source: int, name: str) -> Any:
+        return self._backend.upload(self._arrays[name])
+
+    def reduce(self, step: Reduce, parts: Any, accumulate: Callable[[str, Any, Any], None]) -> Any:
+        return parts
+
+
+def _measure_rank(rank: Rank, package: Path, threads: int, inputs: Path, outputs: Path) -> RankMemory:
+    arrays = _read_arrays(inputs)
+    backend = OnnxRuntimeBackend(threads)
+    before = _resident()
+    engines = [backend.load(package / engine.path) for engine in rank.engines]
+    loaded = _resident()
+    transport = Alone(arrays, backend)
+    feeds = partial(_cut_feeds, rank, arrays, backend)
+    execute(Program(rank.program, engines, rank.outputs), transport, feeds, backend.accumulate)
+    peak = _peak()
+    _write_arrays(outputs, transport.sent)
+    return RankMemory(rank.device, max(0, loaded - before), max(0, peak - before), rank.weights_bytes, rank.total_bytes)
+
+
+def main() -> None:
+    package, number, threads, inputs, outputs = sys.argv[1:]
+    manifest = read_manifest(Path(package))
+    rank = manifest.ranks[int(number)]
+    found = _measure_rank(rank, Path(package), int(threads), Path(inputs), Path(outputs))
+    print(msgspec.json.encode(found).decode())
+
+
+if __name__ == "__main__":
+    main()

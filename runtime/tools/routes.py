@@ -1,0 +1,48 @@
+"""How a package's values get from GPU to GPU on the machine at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import permutations
+
+from splitc.runtime.devices import DeviceStatus, parse_devices
+from splitc.runtime.manifest import Manifest
+from splitc.runtime.ranks.loop import Reduce, Send
+
+# What `DeviceStatus.peers` says, in words.
+WAYS = {"peer": "directly", "host": "through the host's pinned memory"}
+
+
+def find_routes(manifest: Manifest, look: Callable[[], Sequence[DeviceStatus]]) -> dict[str, list[str]]:
+    """Pairs of GPUs that exchange values in the package, as `cuda0-cuda1`, by the way that these go.
+
+    `look` lists the devices of this machine, GPUs that are not among them are left out. It takes a while where there
+    are GPUs, and is asked only for a package that has several.
+    """
+    pairs = sorted(_exchanging(manifest))
+    peers = {device.name: device.peers for device in look()} if pairs else {}
+    routes: dict[str, list[str]] = {}
+    for one, other in pairs:
+        if way := peers.get(one, {}).get(other):
+            routes.setdefault(WAYS[way], []).append(f"{one}-{other}")
+    return routes
+
+
+def _exchanging(manifest: Manifest) -> set[tuple[str, str]]:
+    """The GPUs that exchange values, in pairs, each once."""
+    ranks = manifest.ranks
+    numbers = set()
+    for number, rank in enumerate(ranks):
+        for step in rank.program:
+            if isinstance(step, Send):
+                numbers.add((number, step.target))
+            elif isinstance(step, Reduce):
+                numbers.update(permutations(step.ranks, 2))
+        for engine in rank.engines:
+            numbers.update(permutations(engine.group, 2))
+    pairs = {(ranks[one].device, ranks[other].device) for one, other in numbers}
+    return {(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1] and _are_gpus(pair)}
+
+
+def _are_gpus(names: Sequence[str]) -> bool:
+    return all(device.kind == "cuda" for device in parse_devices(names))

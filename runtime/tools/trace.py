@@ -1,0 +1,80 @@
+"""When each rank did what: as a Chrome trace for Perfetto, and as a few lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from splitc.runtime.files import written_whole
+from splitc.runtime.manifest import Rank
+from splitc.runtime.ranks.loop import Receive, Reduce, Replay, Run, Span
+from splitc.runtime.ranks.thread import Served
+
+# For each request what each rank did.
+Timeline = Sequence[Mapping[int, Served]]
+
+# How a column of the text timeline shows a rank that was at an engine for less than a part of it.
+SHADES = ((0.75, "█"), (0.5, "▓"), (0.25, "▒"), (0.02, "░"), (0.0, " "))
+
+
+def describe(span: Span, rank: Rank) -> str:
+    """A step for people."""
+    step = span.step
+    if isinstance(step, Run):
+        return rank.engines[step.engine].path.rpartition("/")[2]
+    if isinstance(step, Replay):
+        return "all ranks, as a CUDA graph"
+    if isinstance(step, Reduce):
+        return f"{step.operation} of {len(step.wholes)} over {len(step.ranks)} ranks"
+    return f"from rank {step.source}" if isinstance(step, Receive) else f"to rank {step.target}"
+
+
+def write_trace(path: Path, ranks: Sequence[Rank], requests: Timeline) -> None:
+    """Write all requests' steps in Chrome's trace format, a row a rank. Raises MisuseError when it can't be written.
+
+    Format: the "Trace Event Format" document of the Chromium project; times in microseconds.
+    """
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": f"rank {number} ({rank.device})"}}
+        for number, rank in enumerate(ranks)
+    ]
+    zero = min((served.start for request in requests for served in request.values()), default=0.0)
+    for number, request in enumerate(requests):
+        for rank, served in request.items():
+            events += [
+                {
+                    "ph": "X",
+                    "name": describe(span, ranks[rank]),
+                    "cat": type(span.step).__name__.lower(),
+                    "pid": 0,
+                    "tid": rank,
+                    "ts": 1e6 * (span.start - zero),
+                    "dur": 1e6 * (span.end - span.start),
+                    "args": {"request": number},
+                }
+                for span in served.spans
+            ]
+    with written_whole(path) as file:
+        file.write(msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def draw_timeline(ranks: int, requests: Timeline, width: int = 72) -> list[str]:
+    """A line a rank: how much of each stretch of time its engines were at work."""
+    spans = [[span for request in requests for span in request[rank].spans] for rank in range(ranks)]
+    every = [span for rank in spans for span in rank]
+    if not every:
+        return ["" for _ in range(ranks)]
+    zero, end = min(span.start for span in every), max(span.end for span in every)
+    column = max(1e-9, (end - zero) / width)
+    lines = []
+    for rank in spans:
+        busy = [0.0] * width
+        for span in (span for span in rank if isinstance(span.step, (Run, Replay))):
+            first, last = (span.start - zero) / column, (span.end - zero) / column
+            for place in range(int(first), min(width, int(last) + 1)):
+                busy[place] += max(0.0, min(last, place + 1) - max(first, place))
+        lines.append("".join(next(shade for least, shade in SHADES if share >= least) for share in busy))
+    return lines

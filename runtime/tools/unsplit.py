@@ -1,0 +1,136 @@
+"""The unsplit model, in ONNX Runtime: what a package is compared with, on the same kind of device where it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Optional
+
+import numpy as np
+import numpy.typing as npt
+
+from splitc.runtime.arrays import number_type
+from splitc.runtime.devices import Device, free_bytes, parse_devices
+from splitc.runtime.engines.backends import make_backend
+from splitc.runtime.engines.kinds import ONNXRUNTIME
+from splitc.runtime.errors import MisuseError, PackageError
+from splitc.runtime.manifest import Manifest
+from splitc.runtime.settings import setting_array
+from splitc.runtime.units import format_bytes
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+Run = Callable[[Arrays], dict[str, npt.NDArray[Any]]]
+CPU = Device("cpu", 0)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The unsplit model on a device, and why on that one. `run` takes the feeds of the package."""
+
+    device: Device
+    why: str
+    run: Run
+
+    def __str__(self) -> str:
+        return f"the unsplit model on {self.device}, {self.why}"
+
+
+@contextmanager
+def open_reference(
+    model: Path,
+    manifest: Manifest,
+    devices: Sequence[Device],
+    threads: int,
+    *,
+    asked: Optional[str] = None,
+    needed: Optional[int] = None,
+    settings: Arrays = MappingProxyType({}),
+) -> Iterator[Reference]:
+    """The unsplit model of a package that runs on the devices: on the one that is asked for, or of the same kind.
+
+    It runs on a GPU where the package does, and where so many bytes as are `needed` (all ranks' together) are free:
+    kernels of other devices round otherwise, those of quantized weights most of all. `settings` are other values for
+    inputs that were bound. Raises MisuseError for a device that is none, PackageError when ONNX Runtime can't load it.
+    """
+    needed = sum(rank.total_bytes for rank in manifest.ranks) if needed is None else needed
+    device, why = choose_reference(asked, devices, needed, lambda gpu: free_bytes([gpu])[0])
+    with ExitStack() as stack:
+        try:
+            run = stack.enter_context(open_unsplit(model, device, threads))
+        except PackageError as error:
+            if device.kind == "cpu" or asked is not None:
+                raise
+            device, why = CPU, f"since {device} can't run it: {error}"
+            run = stack.enter_context(open_unsplit(model, device, threads))
+        yield Reference(device, why, lambda feeds: run({**feeds, **fixed_feeds(manifest, feeds), **settings}))
+
+
+def choose_reference(
+    asked: Optional[str], devices: Sequence[Device], needed: int, free: Callable[[Device], Optional[int]]
+) -> tuple[Device, str]:
+    """The device for the unsplit model, and why. `free` gives the bytes that are free on a GPU.
+
+    Raises MisuseError for a device that was asked for and is none, or more than one.
+    """
+    if asked is not None:
+        named = parse_devices([asked])
+        if len(named) != 1:
+            raise MisuseError(f"--reference {asked} names {len(named)} devices: the unsplit model runs on one")
+        return named[0], "as asked for"
+    gpu = next((device for device in devices if device.kind == "cuda"), None)
+    there = free(gpu) if gpu is not None else None
+    if gpu is None or (there is not None and needed <= there):
+        return gpu or CPU, "as the package"
+    room = "an unknown amount of memory" if there is None else format_bytes(there)
+    return CPU, f"since it needs {format_bytes(needed)} and {gpu} has {room} free"
+
+
+@contextmanager
+def open_unsplit(model: Path, device: Device, threads: int) -> Iterator[Run]:
+    """Load a model; gives what runs it, on feeds by name. Raises PackageError when ONNX Runtime can't load it there."""
+    # All is done by one thread: the caller's has a current GPU of its own.
+    with ThreadPoolExecutor(1) as pool:
+        backend = pool.submit(make_backend, ONNXRUNTIME, device, threads, None, False).result()
+        pool.submit(backend.attach).result()
+        engines = [pool.submit(backend.load, model).result()]
+
+        def run(feeds: Arrays) -> dict[str, npt.NDArray[Any]]:
+            names = [*engines[0].inputs, *engines[0].optional.intersection(feeds)]
+            values = {name: backend.upload(feeds[name]) for name in names}
+            return dict(backend.download(engines[0].run(values, {})))
+
+        try:
+            yield lambda feeds: pool.submit(run, feeds).result()
+        finally:
+            pool.submit(engines.clear).result()
+            pool.submit(backend.detach).result()
+
+
+def fixed_feeds(manifest: Manifest, feeds: Arrays) -> dict[str, npt.NDArray[Any]]:
+    """Arrays for the inputs that the model has and the package does not."""
+    sizes = {
+        symbol: size
+        for tensor in manifest.inputs
+        if tensor.name in feeds
+        for symbol, size in zip(tensor.shape or (), feeds[tensor.name].shape)
+        if isinstance(symbol, str)
+    }
+    found = {}
+    for each in manifest.fixed:
+        shape = [size if isinstance(size, int) else sizes.get(size or "", 1) for size in each.shape or ()]
+        value = np.zeros(shape) if each.value is None else np.asarray(each.value)
+        found[each.name] = value.astype(number_type(each.dtype)).reshape(shape)
+    return found
+
+
+def bound_inputs(manifest: Manifest, settings: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
+    """Arrays for inputs that were bound, of other values. Raises MisuseError for those that were not."""
+    fixed = {each.name: each for each in manifest.fixed}
+    if unknown := [name for name in settings if name not in fixed]:
+        known = f"it bound {', '.join(fixed)}" if fixed else "it bound none"
+        raise MisuseError(f"--set names '{unknown[0]}', which was no constant when the package was compiled: {known}")
+    return {n: setting_array(n, value, fixed[n].dtype, fixed[n].shape) for n, value in settings.items()}

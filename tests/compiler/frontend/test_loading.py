@@ -1,0 +1,315 @@
+"""Reading models: what is refused, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from typer.testing import CliRunner
+
+from models.writer import Writer, save
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler.cli import app
+from splitc.compiler.frontend.loading import load_model
+from splitc.compiler.model_errors import ModelError
+from splitc.compiler.packaging.self_check import check_loads
+
+WriteModel = Callable[[str], Path]
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such model file"):
+        load_model(tmp_path / "none.onnx")
+
+
+@pytest.mark.parametrize("content", [b"", b"not a model", b"\x00" * 100, b"PK\x03\x04"])
+def test_not_onnx(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "bad.onnx"
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match="is not an ONNX model"):
+        load_model(path)
+
+
+@pytest.fixture
+def external(tmp_path: Path) -> Path:
+    """A model of one product, its weight in a file beside it."""
+    w = Writer()
+    x = w.input("x", ir.DataType.FLOAT, ["n", 64])
+    y = w.op("MatMul", x, w.weight("weight", ir.tensor(np.ones((64, 64), np.float32))))
+    w.output(y, "y", ir.DataType.FLOAT, ["n", 64])
+    save(w.model(), tmp_path / "model.onnx")
+    return tmp_path / "model.onnx"
+
+
+def test_missing_external_data(external: Path) -> None:
+    external.with_name("model.onnx.data").unlink()
+    with pytest.raises(ModelError, match=r"model.onnx.data is missing \(it holds weight 'weight'\)"):
+        load_model(external)
+
+
+def test_external_data_too_short(external: Path) -> None:
+    data = external.with_name("model.onnx.data")
+    data.write_bytes(data.read_bytes()[:-4])
+    with pytest.raises(ModelError, match=r"too short: weight 'weight' ends at byte 16,384, and the file has 16,380"):
+        load_model(external)
+
+
+@pytest.mark.parametrize("location", ["../secret", "/etc/passwd", "sub/../../secret"])
+def test_external_data_outside_the_folder(external: Path, location: str) -> None:
+    (external.parent.parent / "secret").write_bytes(bytes(1 << 16))
+    model = ir.load(external)
+    (weight,) = model.graph.initializers.values()
+    weight.const_value = ir.ExternalTensor(
+        location, 0, 1 << 14, ir.DataType.FLOAT, shape=ir.Shape([64, 64]), name="weight", base_dir=external.parent
+    )
+    ir.save(model, external)
+    with pytest.raises(ModelError, match="outside the model's folder"):
+        load_model(external)
+
+
+def test_unknown_operator_domain(write_model: WriteModel) -> None:
+    path = write_model(
+        '<ir_version: 8, opset_import: ["" : 17, "com.acme" : 1]>'
+        "g (float[2] x) => (float[2] y) { y = com.acme.Frobnicate(x) }"
+    )
+    with pytest.raises(
+        ModelError, match=r"makes 'y' is the operator com.acme.Frobnicate, .* any of the domain 'com.acme'"
+    ):
+        load_model(path)
+
+
+def test_unknown_operator_of_a_known_domain(write_model: WriteModel) -> None:
+    path = write_model('<ir_version: 8, opset_import: ["" : 17]> g (float[2] x) => (float[2] y) { y = Frobnicate(x) }')
+    with pytest.raises(ModelError, match=r"is the operator Frobnicate, which ONNX Runtime does not know$"):
+        load_model(path)
+
+
+def test_external_data_of_which_the_model_gives_too_little(external: Path) -> None:
+    proto = onnx.load(external, load_external_data=False)
+    next(each for each in proto.graph.initializer[0].external_data if each.key == "length").value = "16000"
+    external.write_bytes(proto.SerializeToString())
+    with pytest.raises(ModelError, match=r"'weight' takes 16,384 bytes, and the model gives it 16,000 of model.onnx"):
+        load_model(external)
+
+
+def layers() -> onnx.ModelProto:
+    """Three blocks of two products each, as a model that can be broken."""
+    generator = np.random.default_rng(0)
+    nodes, weights, x = [], [], "x"
+    for n in range(3):
+        for name, shape in (("up", (32, 64)), ("down", (64, 32)), ("bias", (32,))):
+            array = generator.standard_normal(shape).astype(np.float32)
+            weights.append(numpy_helper.from_array(array, f"{name}{n}"))
+        nodes += [
+            helper.make_node("MatMul", [x, f"up{n}"], [f"h{n}"], f"up{n}"),
+            helper.make_node("Relu", [f"h{n}"], [f"r{n}"], f"relu{n}"),
+            helper.make_node("MatMul", [f"r{n}", f"down{n}"], [f"d{n}"], f"down{n}"),
+            helper.make_node("Add", [f"d{n}", f"bias{n}"], [f"e{n}"], f"bias{n}"),
+            helper.make_node("Add", [x, f"e{n}"], [f"x{n}"], f"add{n}"),
+        ]
+        x = f"x{n}"
+    nodes.append(helper.make_node("Identity", [x], ["y"]))
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 32]) for name in "xy"]
+    graph = helper.make_graph(nodes, "layers", ends[:1], ends[1:], weights)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    assert isinstance(model, onnx.ModelProto)
+    return model
+
+
+def node(model: onnx.ModelProto, name: str) -> onnx.NodeProto:
+    return next(each for each in model.graph.node if each.name == name)
+
+
+def weight(model: onnx.ModelProto, name: str) -> onnx.TensorProto:
+    return next(each for each in model.graph.initializer if each.name == name)
+
+
+def future_opset(model: onnx.ModelProto) -> None:
+    model.opset_import[0].version = 99
+
+
+def future_ir_version(model: onnx.ModelProto) -> None:
+    model.ir_version = 99
+
+
+def operator_newer_than_its_opset(model: onnx.ModelProto) -> None:
+    node(model, "relu1").op_type = "Gelu"
+
+
+def too_many_inputs(model: onnx.ModelProto) -> None:
+    node(model, "relu1").input.append("bias1")
+
+
+def too_few_inputs(model: onnx.ModelProto) -> None:
+    node(model, "up1").input.pop()
+
+
+def unknown_attribute(model: onnx.ModelProto) -> None:
+    node(model, "relu1").attribute.append(helper.make_attribute("slope", 0.5))
+
+
+def attribute_of_another_type(model: onnx.ModelProto) -> None:
+    node(model, "relu1").op_type = "Softmax"
+    node(model, "relu1").attribute.append(helper.make_attribute("axis", "last"))
+
+
+def missing_attribute(model: onnx.ModelProto) -> None:
+    node(model, "relu1").op_type = "Cast"
+
+
+def mismatched_types(model: onnx.ModelProto) -> None:
+    weight(model, "bias1").CopyFrom(numpy_helper.from_array(np.zeros(32, np.int64), "bias1"))
+
+
+def mismatched_shapes(model: onnx.ModelProto) -> None:
+    weight(model, "bias1").CopyFrom(numpy_helper.from_array(np.zeros(31, np.float32), "bias1"))
+
+
+def negative_dimension(model: onnx.ModelProto) -> None:
+    weight(model, "bias1").dims[0] = -32
+
+
+def data_shorter_than_the_weight(model: onnx.ModelProto) -> None:
+    weight(model, "bias1").raw_data = weight(model, "bias1").raw_data[:-8]
+
+
+def cycle(model: onnx.ModelProto) -> None:
+    node(model, "up0").input[0] = "x2"
+
+
+def value_that_nothing_makes(model: onnx.ModelProto) -> None:
+    node(model, "up1").input[0] = "nobody"
+
+
+def output_that_nothing_makes(model: onnx.ModelProto) -> None:
+    model.graph.output[0].name = "nobody"
+
+
+def branches_missing(model: onnx.ModelProto) -> None:
+    node(model, "relu1").op_type = "If"
+
+
+def function_that_calls_itself(model: onnx.ModelProto) -> None:
+    call, opset = helper.make_node("Again", ["a"], ["b"], domain="local"), helper.make_opsetid("local", 1)
+    model.functions.append(helper.make_function("local", "Again", ["a"], ["b"], [call], [opset]))
+    model.opset_import.append(opset)
+    node(model, "relu1").op_type, node(model, "relu1").domain = "Again", "local"
+
+
+BROKEN = [
+    future_opset,
+    future_ir_version,
+    operator_newer_than_its_opset,
+    too_many_inputs,
+    too_few_inputs,
+    unknown_attribute,
+    attribute_of_another_type,
+    missing_attribute,
+    mismatched_types,
+    mismatched_shapes,
+    negative_dimension,
+    data_shorter_than_the_weight,
+    cycle,
+    value_that_nothing_makes,
+    output_that_nothing_makes,
+    branches_missing,
+    function_that_calls_itself,
+]
+
+
+@pytest.mark.parametrize("break_it", BROKEN)
+@pytest.mark.parametrize("mode", ["layer", "row", "tensor", "auto"])
+def test_model_that_nothing_can_load_is_refused(
+    mode: str, break_it: Callable[[onnx.ModelProto], None], tmp_path: Path
+) -> None:
+    model = layers()
+    break_it(model)
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    arguments = ["compile", str(tmp_path / "model.onnx"), "-o", str(tmp_path / "package"), "-d", "2xcpu"]
+    found = CliRunner().invoke(app, [*arguments, "--split-mode", mode])
+    assert isinstance(found.exception, ModelError)
+    assert str(found.exception).startswith(f"ONNX Runtime can't load {tmp_path / 'model.onnx'}: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
+
+
+@pytest.mark.parametrize("mode", ["layer", "row", "tensor"])
+def test_type_that_the_provider_lacks_is_refused(mode: str, tmp_path: Path) -> None:
+    model = layers()
+    model.graph.node[-1].CopyFrom(helper.make_node("Cast", ["x2"], ["c"], to=TensorProto.INT64))
+    # By its definition it takes this type, and ONNX Runtime has no kernel for it.
+    model.graph.node.append(helper.make_node("Relu", ["c"], ["i"], "whole"))
+    model.graph.node.append(helper.make_node("Cast", ["i"], ["y"], to=TensorProto.FLOAT))
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    least = {"row_min": 8} if mode == "row" else {}
+    with pytest.raises(ModelError, match=r"Could not find an implementation for Relu\(14\) node with name 'whole'"):
+        compile_model(
+            plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode=mode, **least)), tmp_path / "package"
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
+
+
+def test_package_is_loaded_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of splitc's own that makes an engine which nothing can load."""
+    (tmp_path / "model.onnx").write_bytes(layers().SerializeToString())
+    plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="layer"))
+
+    def break_and_check(package: Path, manifest: object) -> None:
+        file = package / "rank1" / "stage1.onnx"
+        broken = onnx.load(file, load_external_data=False)
+        broken.graph.node[0].op_type = "Gelu"
+        onnx.save(broken, file)
+        check_loads(package, manifest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("splitc.compiler.packaging.package.check_loads", break_and_check)
+    with pytest.raises(ModelError, match=r"(?s)can't load rank1/stage1.onnx, which was made of model.onnx: .*Gelu"):
+        compile_model(plan, tmp_path / "package")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
+
+
+def test_weight_that_is_there_twice(tmp_path: Path) -> None:
+    """ONNX Runtime takes the first of large ones and the last of small ones."""
+    model = layers()
+    model.graph.initializer.append(weight(model, "bias1"))
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    load_model(tmp_path / "model.onnx")
+    model.graph.initializer[-1].CopyFrom(numpy_helper.from_array(np.ones(32, np.float32), "bias1"))
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(ModelError, match=r"'bias1' is the name of two values in 'layers': give one of them another"):
+        load_model(tmp_path / "model.onnx")
+
+
+def test_value_that_is_made_twice(tmp_path: Path) -> None:
+    model = layers()
+    node(model, "relu1").output[0] = "h0"
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(ModelError, match=r"'h0' is the name of two values"):
+        load_model(tmp_path / "model.onnx")
+
+
+def test_weight_inside_a_branch_with_a_name_from_outside(write_model: WriteModel) -> None:
+    """ONNX Runtime takes the one outside, and ONNX's definition is the one inside."""
+    path = write_model(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[2] x, bool c) => (float[2] y) <float[2] w = {1, 2}>
+        { a = Add(x, w)
+          y = If(c) <
+            then_branch = t () => (float[2] u) <float[2] w = {3, 4}> { u = Add(a, w) },
+            else_branch = e () => (float[2] v) { v = Identity(a) } > }"""
+    )
+    with pytest.raises(ModelError, match=r"'w' is the name of two values in 't'"):
+        load_model(path)
+
+
+def test_sparse_weight_is_refused_by_name(tmp_path: Path) -> None:
+    model = layers()
+    values = numpy_helper.from_array(np.ones(1, np.float32), "rare")
+    places = numpy_helper.from_array(np.zeros(1, np.int64), "rare_places")
+    model.graph.sparse_initializer.append(helper.make_sparse_tensor(values, places, [32]))
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(ModelError, match=r"the weight 'rare' is a sparse tensor, .* make it dense"):
+        load_model(tmp_path / "model.onnx")

@@ -1,0 +1,95 @@
+"""Shapes of operators that no shape function knows, found by running them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+
+from splitc.compiler import Request, plan_model
+from splitc.compiler.frontend.inference import registry
+from splitc.compiler.frontend.observation import observe
+from splitc.compiler.frontend.shapes import infer_shapes
+from splitc.compiler.operators import RULES
+
+INT, FLOAT = ir.DataType.INT64, ir.DataType.FLOAT
+
+
+def node(
+    operator: str, *inputs: tuple[list[object], ir.DataType], domain: str = "com.microsoft", **attributes: object
+) -> ir.Node:
+    values = [
+        ir.Value(name=f"x{number}", shape=ir.Shape(shape), type=ir.TensorType(dtype))
+        for number, (shape, dtype) in enumerate(inputs)
+    ]
+    made = ir.node(operator, values, attributes, domain=domain)
+    made.outputs[0].name = "y"
+    ir.Graph(values, made.outputs, nodes=[made], opset_imports={"": 17, "com.microsoft": 1})
+    return made
+
+
+def test_every_operator_with_a_rule_has_a_shape_function() -> None:
+    """Else a model of it is split worse than it could be, and planned without the sizes."""
+    names = [name.rpartition(".") for name in RULES]
+    assert [name for domain, _, name in names if not registry.has(domain, name)] == []
+
+
+def test_symbols_and_numbers_of_what_an_operator_makes() -> None:
+    inverse = node("Inverse", (["batch", 4, 4], FLOAT))
+    assert observe(inverse) == [(("batch", 4, 4), FLOAT)]
+    assert observe(node("Inverse", (["batch", 5, 5], FLOAT))) == [(("batch", 5, 5), FLOAT)]
+    assert observe(node("Inverse", ([1 << 20, 4, 4], FLOAT))) == [((1 << 20, 4, 4), FLOAT)]  # learned, and not run
+
+
+def test_sizes_that_follow_from_several_inputs() -> None:
+    assert observe(node("FusedMatMul", (["n", 3], FLOAT), ([3, "m"], FLOAT))) == [(("n", "m"), FLOAT)]
+    assert observe(node("Concat", (["n", 3], FLOAT), (["m", 3], FLOAT), domain="", axis=0)) == [((None, 3), FLOAT)]
+    assert observe(node("Concat", ([2, 3], FLOAT), ([5, 3], FLOAT), domain="", axis=0)) == [((7, 3), FLOAT)]
+
+
+def test_what_depends_on_data_or_does_not_run_stays_unknown() -> None:
+    assert observe(node("Reshape", (["n", 4], FLOAT), ([2], INT), domain="")) is None
+    assert observe(node("NonZero", ([3, 4], FLOAT), domain="")) is None
+    assert observe(node("Inverse", (["n", 4, 5], FLOAT))) is None
+
+
+def test_plan_says_what_was_observed_and_knows_the_sizes(write_model: Callable[[str], Path]) -> None:
+    path = write_model(
+        """<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]>
+        agraph (float[n, 4, 4] x) => (float[n, 4, 4] y) {
+            a = com.microsoft.Inverse (x)
+            b = MatMul (a, x)
+            c = com.microsoft.Inverse (b)
+            y = MatMul (c, x)
+        }"""
+    )
+    plan = plan_model(path, ["cpu0"], Request(shapes={"x": (3, 4, 4)}))
+    assert plan.analysis.costs.shapes["c"] == (3, 4, 4)
+    assert not plan.analysis.costs.bound.uncertain
+    (warning,) = plan.warnings
+    assert "com.microsoft.Inverse" in warning and "observed" in warning
+
+
+@pytest.mark.parametrize(("bits", "packed"), [(4, 16), (8, 32)])
+def test_rows_of_few_bits(bits: int, packed: int) -> None:
+    table = ([100, packed], ir.DataType.UINT8)
+    gathered = node("GatherBlockQuantized", table, (["n", "t"], INT), ([100, 1], FLOAT), bits=bits, block_size=32)
+    model = ir.Model(gathered.graph, ir_version=10)  # type: ignore[arg-type]  # it is in one
+    assert infer_shapes(model) == frozenset()
+    assert gathered.outputs[0].shape == ir.Shape(["n", "t", 32])
+
+
+def test_operator_that_is_older_in_onnx_runtime_than_in_onnx(write_model: Callable[[str], Path]) -> None:
+    """Models that ONNX Runtime's optimizer has fused have this one in ONNX's domain, whatever their opset is."""
+    path = write_model(
+        """<ir_version: 8, opset_import: ["" : 14]>
+        g (float[n, 8] x) => (float[n, 8] y) <float[8] w = {1, 1, 1, 1, 1, 1, 1, 1}>
+        { y = LayerNormalization (x, w) }"""
+    )
+    model = ir.load(path)
+    assert infer_shapes(model) == frozenset()
+    shape = model.graph.node(0).outputs[0].shape
+    assert shape is not None
+    assert list(shape) == [ir.SymbolicDim("n"), 8]

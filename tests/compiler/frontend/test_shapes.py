@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import pytest
+
+from splitc.compiler.analysis.facts import analyze
+from splitc.compiler.frontend.graph import open_graph
+from splitc.compiler.frontend.shapes import AskedShapes, bind_shapes, infer_shapes, input_shapes, parse_shapes
+from splitc.compiler.frontend.states import find_states, growing_symbols
+from splitc.runtime.errors import MisuseError
+
+WriteModel = Callable[[str], Path]
+
+
+def test_shapes_are_read_in_both_spellings() -> None:
+    assert parse_shapes(["ids:1x16", "a:b:[2, 3]", "scalar:[]"]) == {"ids": (1, 16), "a:b": (2, 3), "scalar": ()}
+
+
+@pytest.mark.parametrize("text", ["ids", "ids:axb", ":1x2", "ids:1x-1"])
+def test_other_shapes_are_refused(text: str) -> None:
+    with pytest.raises(MisuseError, match="write NAME:1x16"):
+        parse_shapes([text])
+
+
+def test_shape_of_an_input_that_is_not_there(decoder: Path) -> None:
+    with pytest.raises(MisuseError, match="names 'idz', and the model has no such input: it has input_ids"):
+        input_shapes(open_graph(decoder).model, {"idz": (1, 2)}, frozenset())
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 3), (1, 3, 5, 16)])
+def test_shape_that_contradicts_the_model(decoder: Path, shape: tuple[int, ...]) -> None:
+    with pytest.raises(MisuseError, match="the model takes batch x 2 x past x 16"):
+        input_shapes(open_graph(decoder).model, {"past_key_values.0.key": shape}, frozenset())
+
+
+def test_shapes_given_bind_what_other_inputs_share(decoder: Path) -> None:
+    graph = open_graph(decoder)
+    infer_shapes(graph.model)
+    past = growing_symbols(graph, find_states(graph))
+    assert past == {"past"}
+    shapes = input_shapes(graph.model, {"input_ids": (3, 7)}, past)
+    assert shapes["position_ids"] == (3, 7)
+    assert shapes["attention_mask"] == (3, 7)
+    assert shapes["past_key_values.1.value"] == (3, 2, 0, 16)
+    shapes = input_shapes(graph.model, {"input_ids": (3, 7), "past_key_values.0.key": (3, 2, 5, 16)}, past)
+    assert shapes["attention_mask"] == (3, 12)
+
+
+def test_every_value_of_the_decoder_gets_its_shape(decoder: Path) -> None:
+    graph = open_graph(decoder)
+    infer_shapes(graph.model)
+    bound = bind_shapes(graph.model, input_shapes(graph.model, {"input_ids": (2, 3)}, frozenset({"past"})))
+    assert not bound.uncertain
+    assert bound.shapes["logits"] == (2, 3, 96)
+    assert bound.shapes["present.3.key"] == (2, 2, 3, 16)
+
+
+def test_shape_arithmetic_is_computed_where_inference_gives_up(write_model: WriteModel) -> None:
+    """The way TorchScript expands: a target with -1 for the sizes that stay, and a Where that puts those in."""
+    path = write_model(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[n, 1] x, int64[n, m] like) => (float[a, b] y)
+        <int64[2] target = {-1, 4}, int64[1] two = {2}, int64 minus = {-1}>
+        { ones = ConstantOfShape <value = int64[1] {1}> (two)
+          wild = Mul(ones, minus)
+          same = Equal(target, wild)
+          shape = Where(same, ones, target)
+          y = Expand(x, shape) }"""
+    )
+    graph = open_graph(path)
+    infer_shapes(graph.model)
+    bound = bind_shapes(graph.model, {"x": (3, 1), "like": (3, 2)})
+    assert bound.shapes["y"] == (3, 4)
+
+
+def test_branch_that_is_not_taken_does_not_matter(write_model: WriteModel) -> None:
+    """Squeeze of an axis that has one element only when the other branch is taken."""
+    path = write_model(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[n, 3] x) => (float[k] y)
+        <int64 zero = {0}, int64 one = {1}, int64[1] axis = {0}, int64[1] flat = {-1}>
+        { s = Shape(x)
+          n = Gather(s, zero)
+          single = Equal(n, one)
+          z = If(single) <
+            then_branch = t () => (float[k] u) { u = Squeeze(x, axis) },
+            else_branch = e () => (float[k] v) { v = Reshape(x, flat) } >
+          y = Neg(z) }"""
+    )
+    graph = open_graph(path)
+    infer_shapes(graph.model)
+    assert bind_shapes(graph.model, {"x": (2, 3)}).shapes["y"] == (6,)
+    assert bind_shapes(graph.model, {"x": (1, 3)}).shapes["y"] == (3,)
+
+
+def test_sizes_that_depend_on_data_are_uncertain(write_model: WriteModel) -> None:
+    path = write_model(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[4] x) => (int64[one, k] y) { i = NonZero(x)
+          y = Neg(i) }"""
+    )
+    graph = open_graph(path)
+    infer_shapes(graph.model)
+    bound = bind_shapes(graph.model, {"x": (4,)})
+    assert bound.uncertain == {"i", "y"}
+    assert bound.shapes["y"] == (1, 1)
+
+
+@pytest.mark.parametrize("size", ["?", "-1", "batch-size", "a.b.0"])
+def test_dimensions_as_exporters_write_them(write_model: WriteModel, size: str) -> None:
+    """Paddle writes `?` and -1 for what it does not know, others names that look like expressions."""
+    path = write_model(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[n, 4] x) => (float[n, 4] y) <float[4, 4] w = {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}> { y = MatMul(x, w) }"""
+    )
+    model = onnx.load(path)
+    for value in (*model.graph.input, *model.graph.output):
+        dimension = value.type.tensor_type.shape.dim[0]
+        if size == "-1":
+            dimension.dim_value = -1
+        else:
+            dimension.dim_param = size
+    onnx.save(model, path)
+    analysis = analyze(path, AskedShapes(), 1)
+    assert analysis.shapes["x"] == (1, 4)
+    assert analyze(path, AskedShapes({"x": (7, 4)}), 1).costs.shapes["y"] == (7, 4)
+
+
+def test_size_that_inference_gets_wrong_is_forgotten(write_model: WriteModel) -> None:
+    """A slice to the end, written as some large number: inference takes that for the size when it does not know it."""
+    path = write_model(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[n, 4] x) => (float[m, 4] y)
+        <int64[1] zero = {0}, int64[1] far = {1000000000}, float[4, 4] w = {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}>
+        { p = MatMul(x, w)
+          s = Slice(p, zero, far, zero)
+          y = MatMul(s, w) }"""
+    )
+    analysis = analyze(path, AskedShapes({"x": (3, 4)}), 1)
+    (sliced,) = (node.outputs[0] for node in analysis.graph.nodes if node.op_type == "Slice")
+    assert sliced.shape is not None
+    assert 1000000000 not in list(sliced.shape)
+    assert analysis.costs.shapes["s"] == (3, 4)

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from splitc.compiler.frontend.graph import open_graph
+from splitc.compiler.frontend.shapes import infer_shapes
+from splitc.compiler.frontend.states import find_states
+from splitc.runtime.manifest import State
+
+
+def test_each_past_finds_its_present(decoder: Path) -> None:
+    graph = open_graph(decoder)
+    infer_shapes(graph.model)
+    states = find_states(graph)
+    assert len(states) == 8
+    assert State("past_key_values.2.value", "present.2.value", grows=2) in states
+    assert all(state.input.split(".")[1:] == state.output.split(".")[1:] for state in states)
+
+
+def test_recurrent_state_is_found_and_a_plain_output_is_not(write_model: Callable[[str], Path]) -> None:
+    path = write_model(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[t, 1, 4] x, float[1, 1, 2] h) => (float[t, 1, 1, 2] y, float[1, 1, 2] hn)
+        <float[1, 2, 4] w = {1,2,3,4,5,6,7,8}, float[1, 2, 2] r = {1,2,3,4}>
+        { y, hn = RNN <hidden_size = 2> (x, w, r, , , h) }"""
+    )
+    graph = open_graph(path)
+    infer_shapes(graph.model)
+    assert find_states(graph) == [State("h", "hn")]

@@ -1,0 +1,206 @@
+"""Auto mode: what is compared, what is chosen and why, and what is said when nothing fits."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+
+from models.llama import Size, build
+from models.writer import save
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler.modes.auto import choose
+from splitc.compiler.planning.plan import ENGINE_BYTES, Candidate, Plan
+from splitc.compiler.planning.plan_file import plan_from_file, write_plan
+from splitc.compiler.planning.prediction import predict
+from splitc.runtime import Session
+from splitc.runtime.errors import DoesNotFitError, MisuseError
+from splitc.runtime.machine import Link, Machine
+from tests.conftest import assert_close, decoder_feeds, run_whole
+from tests.test_cli import splitc
+
+# Links that cost nothing, and links on which nothing is worth sending.
+FREE, SLOW = Link(0.0, 0.0), Link(10.0, 0.0)
+
+
+@pytest.fixture(autouse=True)
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same machine for every run of the tests."""
+    monkeypatch.setattr("splitc.compiler.planning.prediction.cache_bytes", lambda: 0)
+    monkeypatch.setattr("splitc.compiler.planning.prediction.cores", lambda: 2)
+    monkeypatch.setattr("splitc.runtime.devices.cores", lambda: 2)
+    set_machine(monkeypatch, FREE)
+
+
+def set_machine(monkeypatch: pytest.MonkeyPatch, link: Link) -> None:
+    machine = Machine({"cpu-cpu": link}, {"cpu-cpu": link})
+    monkeypatch.setattr("splitc.compiler.modes.auto.known_machine", lambda: machine)
+
+
+def names(plan: Plan, possible: bool = True) -> list[str]:
+    return [each.name for each in plan.candidates if (each.refused is None) == possible]
+
+
+def test_all_ways_are_compared(decoder: Path) -> None:
+    plan = plan_model(decoder, ["4xcpu"], Request(memory=["1GiB"]))
+    every = [each.name for each in plan.candidates]
+    assert every == [
+        "one device",
+        *(f"layer on {count}" for count in (2, 3, 4)),
+        *(f"{mode} on {count}" for count in (2, 3, 4) for mode in ("tensor", "row")),
+        "tensor on 4 in 2 stages",
+    ]
+    assert names(plan, possible=False) == ["row on 2", "row on 3", "row on 4"], "its matrices are too small to slice"
+    assert all("row mode can slice nothing" in str(each.refused) for each in plan.candidates if each.refused)
+    assert plan.choice is not None
+    chosen = next(each for each in plan.candidates if plan.choice.startswith(f"{each.name}:"))
+    assert len(plan.ranks) == chosen.devices
+    assert list(chosen.peaks) == [rank.memory.total for rank in plan.ranks]
+
+
+def test_streams_go_through_stages_and_one_request_through_one_device(decoder: Path) -> None:
+    assert plan_model(decoder, ["2xcpu"], Request(memory=["1GiB"])).split_mode == "layer"
+    assert len(plan_model(decoder, ["2xcpu"], Request(objective="latency", memory=["1GiB"])).ranks) == 1
+
+
+@pytest.mark.parametrize(("link", "mode", "ranks"), [(FREE, "tensor", 2), (SLOW, "layer", 1)])
+def test_links_decide(tmp_path: Path, link: Link, mode: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a thread each, two devices are faster than one where it costs nothing to meet."""
+    save(build(Size(layers=2, hidden=512, heads=8, kv_heads=4, feed_forward=1024)), tmp_path / "model.onnx")
+    set_machine(monkeypatch, link)
+    request = Request(objective="latency", threads=1, memory=["1GiB"], shapes={"input_ids": (4, 128)})
+    plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], request)
+    assert (plan.split_mode, len(plan.ranks)) == (mode, ranks)
+
+
+def test_what_does_not_fit_is_not_chosen(decoder: Path, tmp_path: Path) -> None:
+    whole = plan_model(decoder, ["cpu0"], Request(memory=["1GiB"])).ranks[0].memory.total
+    request = Request(objective="latency", memory=[str(int(whole * 0.7))])
+    plan = plan_model(decoder, ["2xcpu"], request)
+    (single,) = [each for each in plan.candidates if each.devices == 1]
+    assert "short" in str(single.refused)
+    assert len(plan.ranks) == 2
+    compile_model(plan, tmp_path / "package")
+    with Session(tmp_path / "package") as session:
+        assert_close(session.run(decoder_feeds()), run_whole(decoder, decoder_feeds()))
+
+
+def test_fewer_devices_are_those_with_most_memory(decoder: Path) -> None:
+    plan = plan_model(decoder, ["3xcpu"], Request(objective="latency", memory=["1GiB", "cpu1=2GiB"]))
+    assert [str(rank.device) for rank in plan.ranks] == ["cpu1"]
+
+
+def test_shares_are_for_all_devices(decoder: Path) -> None:
+    plan = plan_model(decoder, ["2xcpu"], Request(tensor_split=[3, 1], memory=["1GiB"]))
+    assert {each.devices for each in plan.candidates} == {2}
+
+
+def test_nearest_misses_are_named(decoder: Path) -> None:
+    with pytest.raises(DoesNotFitError) as caught:
+        plan_model(decoder, ["2xcpu"], Request(memory=["20KiB"]))
+    text = str(caught.value)
+    assert "does not fit these devices in any mode" in text
+    for name in ("layer on 2: the model needs", "tensor on 2: rank", "row on 2: row mode can slice nothing"):
+        assert name in text
+    result = splitc("compile", decoder, "-o", "none", "-d", "2xcpu", "--memory", "20KiB", code=3)
+    assert "in any mode" in result.stderr
+
+
+def test_among_about_as_fast_ones_room_decides() -> None:
+    fast = Candidate("a", "layer", 1, 1.0, 1.0, 0.9)
+    roomy = Candidate("b", "layer", 2, 1.5, 1.05, 0.4)
+    slow = Candidate("c", "tensor", 2, 0.9, 2.0, 0.1)
+    impossible = Candidate("d", "row", 2, refused="too small")
+    everyone = [fast, roomy, slow, impossible]
+    assert choose(everyone, "throughput", profiled=False) == roomy
+    assert choose(everyone, "throughput", profiled=True) == roomy
+    assert choose(everyone, "latency", profiled=False) == slow
+
+
+def test_little_room_is_not_worth_another_device() -> None:
+    one = Candidate("a", "layer", 1, 1.0, 1.0, 0.100)
+    two = Candidate("b", "layer", 2, 1.0, 0.99, 0.099)
+    assert choose([one, two], "throughput", profiled=False) == one
+
+
+def test_many_engines_on_a_gpu_are_counted(decoder: Path) -> None:
+    """ONNX Runtime's sessions hold libraries' memory on a GPU; on a CPU device they share it."""
+
+    def engines(device: str, mode: str) -> list[int]:
+        request = Request(split_mode=mode, engine="onnxruntime", memory=["4GiB"], row_min=16 if mode == "row" else 256)
+        return [rank.memory.engines for rank in plan_model(decoder, [device], request).ranks]
+
+    assert engines("2xcpu", "tensor") == engines("2xcuda", "layer") == [0, 0]
+    sums = plan_model(decoder, ["2xcpu"], Request(split_mode="tensor")).collectives
+    assert engines("2xcuda", "tensor") == [sums * ENGINE_BYTES] * 2
+    main, helper = engines("2xcuda", "row")
+    assert main == 2 * (helper + ENGINE_BYTES)
+
+
+def test_model_inside_control_flow_runs_on_one_device(tmp_path: Path) -> None:
+    """A merged decoder is one If, which can't be cut."""
+    weight = ", ".join("0.5" for _ in range(64))
+    text = f"""
+    <ir_version: 8, opset_import: ["" : 17]>
+    model (bool first, float[4, 8] x) => (float[4, 8] y)
+    <float[8, 8] w = {{{weight}}}>
+    {{
+        y = If (first) <
+            then_branch = first_step () => (float[4, 8] a) {{ a = MatMul(x, w) }},
+            else_branch = later_step () => (float[4, 8] b) {{ c = MatMul(x, w)  b = Relu(c) }}
+        >
+    }}
+    """
+    ir.save(ir.from_onnx_text(text), tmp_path / "model.onnx")
+    plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(memory=["1GiB"]))
+    assert len(plan.ranks) == 1
+    assert "does not cut inside control flow" in str(next(c.refused for c in plan.candidates if c.name == "layer on 2"))
+
+
+def test_options_of_one_mode_are_refused(decoder: Path) -> None:
+    with pytest.raises(MisuseError, match="--main-device is for --split-mode row"):
+        plan_model(decoder, ["2xcpu"], Request(main_device="cpu1"))
+
+
+def test_plan_file_has_what_was_compared_and_compiles(decoder: Path, tmp_path: Path) -> None:
+    plan = plan_model(decoder, ["2xcpu"], Request(memory=["1GiB"]))
+    write_plan(plan, tmp_path / "plan.json")
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert written["choice"] == plan.choice
+    assert [each["name"] for each in written["candidates"]] == [each.name for each in plan.candidates]
+    assert plan_from_file(decoder, tmp_path / "plan.json").split_mode == plan.split_mode
+    shown = splitc("plan", decoder, "-d", "2xcpu").stdout
+    assert "candidate" in shown and "chosen: " in shown
+
+
+def test_prediction_knows_streams_sums_and_crossing(decoder: Path) -> None:
+    free = Machine({"cpu-cpu": FREE}, {"cpu-cpu": FREE})
+    slow = Machine({"cpu-cpu": Link(1.0, 0.0)}, {"cpu-cpu": Link(1.0, 0.0)})
+    layer = plan_model(decoder, ["2xcpu"], Request(split_mode="layer", spread=True))
+    found = predict(layer, free, 1)
+    assert 0 < found.interval < found.latency
+    assert predict(layer, slow, 1).latency == pytest.approx(found.latency + 1, rel=1e-3), "one hand-over"
+    tensor = plan_model(decoder, ["2xcpu"], Request(split_mode="tensor"))
+    gained = predict(tensor, slow, 1).latency - predict(tensor, free, 1).latency
+    assert gained == pytest.approx(tensor.collectives), "each sum costs the link once"
+    assert predict(tensor, free, 1, measured=2.0).latency > predict(tensor, free, 1).latency
+
+
+def test_states_stay_where_they_are(decoder: Path) -> None:
+    """A request is a step of a sequence: it would take longer if caches went to the devices and back."""
+    machine = Machine({"cpu-cpu": FREE}, {"cpu-cpu": FREE})
+    for mode in ("layer", "tensor"):
+        plan = plan_model(decoder, ["2xcpu"], Request(split_mode=mode, spread=True))
+        stateless = replace(plan, analysis=replace(plan.analysis, states=()))
+        assert predict(stateless, machine, 1).latency > predict(plan, machine, 1).latency
+
+
+@pytest.mark.parametrize("link", [FREE, SLOW])
+def test_small_kernels_of_gpus_do_not_divide(link: Link, decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine({"cuda0-cuda1": link}, {"cuda0-cuda1": link})
+    monkeypatch.setattr("splitc.compiler.modes.auto.known_machine", lambda: machine)
+    plan = plan_model(decoder, ["2xcuda"], Request(memory=["8GiB"], engine="onnxruntime", objective="latency"))
+    assert str(plan.choice).startswith("one device:")

@@ -1,0 +1,178 @@
+"""Tensor mode as a user meets it: what is planned and said, what is refused, what is checked."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from typer.testing import CliRunner
+
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler import operators as rules
+from splitc.compiler.cli import app
+from splitc.compiler.model_errors import ModelError
+from splitc.compiler.operators.operation import Operation
+from splitc.compiler.planning.plan_file import plan_from_file, to_file, write_plan
+from splitc.runtime import Session
+from splitc.runtime.errors import DoesNotFitError, MisuseError, OutputsDifferError
+from splitc.runtime.manifest import read_manifest
+from splitc.runtime.ranks.loop import Reduce
+from tests.conftest import DECODER, assert_close, decoder_feeds, run_whole
+from tests.helpers.blocks import COMPLETE, RUNTIME, Block, save
+
+TENSOR = Request(split_mode="tensor")
+
+
+def test_decoder_takes_two_sums_a_layer_and_its_blocks_are_split(decoder: Path, tmp_path: Path) -> None:
+    plan = plan_model(decoder, ["2xcpu"], TENSOR)
+    inside = [weight for weight in plan.weights if weight.in_block]
+    assert sum(each.split for each in inside) > 0.95 * sum(each.bytes for each in inside)
+    assert plan.tensor is not None
+    assert plan.tensor.choice.sums.count == 2 * DECODER.layers
+    compile_model(plan, tmp_path / "package")
+    manifest = read_manifest(tmp_path / "package")
+    assert manifest.collectives == 2 * DECODER.layers
+    for rank in manifest.ranks:
+        reduced = [name for step in rank.program if isinstance(step, Reduce) for name in step.wholes]
+        assert len(reduced) == manifest.collectives
+        assert rank.weights_bytes < 0.6 * sum(weight.bytes for weight in plan.weights)
+        cache = [part for part in rank.parts if part.name.startswith(("past", "present"))]
+        assert len(cache) == 4 * DECODER.layers
+
+
+def test_same_request_gives_the_same_bits(decoder: Path, tmp_path: Path) -> None:
+    compile_model(plan_model(decoder, ["3xcpu"], TENSOR), tmp_path / "package")
+    feeds = decoder_feeds()
+    with Session(tmp_path / "package") as session:
+        first = session.run(feeds)
+        for _ in range(20):
+            again = session.run(feeds)
+            assert all(first[name].tobytes() == again[name].tobytes() for name in first)
+
+
+def test_plan_file_keeps_shares_and_stages(decoder: Path, tmp_path: Path) -> None:
+    request = Request(split_mode="tensor", pipeline_stages=2, tensor_split=[3, 1, 1, 1])
+    plan = plan_model(decoder, ["4xcpu"], request)
+    write_plan(plan, tmp_path / "plan.json")
+    again = plan_from_file(decoder, tmp_path / "plan.json")
+    assert to_file(again) == to_file(plan)
+    assert [rank.share for rank in again.ranks] == [3, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("devices", "request_", "message"),
+    [
+        ("cpu0", TENSOR, "groups of two devices or more"),
+        ("3xcpu", Request(split_mode="tensor", pipeline_stages=2), "3 devices in 2 stages make none"),
+        ("2xcpu", Request(split_mode="layer", pipeline_stages=2), "--pipeline-stages is for --split-mode tensor"),
+        ("2xcpu", Request(split_mode="tensor", tensor_split=[1, 2, 3]), "3 shares, and there are 2 devices"),
+    ],
+)
+def test_requests_that_contradict_themselves(decoder: Path, devices: str, request_: Request, message: str) -> None:
+    with pytest.raises(MisuseError, match=message):
+        plan_model(decoder, [devices], request_)
+
+
+def test_rank_that_needs_more_than_its_budget_is_named(decoder: Path) -> None:
+    with pytest.raises(DoesNotFitError, match=r"rank 1 \(cpu1\) needs .* and may use 50.0 KiB, .* short"):
+        plan_model(decoder, ["2xcpu"], Request(split_mode="tensor", memory=["cpu1=50KiB"], tensor_split=[1, 1]))
+
+
+def test_model_of_which_nothing_can_be_split_is_refused(tmp_path: Path) -> None:
+    b = Block()
+    x = b.op("Softmax", b.data("x", (2, 12), ["n", 12]))
+    b.give(b.op("Softmax", b.op("MatMul", x, b.w("A", 12, 12))), shape=["n", 12])
+    save(b.model(), tmp_path / "model.onnx")
+    with pytest.raises(ModelError, match=r"can split nothing of this model(.|\n)*A: .*Softmax.* needs 12 whole"):
+        plan_model(tmp_path / "model.onnx", ["2xcpu"], TENSOR)
+
+
+def test_little_split_is_said(tmp_path: Path) -> None:
+    b = Block()
+    x = b.op("Softmax", b.data("x", (2, 40), ["n", 40]))
+    whole = b.op("Softmax", b.op("MatMul", x, b.w("whole", 40, 40)))
+    thin = b.op("MatMul", b.op("Relu", b.op("MatMul", whole, b.w("A", 40, 4))), b.w("B", 4, 40))
+    b.give(b.op("Add", whole, thin), shape=["n", 40])
+    save(b.model(), tmp_path / "model.onnx")
+    plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], TENSOR)
+    assert any("17% of the blocks' weights could be split" in warning for warning in plan.warnings)
+
+
+def test_wrong_rule_is_found_before_anything_is_written(
+    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product whose rule forgets that it sums."""
+    known = rules.RULES["MatMul"]
+
+    def wrong(op: Operation) -> None:
+        known(op)
+        op.contracted = ()
+
+    monkeypatch.setitem(rules.RULES, "MatMul", wrong)
+    plan = plan_model(decoder, ["2xcpu"], TENSOR)
+    with pytest.raises(OutputsDifferError, match=r"outputs of the split model differ .* Nothing was written"):
+        compile_model(plan, tmp_path / "package")
+    assert not (tmp_path / "package").exists()
+    compile_model(plan, tmp_path / "package", verify=False)
+
+
+def test_model_too_large_to_compare_is_said_to_be_unverified(
+    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("splitc.compiler.packaging.self_check.LARGEST", 1000)
+    warnings: list[str] = []
+    compile_model(plan_model(decoder, ["2xcpu"], TENSOR), tmp_path / "package", warn=warnings.append)
+    assert len(warnings) == 1
+    assert "unverified: its weights are" in warnings[0]
+
+
+def test_package_runs_sizes_that_were_not_planned(decoder: Path, tmp_path: Path) -> None:
+    compile_model(plan_model(decoder, ["3xcpu"], TENSOR), tmp_path / "package")
+    with Session(tmp_path / "package") as session:
+        for batch, new, past in ((1, 1, 0), (1, 1, 9), (3, 7, 0), (2, 4, 11)):
+            feeds = decoder_feeds(batch, new, past)
+            assert_close(session.run(feeds), run_whole(decoder, feeds), 2e-5)
+
+
+def test_linked_weights_are_parts_of_the_models_own_files(decoder: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(decoder.parent, tmp_path / "model") / decoder.name
+    package = tmp_path / "linked"
+    manifest = compile_model(plan_model(model, ["2xcpu"], TENSOR), package, weights="link")
+    linked = [file for file in manifest.files if file.sha256 is None]
+    assert linked
+    feeds = decoder_feeds()
+    with Session(package) as session:
+        assert_close(session.run(feeds), run_whole(decoder, feeds))
+
+
+def test_explain_shows_axes_and_what_pins_them(decoder: Path) -> None:
+    result = CliRunner().invoke(app, ["plan", str(decoder), "-d", "2xcpu", "--split-mode", "tensor", "--explain"])
+    assert result.exit_code == 0, result.output
+    assert "160" in result.output
+    assert "80,80" in result.output
+    assert "(ReduceMean) needs 64 whole" in result.output
+    assert f"{2 * DECODER.layers} collectives" in result.output
+
+
+@pytest.mark.skipif(RUNTIME < COMPLETE, reason="an older ONNX Runtime does not load IR version 11")
+def test_rank_graphs_of_a_new_enough_model_say_what_is_sharded(decoder: Path, tmp_path: Path) -> None:
+    model = ir.load(shutil.copytree(decoder.parent, tmp_path / "model") / decoder.name)
+    model.ir_version = 11
+    ir.save(model, tmp_path / "model" / "new.onnx")
+    compile_model(plan_model(tmp_path / "model" / "new.onnx", ["2xcpu"], TENSOR), tmp_path / "package")
+    piece = ir.load(tmp_path / "package" / "rank0" / "stage0.1.onnx")
+    (configuration,) = piece.device_configurations
+    assert configuration.num_devices == 2
+    assert any(node.device_configurations for node in piece.graph)
+
+
+def test_measured_memory_of_ranks(decoder: Path, tmp_path: Path) -> None:
+    from splitc.runtime.tools.rank_memory import measure_memory
+
+    compile_model(plan_model(decoder, ["2xcpu"], TENSOR), tmp_path / "package")
+    found = measure_memory(tmp_path / "package", 1, decoder_feeds())
+    assert [rank.device for rank in found] == ["cpu0", "cpu1"]
+    assert all(np.isfinite(rank.peak) and rank.peak > 0 for rank in found)

@@ -1,0 +1,144 @@
+"""Number types that numpy lacks: a model takes them, gives them and sends them over its cuts, or is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Optional
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler.frontend.graph import ModelError
+from splitc.runtime import FeedError, Session
+from splitc.runtime.arrays import load_arrays, number_type, save_arrays
+from splitc.runtime.fills import make_inputs
+from splitc.runtime.onnx_types import CODES, KNOWN, read_type
+from splitc.runtime.tools.compare import compare
+from splitc.runtime.tools.rank_memory import measure_memory
+from splitc.runtime.tools.unsplit import CPU, open_unsplit
+
+FLOAT = TensorProto.FLOAT
+MODES: dict[str, dict[str, Any]] = {"layer": {}, "tensor": {}, "row": {"row_min": 8}}
+
+
+def write_casts(path: Path, source: int = FLOAT, crossing: Optional[int] = None, target: int = FLOAT) -> Path:
+    """Four matmuls, with casts to and from these types before, between and after them."""
+    names = ["x", "x0"]
+    nodes = [helper.make_node("Cast", ["x"], ["x0"], to=FLOAT)]
+    weights = []
+
+    def add(operator: str, block: int, *others: str, **attributes: Any) -> None:
+        names.append(f"v{len(names)}")
+        where = f"/layers.{block}/{operator}{len(names)}"
+        nodes.append(helper.make_node(operator, [names[-2], *others], [names[-1]], where, **attributes))
+
+    for block in range(4):
+        weight = np.random.default_rng(block).standard_normal((32, 32)).astype(np.float32) / 6
+        weights.append(numpy_helper.from_array(weight, f"w{block}"))
+        add("MatMul", block, f"w{block}")
+        add("Relu", block)
+        if crossing is not None:
+            add("Cast", block, to=crossing)
+            add("Cast", block, to=FLOAT)
+    nodes.append(helper.make_node("Cast", [names[-1]], ["y"], to=target))
+    inputs = [helper.make_tensor_value_info("x", source, ["n", 32])]
+    outputs = [helper.make_tensor_value_info("y", target, ["n", 32])]
+    graph = helper.make_graph(nodes, "casts", inputs, outputs, weights)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=11), path)
+    return path
+
+
+def compiled(model: Path, folder: Path, mode: str = "layer") -> Path:
+    request = Request(split_mode=mode, shapes={"x": (2, 32)}, spread=True, **MODES[mode])
+    compile_model(plan_model(model, ["2xcpu"], request), folder)
+    return folder
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", [*(name for name in CODES if "e8m0" not in name), "float64", "float16"])
+def test_types_go_in_and_out_and_across(tmp_path: Path, kind: str, mode: str) -> None:
+    code = CODES.get(kind) or helper.np_dtype_to_tensor_dtype(np.dtype(kind))
+    model = write_casts(tmp_path / "model.onnx", code, code, code)
+    package = compiled(model, tmp_path / "package", mode)
+    with Session(package) as session:
+        feeds = make_inputs(session.inputs)
+        assert feeds["x"].dtype == number_type(kind)
+        with open_unsplit(model, CPU, 1) as whole:
+            expected = whole(feeds)
+        for found in (session.run(feeds), *session.map([feeds, feeds])):
+            assert found["y"].dtype == number_type(kind)
+            assert all(each.passed for each in compare(expected, found, number_type="float32"))
+        for name in ("arrays.npz", "arrays.json"):
+            save_arrays(tmp_path / name, feeds)
+            again = session.run(load_arrays(tmp_path / name))["y"]
+            np.testing.assert_array_equal(again.view(np.uint8), session.run(feeds)["y"].view(np.uint8))
+        with pytest.raises(FeedError, match=f"'x' is int32, and the model takes {kind}"):
+            session.run({"x": np.ones((2, 32), np.int32)})
+    if mode == "layer" and kind == "bfloat16":
+        assert len(measure_memory(package, 1, feeds)) == 2
+
+
+def test_bytes_are_not_taken_for_numbers(tmp_path: Path) -> None:
+    """ONNX Runtime gives float8 as an array of bytes."""
+    model = write_casts(tmp_path / "model.onnx", target=TensorProto.FLOAT8E4M3FN)
+    floats = write_casts(tmp_path / "floats.onnx")
+    with open_unsplit(floats, CPU, 1) as whole, Session(compiled(model, tmp_path / "package")) as session:
+        feeds = make_inputs(session.inputs)
+        given = session.run(feeds)["y"].astype(np.float32)
+        expected = whole(feeds)["y"]
+    np.testing.assert_allclose(given, expected, rtol=0.07, atol=0.01)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["STRING", "INT4", "UINT4"])
+@pytest.mark.parametrize(("place", "message"), [("source", "the input 'x'"), ("target", "the output 'y'")])
+def test_what_can_not_be_handed_over_is_refused(tmp_path: Path, kind: str, mode: str, place: str, message: str) -> None:
+    model = write_casts(tmp_path / "model.onnx", **{place: TensorProto.DataType.Value(kind)})
+    with pytest.raises(ModelError, match=f"{message} is of type {kind}, which ONNX Runtime does not hand over"):
+        compiled(model, tmp_path / "package", mode)
+    assert not (tmp_path / "package").exists()
+
+
+@pytest.mark.parametrize("kind", ["STRING", "INT4"])
+def test_what_can_not_cross_a_cut_is_refused(tmp_path: Path, kind: str) -> None:
+    model = write_casts(tmp_path / "model.onnx", crossing=TensorProto.DataType.Value(kind))
+    with pytest.raises(ModelError, match=rf"the value that crosses a cut 'v\d+' is of type {kind}"):
+        compiled(model, tmp_path / "package")
+
+
+def test_names_are_read_as_onnxruntime_writes_them() -> None:
+    written = ["bfloat16", "float8e4m3fn", "float8e4m3fnuz", "float8e5m2", "float8e5m2fnuz", "float8e8m0"]
+    assert [read_type(f"tensor({name})") for name in written] == list(CODES)
+    assert [read_type(f"tensor({name})") for name in ("float", "double", "bool")] == ["float32", "float64", "bool"]
+    assert all(number_type(name).name == name for name in KNOWN)
+
+
+def test_states_may_be_of_any_type(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Cast", ["past"], ["before"], to=FLOAT),
+        helper.make_node("Add", ["before", "x"], ["sum"]),
+        helper.make_node("Cast", ["sum"], ["y"], to=TensorProto.DOUBLE),
+        helper.make_node("Cast", ["sum"], ["present"], to=TensorProto.BFLOAT16),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "sum",
+        [
+            helper.make_tensor_value_info("x", FLOAT, [1, 4]),
+            helper.make_tensor_value_info("past", TensorProto.BFLOAT16, [1, 4]),
+        ],
+        [
+            helper.make_tensor_value_info("y", TensorProto.DOUBLE, [1, 4]),
+            helper.make_tensor_value_info("present", TensorProto.BFLOAT16, [1, 4]),
+        ],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    onnx.save(model, tmp_path / "model.onnx")
+    plan = plan_model(tmp_path / "model.onnx", ["cpu0"], Request(split_mode="layer"))
+    compile_model(plan, tmp_path / "package")
+    with Session(tmp_path / "package") as session, session.start() as sequence:
+        sums = [sequence.run({"x": np.ones((1, 4), np.float32)})["y"][0, 0] for _ in range(3)]
+    assert sums == [1, 2, 3]

@@ -1,0 +1,196 @@
+"""Writing packages: whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+
+from splitc.compiler import Plan, compile_model, plan_model
+from splitc.compiler.packaging import package
+from splitc.runtime import MisuseError, Session, SplitcError
+from splitc.runtime.devices import parse_devices
+from splitc.runtime.manifest import read_manifest
+from tests.conftest import LAYER, assert_close, decoder_feeds, run_whole
+
+
+@pytest.fixture(scope="module")
+def plan(decoder: Path) -> Plan:
+    return plan_model(decoder, parse_devices(["2xcpu"]), LAYER)
+
+
+def test_manifest_says_what_was_decided(decoder: Path, plan: Plan, tmp_path: Path) -> None:
+    compile_model(plan, tmp_path / "package", threads=3)
+    manifest = read_manifest(tmp_path / "package")
+    assert manifest.threads == 3
+    assert manifest.number_type == "float32"
+    assert manifest.blocks == ["prologue", "layers.0", "layers.1", "layers.2", "layers.3", "epilogue"]
+    assert [rank.device for rank in manifest.ranks] == ["cpu0", "cpu1"]
+    assert [rank.weights_bytes for rank in manifest.ranks] == [rank.memory.weights for rank in plan.ranks]
+    assert len(manifest.states) == 8
+    assert {file.path for file in manifest.files} == {
+        f"rank{number}/stage{number}.{ending}" for number in (0, 1) for ending in ("onnx", "weights")
+    }
+    with Session(tmp_path / "package") as session:
+        assert session.threads == 3
+
+
+def test_existing_path_is_kept_unless_forced(decoder: Path, plan: Plan, tmp_path: Path) -> None:
+    target = tmp_path / "package"
+    compile_model(plan, target)
+    before = (target / "manifest.json").stat().st_ino
+    with pytest.raises(MisuseError, match="exists already: choose another name, or replace it with --force"):
+        compile_model(plan, target)
+    assert (target / "manifest.json").stat().st_ino == before
+    compile_model(plan, target, force=True)
+    assert (target / "manifest.json").stat().st_ino != before
+    assert [path.name for path in tmp_path.iterdir()] == ["package"]
+
+
+def test_force_does_not_replace_what_is_no_package(plan: Plan, tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    with pytest.raises(MisuseError, match="is no package, so --force does not replace it"):
+        compile_model(plan, tmp_path / "thesis", force=True)
+
+
+def test_missing_folder_is_named(plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(MisuseError, match=r"there is no folder .*none"):
+        compile_model(plan, tmp_path / "none" / "package")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143), RuntimeError("a bug")])
+def test_interrupted_compile_leaves_nothing(plan: Plan, tmp_path: Path, error: BaseException) -> None:
+    def interrupt(_: int) -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        compile_model(plan, tmp_path / "package", progress=interrupt)
+    assert not list(tmp_path.iterdir())
+
+
+def test_interrupted_replacement_leaves_the_old_package(plan: Plan, decoder: Path, tmp_path: Path) -> None:
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
+    compile_model(plan, tmp_path / "package")
+    with pytest.raises(KeyboardInterrupt):
+        compile_model(plan, tmp_path / "package", force=True, progress=interrupt)
+    feeds = decoder_feeds()
+    with Session(tmp_path / "package") as session:
+        assert_close(session.run(feeds), run_whole(decoder, feeds))
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next(plan: Plan, tmp_path: Path) -> None:
+    (tmp_path / ".package.partial-abc").mkdir()
+    compile_model(plan, tmp_path / "package")
+    assert [path.name for path in tmp_path.iterdir()] == ["package"]
+
+
+def test_disk_that_is_too_small_is_noticed_before(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(SplitcError, match=r"has 0\.98 KiB free, and the package needs"):
+        compile_model(plan, tmp_path / "package")
+    assert not list(tmp_path.iterdir())
+
+
+def test_disk_that_fills_up_leaves_nothing(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_engines(pieces: Any, _source: Any, _link: bool, _progress: Any) -> None:
+        (path,) = pieces
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(package, "write_engines", write_engines)
+    with pytest.raises(SplitcError, match=r"is full: the package needs .*\. Nothing was written"):
+        compile_model(plan, tmp_path / "package")
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_with_spaces_and_other_letters(decoder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "mes modèles 模型"
+    shutil.copytree(decoder.parent, folder)
+    plan = plan_model(folder / "decoder.onnx", parse_devices(["2xcpu"]), LAYER)
+    compile_model(plan, folder / "le paquet ü")
+    feeds = decoder_feeds()
+    with Session(folder / "le paquet ü") as session:
+        assert_close(session.run(feeds), run_whole(decoder, feeds))
+
+
+def test_model_that_was_linked_before_is_copied(decoder: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(decoder.parent, tmp_path / "model") / decoder.name
+    compile_model(plan_model(model, ["2xcpu"], LAYER), tmp_path / "linked", weights="link")
+    compile_model(plan_model(model, ["2xcpu"], LAYER), tmp_path / "copied")
+    assert all(file.sha256 for file in read_manifest(tmp_path / "copied").files)
+
+
+def test_linked_weights_are_not_copied(decoder: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(decoder.parent, tmp_path / "model") / decoder.name
+    target = tmp_path / "linked"
+    warnings: list[str] = []
+    manifest = compile_model(plan_model(model, ["2xcpu"], LAYER), target, weights="link", warn=warnings.append)
+    data = model.with_name("decoder.onnx.data")
+    for number in (0, 1):
+        assert (target / f"rank{number}" / "source0.weights").samefile(data)
+    assert sum(file.bytes for file in manifest.files if file.sha256) < 0.5 * data.stat().st_size
+    assert not warnings
+    feeds = decoder_feeds()
+    with Session(target) as session:
+        assert_close(session.run(feeds), run_whole(decoder, feeds))
+    shutil.rmtree(target)
+    assert data.exists()
+
+
+def test_links_that_cannot_be_are_copied_and_said_so(
+    decoder: Path, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link(*_: Any) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr("os.link", link)
+    warnings: list[str] = []
+    manifest = compile_model(plan, tmp_path / "package", weights="link", warn=warnings.append)
+    assert len(warnings) == 2
+    assert "rank 0 has a copy" in warnings[0]
+    assert all(file.sha256 for file in manifest.files)
+    feeds = decoder_feeds()
+    with Session(tmp_path / "package") as session:
+        assert_close(session.run(feeds), run_whole(decoder, feeds))
+
+
+def test_linked_weights_inside_the_model_file_are_written(decoder: Path, tmp_path: Path) -> None:
+    """A model without external data has nothing to link to."""
+    model = ir.load(decoder)
+    ir.external_data.load_to_model(model)
+    ir.save(model, tmp_path / "inside.onnx")
+    inside = plan_model(tmp_path / "inside.onnx", parse_devices(["2xcpu"]), LAYER)
+    compile_model(inside, tmp_path / "package", weights="link")
+    feeds = decoder_feeds()
+    with Session(tmp_path / "package") as session:
+        assert_close(session.run(feeds), run_whole(decoder, feeds))
+
+
+def test_one_file_a_weight_in_folders_below(decoder: Path, tmp_path: Path) -> None:
+    """Thousands of external files, as some exporters write them, some in sub-folders."""
+    model = ir.load(decoder)
+    for number, value in enumerate(model.graph.initializers.values()):
+        tensor = value.const_value
+        assert tensor is not None
+        folder = tmp_path / f"part {number % 3}" / "ü"
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"part {number % 3}/ü/{number}.bin"
+        (tmp_path / name).write_bytes(tensor.tobytes())
+        value.const_value = ir.ExternalTensor(
+            name, 0, tensor.nbytes, tensor.dtype, shape=tensor.shape, name=value.name or "", base_dir=tmp_path
+        )
+    ir.save(model, tmp_path / "model.onnx")
+    feeds = decoder_feeds()
+    for weights in ("copy", "link"):
+        plan = plan_model(tmp_path / "model.onnx", parse_devices(["2xcpu"]), LAYER)
+        compile_model(plan, tmp_path / weights, weights=weights)
+        with Session(tmp_path / weights) as session:
+            assert_close(session.run(feeds), run_whole(decoder, feeds))

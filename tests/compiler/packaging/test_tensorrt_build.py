@@ -1,0 +1,202 @@
+"""Packages of TensorRT-RTX engines, which are built without a GPU: what is written, and what is said when it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+from msgspec.structs import replace
+
+from models.llama import Size, build
+from models.writer import save
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler.packaging import tensorrt_build as tensorrt
+from splitc.compiler.packaging.building import BuildSettings, build_package
+from splitc.compiler.packaging.refusals import describe_refusals
+from splitc.compiler.packaging.tensorrt_build import BuildError
+from splitc.runtime.devices import parse_devices
+from splitc.runtime.engines.backends import check_built_here
+from splitc.runtime.engines.kinds import choose_engine
+from splitc.runtime.errors import MisuseError, PackageError
+from splitc.runtime.manifest import BuildOptions, Manifest, read_manifest, verify_files
+from splitc.runtime.ranks.loop import Reduce
+from tests.conftest import DECODER, decoder_feeds
+from tests.test_cli import splitc
+
+RTX = pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX builds engines without a GPU")
+KIND = "tensorrt-rtx"
+SHAPES = {name: array.shape for name, array in decoder_feeds(1, 1, 8).items()}
+LATER = BuildSettings(later=True)
+
+
+def compile_here(model: Path, package: Path, mode: str, build: BuildSettings = BuildSettings()) -> Manifest:
+    request = Request(split_mode=mode, engine=KIND, shapes=SHAPES, memory=["1GiB"])
+    return compile_model(plan_model(model, ["2xcuda"], request), package, build=build)
+
+
+def test_stages_are_engines(decoder: Path, tmp_path: Path) -> None:
+    manifest = compile_here(decoder, tmp_path / "package", "layer")
+    assert manifest == read_manifest(tmp_path / "package")
+    assert manifest.engine == KIND
+    assert manifest.build is not None and manifest.build.built is not None
+    assert manifest.build.built.version == RTX.__version__
+    verify_files(tmp_path / "package", manifest.files)
+    paths = [engine.path for rank in manifest.ranks for engine in rank.engines]
+    assert paths == ["rank0/stage0.engine", "rank1/stage1.engine"]
+    assert sorted(file.path for file in manifest.files) == paths, "and nothing of what they were built from"
+    for rank, path in zip(manifest.ranks, paths):
+        assert (tmp_path / "package" / path).stat().st_size > 0.9 * rank.weights_bytes
+    (ids,) = [tensor for tensor in manifest.inputs if tensor.name == "input_ids"]
+    assert (ids.min_shape, ids.max_shape) == ([1, 1], [1, 1])
+
+
+def test_tensor_mode_is_one_engine_a_rank_with_collectives_inside(decoder: Path, tmp_path: Path) -> None:
+    manifest = compile_here(decoder, tmp_path / "package", "tensor", BuildSettings(keep_sources=True))
+    for number, rank in enumerate(manifest.ranks):
+        (engine,) = rank.engines
+        assert engine.path == f"rank{number}/model.plan.rank{number}", "as Triton's per-rank layout names it"
+        assert engine.group == [0, 1]
+        assert not [step for step in rank.program if isinstance(step, Reduce)]
+        nodes = [node.op_type for node in ir.load(tmp_path / "package" / str(engine.source)).graph]
+        assert nodes.count("DistCollective") == manifest.collectives == 2 * DECODER.layers
+
+
+def test_without_collectives_inside_there_are_sums_between_engines(
+    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("splitc.compiler.lowering.programs.has_collectives", lambda engine: False)
+    manifest = compile_here(decoder, tmp_path / "package", "tensor")
+    for rank in manifest.ranks:
+        assert len(rank.engines) == 2 * DECODER.layers + 1
+        assert len([step for step in rank.program if isinstance(step, Reduce)]) == 2 * DECODER.layers
+
+
+def test_what_is_written_later_is_built_where_it_runs(decoder: Path, tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    manifest = compile_here(decoder, package, "tensor", LATER)
+    assert manifest.build is not None and manifest.build.built is None
+    assert not list(package.rglob("model.plan*"))
+    before = {path: path.stat().st_mtime_ns for path in package.rglob("*.onnx")}
+    told: list[tuple[float, int]] = []
+    built = build_package(package, building=lambda done, total: told.append((done, total)))
+    assert built.build is not None and built.build.built is not None
+    assert built == read_manifest(package)
+    assert told[0] == (0, 2) and told[-1] == (2, 2) and told == sorted(told)
+    verify_files(package, built.files)
+    assert {path: path.stat().st_mtime_ns for path in package.rglob("*.onnx")} == before
+    again = build_package(package)
+    assert [engine for rank in again.ranks for engine in rank.engines] == [e for r in built.ranks for e in r.engines]
+    assert [path.name for path in tmp_path.iterdir()] == ["package"]
+
+
+def test_range_of_sizes_is_what_the_engine_takes(decoder: Path, tmp_path: Path) -> None:
+    low = {name: array.shape for name, array in decoder_feeds(1, 1, 0).items()}
+    high = {name: array.shape for name, array in decoder_feeds(1, 8, 32).items()}
+    request = Request(split_mode="layer", engine=KIND, min_shapes=low, max_shapes=high, memory=["1GiB"])
+    manifest = compile_model(plan_model(decoder, ["cuda0"], request), tmp_path / "package")
+    ids = next(tensor for tensor in manifest.inputs if tensor.name == "input_ids")
+    assert (ids.min_shape, ids.sample_shape, ids.max_shape) == ([1, 1], [1, 8], [1, 8])
+    ((engine,),) = [rank.engines for rank in manifest.ranks]
+    assert engine.sizes["past_key_values.0.key"].shapes[2][2] == 32
+
+
+def test_node_that_the_parser_refuses_is_named_with_its_block(tmp_path: Path) -> None:
+    model = tmp_path / "experts.onnx"
+    save(build(Size(layers=2, hidden=64, heads=4, kv_heads=2, feed_forward=32, vocabulary=64)), model)
+    broken = tmp_path / "broken.onnx"
+    replace_operator(model, broken)
+    with pytest.raises(BuildError, match=r"layers\.\d: '.*' \(com\.microsoft\.FastGelu\)") as caught:
+        compile_model(
+            plan_model(broken, ["2xcuda"], Request(split_mode="layer", engine=KIND, memory=["1GiB"])),
+            tmp_path / "package",
+        )
+    assert "rank0/stage0.onnx (rank 0, cuda0, prologue to layers.0)" in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == []
+    plan = plan_model(broken, ["2xcuda"], Request(split_mode="layer", engine=KIND, memory=["1GiB"]))
+    (line,) = describe_refusals(plan)
+    assert line.startswith("tensorrt-rtx does not take com.microsoft.FastGelu (2 nodes in layers.0..layers.1 (2)")
+
+
+def replace_operator(model: Path, target: Path) -> None:
+    """Put an operator that TensorRT lacks where a block has its Sigmoid."""
+    loaded = ir.load(model)
+    for node in loaded.graph:
+        if node.op_type == "Sigmoid":
+            node.op_type, node.domain = "FastGelu", "com.microsoft"
+    loaded.graph.opset_imports["com.microsoft"] = 1
+    ir.save(loaded, target)
+
+
+def test_plan_says_what_was_not_checked(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_model(decoder, ["2xcuda"], Request(split_mode="layer", engine="tensorrt", memory=["1GiB"]))
+    monkeypatch.setattr("splitc.compiler.packaging.refusals.is_installed", lambda engine: False)
+    (line,) = describe_refusals(plan)
+    assert line == "which operators tensorrt takes was not checked: it is not installed here (pip install tensorrt)"
+
+
+def test_process_that_dies_is_named(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorRT, when it fails badly, takes its process with it."""
+    start = subprocess.Popen
+
+    def start_and_kill(command: list[str], **options: object) -> object:
+        process = start(command, **options)  # type: ignore[call-overload]
+        if "splitc.compiler.packaging.tensorrt_process" in command:
+            os.kill(process.pid, signal.SIGKILL)
+        return process
+
+    monkeypatch.setattr(tensorrt.subprocess, "Popen", start_and_kill)
+    with pytest.raises(BuildError, match=r"ended by SIGKILL \(out of host memory, most likely\).*rank0/stage0.onnx"):
+        compile_here(decoder, tmp_path / "package", "layer")
+    assert not list(tmp_path.iterdir())
+
+
+def test_packages_that_can_not_be_built_are_refused(decoder: Path, package: Path, tmp_path: Path) -> None:
+    with pytest.raises(MisuseError, match="onnxruntime engines, which are ONNX files"):
+        build_package(package)
+    compile_here(decoder, tmp_path / "built", "layer")
+    with pytest.raises(MisuseError, match="does not hold the ONNX files"):
+        build_package(tmp_path / "built")
+
+
+def test_engines_of_another_version_or_gpu_are_refused(decoder: Path, tmp_path: Path) -> None:
+    manifest = compile_here(decoder, tmp_path / "package", "layer")
+    devices = parse_devices(["2xcuda"])
+    check_built_here(tmp_path, manifest, devices)
+    assert manifest.build is not None and manifest.build.built is not None
+    older = replace(manifest.build, built=replace(manifest.build.built, version="1.0.0"))
+    with pytest.raises(
+        PackageError, match=f"built with tensorrt-rtx 1.0.0, and this machine has {RTX.__version__}.*compile"
+    ):
+        check_built_here(tmp_path, replace(manifest, build=older), devices)
+    lenient = replace(older, options=BuildOptions(version_compatible=True))
+    check_built_here(tmp_path, replace(manifest, build=lenient), devices)
+    with pytest.raises(PackageError, match="not built yet: run 'splitc build"):
+        check_built_here(tmp_path, compile_here(decoder, tmp_path / "later", "layer", LATER), devices)
+
+
+def test_engines_go_with_devices() -> None:
+    with pytest.raises(MisuseError, match=r"runs on GPUs .*, and cpu1 is none"):
+        choose_engine("tensorrt", parse_devices(["cuda0", "cpu1"]))
+    with pytest.raises(MisuseError, match="there are onnxruntime, tensorrt, tensorrt-rtx"):
+        choose_engine("openvino", parse_devices(["cpu0"]))
+    assert choose_engine(None, parse_devices(["cpu0"])) == "onnxruntime"
+    assert choose_engine(None, parse_devices(["cpu0", "cuda0"])) == "onnxruntime"
+
+
+def test_commands(decoder: Path, tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    common = ("-d", "2xcuda", "--engine", KIND, "--memory", "1GiB", "--shapes", "input_ids:1x4")
+    planned = splitc("plan", decoder, *common)
+    assert "does not take" not in planned.stderr
+    later = splitc("compile", decoder, "-o", package, *common, "--build", "later").stdout
+    assert f"run 'splitc build {package}'" in later.replace("\n", " ")
+    assert "not built yet" in splitc("inspect", package).stdout
+    assert "are not built yet" in splitc("check", package, "-m", decoder, code=1).stderr
+    assert "built 2 engines with tensorrt-rtx" in splitc("build", package).stdout
+    assert json.loads(splitc("inspect", package, "--json").stdout)["build"]["built"]["version"] == RTX.__version__
+    assert "runs on GPUs" in splitc("check", package, "-m", decoder, "-d", "2xcpu", code=2).stderr

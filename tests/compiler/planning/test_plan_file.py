@@ -1,0 +1,128 @@
+"""plan.json: written, edited by hand, read back, and refused when it contradicts the model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Callable
+
+import pytest
+
+from models.llama import Size, build
+from models.writer import save
+from splitc.compiler import compile_model, plan_model
+from splitc.compiler.planning.plan_file import plan_from_file, write_plan
+from splitc.runtime import DoesNotFitError, MisuseError, Session
+from splitc.runtime.devices import parse_devices
+from tests.conftest import LAYER, assert_close, decoder_feeds, run_whole
+
+
+@pytest.fixture
+def plan_path(decoder: Path, tmp_path: Path) -> Path:
+    write_plan(plan_model(decoder, parse_devices(["3xcpu"]), LAYER), tmp_path / "plan.json")
+    return tmp_path / "plan.json"
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def test_plan_comes_back_as_it_was(decoder: Path, plan_path: Path) -> None:
+    before = plan_path.read_bytes()
+    write_plan(plan_from_file(decoder, plan_path), plan_path)
+    assert plan_path.read_bytes() == before
+
+
+def test_packages_from_one_plan_are_the_same_to_the_byte(decoder: Path, plan_path: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        compile_model(plan_from_file(decoder, plan_path), tmp_path / name)
+    files = sorted(path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*") if path.is_file())
+    assert files == sorted(path.relative_to(tmp_path / "b") for path in (tmp_path / "b").rglob("*") if path.is_file())
+    for file in files:
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+def test_moving_a_block_is_a_one_line_edit(decoder: Path, plan_path: Path, tmp_path: Path) -> None:
+    text = plan_path.read_text()
+    assert text.count('"layers.1": 1') == 1
+    plan_path.write_text(text.replace('"layers.1": 1', '"layers.1": 0'))
+    plan = plan_from_file(decoder, plan_path)
+    assert [block.name for block in plan.ranks[0].stage.blocks] == ["prologue", "layers.0", "layers.1"]
+    compile_model(plan, tmp_path / "package")
+    feeds = decoder_feeds()
+    with Session(tmp_path / "package") as session:
+        assert_close(session.run(feeds), run_whole(decoder, feeds))
+
+
+def test_emptied_rank_is_left_out(decoder: Path, plan_path: Path) -> None:
+    edit(plan_path, lambda plan: plan["blocks"].update({"layers.1": 0, "layers.2": 2}))
+    assert [str(rank.device) for rank in plan_from_file(decoder, plan_path).ranks] == ["cpu0", "cpu2"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda plan: plan["blocks"].update({"layers.9": 1}),
+            'the line "layers.9: 1", and the model has no such block',
+        ),
+        (lambda plan: plan["blocks"].pop("layers.2"), "leaves out the block layers.2"),
+        (lambda plan: plan["blocks"].update({"layers.0": 2}), 'the line "layers.1: 1" after a block in stage 2'),
+        (lambda plan: plan["blocks"].update({"layers.0": 7}), 'the line "layers.0: 7", and it has stages 0 to 2'),
+        (lambda plan: plan["blocks"].update({"layers.0": "x"}), "is no plan: Expected `int`"),
+        (lambda plan: plan["source"].update({"sha256": "0" * 64}), "was made for another model"),
+        (lambda plan: plan.update({"schema": 7}), "schema version 7, and this splitc reads version 2"),
+        (lambda plan: plan["ranks"][0].update({"device": "gpu0"}), "unknown device 'gpu0'"),
+        (lambda plan: plan.update({"splitmode": "layer"}), "is no plan: Object contains unknown field `splitmode`"),
+    ],
+)
+def test_plan_that_contradicts_the_model_is_refused(
+    decoder: Path, plan_path: Path, change: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    edit(plan_path, change)
+    with pytest.raises(MisuseError, match=message):
+        plan_from_file(decoder, plan_path)
+
+
+def test_block_that_stands_twice_is_refused(decoder: Path, plan_path: Path) -> None:
+    plan_path.write_text(plan_path.read_text().replace('"layers.1": 1', '"layers.1": 1, "layers.1": 2'))
+    with pytest.raises(MisuseError, match=r'has the line "layers\.1: 2" twice'):
+        plan_from_file(decoder, plan_path)
+
+
+def test_other_model_of_the_same_shape_is_refused(plan_path: Path, tmp_path: Path) -> None:
+    save(build(Size(layers=4, hidden=64, heads=4, kv_heads=4)), tmp_path / "other.onnx")
+    with pytest.raises(MisuseError, match="was made for another model"):
+        plan_from_file(tmp_path / "other.onnx", plan_path)
+
+
+def test_edit_that_does_not_fit_is_refused_with_the_numbers(decoder: Path, plan_path: Path) -> None:
+    edit(plan_path, lambda plan: plan["ranks"][1].update({"budget_bytes": 1000}))
+    with pytest.raises(DoesNotFitError, match=r"puts layers\.1 to layers\.2 on cpu1, which needs .* may use 0\.98 KiB"):
+        plan_from_file(decoder, plan_path)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", "\x00"])
+def test_other_files_are_no_plan(decoder: Path, tmp_path: Path, content: str) -> None:
+    (tmp_path / "plan.json").write_text(content)
+    with pytest.raises(MisuseError, match="is no plan"):
+        plan_from_file(decoder, tmp_path / "plan.json")
+    with pytest.raises(MisuseError, match="no such plan"):
+        plan_from_file(decoder, tmp_path / "none.json")
+
+
+def test_states_may_be_corrected(decoder: Path, tmp_path: Path) -> None:
+    """A state taken out is fed and given by the caller; one that the model lacks is refused."""
+    path = tmp_path / "plan.json"
+    write_plan(plan_model(decoder, parse_devices(["2xcpu"]), LAYER), path)
+    content = json.loads(path.read_text())
+    found = content["states"]
+    content["states"] = found[1:]
+    path.write_text(json.dumps(content))
+    assert [state.input for state in plan_from_file(decoder, path).analysis.states] == [s["input"] for s in found[1:]]
+    content["states"] = [{"input": "input_ids", "output": "nothing"}]
+    path.write_text(json.dumps(content))
+    with pytest.raises(MisuseError, match="the state input_ids <- nothing: the model lacks one"):
+        plan_from_file(decoder, path)

@@ -1,0 +1,292 @@
+"""Which products row split slices, whatever form their weights have, and that the slices make the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Callable
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from splitc.compiler import Plan, Request, plan_model
+from splitc.compiler.lowering.programs import rank_program
+from splitc.runtime.manifest import read_manifest
+from splitc.runtime.ranks.loop import Receive, Run, Send
+from tests.helpers.blocks import FLOAT, Block, check_rows, save
+
+# Sides of the matrices. Columns come in fours where they are quantized in blocks.
+ROWS, COLUMNS = 32, 24
+GENERATOR = np.random.default_rng(0)
+
+
+def stored(b: Block, name: str, array: Any) -> ir.Value:
+    return b.weight(name, ir.tensor(array))
+
+
+def int8(b: Block, name: str, *shape: int) -> ir.Value:
+    return stored(b, name, GENERATOR.integers(-100, 100, shape, dtype=np.int8))
+
+
+def transposed(b: Block, x: ir.Value) -> ir.Value:
+    return b.op("MatMul", x, b.op("Transpose", b.w("A", COLUMNS, ROWS), perm=[1, 0]))
+
+
+def cast(b: Block, x: ir.Value) -> ir.Value:
+    half = stored(b, "A", b.random("A", ROWS, COLUMNS).astype(np.float16))
+    return b.op("MatMul", x, b.op("Cast", half, to=FLOAT))
+
+
+def reshaped(b: Block, x: ir.Value) -> ir.Value:
+    """By heads, as some exporters keep it."""
+    return b.op("MatMul", x, b.op("Reshape", b.w("A", ROWS, 6, 4), b.ints(ROWS, COLUMNS)))
+
+
+def fused_ones(b: Block, x: ir.Value) -> ir.Value:
+    """Two projections whose weights are cut off one."""
+    first, second = b.ops("Split", b.w("A", ROWS, 2 * COLUMNS), outputs=2, axis=1, num_outputs=2)
+    return b.op("Add", b.op("MatMul", x, first), b.op("Relu", b.op("MatMul", x, second)))
+
+
+def gemm(b: Block, x: ir.Value) -> ir.Value:
+    flat = b.op("Reshape", x, b.ints(-1, ROWS))
+    product = b.op("Gemm", flat, b.w("A", COLUMNS, ROWS), b.w("A.bias", COLUMNS), transB=1, alpha=0.5)
+    return b.op("Reshape", product, b.ints(2, 5, COLUMNS))
+
+
+def fused(b: Block, x: ir.Value) -> ir.Value:
+    return b.op("com.microsoft.FusedMatMul", x, b.w("A", COLUMNS, ROWS), transB=1, alpha=0.5)
+
+
+def few_bits(zeros: bool) -> Callable[[Block, ir.Value], ir.Value]:
+    def product(b: Block, x: ir.Value) -> ir.Value:
+        packed = GENERATOR.integers(0, 255, (COLUMNS, ROWS // 16, 8), dtype=np.uint8)
+        inputs = [stored(b, "A", packed), b.w("A.scales", COLUMNS * ROWS // 16)]
+        if zeros:
+            inputs.append(stored(b, "A.zeros", GENERATOR.integers(0, 255, COLUMNS * ROWS // 32, dtype=np.uint8)))
+        return b.op("com.microsoft.MatMulNBits", x, *inputs, K=ROWS, N=COLUMNS, bits=4, block_size=16)
+
+    return product
+
+
+def scaled(axis: int, *scales: int, **attributes: int) -> Callable[[Block, ir.Value], ir.Value]:
+    """A weight of 8 bits with these scales, and zero points like them."""
+
+    def product(b: Block, x: ir.Value) -> ir.Value:
+        weight = int8(b, "A", ROWS, COLUMNS)
+        inputs = (weight, b.w("A.scales", *scales), int8(b, "A.zeros", *scales))
+        return b.op("MatMul", x, b.op("DequantizeLinear", *inputs, axis=axis, **attributes))
+
+    return product
+
+
+def integers(b: Block, x: ir.Value) -> ir.Value:
+    """As quantize_dynamic writes it: the activation's scale is found at run time."""
+    quantized, scale, zero = b.ops("DynamicQuantizeLinear", x, outputs=3)
+    whole = b.op("MatMulInteger", quantized, int8(b, "A", ROWS, COLUMNS), zero, int8(b, "A.zeros", COLUMNS))
+    return b.op("Mul", b.op("Cast", whole, to=FLOAT), b.op("Mul", scale, b.w("A.scales", COLUMNS)))
+
+
+def unpacked(b: Block, x: ir.Value) -> ir.Value:
+    """Quantized and unpacked on both sides, as static quantization writes it."""
+    scale, zero = b.constant(0.05, np.float32), b.constant(3, np.uint8)
+    seen = b.op("DequantizeLinear", b.op("QuantizeLinear", x, scale, zero), scale, zero)
+    weight = b.op("DequantizeLinear", int8(b, "A", ROWS, COLUMNS), b.constant(0.01, np.float32))
+    return b.op("MatMul", seen, weight)
+
+
+def rounded(b: Block, x: ir.Value) -> ir.Value:
+    """QLinearMatMul, whose result is of few bits too."""
+    scale, zero = b.constant(0.05, np.float32), b.constant(3, np.uint8)
+    quantized = b.op("QuantizeLinear", x, scale, zero)
+    weight = (int8(b, "A", ROWS, COLUMNS), b.constant(0.01, np.float32), b.constant(0, np.int8))
+    result = (b.constant(0.2, np.float32), b.constant(128, np.uint8))
+    return b.op("DequantizeLinear", b.op("QLinearMatMul", quantized, scale, zero, *weight, *result), *result)
+
+
+FORMS: dict[str, Callable[[Block, ir.Value], ir.Value]] = {
+    "plain": lambda b, x: b.op("MatMul", x, b.w("A", ROWS, COLUMNS)),
+    "transposed": transposed,
+    "cast": cast,
+    "reshaped": reshaped,
+    "cut off": fused_ones,
+    "gemm": gemm,
+    "fused": fused,
+    "4 bits": few_bits(False),
+    "4 bits with zero points": few_bits(True),
+    "scaled by column": scaled(1, COLUMNS),
+    "scaled by blocks of rows": scaled(0, ROWS // 8, COLUMNS, block_size=8),
+    "scaled by blocks of columns": scaled(1, ROWS, COLUMNS // 4, block_size=4),
+    "integers": integers,
+    "unpacked": unpacked,
+    "rounded": rounded,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_of_every_form_are_sliced(form: str, tmp_path: Path) -> None:
+    b = Block(opset=21)
+    x = b.op("Softmax", b.data("x", (2, 5, ROWS), ["n", "t", ROWS]))
+    b.give(b.op("Relu", FORMS[form](b, x)))
+    split = {"A", "A.scales"} if "scaled" in form or "bits" in form else {"A"}
+    plans = check_rows(b, tmp_path, split, rounds=1)
+    if "blocks of columns" in form:
+        assert [weight.units for weight in plans[0].weights if weight.name == "A"] == ["3,3"]
+
+
+def names_of(plan: Plan, rank: int, kind: type) -> list[str]:
+    """The values that a rank's steps of a kind are about."""
+    return [step.value for step in rank_program(plan, rank).steps if isinstance(step, kind)]  # type: ignore[union-attr]
+
+
+def test_products_of_one_activation_are_one_round_trip(tmp_path: Path) -> None:
+    b = Block()
+    x = b.op("Softmax", b.data("x", (2, 5, 12), ["n", "t", 12]))
+    q, k, v = (b.op("MatMul", x, b.w(name, 12, 12)) for name in "qkv")
+    b.give(b.op("MatMul", b.op("Add", b.op("Mul", q, k), v), b.w("o", 12, 12)))
+    (plan, *_) = check_rows(b, tmp_path, "qkvo", rounds=2)
+    kinds = [type(step) for step in rank_program(plan, 1).steps]
+    assert kinds == [Receive, Run, Send, Send, Send, Receive, Run, Send]
+    # Its own slice is in the middle: the main rank multiplies while the other does.
+    kinds = [type(step) for step in rank_program(plan, 0).steps]
+    assert kinds == [Run, Send, Run, Receive, Receive, Receive, Run, Send, Run, Receive, Run]
+
+
+def test_what_several_rounds_take_is_sent_once(tmp_path: Path) -> None:
+    """The keys of cross attention in each layer are computed from what the encoder gave."""
+    b = Block()
+    seen = b.op("Softmax", b.data("seen", (2, 7, 12), ["n", "s", 12]))
+    x = b.op("Softmax", b.data("x", (2, 5, 12), ["n", "t", 12]))
+    for layer in range(3):
+        keys = b.op("MatMul", seen, b.w(f"k{layer}", 12, 12))
+        query = b.op("MatMul", x, b.w(f"q{layer}", 12, 12))
+        scores = b.op("MatMul", query, b.op("Transpose", keys, perm=[0, 2, 1]))
+        x = b.op("MatMul", b.op("Softmax", scores), seen)
+    b.give(x)
+    (plan, *_) = check_rows(b, tmp_path, {f"{part}{layer}" for part in "qk" for layer in range(3)}, rounds=3)
+    received = names_of(plan, 1, Receive)
+    assert len(received) == 4
+    assert received == names_of(plan, 0, Send)
+
+
+def test_products_of_inputs_of_each_other_and_of_outputs(tmp_path: Path) -> None:
+    """Nothing of the model's own lies between: what is fed is sent, what comes back is sent on, and given."""
+    b = Block()
+    x = b.data("x", (2, 5, 12), ["n", "t", 12])
+    first = b.op("MatMul", x, b.w("A", 12, 16))
+    second = b.op("MatMul", first, b.w("B", 16, 12))
+    b.give(first, "first")
+    b.give(second, "second")
+    check_rows(b, tmp_path, "AB", rounds=2)
+
+
+def test_activation_is_sent_as_it_is_before_it_is_unpacked(tmp_path: Path) -> None:
+    b = Block()
+    x = b.op("Softmax", b.data("x", (2, 5, ROWS), ["n", "t", ROWS]))
+    b.give(b.op("Relu", unpacked(b, x)))
+    (plan, *_) = check_rows(b, tmp_path, "A", rounds=1)
+    assert plan.rows is not None
+    ((product,),) = plan.rows.rounds
+    assert [value.dtype for value in product.takes] == [ir.DataType.UINT8]
+    assert plan.cuts[0].bytes == 10 * ROWS + 10 * COLUMNS // 2 * 4
+
+
+def test_vector_is_multiplied(tmp_path: Path) -> None:
+    b = Block()
+    b.give(b.op("Relu", b.op("MatMul", b.data("x", (12,)), b.w("A", 12, 16))), shape=[16])
+    check_rows(b, tmp_path, "A", rounds=1)
+
+
+def test_weight_of_several_layers_is_stored_once_a_rank(tmp_path: Path) -> None:
+    """As in ALBERT, beside a bias of equal numbers that exporters merge with that of another reader."""
+    b = Block()
+    weight, bias = b.w("A", 64, 64), b.w("bias", 64)
+    x = b.data("x", (10, 64), ["n", 64])
+    for _ in range(4):
+        x = b.op("Relu", b.op("Gemm", x, weight, bias))
+    b.give(b.op("Add", x, bias), shape=["n", 64])
+    for plan in check_rows(b, tmp_path, "A", rounds=4):
+        held = [rank.memory.weights for rank in plan.ranks]
+        assert sum(held) < 1.1 * 64 * 64 * 4
+    files = {file.path: file.bytes for file in read_manifest(tmp_path / "package").files}
+    stored = sum(size for path, size in files.items() if path.endswith(".weights"))
+    assert stored < 1.1 * 64 * 64 * 4
+
+
+def whole(b: Block, x: ir.Value, how: str) -> ir.Value:
+    """A product with the weight A that must stay whole."""
+    weight = b.w("A", 3, 12, 12) if how == "stack" else b.w("A", 12, 12)
+    if how == "looked up":
+        rows = b.op("Gather", weight, b.indices("ids", [[1, 2, 3, 4, 5]] * 2, ["n", "t"]))
+        return b.op("MatMul", b.op("Add", x, rows), weight)
+    if how == "both ways":
+        return b.op("MatMul", b.op("Relu", b.op("MatMul", x, weight)), b.op("Transpose", weight, perm=[1, 0]))
+    if how == "from the left":
+        return b.op("MatMul", weight, b.op("Transpose", x, perm=[0, 2, 1]))
+    if how == "stack":
+        return b.op("ReduceSum", b.op("MatMul", b.op("Unsqueeze", x, b.ints(1)), weight), b.ints(1), keepdims=0)
+    if how == "computed bias":
+        bias = b.op("ReduceMax", b.op("Reshape", x, b.ints(-1, 12)), axes=[0], keepdims=0)
+        return b.op("Gemm", b.op("Reshape", x, b.ints(-1, 12)), weight, bias)
+    assert how == "given"
+    b.give(b.op("Identity", weight), "copy", [12, 12])
+    return b.op("MatMul", x, weight)
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("looked up", "Gather"),
+        ("both ways", "read at run time too"),
+        ("from the left", "not as what it multiplies with"),
+        ("stack", "multiplies with 3 x 12 x 12, which is no matrix"),
+        ("computed bias", "read at run time too"),
+        ("given", "Identity"),
+    ],
+)
+def test_weight_that_is_needed_whole_stays_so(how: str, reason: str, tmp_path: Path) -> None:
+    b = Block()
+    x = b.op("Softmax", b.data("x", (2, 5, 12), ["n", "t", 12]))
+    other = b.op("MatMul", x, b.w("B", 12, 48))
+    b.give(whole(b, x, how))
+    b.give(b.op("Relu", other), "z")
+    plans = check_rows(b, tmp_path, "B", shares=[(1, 1)], whole="A")
+    assert reason in next(weight.reason or "" for weight in plans[0].weights if weight.name == "A")
+
+
+@pytest.mark.parametrize("shares", [(1, 2, 3), (5, 1), (1, 1, 1, 1, 1)])
+def test_slices_keep_to_the_shares_over_many_products(shares: Sequence[float], tmp_path: Path) -> None:
+    """Seven columns a product never divide as the shares are; what one leaves over the next makes good."""
+    b = Block()
+    x = b.op("Softmax", b.data("x", (2, 7), ["n", 7]))
+    for layer in range(20):
+        x = b.op("Relu", b.op("MatMul", x, b.w(f"A{layer}", 7, 7)))
+    b.give(x, shape=["n", 7])
+    (plan,) = check_rows(b, tmp_path, {f"A{layer}" for layer in range(1, 19)}, shares=[shares])
+    held = np.sum([[int(units) for units in weight.units.split(",")] for weight in plan.weights if weight.units], 0)
+    assert np.abs(held / held.sum() - np.array(shares) / sum(shares)).max() < 0.02
+
+
+def test_products_that_the_shares_leave_to_the_main_rank_are_no_round_trip(tmp_path: Path) -> None:
+    b = Block()
+    x = b.op("Softmax", b.data("x", (2, 5, 40), ["n", "t", 40]))
+    few = b.op("Relu", b.op("MatMul", x, b.w("few", 40, 2)))
+    b.give(b.op("MatMul", b.op("Concat", few, b.op("MatMul", x, b.w("many", 40, 38)), axis=-1), b.w("B", 40, 40)))
+    (plan,) = check_rows(b, tmp_path, ["many", "B"], shares=[(8, 1)], whole=["few"])
+    (weight,) = (weight for weight in plan.weights if weight.name == "few")
+    assert weight.reason == "the shares leave all its columns to the main device"
+
+
+def test_matrices_are_measured_as_they_are_multiplied(tmp_path: Path) -> None:
+    """--row-min means rows and columns, also where they are packed or lie the other way round."""
+    b = Block()
+    x = b.op("Softmax", b.data("x", (2, 5, 32), ["n", "t", 32]))
+    packed = GENERATOR.integers(0, 255, (24, 2, 8), dtype=np.uint8)
+    wide = b.op("com.microsoft.MatMulNBits", x, stored(b, "A", packed), b.w("s", 48), K=32, N=24, bits=4, block_size=16)
+    b.give(b.op("MatMul", b.op("Relu", wide), b.op("Transpose", b.w("B", 23, 24), perm=[1, 0])))
+    save(b.model(), tmp_path / "model.onnx")
+    plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="row", row_min=24))
+    fates = {weight.name: weight.reason for weight in plan.weights}
+    assert fates["A"] is None
+    assert "(MatMul) multiplies with 24 x 23, and --row-min is 24" in (fates["B"] or "")

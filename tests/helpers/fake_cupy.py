@@ -1,0 +1,271 @@
+"""GPUs that are not there: what splitc uses of CuPy, with host memory, a thread for each stream, and real asynchrony.
+
+A stream does what it is given in order, in its own time; an event happens when its stream comes to it. Memory that is
+freed is overwritten by the stream that it was allocated on, as a pool that reuses it would: what was freed too early
+shows in the results.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+DEVICES = 4
+# What memory holds that nobody wrote to, and what it holds again when it is freed.
+POISON = 0xA5
+# Seconds that a stream takes for each thing that it does: hosts run ahead of GPUs.
+SLOWNESS = 2e-5
+
+current = threading.local()
+
+
+class Stream:
+    """A queue of work and the thread that does it. While the stream is captured, its work goes to a graph instead."""
+
+    def __init__(self, non_blocking: bool = False) -> None:
+        self.ptr = id(self)
+        self.graph: Graph | None = None
+        self.done = 0
+        self._tasks: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        STREAMS[self.ptr] = self
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            task = self._tasks.get()
+            time.sleep(SLOWNESS)
+            task()
+            self.done += 1
+
+    def put(self, task: Callable[[], object]) -> None:
+        if self.graph is not None:
+            self.graph.work.setdefault(self.ptr, []).append(task)
+        else:
+            self._tasks.put(task)
+
+    def use(self) -> None:
+        current.stream = self
+
+    def wait_event(self, event: Event) -> None:
+        if event.graph is not None:
+            self.graph = event.graph
+        self.put(event.happened.wait)
+
+    def begin_capture(self, mode: int) -> None:
+        self.graph = Graph(self)
+
+    def end_capture(self) -> Graph:
+        graph = self.graph
+        assert graph is not None
+        for event in graph.events:
+            event.graph = None
+        captured = [stream for stream in STREAMS.values() if stream.graph is graph]
+        for stream in captured:
+            stream.graph = None
+        if any(graph.unjoined(stream.ptr) for stream in captured):
+            raise CUDARuntimeError("unjoined work")
+        return graph
+
+
+class Graph:
+    """What streams were given while they were captured; each does its part in its own time."""
+
+    def __init__(self, origin: Stream) -> None:
+        self.origin = origin
+        self.work: dict[int, list[Callable[[], object]]] = {origin.ptr: []}
+        self.events: list[Event] = []
+
+    def unjoined(self, stream: int) -> bool:
+        """Whether the stream's last event is not one that the origin waits for."""
+        waited = [getattr(task, "__self__", None) for task in self.work[self.origin.ptr]]
+        last = [event for event in self.events if event.stream == stream][-1:]
+        return stream != self.origin.ptr and not any(event.happened in waited for event in last)
+
+    def upload(self, stream: Stream) -> None:
+        pass
+
+    def launch(self, stream: Stream) -> None:
+        stream.put(self._run)
+
+    def _run(self) -> None:
+        for event in self.events:
+            event.happened.clear()
+        threads = [threading.Thread(target=self._run_part, args=(part,)) for part in self.work.values()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.origin.done += max(map(len, self.work.values()))
+
+    def _run_part(self, tasks: list[Callable[[], object]]) -> None:
+        for task in tasks:
+            time.sleep(SLOWNESS)
+            task()
+
+
+STREAMS: dict[int, Stream] = {}
+
+
+class Event:
+    def __init__(self, disable_timing: bool = False) -> None:
+        self.happened = threading.Event()
+        self.ptr = id(self)
+        self.graph: Graph | None = None
+        self.stream = 0
+        self.time = 0
+        EVENTS[self.ptr] = self
+
+    @property
+    def done(self) -> bool:
+        if self.graph is not None:
+            raise CUDARuntimeError("an event of a graph that is being captured can't be asked")
+        return self.happened.is_set()
+
+    def record(self, stream: Stream) -> None:
+        self.graph, self.stream = stream.graph, stream.ptr
+        self.happened.clear()
+        if self.graph is not None:
+            self.graph.events.append(self)
+        stream.put(self._happen)
+
+    def _happen(self) -> None:
+        self.time = STREAMS[self.stream].done
+        self.happened.set()
+
+
+EVENTS: weakref.WeakValueDictionary[int, Event] = weakref.WeakValueDictionary()
+
+
+class Memory:
+    """Bytes on a device, freed in the order of the stream that they were allocated on."""
+
+    def __init__(self, size: int) -> None:
+        self.bytes = np.full(size, POISON, np.uint8)
+        self.ptr = self.bytes.ctypes.data
+        self._stream = current.stream
+
+    def __del__(self) -> None:
+        freed = self.bytes
+        self._stream.put(lambda: freed.fill(POISON))
+
+
+class MemoryPool:
+    """Memory that stays the pool's when it is freed."""
+
+    def __init__(self) -> None:
+        self.memory: list[object] = []
+
+    def malloc(self, size: int) -> Memory:
+        taken = Memory(size)
+        self.memory.append(taken.bytes)
+        return taken
+
+
+class Pinned(np.ndarray):
+    """Host memory that copies may be under way to and from; freed at once."""
+
+    @property
+    def ptr(self) -> int:
+        return self.ctypes.data
+
+    def __del__(self) -> None:
+        if self.base is None:
+            self.fill(POISON)
+
+
+class Device:
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def use(self) -> None:
+        current.device = self.index
+
+    def __enter__(self) -> None:
+        self._before = getattr(current, "device", 0)
+        self.use()
+
+    def __exit__(self, *error: object) -> None:
+        current.device = self._before
+
+
+class CUDARuntimeError(RuntimeError):
+    pass
+
+
+def copy_async(target: int, source: int, size: int, kind: int, stream: int) -> None:
+    STREAMS[stream].put(lambda: ctypes.memmove(target, source, size) and None)
+
+
+def set_async(target: int, value: int, size: int, stream: int) -> None:
+    STREAMS[stream].put(lambda: ctypes.memset(target, value, size) and None)
+
+
+def copy_between(target: int, to: int, source: int, at: int, size: int, stream: int) -> None:
+    if (at, to) in WRONG:
+        source, size = target, 0
+    copy_async(target, source, size, 0, stream)
+
+
+# Pairs of devices between which copies do nothing.
+WRONG: set[tuple[int, int]] = set()
+
+
+def combine(operation: str, parts: Sequence[Any], whole: Any, size: int) -> None:
+    """`splitc.runtime.engines.kernels` without a GPU."""
+
+    def view(array: Any) -> Any:
+        return np.ctypeslib.as_array((ctypes.c_uint8 * array.nbytes).from_address(array.pointer)).view(array.dtype)
+
+    def work() -> None:
+        operator = np.add if operation == "sum" else np.maximum
+        view(whole)[:] = operator.reduce([view(part) for part in parts], axis=0)
+
+    parts, whole = [replace(part, owner=None) for part in parts], replace(whole, owner=None)
+    current.stream.put(work)
+
+
+def copy(target: int, source: int, size: int) -> None:
+    """`splitc.runtime.engines.kernels.copy` without a GPU."""
+    copy_async(target, source, size, 0, current.stream.ptr)
+
+
+def make(devices: int = DEVICES) -> types.SimpleNamespace:
+    """CuPy with so many devices."""
+    runtime = types.SimpleNamespace(
+        CUDARuntimeError=CUDARuntimeError,
+        getDeviceCount=lambda: devices,
+        getDeviceProperties=lambda index: {"name": b"NVIDIA Imaginary", "major": 9, "minor": 0},
+        deviceCanAccessPeer=lambda one, other: 1,
+        memGetInfo=lambda: (60 << 30, 80 << 30),
+        memcpyAsync=copy_async,
+        memcpyPeerAsync=copy_between,
+        memcpyDeviceToDevice=3,
+        eventQuery=lambda pointer: 0 if EVENTS[pointer].done else 600,
+        deviceEnablePeerAccess=lambda other: None,
+        memcpyHostToDevice=1,
+        memcpyDeviceToHost=2,
+        streamCaptureModeRelaxed=2,
+        memcpyDefault=4,
+        memsetAsync=set_async,
+    )
+    cuda = types.SimpleNamespace(
+        Device=Device,
+        Stream=Stream,
+        Event=Event,
+        MemoryPool=MemoryPool,
+        # Milliseconds: each thing that a stream does takes a microsecond of this clock.
+        get_elapsed_time=lambda begin, end: (end.time - begin.time) / 1e3,
+        alloc=Memory,
+        alloc_pinned_memory=lambda size: np.full(size, POISON, np.uint8).view(Pinned),
+        runtime=runtime,
+    )
+    return types.SimpleNamespace(cuda=cuda)

@@ -1,0 +1,116 @@
+"""Engines and a fixture for sessions on GPUs that are not there (`fake_cupy`)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Optional
+
+import numpy as np
+import pytest
+
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.runtime.devices import Device
+from splitc.runtime.engines.gpu_backend import Gpu, GpuArray
+from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
+from splitc.runtime.errors import EngineError
+from tests.helpers import fake_cupy
+
+
+class HostEngine:
+    """An ONNX Runtime engine on the CPU, that is enqueued on a fake stream and works in the stream's time."""
+
+    optional: frozenset[str] = frozenset()
+
+    def __init__(self, gpu: Gpu, path: Path) -> None:
+        self._gpu = gpu
+        self._backend = OnnxRuntimeBackend(1)
+        self._engine = self._backend.load(path)
+        self.inputs, self.outputs = self._engine.inputs, self._engine.outputs
+
+    def connect(self, communicator: Any) -> None:
+        raise AssertionError
+
+    def run(self, values: Mapping[str, Any], into: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+        shapes = self._shapes(values)
+        made = {n: into[n] if n in into else self._gpu.empty(*shapes[n]) for n in self.outputs}
+        # Not the memory itself: the stream comes to it before it can come to what frees it.
+        places = {name: replace(value, owner=None) for name, value in values.items()}
+        targets = {name: value.pointer for name, value in made.items()}
+
+        def work() -> None:
+            for name, array in self._compute(places).items():
+                ctypes.memmove(targets[name], array.ctypes.data, array.nbytes)
+
+        fake_cupy.STREAMS[self._gpu.stream.ptr].put(work)
+        return made
+
+    def _compute(self, values: Mapping[str, GpuArray]) -> dict[str, np.ndarray[Any, Any]]:
+        feeds = {}
+        for name in self.inputs:
+            value = values[name]
+            raw = np.ctypeslib.as_array((ctypes.c_uint8 * max(1, value.nbytes)).from_address(value.pointer))
+            feeds[name] = self._backend.upload(raw[: value.nbytes].copy().view(value.dtype).reshape(value.shape))
+        return {n: np.ascontiguousarray(a) for n, a in self._backend.download(self._engine.run(feeds)).items()}
+
+    def _shapes(self, values: Mapping[str, GpuArray]) -> dict[str, tuple[tuple[int, ...], str]]:
+        """What TensorRT's shape inference would say; ids are 1, which is in bounds."""
+        feeds = {name: self._backend.upload(np.ones(values[name].shape, values[name].dtype)) for name in self.inputs}
+        found = self._backend.download(self._engine.run(feeds))
+        return {name: (array.shape, str(array.dtype)) for name, array in found.items()}
+
+
+class FakeBackend(Gpu):
+    """Loads HostEngines on a GPU that is not there. The engine of `failing` fails in the run of that number."""
+
+    failing: Optional[tuple[int, int]] = None
+
+    def load(self, path: Path, source: Optional[Path] = None, sizes_only: Collection[str] = ()) -> HostEngine:
+        engine = HostEngine(self, path)
+        if self.failing and self.failing[0] == self.index and path.name.endswith(("stage0.1.onnx", "stage1.onnx")):
+            _fail_in(engine, self.failing[1])
+        return engine
+
+    def stop(self) -> None:
+        pass
+
+
+def _fail_in(engine: HostEngine, number: int) -> None:
+    run, runs = engine.run, iter(range(1 << 30))
+
+    def fail(values: Mapping[str, Any], into: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+        if next(runs) == number:
+            raise EngineError("an engine failed on purpose")
+        return run(values, into)
+
+    engine.run = fail  # type: ignore[method-assign]
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    cupy = fake_cupy.make()
+    monkeypatch.setattr("splitc.runtime.gpus.find_cupy", lambda: cupy)
+    monkeypatch.setattr("splitc.runtime.engines.gpu_backend.need_cupy", lambda: cupy)
+    monkeypatch.setattr("splitc.runtime.engines.gpu_backend.combine", fake_cupy.combine)
+    monkeypatch.setattr("splitc.runtime.engines.gpu_backend.copy", fake_cupy.copy)
+
+    def make_backend(engine: str, device: Device, threads: int, build: object, cuda_graphs: bool) -> object:
+        return FakeBackend(device.index) if device.kind == "cuda" else OnnxRuntimeBackend(threads)
+
+    monkeypatch.setattr("splitc.runtime.session.make_backend", make_backend)
+    yield
+    FakeBackend.failing = None
+    fake_cupy.WRONG.clear()
+
+
+@cache
+def package(model: Path, mode: str, ranks: int, **options: Any) -> Path:
+    """A package beside its model; tests of one model share it."""
+    request = Request(split_mode=mode, spread=True, **options)
+    place = model.with_name(f"{model.stem}-{mode}-{ranks}-{len(options)}")
+    compile_model(plan_model(model, [f"{ranks}xcpu"], request), place)
+    return place

@@ -1,0 +1,90 @@
+"""Ranks bring their parts together: the same bits on all, each time, and a failure reaches everyone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from splitc.runtime.collectives.host import LocalTransport, connect
+from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
+from splitc.runtime.ranks.loop import Program, Reduce, Run, execute
+from tests.runtime.ranks.test_loop import FunctionEngine, fail
+
+RANKS = 4
+
+
+def together(work: Callable[[int, LocalTransport], Any], ranks: int = RANKS) -> list[Any]:
+    """What `work` gives on each rank, in a thread of its own."""
+    results: list[Any] = [None] * ranks
+
+    def run(rank: int, transport: LocalTransport) -> None:
+        try:
+            results[rank] = work(rank, transport)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=pair) for pair in enumerate(connect(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20)
+        assert not thread.is_alive()
+    return results
+
+
+@pytest.mark.parametrize(("operation", "function"), [("sum", np.sum), ("max", np.max)])
+def test_all_ranks_get_the_same(operation: str, function: Any) -> None:
+    backend = OnnxRuntimeBackend(1)
+    arrays = np.random.default_rng(0).standard_normal((RANKS, 3, 1000)).astype(np.float32)
+    step = Reduce(operation, ["a", "b"], ["A", "B"], list(range(RANKS)))
+
+    def work(rank: int, transport: LocalTransport) -> Any:
+        for _ in range(50):
+            parts = [backend.upload(arrays[rank].copy()), backend.upload(arrays[rank, :1].copy())]
+            wholes = transport.reduce(step, parts, backend.accumulate)
+        return [backend.download({"": each})[""].copy() for each in wholes]
+
+    results = together(work)
+    for first, second in results:
+        np.testing.assert_allclose(first, function(arrays, axis=0), rtol=1e-5, atol=1e-5)
+        assert first.tobytes() == results[0][0].tobytes()
+        assert second.tobytes() == results[0][1].tobytes()
+
+
+def test_groups_do_not_wait_for_each_other() -> None:
+    backend = OnnxRuntimeBackend(1)
+
+    def work(rank: int, transport: LocalTransport) -> float:
+        group = [0, 1] if rank < 2 else [2, 3]
+        for _ in range(20 if rank < 2 else 3):
+            parts = [backend.upload(np.full(1, rank, np.float32))]
+            (whole,) = transport.reduce(Reduce("sum", ["a"], ["A"], group), parts, backend.accumulate)
+        return float(backend.download({"": whole})[""][0])
+
+    assert together(work) == [1.0, 1.0, 5.0, 5.0]
+
+
+def test_rank_that_fails_does_not_leave_the_others_waiting() -> None:
+    backend = OnnxRuntimeBackend(1)
+    step = Reduce("sum", ["a"], ["A"], list(range(RANKS)))
+
+    def part(x: np.ndarray[Any, Any]) -> Any:
+        return backend.upload(x.copy())
+
+    def work(rank: int, transport: LocalTransport) -> Any:
+        outcomes = []
+        for attempt in range(3):
+            engine = FunctionEngine(["x"], "a", fail if rank == 2 and attempt == 1 else part)
+            program = Program([Run(0), step], [engine], ["A"])
+            try:
+                values, _ = execute(program, transport, lambda: {"x": np.ones(1, np.float32)}, backend.accumulate)
+                outcomes.append(float(backend.download(values)["A"][0]))
+            except ValueError as error:
+                outcomes.append(str(error))
+        return outcomes
+
+    assert together(work) == [[4.0, "out of memory", 4.0]] * RANKS

@@ -1,0 +1,41 @@
+"""ONNX Runtime's engines on the CPU."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
+
+MODEL = '<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (float[n] y) { y = Neg(x) }'
+
+
+def test_what_a_run_gave_is_not_written_over(write_model: Callable[[str], Path]) -> None:
+    backend = OnnxRuntimeBackend(1)
+    engine = backend.load(write_model(MODEL))
+    made = [engine.run({"x": backend.upload(np.full(4, number, np.float32))})["y"] for number in range(5)]
+    arrays = [backend.download({"y": value})["y"] for value in made]
+    del made
+    engine.run({"x": backend.upload(np.full(4, 9, np.float32))})
+    assert [array.tolist() for array in arrays] == [[-number] * 4 for number in range(5)]
+
+
+def test_a_state_does_not_keep_the_one_before(write_model: Callable[[str], Path]) -> None:
+    """Two of them are there while an engine makes one of the other, and never three."""
+    backend = OnnxRuntimeBackend(1)
+    engine = backend.load(write_model(MODEL))
+    value = engine.run({"x": backend.upload(np.ones(1 << 20, np.float32))})["y"]
+    places = set()
+    for _ in range(10):
+        value = engine.run({"x": value})["y"]
+        gc.collect()
+        places.add(value.data_ptr())
+    assert len(places) == 2
+
+
+def test_options_of_a_run_have_an_entry() -> None:
+    """Without one, each run goes through an exception of ONNX Runtime's."""
+    assert OnnxRuntimeBackend(1)._options.get_run_config_entry("gpu_graph_id") == "-1"

@@ -1,0 +1,119 @@
+"""The loop that runs a rank's steps, with engines and a transport of the test's own."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from splitc.runtime.collectives.host import connect
+from splitc.runtime.errors import EngineError
+from splitc.runtime.ranks.loop import Failure, Program, Receive, Run, Send, attempt, execute
+
+
+class FunctionEngine:
+    """An engine that calls a function of its inputs, in order."""
+
+    optional: frozenset[str] = frozenset()
+
+    def __init__(self, inputs: Sequence[str], output: str, function: Callable[..., Any]) -> None:
+        self.inputs, self.outputs, self._function = list(inputs), [output], function
+
+    def run(self, values: Mapping[str, Any], into: Mapping[str, Any]) -> dict[str, Any]:
+        return {self.outputs[0]: self._function(*(values[name] for name in self.inputs))}
+
+
+def accumulate(operation: str, total: list[int], part: list[int]) -> None:
+    total[0] = {"sum": sum, "max": max}[operation]((total[0], part[0]))
+
+
+def fail(*_: Any) -> Any:
+    raise ValueError("out of memory")
+
+
+def test_value_is_received_computed_and_sent() -> None:
+    first, middle, last = connect(3)
+    first.send(1, "x", 20)
+    steps = [Receive("x", 0), Run(0), Send("y", 2)]
+    values, spans = execute(
+        Program(steps, [FunctionEngine(["x", "w"], "y", lambda x, w: x + w)], ["y"]),
+        middle,
+        lambda: {"w": 1},
+        accumulate,
+    )
+    assert last.receive(1, "y") == 21
+    assert values["y"] == 21
+    assert [span.step for span in spans] == steps
+    assert all(span.start <= span.end for span in spans)
+
+
+def test_value_is_let_go_after_its_last_use() -> None:
+    first, second = connect(2)
+    first.send(1, "x", 1)
+    engines = [FunctionEngine(["x"], "y", lambda x: x), FunctionEngine(["y"], "z", lambda y: y)]
+    values, _ = execute(Program([Receive("x", 0), Run(0), Run(1)], engines, ["z"]), second, dict, accumulate)
+    assert values == {"z": 1}
+
+
+def test_failure_reaches_those_who_wait_and_leaves_the_channels_clean() -> None:
+    first, middle, last = connect(3)
+    steps = [Receive("a", 0), Run(0), Send("b", 2), Receive("c", 0), Send("d", 2)]
+    for value in (1, 2):
+        first.send(1, "a", value)
+        first.send(1, "c", value)
+    with pytest.raises(ValueError, match="out of memory"):
+        execute(Program(steps, [FunctionEngine(["a"], "b", fail)]), middle, lambda: {"d": 0}, accumulate)
+    assert isinstance(last.receive(1, "b"), Failure)
+    assert isinstance(last.receive(1, "d"), Failure)
+    execute(Program(steps, [FunctionEngine(["a"], "b", lambda a: a)]), middle, lambda: {"d": 0}, accumulate)
+    assert last.receive(1, "b") == 2
+
+
+def test_received_failure_is_raised_and_handed_on() -> None:
+    first, middle, last = connect(3)
+    first.send(1, "a", Failure(ValueError("stage 0")))
+    engine = FunctionEngine(["a"], "b", fail)
+    with pytest.raises(ValueError, match="stage 0"):
+        execute(Program([Receive("a", 0), Run(0), Send("b", 2)], [engine]), middle, dict, accumulate)
+    assert isinstance(last.receive(1, "b"), Failure)
+
+
+def test_values_out_of_order_are_an_error() -> None:
+    first, second = connect(2)
+    first.send(1, "x", 1)
+    with pytest.raises(RuntimeError, match="waits for 'y' from rank 0, which sent 'x'"):
+        second.receive(0, "y")
+
+
+def test_failure_before_the_first_step_is_one_of_the_request_too() -> None:
+    first, middle, last = connect(3)
+    first.send(1, "a", 1)
+    steps = [Receive("a", 0), Run(0), Send("b", 2)]
+    with pytest.raises(ValueError, match="out of memory"):
+        execute(Program(steps, [FunctionEngine(["a"], "b", lambda a: a)]), middle, fail, accumulate)
+    assert isinstance(last.receive(1, "b"), Failure)
+
+
+def test_failure_keeps_nothing_of_where_it_came_from() -> None:
+    """What frames hold is a device's, whose thread has to free it: the error may be kept anywhere."""
+    held = []
+
+    def engine() -> None:
+        memory = np.zeros(1)
+        held.append(weakref.ref(memory))
+        raise ValueError
+
+    def run() -> None:
+        memory = np.zeros(1)
+        held.append(weakref.ref(memory))
+        try:
+            engine()
+        except ValueError as error:
+            raise EngineError("the engine failed") from error
+
+    failure = attempt(run)
+    assert isinstance(failure.error, EngineError)
+    assert [each() for each in held] == [None, None]

@@ -1,0 +1,311 @@
+"""Requests that are replayed as CUDA graphs, on GPUs that are not there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.llama import Size, build
+from models.llama_fused import build as build_fused
+from models.writer import save
+from splitc.runtime import Session
+from splitc.runtime.collectives.gpu_peers import slices
+from splitc.runtime.engines.gpu_backend import GpuArray
+from splitc.runtime.errors import EngineError
+from splitc.runtime.ranks.loop import Receive, Reduce, Replay, Send, overlap
+from splitc.runtime.ranks.thread import Request
+from splitc.runtime.replay.recording import Recording, Recordings
+from tests.conftest import DECODER, assert_close, decoder_feeds, run_whole
+from tests.helpers import fake_cupy
+from tests.helpers.fake_gpus import FakeBackend, package
+from tests.runtime.test_sequences import write_lstm
+
+pytestmark = pytest.mark.usefixtures("gpus")
+
+PLACES = [
+    ("layer", ["cuda0"]),
+    ("layer", ["cuda0", "cuda1", "cuda2"]),
+    ("layer", ["cuda1", "cuda1"]),
+    ("row", ["cuda0", "cuda1"]),
+    ("tensor", ["cuda0", "cuda1"]),
+    ("tensor", ["cuda2", "cuda0", "cuda2"]),
+]
+
+
+def shifted(feeds: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Feeds of the same sizes with other numbers."""
+    ids, cache = (feeds["input_ids"] + number) % 50, "past_key_values.1.key"
+    return {**feeds, "input_ids": ids, cache: feeds[cache] * (number + 1)}
+
+
+def is_replayed(session: Session, feeds: Mapping[str, Any]) -> bool:
+    _, served = session.run_timed(feeds)
+    return all([type(span.step) for span in each.spans] == [Replay] for each in served.values())
+
+
+@pytest.mark.parametrize(("mode", "devices"), PLACES)
+def test_sizes_that_came_before_are_replayed(decoder: Path, mode: str, devices: list[str]) -> None:
+    options = {"row_min": 16} if mode == "row" else {}
+    with Session(package(decoder, mode, len(devices), **options), devices=devices) as session:
+        for number in range(4):
+            for sizes in ((1, 1, 4), (2, 3, 5)):
+                feeds = shifted(decoder_feeds(*sizes), number)
+                assert_close(session.run(feeds), run_whole(decoder, feeds))
+        assert is_replayed(session, decoder_feeds(2, 3, 5))
+        assert not is_replayed(session, decoder_feeds(2, 4, 5))
+        assert session.notes == []
+
+
+def test_large_sums_are_made_in_slices(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("splitc.runtime.collectives.gpu_peers.LARGE", 1)
+    combined = []
+    combine = fake_cupy.combine
+
+    def watch(operation: str, parts: Any, whole: Any, size: int) -> None:
+        combined.append(size)
+        combine(operation, parts, whole, size)
+
+    monkeypatch.setattr("splitc.runtime.engines.gpu_backend.combine", watch)
+    devices = ["cuda0", "cuda1", "cuda2"]
+    with Session(package(decoder, "tensor", 3), devices=devices, in_flight=4) as session:
+        many = [shifted(decoder_feeds(2, 3, 5), number) for number in range(8)]
+        for feeds, outputs in zip(many, session.map(many)):
+            assert_close(outputs, run_whole(decoder, feeds))
+        assert is_replayed(session, decoder_feeds(2, 3, 5))
+    assert max(combined) < 2 * 3 * DECODER.hidden
+
+
+def test_slices_are_all_of_an_array() -> None:
+    for size, count in ((1, 3), (1000, 3), (1024, 4), (7, 4)):
+        found = slices(GpuArray(1 << 20, (size,), "float16", None), count)
+        assert sum(each.shape[0] for each in found) == size
+        assert [each.pointer for each in found] == [
+            (1 << 20) + 2 * sum(before.shape[0] for before in found[:number]) for number in range(count)
+        ]
+
+
+def test_nothing_is_replayed_where_nobody_wants_it(decoder: Path) -> None:
+    place = package(decoder, "tensor", 2)
+    with Session(place, devices=["cuda0", "cuda1"], cuda_graphs=False) as session:
+        assert [is_replayed(session, decoder_feeds()) for _ in range(4)] == [False] * 4
+
+
+@pytest.mark.parametrize("mode", ["layer", "tensor"])
+def test_replays_and_plain_runs_take_turns(decoder: Path, mode: str) -> None:
+    """Layer mode replays only what finds the stages idle; sizes that are new run plainly in between."""
+    with Session(package(decoder, mode, 2), devices=["cuda0", "cuda1"], in_flight=4) as session:
+        many = [shifted(decoder_feeds(1, 1, 3 + number % 5), number) for number in range(30)]
+        for feeds, outputs in zip(many, session.map(many)):
+            assert_close(outputs, run_whole(decoder, feeds))
+
+
+def test_closing_waits_for_no_recording(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, begun = threading.Event(), threading.Event()
+
+    def hang(*_: Any) -> None:
+        begun.set()
+        gate.wait(60)
+        raise EngineError("too late")
+
+    monkeypatch.setattr("splitc.runtime.replay.recording.capture", hang)
+    monkeypatch.setattr("splitc.runtime.session.PATIENCE", 0.5)
+    session = Session(package(decoder, "layer", 2), devices=["cuda0", "cuda1"])
+    session.run(decoder_feeds())
+    future = ThreadPoolExecutor(1).submit(session.run, decoder_feeds())
+    assert begun.wait(10)
+    closing = threading.Thread(target=session.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    in_time = not closing.is_alive()
+    gate.set()
+    assert in_time, "close must not wait for a recording that does not end"
+    assert "session" in str(future.exception(timeout=10))
+
+
+ROOM = 12
+SMALL = Size(layers=2, hidden=64, heads=4, kv_heads=2, feed_forward=96, vocabulary=50)
+
+
+@pytest.mark.parametrize("mode", ["layer", "tensor", "row"])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_states_are_where_the_graph_left_them(
+    tmp_path: Path, mode: str, in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sequences in turns, each with room for its cache, so that no size changes from token to token."""
+    model = tmp_path / "model" / "model.onnx"
+    save(build_fused(SMALL) if in_place else build(replace(SMALL, capacity=ROOM)), model)
+    place = package(model, mode, 2, **({"row_min": 16} if mode == "row" else {}))
+
+    def tokens(session: Session) -> list[Any]:
+        found = []
+        room = ROOM if in_place else None
+        with session.start(capacity=room) as one, session.start(capacity=room) as other:
+            for step in range(8):
+                for sequence, token in ((one, step + 3), (other, 2 * step)):
+                    feeds = {
+                        "input_ids": np.array([[token]]),
+                        "attention_mask": (np.arange(ROOM) <= step).astype(np.int64)[None],
+                        "position_ids": np.array([[step]]),
+                    }
+                    taken = {tensor.name: feeds[tensor.name] for tensor in session.inputs if tensor.name in feeds}
+                    found.append(sequence.run(taken)["logits"])
+            assert session._recordings is None or len(session._recordings._kept) == 2
+        return found
+
+    with Session(place) as on_cpu, Session(place, devices=["cuda0", "cuda1"]) as session:
+        for own, expected in zip(tokens(session), tokens(on_cpu)):
+            assert_close({"logits": own}, {"logits": expected})
+        replays = watch(monkeypatch)
+        for own, expected in zip(tokens(session), tokens(on_cpu)):
+            assert_close({"logits": own}, {"logits": expected})
+        assert len(replays) == 2 * 8, "new sequences have the states of those that have ended, which graphs know"
+
+
+def test_recurrent_states_go_on_from_replays_to_plain_runs_and_begin_as_zeros(tmp_path: Path) -> None:
+    model = tmp_path / "lstm" / "model.onnx"
+    model.parent.mkdir()
+    write_lstm(model)
+    steps = [np.random.default_rng(number).random((1, 2, 6), np.float32) for number in range(9)]
+    place = package(model, "layer", 1)
+    with Session(place) as on_cpu, Session(place, devices=["cuda0"]) as session:
+        recordings = session._recordings
+        for _ in range(3):  # the second sequence has the first one's states, and others are in the same places
+            with session.start() as sequence, on_cpu.start() as expected:
+                for number, step in enumerate(steps):
+                    session._recordings = None if number in (5, 6) else recordings
+                    np.testing.assert_allclose(
+                        sequence.run({"x": step})["y"], expected.run({"x": step})["y"], atol=1e-6
+                    )
+
+
+def test_sequences_with_other_room_have_states_of_their_own(tmp_path: Path) -> None:
+    model = tmp_path / "model" / "model.onnx"
+    save(build_fused(SMALL), model)
+    place = package(model, "tensor", 2)
+    with Session(place) as on_cpu, Session(place, devices=["cuda0", "cuda1"]) as session:
+        for room in (8, 12, 8, 16, 12):
+            with session.start(capacity=room) as sequence, on_cpu.start(capacity=room) as expected:
+                for step in range(6):
+                    mask = (np.arange(room) <= step).astype(np.int64)[None]
+                    feeds = {"input_ids": np.array([[step + room]]), "attention_mask": mask}
+                    assert_close(sequence.run(feeds), expected.run(feeds))
+
+
+def test_states_that_grow_are_not_replayed(decoder: Path) -> None:
+    place = package(decoder, "tensor", 2)
+    feeds = decoder_feeds(1, 1, 0)
+    with Session(place, devices=["cuda0", "cuda1"]) as session, session.start() as sequence:
+        for past in range(4):
+            own = {"input_ids": feeds["input_ids"], "attention_mask": np.ones((1, past + 1), np.int64)}
+            sequence.run({**own, "position_ids": np.full((1, 1), past)})
+        assert session.notes == []
+
+
+def test_recordings_in_use_stay(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More kinds of requests than recordings in turns: some are replayed, and none recorded again and again."""
+    monkeypatch.setattr("splitc.runtime.replay.recording.MOST", 2)
+    monkeypatch.setattr("splitc.runtime.replay.recording.IDLE", 8)
+    made = []
+    record = Recordings._record
+
+    def note(self: Recordings, *given: Any) -> Recording:
+        made.append(given)
+        return record(self, *given)
+
+    monkeypatch.setattr(Recordings, "_record", note)
+    with Session(package(decoder, "layer", 2), devices=["cuda0", "cuda1"]) as session:
+        for _ in range(5):
+            for past in range(3):
+                feeds = decoder_feeds(1, 1, past)
+                assert_close(session.run(feeds), run_whole(decoder, feeds))
+        assert len(made) == 2
+        for past in (7, 8):
+            for _ in range(12):
+                session.run(decoder_feeds(1, 1, past))
+        assert len(made) == 4, "those that are not in use any more make room"
+
+
+def test_engine_that_can_not_be_captured_runs_plainly_and_is_named(
+    decoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = FakeBackend.load
+
+    def load_plain(self: FakeBackend, path: Path, source: Any = None, sizes_only: Any = ()) -> Any:
+        engine = load(self, path, source)
+        engine.why_plain = f"{path.name} has nodes on the CPU"  # type: ignore[attr-defined]
+        return engine
+
+    monkeypatch.setattr(FakeBackend, "load", load_plain)
+    with Session(package(decoder, "layer", 2), devices=["cuda0", "cuda1"]) as session:
+        assert [is_replayed(session, decoder_feeds()) for _ in range(3)] == [False] * 3
+        assert session.notes == ["requests are not replayed as CUDA graphs: stage0.onnx has nodes on the CPU"]
+
+
+@pytest.mark.parametrize("mode", ["layer", "tensor"])
+def test_rank_that_fails_while_it_is_recorded(decoder: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request runs plainly, all the same, and so do later ones; nobody waits for the rank that failed."""
+    FakeBackend.failing = (1, 1)  # the second run of its engine, which is when it is recorded
+    whole = run_whole(decoder, decoder_feeds())
+    with Session(package(decoder, mode, 2), devices=["cuda0", "cuda1"]) as session:
+        for _ in range(4):
+            assert_close(session.run(decoder_feeds()), whole)
+        assert session.notes == ["requests are not replayed as CUDA graphs: an engine failed on purpose"]
+
+
+def test_graph_that_fails_ends_in_an_error(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: fake_cupy.Graph, stream: fake_cupy.Stream) -> None:
+        raise EngineError("a launch failed on purpose")
+
+    with Session(package(decoder, "tensor", 2), devices=["cuda0", "cuda1"]) as session:
+        session.run(decoder_feeds())
+        monkeypatch.setattr(fake_cupy.Graph, "launch", fail)
+        with pytest.raises(EngineError, match="on purpose"):
+            session.run(decoder_feeds())
+
+
+def test_gpus_without_access_to_each_other_run_plainly(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy = fake_cupy.make()
+    cupy.cuda.runtime.deviceCanAccessPeer = lambda one, other: 0
+    monkeypatch.setattr("splitc.runtime.engines.gpu_backend.need_cupy", lambda: cupy)
+    with Session(package(decoder, "layer", 2), devices=["cuda0", "cuda1"]) as session:
+        assert [is_replayed(session, decoder_feeds()) for _ in range(3)] == [False] * 3
+
+
+def test_requests_overlap_where_a_rank_needs_nothing_of_another() -> None:
+    together = Reduce("sum", ["a"], ["b"], [0, 1])
+    assert overlap([[Send("a", 1)], [Receive("a", 0)]])
+    assert not overlap([[Send("a", 1), Receive("b", 1)], [Receive("a", 0), Send("b", 0)]])
+    assert not overlap([[together], [together]])
+    assert overlap([[together, Send("b", 2)], [together], [Receive("b", 0)]])
+    assert not overlap([[]])
+
+
+def watch(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """A list to which each request is added that is replayed."""
+    replayed: list[Request] = []
+    play = Recordings.play
+
+    def note(self: Recordings, request: Request, recording: Recording) -> None:
+        replayed.append(request)
+        play(self, request, recording)
+
+    monkeypatch.setattr(Recordings, "play", note)
+    return replayed
+
+
+def test_generated_tokens_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tmp_path / "model" / "model.onnx"
+    save(build_fused(SMALL), model)
+    place = package(model, "tensor", 2)
+    with Session(place) as on_cpu, Session(place, devices=["cuda0", "cuda1"]) as session:
+        replays = watch(monkeypatch)
+        tokens = list(session.generate([3], max_new_tokens=12))
+        assert tokens == list(on_cpu.generate([3], max_new_tokens=12))
+    assert len(replays) == 12 - 2, "all but those that begin the sequence"

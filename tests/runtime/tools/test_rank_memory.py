@@ -1,0 +1,38 @@
+"""Memory as measured, against what was predicted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from models.llama import Size, build
+from models.writer import save
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.runtime import SplitcError
+from splitc.runtime.fills import make_inputs
+from splitc.runtime.manifest import read_manifest
+from splitc.runtime.tools.rank_memory import measure_memory
+from tests.conftest import decoder_feeds
+
+# What an ONNX Runtime session takes for itself, about 12 MiB, and as much again for how the system counts.
+ENGINE = 32 << 20
+
+
+def test_ranks_hold_what_was_predicted(tmp_path: Path) -> None:
+    size = Size(layers=4, hidden=1024, heads=8, kv_heads=8, feed_forward=4096, vocabulary=1000)
+    save(build(size), tmp_path / "model.onnx")
+    request = Request(split_mode="layer", shapes={"input_ids": (1, 16)}, tensor_split=[1, 1])
+    compile_model(plan_model(tmp_path / "model.onnx", ["cpu0", "cpu1"], request), tmp_path / "package")
+    feeds = make_inputs(read_manifest(tmp_path / "package").inputs)
+    for rank in measure_memory(tmp_path / "package", 1, feeds):
+        assert abs(rank.loaded - rank.predicted_weights) < ENGINE
+        assert abs(rank.peak - rank.predicted_total) < ENGINE
+        assert rank.predicted_weights > 100 << 20
+
+
+def test_rank_that_fails_is_named(package: Path) -> None:
+    feeds = decoder_feeds()
+    feeds["attention_mask"] = feeds["attention_mask"][:, :-1]
+    with pytest.raises(SplitcError, match=r"can't measure the memory of rank 0 \(cpu0\): .*stage0.onnx failed"):
+        measure_memory(package, 1, feeds)
