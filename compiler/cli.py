@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Optional
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -110,20 +110,20 @@ def _request(
     objective: str = OBJECTIVE,
     spread: bool = SPREAD,
     pipeline_stages: int = PIPELINE_STAGES,
-    main_device: Optional[str] = MAIN_DEVICE,
-    row_min: Optional[int] = ROW_MIN,
-    fallback: Optional[str] = FALLBACK,
-    tensor_split: Optional[str] = TENSOR_SPLIT,
+    main_device: str | None = MAIN_DEVICE,
+    row_min: int | None = ROW_MIN,
+    fallback: str | None = FALLBACK,
+    tensor_split: str | None = TENSOR_SPLIT,
     memory: list[str] = MEMORY,
     headroom: str = HEADROOM,
-    engine: Optional[str] = ENGINE,
+    engine: str | None = ENGINE,
     shapes: list[str] = SHAPES,
     min_shapes: list[str] = MIN_SHAPES,
     opt_shapes: list[str] = OPT_SHAPES,
     max_shapes: list[str] = MAX_SHAPES,
     settings: list[str] = SET,
     profile: bool = PROFILE,
-    threads: Optional[int] = THREADS,
+    threads: int | None = THREADS,
 ) -> Request:
     """What the options that plan and compile have in common ask for. Raises MisuseError where libraries are missing."""
     _need_libraries()
@@ -160,11 +160,11 @@ def _build_settings(
     keep_onnx: bool = typer.Option(
         False, "--keep-onnx", help="Leave the ONNX files in the package, to build it again.", **TENSORRT
     ),
-    timing_cache: Optional[Path] = TIMING_CACHE,
-    optimization_level: Optional[int] = typer.Option(
+    timing_cache: Path | None = TIMING_CACHE,
+    optimization_level: int | None = typer.Option(
         None, "--builder-optimization-level", min=0, max=5, help="0 builds fast, 5 builds fast engines.", **TENSORRT
     ),
-    workspace: Optional[str] = typer.Option(
+    workspace: str | None = typer.Option(
         None, "--workspace", help="The most scratch memory of an engine, as in 4GiB.", **TENSORRT
     ),
     version_compatible: bool = typer.Option(
@@ -179,7 +179,7 @@ def _build_settings(
     strip_weights: bool = typer.Option(
         False, "--strip-weights", help="Engines without weights, which they take from the ONNX files.", **TENSORRT
     ),
-    tactic_sources: Optional[str] = typer.Option(
+    tactic_sources: str | None = typer.Option(
         None, "--tactic-sources", help="Libraries to take kernels from: cublas,cudnn, or none.", **TENSORRT
     ),
 ) -> BuildSettings:
@@ -205,7 +205,7 @@ def _build_settings(
 def plan(
     request: Request,
     model: Path = MODEL,
-    output: Optional[Path] = typer.Option(None, "--output", "-o", help="Write the plan here, to edit and compile it."),
+    output: Path | None = typer.Option(None, "--output", "-o", help="Write the plan here, to edit and compile it."),
     device: list[str] = DEVICE,
     explain: bool = typer.Option(
         False, "--explain", help="In tensor mode: the axes found, and why each is split or not."
@@ -242,7 +242,7 @@ def compile_command(
     build: BuildSettings,
     model: Path = MODEL,
     package: Path = typer.Option(..., "--output", "-o", help="The package's folder, which must not exist yet."),
-    plan_path: Optional[Path] = typer.Option(
+    plan_path: Path | None = typer.Option(
         None, "--plan", help="A plan from 'splitc plan -o', which then decides instead of the options below."
     ),
     device: list[str] = DEVICE,
@@ -303,7 +303,7 @@ def compile_command(
 @app.command("build")
 def build_command(
     package: Path = typer.Argument(help="The package's folder.", metavar="PACKAGE"),
-    timing_cache: Optional[Path] = TIMING_CACHE,
+    timing_cache: Path | None = TIMING_CACHE,
     as_json: bool = JSON,
 ) -> None:
     """Build the TensorRT engines of a package here, from the ONNX files that it holds."""
@@ -320,11 +320,11 @@ def build_command(
     out.print(f"built [bold]{engines}[/] engines with {manifest.engine} {describe_built(manifest.build.built)}")
 
 
-def _parse_sources(text: Optional[str]) -> Optional[list[str]]:
+def _parse_sources(text: str | None) -> list[str] | None:
     return None if text is None else [name for name in text.lower().split(",") if name and name != "none"]
 
 
-def _parse_shares(text: Optional[str]) -> Optional[list[float]]:
+def _parse_shares(text: str | None) -> list[float] | None:
     try:
         return [float(share) for share in text.split(",")] if text else None
     except ValueError:

@@ -16,7 +16,6 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional
 
 import numpy as np
 import onnx_ir as ir
@@ -123,7 +122,7 @@ class Decoder:
                 w.output(value, f"present.{layer}.{part}", size.dtype, cache)
         return w.model()
 
-    def weight(self, name: str, *shape: int, std: Optional[float] = None) -> ir.Value:
+    def weight(self, name: str, *shape: int, std: float | None = None) -> ir.Value:
         """A random weight; the default spread keeps the size of what is multiplied with it."""
         spread = 1 / math.sqrt(shape[-2]) if std is None else std
 

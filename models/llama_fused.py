@@ -13,7 +13,6 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Optional
 
 import numpy as np
 import onnx_ir as ir
@@ -48,7 +47,7 @@ class FusedDecoder(Decoder):
         self.tables = self.rotary_tables()
         presents = []
         with w.scope("model"):
-            hidden: Optional[ir.Value] = None
+            hidden: ir.Value | None = None
             added = w.op("Gather", self.weight("model.embed_tokens.weight", size.vocabulary, size.hidden, std=1.0), ids)
             for layer in range(size.layers):
                 name = f"model.layers.{layer}"
@@ -84,7 +83,7 @@ class FusedDecoder(Decoder):
         cosine, sine = (ir.tensor(table.astype(dtype)) for table in (np.cos(angles), np.sin(angles)))
         return self.writer.weight("cos_cache", cosine), self.writer.weight("sin_cache", sine)
 
-    def add_norm(self, name: str, hidden: Optional[ir.Value], added: ir.Value) -> tuple[ir.Value, ir.Value]:
+    def add_norm(self, name: str, hidden: ir.Value | None, added: ir.Value) -> tuple[ir.Value, ir.Value]:
         """The sum of both, normed, and the sum itself; nothing is added to what comes first."""
         w = self.writer
         scale = w.weight(f"{name}.weight", ir.tensor(np.ones(self.size.hidden, self.size.dtype.numpy())))

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Union
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-Size = Union[int, str]
+Size = int | str
 OPSET = 17
 
 
@@ -46,11 +46,11 @@ class Writer:
         yield
         self._scopes.pop()
 
-    def op(self, kind: str, *inputs: Union[ir.Value, None], **attributes: Any) -> ir.Value:
+    def op(self, kind: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
         """A node with one output."""
         return self.ops(kind, *inputs, outputs=1, **attributes)[0]
 
-    def ops(self, kind: str, *inputs: Union[ir.Value, None], outputs: int, **attributes: Any) -> Sequence[ir.Value]:
+    def ops(self, kind: str, *inputs: ir.Value | None, outputs: int, **attributes: Any) -> Sequence[ir.Value]:
         """A node with several outputs. An operator of another domain is named with it: `com.microsoft.Attention`."""
         domain, _, kind = kind.rpartition(".")
         if domain:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ from splitc.runtime.errors import FeedError, MisuseError
 Arrays = dict[str, npt.NDArray[Any]]
 
 
-def cut_batches(feeds: Mapping[str, npt.NDArray[Any]], axes: Optional[Mapping[str, int]], rows: int) -> list[Arrays]:
+def cut_batches(feeds: Mapping[str, npt.NDArray[Any]], axes: Mapping[str, int] | None, rows: int) -> list[Arrays]:
     """The feeds in pieces of `rows` along the batch axis of each input that has one.
 
     Raises MisuseError when the model is not known to have a batch axis, FeedError when inputs disagree on its length.
@@ -38,7 +38,7 @@ def cut_batches(feeds: Mapping[str, npt.NDArray[Any]], axes: Optional[Mapping[st
     ]
 
 
-def join_batches(pieces: Sequence[Mapping[str, npt.NDArray[Any]]], axes: Optional[Mapping[str, int]]) -> Arrays:
+def join_batches(pieces: Sequence[Mapping[str, npt.NDArray[Any]]], axes: Mapping[str, int] | None) -> Arrays:
     """The outputs of all pieces, one after the other along the batch axis of each."""
     assert axes is not None
     return {name: np.concatenate([piece[name] for piece in pieces], axes[name]) for name in pieces[0]}

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Optional
 
 import psutil
 
@@ -46,7 +45,7 @@ class DeviceStatus:
     description: str
     total_bytes: int
     free_bytes: int
-    compute_capability: Optional[str] = None
+    compute_capability: str | None = None
     peers: dict[str, str] = field(default_factory=dict)
 
 
@@ -108,10 +107,10 @@ def threads_for(devices: Sequence[Device], threads: int | None) -> int:
     return threads or max(1, cores() // max(1, sum(device.kind == "cpu" for device in devices)))
 
 
-def free_bytes(devices: Sequence[Device]) -> list[Optional[int]]:
+def free_bytes(devices: Sequence[Device]) -> list[int | None]:
     """Free memory of each rank's device, where ranks on one memory get equal parts of it; None for an absent GPU."""
     places = [memory_of(device) for device in devices]
-    memory: dict[str, Optional[int]] = {"cpu": psutil.virtual_memory().available}
+    memory: dict[str, int | None] = {"cpu": psutil.virtual_memory().available}
     if any(place != "cpu" for place in places):
         memory.update({f"cuda{gpu.index}": gpu.free_bytes for gpu in list_gpus()})
     sharers = Counter(places)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Optional
 
 from splitc.runtime.errors import PackageError
 
@@ -25,7 +24,7 @@ class Gpu:
     peers: Mapping[int, bool]
 
 
-def find_cupy() -> Optional[ModuleType]:
+def find_cupy() -> ModuleType | None:
     """CuPy, or None where it is not installed."""
     try:
         import cupy

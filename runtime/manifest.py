@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, Optional, Union
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -38,7 +38,7 @@ class Role(Struct, frozen=True):
 
 
 # What a file says of a shape: a dimension is a number, a symbol, or unknown; None is any shape, of any rank.
-Shape = Optional[list[Union[int, str, None]]]
+Shape = list[int | str | None] | None
 
 
 class Tensor(Struct, frozen=True):
@@ -51,11 +51,11 @@ class Tensor(Struct, frozen=True):
     name: str
     dtype: str
     shape: Shape
-    sample_shape: Optional[list[int]] = None
-    fill: Optional[Fill] = None
-    min_shape: Optional[list[int]] = None
-    max_shape: Optional[list[int]] = None
-    role: Optional[Role] = None
+    sample_shape: list[int] | None = None
+    fill: Fill | None = None
+    min_shape: list[int] | None = None
+    max_shape: list[int] | None = None
+    role: Role | None = None
 
 
 class FixedInput(Struct, frozen=True):
@@ -76,7 +76,7 @@ class State(Struct, frozen=True):
 
     input: str
     output: str
-    grows: Optional[int] = None
+    grows: int | None = None
     in_place: bool = False
 
 
@@ -88,7 +88,7 @@ class AxisPart(Struct, frozen=True):
 
     axis: int
     sizes: list[int]
-    ranges: list[Optional[tuple[int, int]]]
+    ranges: list[tuple[int, int] | None]
 
 
 class Part(Struct, frozen=True):
@@ -116,7 +116,7 @@ class Sizes(Struct, frozen=True):
     """
 
     shapes: tuple[list[int], list[int], list[int]]
-    values: Optional[tuple[list[int], list[int], list[int]]] = None
+    values: tuple[list[int], list[int], list[int]] | None = None
 
 
 class EngineFile(Struct, frozen=True):
@@ -131,7 +131,7 @@ class EngineFile(Struct, frozen=True):
     inputs: list[str]
     outputs: list[str]
     sizes_only: list[str] = []
-    source: Optional[str] = None
+    source: str | None = None
     sizes: dict[str, Sizes] = {}
     group: list[int] = []
 
@@ -179,28 +179,28 @@ class BuildOptions(Struct, frozen=True):
     `tactic_sources` are names of trt.TacticSource. With `strip_weights` an engine takes its weights from its source.
     """
 
-    optimization_level: Optional[int] = None
-    workspace: Optional[int] = None
+    optimization_level: int | None = None
+    workspace: int | None = None
     version_compatible: bool = False
     hardware_compatible: bool = False
     weight_streaming: bool = False
     strip_weights: bool = False
-    tactic_sources: Optional[list[str]] = None
+    tactic_sources: list[str] | None = None
 
 
 class Built(Struct, frozen=True):
     """What built the engines: TensorRT's version, and the GPU's name and compute capability, if there was one."""
 
     version: str
-    gpu: Optional[str] = None
-    compute_capability: Optional[str] = None
+    gpu: str | None = None
+    compute_capability: str | None = None
 
 
 class Build(Struct, frozen=True):
     """How a package's engines are built, and what built them; None while they are not."""
 
     options: BuildOptions
-    built: Optional[Built] = None
+    built: Built | None = None
 
 
 class UnsplitWeight(Struct, frozen=True):
@@ -219,7 +219,7 @@ class File(Struct, frozen=True):
 
     path: str
     bytes: int
-    sha256: Optional[str]
+    sha256: str | None
 
 
 class Manifest(Struct, frozen=True):
@@ -236,18 +236,18 @@ class Manifest(Struct, frozen=True):
     split_mode: str
     engine: str
     number_type: str
-    threads: Optional[int]
+    threads: int | None
     inputs: list[Tensor]
     outputs: list[Tensor]
     states: list[State]
-    batch: Optional[dict[str, int]]
+    batch: dict[str, int] | None
     blocks: list[str]
     ranks: list[Rank]
     cuts: list[Cut]
     collectives: int
     unsplit: list[UnsplitWeight]
     files: list[File]
-    build: Optional[Build] = None
+    build: Build | None = None
     fixed: list[FixedInput] = []
     optional: list[Tensor] = []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Future
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
@@ -32,7 +32,7 @@ class StateSequence:
     that makes a state is not the one that takes it, it goes through this object. Several sequences may be open at once.
     """
 
-    def __init__(self, session: Session, number: int, capacity: Optional[int]) -> None:
+    def __init__(self, session: Session, number: int, capacity: int | None) -> None:
         self._session = session
         self._number = number
         self._capacity = capacity
@@ -111,7 +111,7 @@ class StateSequence:
         return self
 
     def __exit__(
-        self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 

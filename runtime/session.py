@@ -10,7 +10,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Optional, Union
+from typing import Any
 
 import numpy.typing as npt
 
@@ -57,12 +57,12 @@ class Session:
 
     def __init__(
         self,
-        package: Union[str, Path],
+        package: str | Path,
         *,
-        threads: Optional[int] = None,
+        threads: int | None = None,
         verify: bool = True,
-        in_flight: Optional[int] = None,
-        devices: Optional[Sequence[str]] = None,
+        in_flight: int | None = None,
+        devices: Sequence[str] | None = None,
         cuda_graphs: bool = True,
     ) -> None:
         self.package = Path(package)
@@ -78,10 +78,10 @@ class Session:
         self._places = threading.BoundedSemaphore(self.in_flight)
         self._sequences = itertools.count()
         self._overlap = overlap([rank.program for rank in self.manifest.ranks])
-        self._recordings: Optional[Recordings] = None
+        self._recordings: Recordings | None = None
         self._closed = False
         self._closing = threading.Lock()
-        self._failure: Optional[BaseException] = None
+        self._failure: BaseException | None = None
         # Requests don't know their futures, which give them: outputs would go when the garbage collector comes by, and
         # it counts objects, not bytes.
         self._under_way: dict[Request, Future[Request]] = {}
@@ -146,7 +146,7 @@ class Session:
         """The model's outputs: names, number types and shapes."""
         return self.manifest.outputs
 
-    def run(self, feeds: Mapping[str, npt.ArrayLike], *, micro_batch: Optional[int] = None) -> dict[str, Array]:
+    def run(self, feeds: Mapping[str, npt.ArrayLike], *, micro_batch: int | None = None) -> dict[str, Array]:
         """Run the model once. Feeds and outputs are arrays by name, in the shapes of the model's inputs and outputs.
 
         `micro_batch` cuts a batch into pieces of so many rows, which are in the stages at the same time.
@@ -177,7 +177,7 @@ class Session:
         return then(self.submit_request(arrays), self.join)
 
     def map(
-        self, feeds: Iterable[Mapping[str, npt.ArrayLike]], *, in_flight: Optional[int] = None
+        self, feeds: Iterable[Mapping[str, npt.ArrayLike]], *, in_flight: int | None = None
     ) -> Iterator[dict[str, Array]]:
         """Run each of the feeds, with `in_flight` of them under way at a time; yields the outputs in the same order.
 
@@ -185,7 +185,7 @@ class Session:
         """
         return in_order(map(self.submit, feeds), min(in_flight or self.in_flight, self.in_flight))
 
-    def start(self, capacity: Optional[int] = None) -> StateSequence:
+    def start(self, capacity: int | None = None) -> StateSequence:
         """Open a stateful sequence: its states (caches, recurrent states) stay on the ranks from run to run.
 
         With `capacity`, caches that an engine can write in place get room for so many tokens at once; without, and for
@@ -206,8 +206,8 @@ class Session:
     def submit_request(
         self,
         arrays: Mapping[str, Array],
-        sequence: Optional[int] = None,
-        first: Optional[Mapping[str, Array]] = None,
+        sequence: int | None = None,
+        first: Mapping[str, Array] | None = None,
         room: bool = False,
         here: bool = False,
     ) -> Future[Request]:
@@ -238,7 +238,7 @@ class Session:
                 self._workers[0].requests.put(play)
         return future
 
-    def _find_recording(self, request: Request) -> Optional[tuple[Recordings, Recording]]:
+    def _find_recording(self, request: Request) -> tuple[Recordings, Recording] | None:
         """The recording to replay the request with, if it is to be replayed.
 
         Where requests overlap, only those that find nothing else under way are. What is replayed and what is not never
@@ -354,12 +354,12 @@ class Session:
         return self
 
     def __exit__(
-        self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
 
-def _choose_devices(manifest: Manifest, asked: Optional[Sequence[str]]) -> list[Device]:
+def _choose_devices(manifest: Manifest, asked: Sequence[str] | None) -> list[Device]:
     """The device of each rank. Raises MisuseError unless there is one for each, of the kind that the engines need."""
     devices = parse_devices(asked or [rank.device for rank in manifest.ranks])
     if len(devices) != len(manifest.ranks):

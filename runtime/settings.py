@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, Optional, Union
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,9 +27,7 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
-def setting_array(
-    name: str, given: Any, dtype: str, shape: Optional[Sequence[Union[int, str, None]]]
-) -> npt.NDArray[Any]:
+def setting_array(name: str, given: Any, dtype: str, shape: Sequence[int | str | None] | None) -> npt.NDArray[Any]:
     """The value as an array of an input's type and shape: a number stands for all elements.
 
     Raises MisuseError for a value that the input does not take.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Optional, Union
 
 from splitc.runtime.errors import MisuseError
 
@@ -19,7 +18,7 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * _SCALES[match[2]])
 
 
-def format_bytes(count: Optional[int]) -> str:
+def format_bytes(count: int | None) -> str:
     """Bytes for people, in three digits: `1.50 GiB`, `167 MiB`; None is no limit."""
     if count is None:
         return "no limit"
@@ -41,7 +40,7 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e9:.3g} ns"
 
 
-def format_shape(shape: Optional[Sequence[Union[int, str, None]]]) -> str:
+def format_shape(shape: Sequence[int | str | None] | None) -> str:
     """A shape for people: `2 x sequence x 64`; `scalar` where it has no dimension; None is any shape."""
     if shape is None:
         return "any shape"

@@ -14,7 +14,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Optional
 
 import onnx_ir as ir
 
@@ -139,7 +138,7 @@ def find_gaps(
     if len(marks) < 2:  # nothing but light nodes: any place is as good
         marks = list(range(len(spine)))
     gaps = []
-    for before, after in zip(marks, marks[1:]):
+    for before, after in itertools.pairwise(marks):
         # What crosses a cut is declared in a file, so its type must be known.
         typed = [i for i in range(before + 1, after + 1) if all(each.value.dtype for each in live.crossing[i])]
         if typed:
@@ -189,18 +188,18 @@ def _repeated_blocks(spine: Sequence[ir.Node], gaps: Sequence[Gap]) -> list[Bloc
     return _name_blocks(spine, [places[bound] for bound in repetition.bounds])
 
 
-def find_repetition(spine: Sequence[ir.Node], gaps: Sequence[Gap]) -> Optional[Repetition]:
+def find_repetition(spine: Sequence[ir.Node], gaps: Sequence[Gap]) -> Repetition | None:
     """The best way to delimit blocks that repeat, or None where nothing does.
 
     Each kind of segment (its operators in order) that repeats is tried as the one that ends a block, as a feed-forward
     part does, and as the one that begins it.
     """
     places = [0, *(gap.first for gap in gaps), len(spine)]
-    segments = [tuple(node.op_type for node in spine[start:end]) for start, end in zip(places, places[1:])]
+    segments = [tuple(node.op_type for node in spine[start:end]) for start, end in itertools.pairwise(places)]
     options: list[tuple[int, ...]] = []
     for kind in (kind for kind, count in Counter(segments).items() if count > 1):
         at = [index for index, other in enumerate(segments) if other == kind]
-        spacing = Counter(after - before for before, after in zip(at, at[1:])).most_common(1)[0][0]
+        spacing = Counter(after - before for before, after in itertools.pairwise(at)).most_common(1)[0][0]
         # The first and the last block may be too unlike the others to hold a segment of just this kind.
         ending = (at[0] - spacing + 1, *(index + 1 for index in at), at[-1] + spacing + 1)
         beginning = (at[0] - spacing, *at, at[-1] + spacing)
@@ -216,7 +215,7 @@ def find_repetition(spine: Sequence[ir.Node], gaps: Sequence[Gap]) -> Optional[R
 
 def _measure(bounds: tuple[int, ...], segments: Sequence[tuple[str, ...]], widths: Sequence[int]) -> Repetition:
     """How well blocks between `bounds` repeat. A block at either end that is not much like the others is left out."""
-    blocks = [tuple(itertools.chain(*segments[start:end])) for start, end in zip(bounds, bounds[1:])]
+    blocks = [tuple(itertools.chain(*segments[start:end])) for start, end in itertools.pairwise(bounds)]
     operators = [Counter(block) for block in blocks]
     common = Counter(Counter(blocks).most_common(1)[0][0])
     shared = [sum((common & block).values()) for block in operators]
@@ -231,7 +230,7 @@ def _measure(bounds: tuple[int, ...], segments: Sequence[tuple[str, ...]], width
 
 def _name_blocks(spine: Sequence[ir.Node], cuts: Sequence[int]) -> list[Block]:
     """Blocks between cuts, named as the exporter numbered them ("layers.3") where it did, else "block3"."""
-    parts = [tuple(spine[start:end]) for start, end in zip(cuts, cuts[1:])]
+    parts = [tuple(spine[start:end]) for start, end in itertools.pairwise(cuts)]
     names = _exporter_names(parts) or [f"block{index}" for index in range(len(parts))]
     blocks = [Block(name, "block", part) for name, part in zip(names, parts)]
     if cuts[0]:
@@ -263,5 +262,5 @@ def _exporter_names(parts: Sequence[Sequence[ir.Node]]) -> list[str]:
 
 def _plain_blocks(spine: Sequence[ir.Node], gaps: Sequence[int]) -> list[Block]:
     bounds = [0, *gaps, len(spine)]
-    parts = [tuple(spine[start:end]) for start, end in zip(bounds, bounds[1:]) if start < end]
+    parts = [tuple(spine[start:end]) for start, end in itertools.pairwise(bounds) if start < end]
     return [Block(f"part{index}", "block", part) for index, part in enumerate(parts)]

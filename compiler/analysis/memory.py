@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Optional
 
 import onnx_ir as ir
 
@@ -62,7 +61,7 @@ class StageMemory:
         return self.weights + self.engines + max(self.activations + self.cache, self.loading)
 
 
-def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Optional[HeldParts] = None) -> StageMemory:
+def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: HeldParts | None = None) -> StageMemory:
     """Predict what a rank holds with the bound shapes: all of a stage, or the parts in `held`.
 
     What goes in and out is held for the whole run, as ONNX Runtime does with bound inputs and outputs; in between a

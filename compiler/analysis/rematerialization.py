@@ -6,7 +6,6 @@ Any stage that needs a free value computes it again, so that it does not cross a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Optional
 
 import onnx_ir as ir
 
@@ -92,7 +91,7 @@ def find_shapes(graph: Graph) -> frozenset[ir.Node]:
     inputs = (size for value in graph.graph.inputs for size in value.shape or ())
     known = {size.value for size in inputs if isinstance(size, ir.SymbolicDim) and size.value}
 
-    def is_known(value: Optional[ir.Value]) -> bool:
+    def is_known(value: ir.Value | None) -> bool:
         shape = value.shape if value is not None else None
         return shape is not None and all(isinstance(size, int) or size.value in known for size in shape)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 import numpy.typing as npt
 import onnx_ir as ir
@@ -24,7 +24,7 @@ class Fixed:
     """An input that a model has, and that is none any more: its value, or None where nothing reads it."""
 
     input: ir.Value
-    value: Optional[Array]
+    value: Array | None
 
 
 def bind_inputs(model: ir.Model, settings: Mapping[str, Any]) -> list[Fixed]:
@@ -119,12 +119,12 @@ def _is_known_choice(node: ir.Node) -> bool:
     return array is not None and array.size == 1
 
 
-def _truth(value: Optional[ir.Value]) -> bool:
+def _truth(value: ir.Value | None) -> bool:
     array = known_array(value)
     return array is not None and bool(array.item())
 
 
-def _keeps_shape(own: Optional[ir.Shape], *others: Optional[ir.Shape]) -> bool:
+def _keeps_shape(own: ir.Shape | None, *others: ir.Shape | None) -> bool:
     """Whether a value has the same shape when it is broadcast together with others."""
     if own is None or any(other is None or len(other) > len(own) for other in others):
         return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -62,7 +62,7 @@ def _is_short(value: ir.Value) -> bool:
     return value.shape is None or not value.shape.is_static() or math.prod(value.shape.numpy()) <= LONGEST
 
 
-def _evaluate(node: ir.Node) -> Optional[list[Array]]:
+def _evaluate(node: ir.Node) -> list[Array] | None:
     """What a node computes, by ONNX's reference implementation; None where that is not known, or is data."""
     if node.op_type in ("Shape", "Size"):
         source = node.inputs[0]
@@ -137,7 +137,7 @@ def _let_go(node: ir.Node) -> None:
                     inner.replace_input_with(number, None)
 
 
-def known_array(value: Optional[ir.Value]) -> Optional[Array]:
+def known_array(value: ir.Value | None) -> Array | None:
     """What a value is known to be, if it is."""
     tensor = value.const_value if value is not None else None
     return None if tensor is None else tensor.numpy()

@@ -1,22 +1,16 @@
-"""Symbolic shape inference by onnx-shape-inference, which goes on where one node defeats it, and imports on Python 3.9.
-
-Its versions up to 0.4.0 declare 3.9, but one module evaluates `object | None` when it is imported, which 3.9 can't.
-While they are imported there, `object` is a class that can.
-"""
+"""Symbolic shape inference by onnx-shape-inference, which goes on where one node defeats it."""
 
 from __future__ import annotations
 
-import builtins
-import contextlib
 import logging
-import sys
-from typing import Any, Callable, Optional
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
-import numpy as np  # noqa: F401  # what onnx-shape-inference imports should see the real object
 import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
+from onnx_shape_inference import OpUsageError, ShapeInferenceError, infer_symbolic_shapes, registry
 
 from splitc.compiler.frontend.contrib_shapes import add_shape_functions
 from splitc.compiler.frontend.observation import observe
@@ -25,18 +19,8 @@ from splitc.compiler.nodes import operator_name
 logger = logging.getLogger(__name__)
 
 
-class _WithUnions(type):
-    def __or__(cls, other: Any) -> Any:
-        return cls
-
-
-_STAND_IN = _WithUnions("object", (object,), {})
-
-with mock.patch.object(builtins, "object", _STAND_IN) if sys.version_info < (3, 10) else contextlib.nullcontext():
-    from onnx_shape_inference import OpUsageError, ShapeInferenceError, infer_symbolic_shapes, registry
-
-    registry.collect()  # imports its rules, which it would do when first used
-    add_shape_functions()
+registry.collect()  # imports its rules, which it would do when first used
+add_shape_functions()
 
 Rule = Callable[[Any, ir.Node], None]
 
@@ -49,7 +33,7 @@ def infer_shapes_and_types(model: ir.Model) -> frozenset[str]:
     find_rule = registry.get
     observed: set[str] = set()
 
-    def find(domain: str, operator: str, version: int) -> Optional[Rule]:
+    def find(domain: str, operator: str, version: int) -> Rule | None:
         rule = find_rule(domain, operator, version)
         if rule is None and domain in ("", "ai.onnx"):
             if _is_defined(operator, version):
@@ -74,7 +58,7 @@ def _is_defined(operator: str, version: int) -> bool:
     return True
 
 
-def _forgiving(rule: Optional[Rule], observed: set[str]) -> Rule:
+def _forgiving(rule: Rule | None, observed: set[str]) -> Rule:
     """The rule of an operator, such that a node that it can't make sense of is observed, or left unknown.
 
     That may be a branch that is invalid with the sizes at hand, or a use of the operator that the rule does not know.

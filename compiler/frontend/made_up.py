@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Optional
-
 import onnx_ir as ir
 
 from splitc.runtime.manifest import Fill, Role
 
 
-def choose_fill(value: ir.Value, role: Optional[Role]) -> Fill:
+def choose_fill(value: ir.Value, role: Role | None) -> Fill:
     """How to fill the input `value`.
 
     Indices stay below the rows of the tables that they pick from, positions count up, masks are ones. Of all else

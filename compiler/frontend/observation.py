@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Optional, Union
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -16,19 +16,19 @@ from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 # A constant of more elements than this is taken for numbers to compute with, not for sizes: zeros will do instead.
 SMALL = 64
 Shape = tuple[int, ...]
-Size = Union[int, ir.SymbolicDim]
+Size = int | ir.SymbolicDim
 # Where a size of an output comes from: it is always that number, or it is that axis of that input; None where neither.
-Origin = Union[None, int, tuple[int, int]]
+Origin = None | int | tuple[int, int]
 # The shape and the number type of each output, as made in a run, and as it follows from that.
 Made = list[tuple[Shape, ir.DataType]]
-Observed = list[tuple[tuple[Optional[Size], ...], ir.DataType]]
+Observed = list[tuple[tuple[Size | None, ...], ir.DataType]]
 
 
 @dataclass(frozen=True)
 class Origins:
     """Where the sizes of a node's outputs come from, if its inputs have these `sizes`, of which None may be any."""
 
-    sizes: tuple[tuple[Optional[int], ...], ...]
+    sizes: tuple[tuple[int | None, ...], ...]
     outputs: tuple[tuple[Origin, ...], ...]
     dtypes: tuple[ir.DataType, ...]
 
@@ -50,7 +50,7 @@ class Origins:
 _found: dict[str, list[Origins]] = {}
 
 
-def observe(node: ir.Node) -> Optional[Observed]:
+def observe(node: ir.Node) -> Observed | None:
     """The shapes and types of a node's outputs; None where they depend on data, or the node does not run like this.
 
     Sizes that are symbols are tried as two sets of small numbers, all unlike, which show where an output's come from.
@@ -69,7 +69,7 @@ def observe(node: ir.Node) -> Optional[Observed]:
     return known.resolve(shapes)
 
 
-def _find_origins(node: ir.Node, shapes: Sequence[Sequence[Size]]) -> Optional[Origins]:
+def _find_origins(node: ir.Node, shapes: Sequence[Sequence[Size]]) -> Origins | None:
     tries = list(_tries(shapes))
     if tries[0] == tries[1]:  # there are no symbols
         del tries[1]
@@ -149,10 +149,10 @@ def _explain(made: Sequence[Shape], tries: Sequence[Sequence[Shape]]) -> tuple[O
     return tuple(found)
 
 
-def _run(node: ir.Node, shapes: Sequence[Shape]) -> Optional[Made]:
+def _run(node: ir.Node, shapes: Sequence[Shape]) -> Made | None:
     """What the node makes of zeros and of ones of these shapes, if that is the same; None where it fails."""
     stand_ins = iter(shapes)
-    inputs: list[Optional[ir.Value]] = []
+    inputs: list[ir.Value | None] = []
     fed: list[ir.Value] = []
     for number, value in enumerate(node.inputs):
         new = None

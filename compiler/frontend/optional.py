@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ class Source:
     """
 
     input: str
-    declared: Optional[ir.Shape]
+    declared: ir.Shape | None
     places: Mapping[int, npt.NDArray[np.int64]] = field(default_factory=dict)
 
     @property
@@ -57,9 +57,9 @@ def unmark(value: ir.Value) -> None:
     value.meta.pop(_MARK, None)
 
 
-def source_of(value: Optional[ir.Value]) -> Optional[Source]:
+def source_of(value: ir.Value | None) -> Source | None:
     """What an initializer is of an optional input, or None."""
-    source: Optional[Source] = value.meta.get(_MARK) if value is not None else None
+    source: Source | None = value.meta.get(_MARK) if value is not None else None
     return source
 
 

@@ -6,7 +6,6 @@ A name decides only where the graph does not tell.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Optional
 
 import onnx_ir as ir
 
@@ -70,7 +69,7 @@ def find_roles(graph: Graph) -> dict[ir.Value, Role]:
     return roles
 
 
-def _named(value: ir.Value) -> Optional[Role]:
+def _named(value: ir.Value) -> Role | None:
     """The last resort, for what the graph does not tell."""
     name = (value.name or "").lower()
     return Role("positions") if "position" in name else Role("mask") if "mask" in name else None
@@ -193,7 +192,7 @@ def _added_to_scores(value: ir.Value) -> Iterator[ir.Value]:
         stack += new
 
 
-def _is_made_by_product(value: Optional[ir.Value]) -> bool:
+def _is_made_by_product(value: ir.Value | None) -> bool:
     """Whether a value is what a product made, scaled and in another form."""
     stack, seen = [value], {value}
     while stack:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Optional, Union
+from typing import Any
 
 import numpy.typing as npt
 import onnx_ir as ir
@@ -100,7 +100,7 @@ def read_symbols(model: ir.Model) -> None:
             value.shape = ir.Shape([size if _is_readable(size) else None for size in value.shape])
 
 
-def _is_readable(size: Union[int, ir.SymbolicDim]) -> bool:
+def _is_readable(size: int | ir.SymbolicDim) -> bool:
     if isinstance(size, int):
         return size >= 0
     try:
@@ -179,7 +179,7 @@ def _bind_input(value: ir.Value, bindings: Mapping[str, int], past: frozenset[st
     return tuple(sizes)
 
 
-def evaluate_size(size: ir.SymbolicDim, bindings: Mapping[str, int]) -> Optional[int]:
+def evaluate_size(size: ir.SymbolicDim, bindings: Mapping[str, int]) -> int | None:
     """The number that an expression gives with these symbols; None where it needs others."""
     result = size.evaluate(bindings)
     return int(result) if isinstance(result, (int, sympy.Integer)) else None
@@ -207,7 +207,7 @@ def reconcile(model: ir.Model, bound: BoundShapes) -> None:
         )
 
 
-def _agrees(size: Union[int, ir.SymbolicDim], number: int, bindings: Mapping[str, int]) -> bool:
+def _agrees(size: int | ir.SymbolicDim, number: int, bindings: Mapping[str, int]) -> bool:
     if isinstance(size, int):
         return size == number
     if size.value is None or size.value in bindings:
@@ -218,7 +218,7 @@ def _agrees(size: Union[int, ir.SymbolicDim], number: int, bindings: Mapping[str
 def bind_shapes(
     model: ir.Model,
     inputs: Mapping[str, Shape],
-    known: Mapping[str, Optional[npt.NDArray[Any]]] = MappingProxyType({}),
+    known: Mapping[str, npt.NDArray[Any] | None] = MappingProxyType({}),
     defaults: bool = False,
 ) -> BoundShapes:
     """The shape of every value of the main graph, with those of the inputs bound to `inputs`.
@@ -254,7 +254,7 @@ def _is_known(graph: ir.Graph) -> bool:
     return all(value.shape is not None and value.shape.is_static() for node in graph for value in node.outputs)
 
 
-def shape_of(value: Optional[ir.Value], shapes: Mapping[str, Shape] = MappingProxyType({})) -> Shape:
+def shape_of(value: ir.Value | None, shapes: Mapping[str, Shape] = MappingProxyType({})) -> Shape:
     """A weight's own shape, and what `shapes` has for any other value; that of a scalar where it is not known."""
     if value is None:
         return ()
@@ -263,7 +263,7 @@ def shape_of(value: Optional[ir.Value], shapes: Mapping[str, Shape] = MappingPro
     return shapes.get(value.name or "", ())
 
 
-def tensor_bytes(value: ir.Value, shape: Optional[Shape]) -> int:
+def tensor_bytes(value: ir.Value, shape: Shape | None) -> int:
     """Bytes of a value with a bound shape; 0 where shape or type is not known."""
     if shape is None or value.dtype is None or value.dtype == ir.DataType.STRING:
         return 0

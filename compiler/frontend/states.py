@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Optional
 
 import onnx_ir as ir
 
@@ -42,7 +41,7 @@ def find_states(graph: Graph) -> list[State]:
     ]
 
 
-def _grows(past: ir.Value, present: ir.Value) -> Optional[int]:
+def _grows(past: ir.Value, present: ir.Value) -> int | None:
     """The axis along which a step makes a state longer: the first symbol that is another one afterwards."""
     for axis, (before, after) in enumerate(zip(past.shape or (), present.shape or ())):
         known = isinstance(after, int) or after.value is not None

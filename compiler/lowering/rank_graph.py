@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -221,7 +221,7 @@ class _RankGraph:
             old.replace_all_uses_with(new, replace_graph_outputs=True)
 
     def _wrap(
-        self, old: ir.Value, operator: str, inputs: Sequence[Optional[ir.Value]], suffix: str, **attributes: Any
+        self, old: ir.Value, operator: str, inputs: Sequence[ir.Value | None], suffix: str, **attributes: Any
     ) -> ir.Value:
         """Put a node behind a value: its result takes the value's name and readers, the value gets a `suffix`."""
         uses = list(old.uses())
@@ -239,7 +239,7 @@ class _RankGraph:
                 self._graph.outputs[number] = new
         return new
 
-    def _add_once(self, node: ir.Node, original: ir.Node, operation: Operation) -> Optional[ir.Value]:
+    def _add_once(self, node: ir.Node, original: ir.Node, operation: Operation) -> ir.Value | None:
         """Leave out what another rank adds to the sum; a new value where the node had to be another one."""
         once = self._split.choice.sums.once.get(original, frozenset())
         if not once or self._split.adds(self._rank, operation):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -75,7 +75,7 @@ class SizeRewriter:
         if any(map(self.shards.is_split, sizes)):
             self.read[node.outputs[0]] = sizes
 
-    def _pass_on(self, node: ir.Node) -> Optional[Sizes]:
+    def _pass_on(self, node: ir.Node) -> Sizes | None:
         """The entries of the node's result, where it hands on sizes of parts by constant places."""
         if not any(value in self.read for value in node.inputs if value is not None):
             return None
@@ -160,7 +160,7 @@ class SizeRewriter:
                 new[number] = self.shards.size(axis)
         return new
 
-    def _ratio(self, have: Optional[Axis], want: Optional[Axis]) -> Optional[tuple[int, int]]:
+    def _ratio(self, have: Axis | None, want: Axis | None) -> tuple[int, int] | None:
         """What to multiply with and divide by to get from the one size to the other; None where they are the same.
 
         None for an axis means a size of a whole value. A size that is in sections is a fixed number, over 0.
@@ -177,7 +177,7 @@ class SizeRewriter:
             times, over = times * own, over * whole
         return None if times == over else (times, over)
 
-    def _correct(self, node: ir.Node, value: ir.Value, corrections: Sequence[Optional[tuple[int, int]]]) -> ir.Value:
+    def _correct(self, node: ir.Node, value: ir.Value, corrections: Sequence[tuple[int, int] | None]) -> ir.Value:
         """Multiply and divide the entries that are sizes; others (-1, or 1 for what is repeated) don't divide."""
         scalar = self.axes_of(value) == ()
         dtype = value.dtype.numpy() if value.dtype is not None else np.dtype(np.int64)
@@ -224,7 +224,7 @@ class SizeRewriter:
             node.attributes[name] = replacement
 
 
-def _numbers(value: Optional[ir.Value]) -> Optional[list[int]]:
+def _numbers(value: ir.Value | None) -> list[int] | None:
     """A constant's whole numbers."""
     tensor = value.const_value if value is not None and value.is_initializer() else None
     return None if tensor is None else [int(each) for each in np.atleast_1d(tensor.numpy())]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Optional, Union
 
 import numpy as np
 import onnx_ir as ir
@@ -107,7 +106,7 @@ def _stage(
     borrowed.sort(key=lambda value: graph.position[_producer(value)])
     fed = {*feeds, *_missing_sizes(graph, borrowed, [*receives, *feeds])}
 
-    def arrival(value: ir.Value) -> tuple[int, int, Optional[int]]:
+    def arrival(value: ir.Value) -> tuple[int, int, int | None]:
         producer = _producer(value)
         return home[producer], graph.position[producer], value.index()
 
@@ -140,7 +139,7 @@ def _missing_sizes(graph: Graph, borrowed: Sequence[ir.Value], seen: Sequence[ir
     return needed
 
 
-def _borrowed_shape(value: ir.Value) -> list[Union[int, ir.SymbolicDim]]:
+def _borrowed_shape(value: ir.Value) -> list[int | ir.SymbolicDim]:
     """The sizes that a Shape node gives, which may be a part of the shape that it reads (`start` and `end`)."""
     node = _producer(value)
     source = node.inputs[0]
@@ -148,7 +147,7 @@ def _borrowed_shape(value: ir.Value) -> list[Union[int, ir.SymbolicDim]]:
     return list(source.shape)[node.attributes.get_int("start", 0) : node.attributes.get_int("end", None)]
 
 
-def _find_size(size: ir.SymbolicDim, values: Sequence[ir.Value]) -> Optional[Place]:
+def _find_size(size: ir.SymbolicDim, values: Sequence[ir.Value]) -> Place | None:
     """The first value with an axis of this size, and the axis."""
     for value in values:
         for axis, other in enumerate(value.shape or ()):

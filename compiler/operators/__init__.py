@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from typing import Callable
+from collections.abc import Callable
 
 from splitc.compiler.nodes import operator_name
 from splitc.compiler.operators.operation import Operation

@@ -4,15 +4,13 @@ k key-value heads, g queries for each of them, h heads where there are as many o
 
 from __future__ import annotations
 
-from typing import Optional
-
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators import rule
 from splitc.compiler.operators.axes import Axis
 from splitc.compiler.operators.operation import Operation
 
 
-def _heads(op: Operation, queries: int, keys: int) -> Optional[dict[str, Axis]]:
+def _heads(op: Operation, queries: int, keys: int) -> dict[str, Axis] | None:
     """Factors for heads, or None where these numbers can't be."""
     if queries <= 0 or keys <= 0 or queries % keys:
         return None

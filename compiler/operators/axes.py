@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Optional
 
 import onnx_ir as ir
 
@@ -21,7 +20,7 @@ import onnx_ir as ir
 class Pin:
     """The node that needs an axis whole, and why."""
 
-    node: Optional[ir.Node]
+    node: ir.Node | None
     reason: str
 
 
@@ -30,10 +29,10 @@ class Factor:
     """A part of an axis. At most one of `same` (it is that other factor), `product` and `sections` is set."""
 
     size: int
-    same: Optional[Factor] = None
+    same: Factor | None = None
     product: tuple[Factor, ...] = ()
     sections: tuple[Axis, ...] = ()
-    pinned: Optional[Pin] = None
+    pinned: Pin | None = None
 
     @property
     def is_atom(self) -> bool:

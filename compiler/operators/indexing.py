@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Optional
-
 import onnx_ir as ir
 
 from splitc.compiler.analysis.costs import RANDOM
@@ -47,7 +45,7 @@ def _look_up(op: Operation, axis: int) -> None:
         op.whole([data[axis]], "it is picked from by index")
 
 
-def _is_constant(value: Optional[ir.Value]) -> bool:
+def _is_constant(value: ir.Value | None) -> bool:
     """Whether a value is a weight, or computed from weights alone."""
     if value is None or value.is_initializer():
         return value is not None

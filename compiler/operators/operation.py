@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +15,9 @@ from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Pin
 
 # The axes of a value; None where its shape is not known.
-Axes = Optional[tuple[Axis, ...]]
+Axes = tuple[Axis, ...] | None
 # How a node's attribute or input says sizes: one axis for a number, several for a list; None for what stays as it is.
-Sizes = Sequence[Optional[Axis]]
+Sizes = Sequence[Axis | None]
 
 
 @dataclass
@@ -39,13 +39,13 @@ class Operation:
     node: ir.Node
     inputs: Sequence[Axes]
     outputs: Sequence[Axes]
-    constants: Sequence[Optional[npt.NDArray[Any]]]
+    constants: Sequence[npt.NDArray[Any] | None]
     contracted: Axis = ()
     linear: tuple[frozenset[int], ...] = ()
     sizes: dict[int, Sizes] = field(default_factory=dict)
     attributes: dict[str, Sizes] = field(default_factory=dict)
     once: frozenset[int] = frozenset()
-    zero: Optional[int] = None
+    zero: int | None = None
     lookup: bool = False
     ranged: bool = False
     equal_parts: bool = False
@@ -75,12 +75,12 @@ class Operation:
         """An attribute that is a whole number."""
         return self.node.attributes.get_int(name, default)
 
-    def numbers_of(self, name: str) -> Optional[list[int]]:
+    def numbers_of(self, name: str) -> list[int] | None:
         """An attribute that is a list of whole numbers, or None."""
         found = self.node.attributes.get_ints(name, None)
         return None if found is None else list(found)
 
-    def numbers(self, number: int, attribute: str = "") -> Optional[list[int]]:
+    def numbers(self, number: int, attribute: str = "") -> list[int] | None:
         """Whole numbers that an input, known beforehand, or an attribute of older versions gives; else None."""
         if number < len(self.constants) and (array := self.constants[number]) is not None:
             return [int(each) for each in np.atleast_1d(array)]
@@ -120,7 +120,7 @@ class Operation:
         self._touched |= {id(axis) for axis in axes}
 
     def pattern(
-        self, text: str, *, whole: str = "", contract: str = "", known: Optional[Mapping[str, Axis]] = None
+        self, text: str, *, whole: str = "", contract: str = "", known: Mapping[str, Axis] | None = None
     ) -> None:
         """Relate axes by letters, as in einsum and einops: "b l (k g d), b s (k d) -> b l (k g d)".
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Callable, Optional
 
 import msgspec
 
@@ -47,7 +46,7 @@ class BuildSettings:
     options: BuildOptions = field(default_factory=BuildOptions)
     later: bool = False
     keep_sources: bool = False
-    timing_cache: Optional[Path] = None
+    timing_cache: Path | None = None
 
 
 def check_buildable(engine: str) -> None:
@@ -61,7 +60,7 @@ def check_buildable(engine: str) -> None:
 
 
 def build_package(
-    package: Path, timing_cache: Optional[Path] = None, building: Building = lambda done, total: None
+    package: Path, timing_cache: Path | None = None, building: Building = lambda done, total: None
 ) -> Manifest:
     """Build, or build again, the engines of a package that holds their ONNX files. It is replaced by the result.
 
@@ -119,7 +118,7 @@ def _jobs(folder: Path, manifest: Manifest) -> Iterator[Job]:
             yield Job(str(folder / engine.source), str(folder / engine.path), engine.sizes, where, gpu)
 
 
-def _timing_cache(manifest: Manifest, settings: BuildSettings, target: Path) -> Optional[str]:
+def _timing_cache(manifest: Manifest, settings: BuildSettings, target: Path) -> str | None:
     """TensorRT-RTX times nothing when it builds."""
     if manifest.engine != TENSORRT:
         return None

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +26,8 @@ from splitc.runtime.ranks.loop import Program, execute
 class Known:
     """What is known of a value: its shape, if it is, and its numbers where they follow from the shapes."""
 
-    shape: Optional[Shape]
-    numbers: Optional[npt.NDArray[Any]] = None
+    shape: Shape | None
+    numbers: npt.NDArray[Any] | None = None
 
 
 class ShapeEngine:

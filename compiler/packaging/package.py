@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Callable, Optional, Union
 
 import msgspec
 import onnx_ir as ir
@@ -41,10 +40,10 @@ WEIGHTS = ("copy", "link")
 
 def compile_model(
     plan: Plan,
-    package: Union[str, Path],
+    package: str | Path,
     *,
     weights: str = "copy",
-    threads: Optional[int] = None,
+    threads: int | None = None,
     force: bool = False,
     verify: bool = True,
     build: BuildSettings = BuildSettings(),
@@ -184,7 +183,7 @@ def _manifest(
     plan: Plan,
     ranks: list[m.Rank],
     files: list[m.File],
-    threads: Optional[int],
+    threads: int | None,
     options: m.BuildOptions,
     fills: Mapping[str, m.Fill],
 ) -> m.Manifest:
@@ -271,7 +270,7 @@ def _inputs(plan: Plan, fills: Mapping[str, m.Fill]) -> list[m.Tensor]:
     return [_input(plan, value, roles.get(value), fills.get(value.name or "")) for value in graph.graph.inputs]
 
 
-def _input(plan: Plan, value: ir.Value, role: Optional[m.Role], asked: Optional[m.Fill]) -> m.Tensor:
+def _input(plan: Plan, value: ir.Value, role: m.Role | None, asked: m.Fill | None) -> m.Tensor:
     analysis, tensor = plan.analysis, _tensor(value)
     low, typical, high = (list(each[tensor.name]) for each in (analysis.smallest, analysis.typical, analysis.shapes))
     built = plan.engine in MODULES

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, Optional
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -35,7 +35,7 @@ WARMUP, RUNS = 2, 7
 FILE = "block_seconds.json"
 
 
-def measure_blocks(analysis: Analysis, devices: Sequence[Device], threads: Optional[int]) -> list[float]:
+def measure_blocks(analysis: Analysis, devices: Sequence[Device], threads: int | None) -> list[float]:
     """Median seconds of each block by itself, with the bound shapes and made-up inputs.
 
     Blocks with the same content (operators, attributes, shapes, types) are measured once, on this machine for ever:

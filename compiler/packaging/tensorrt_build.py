@@ -11,10 +11,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Callable, Optional, Union
+from typing import IO
 
 import msgspec
 from msgspec import Struct
@@ -42,7 +42,7 @@ class Job(Struct, frozen=True):
     """
 
     source: str
-    engine: Optional[str]
+    engine: str | None
     sizes: dict[str, Sizes]
     where: str
     gpu: int = 0
@@ -54,7 +54,7 @@ class Order(Struct, frozen=True):
     kind: str
     jobs: list[Job]
     options: BuildOptions
-    timing_cache: Optional[str]
+    timing_cache: str | None
 
 
 class Progress(Struct, frozen=True, tag="progress"):
@@ -90,7 +90,7 @@ class Finished(Struct, frozen=True, tag="finished"):
     built: Built
 
 
-Message = Union[Progress, Failed, Finished]
+Message = Progress | Failed | Finished
 
 
 def build_engines(order: Order, progress: Callable[[Progress], None] = lambda _: None) -> Built:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Optional
 
 from splitc.compiler.analysis.costs import NOMINAL
 from splitc.compiler.analysis.facts import Analysis
@@ -14,7 +13,7 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.units import parse_bytes
 
 # Bytes that a rank may use; None where that is not known, since its GPU is not in this machine.
-Budget = Optional[int]
+Budget = int | None
 
 
 def find_budgets(devices: Sequence[Device], memory: Sequence[str], headroom: int) -> list[Budget]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -41,7 +41,7 @@ class RankEntry(Struct, frozen=True):
     """
 
     device: str
-    budget_bytes: Optional[int]
+    budget_bytes: int | None
     stage: int = 0
     share: float = 1.0
     weights_bytes: int = 0
@@ -49,7 +49,7 @@ class RankEntry(Struct, frozen=True):
     cache_bytes: int = 0
     total_bytes: int = 0
     seconds: float = 0.0
-    repeated: Optional[Repeated] = None
+    repeated: Repeated | None = None
 
 
 class CutEntry(Struct, frozen=True):
@@ -77,7 +77,7 @@ class CandidateEntry(Struct, frozen=True):
     latency: float = 0.0
     interval: float = 0.0
     peaks: list[int] = []
-    refused: Optional[str] = None
+    refused: str | None = None
 
 
 class PlanFile(Struct, frozen=True, forbid_unknown_fields=True):
@@ -102,13 +102,13 @@ class PlanFile(Struct, frozen=True, forbid_unknown_fields=True):
     settings: dict[str, Any] = {}
     min_shapes: dict[str, list[int]] = {}
     opt_shapes: dict[str, list[int]] = {}
-    states: Optional[list[State]] = None
-    row_min: Optional[int] = None
+    states: list[State] | None = None
+    row_min: int | None = None
     cuts: list[CutEntry] = []
     warnings: list[str] = []
     weights: dict[str, WeightEntry] = {}
     candidates: list[CandidateEntry] = []
-    choice: Optional[str] = None
+    choice: str | None = None
 
 
 def to_file(plan: Plan) -> PlanFile:
@@ -309,7 +309,7 @@ def assignments(blocks: Mapping[str, int], stages: int, names: Sequence[str]) ->
     found: list[Assignment] = []
     for index, name in enumerate(names):
         rank = blocks[name]
-        last: Optional[Assignment] = found[-1] if found else None
+        last: Assignment | None = found[-1] if found else None
         if last and rank < last.target:
             raise MisuseError(
                 f'the plan has the line "{name}: {rank}" after a block in stage {last.target}: '

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 import numpy.typing as npt
 import onnx_ir as ir
@@ -60,7 +60,7 @@ def _relate(
     """
     operations: dict[ir.Node, Operation] = {}
 
-    def axes_of(value: Optional[ir.Value]) -> Axes:
+    def axes_of(value: ir.Value | None) -> Axes:
         if value is None:
             return None
         if not value.is_initializer():
@@ -101,7 +101,7 @@ def _with_constant(graph: Graph, nodes: Collection[ir.Node], constant: Collectio
     return [node for node in graph.nodes if node in found]
 
 
-def _fresh(shape: Optional[Shape]) -> Axes:
+def _fresh(shape: Shape | None) -> Axes:
     return None if shape is None else tuple(map(ax.new_axis, shape))
 
 
@@ -112,7 +112,7 @@ def _whole(size: int, reason: str) -> Axis:
     return axis
 
 
-def _constant(value: Optional[ir.Value], bound: BoundShapes) -> Optional[npt.NDArray[Any]]:
+def _constant(value: ir.Value | None, bound: BoundShapes) -> npt.NDArray[Any] | None:
     """What a value is known to be with the bound shapes, if it is a few whole numbers."""
     if value is None or source_of(value) is not None:
         return None

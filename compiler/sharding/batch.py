@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Optional
-
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.sharding.axis_map import find_axes
 from splitc.compiler.sharding.probe_sizes import bind_unlike
 
 
-def find_batch(plan: Plan) -> Optional[dict[str, int]]:
+def find_batch(plan: Plan) -> dict[str, int] | None:
     """The batch axis of each input that has one and of each output, by name; None where there is no such axis.
 
     It is one factor, alone on its axis, of a size that is not fixed; all outputs have it; no node needs it whole, sums

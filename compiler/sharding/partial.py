@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Optional
 
 import onnx_ir as ir
 
@@ -100,7 +99,7 @@ def _maker(value: ir.Value) -> ir.Node:
     return node
 
 
-def chosen_atoms(axes: Optional[Iterable[Axis]], chosen: Collection[Factor]) -> frozenset[Factor]:
+def chosen_atoms(axes: Iterable[Axis] | None, chosen: Collection[Factor]) -> frozenset[Factor]:
     """The chosen atoms among the axes."""
     return frozenset(atom for axis in axes or () for atom in ax.atoms(axis) if atom in chosen)
 
@@ -111,7 +110,7 @@ def _passes(
     partial: Mapping[ir.Value, frozenset[Factor]],
     chosen: Collection[Factor],
     size: Callable[[ir.Value], int],
-) -> Optional[frozenset[int]]:
+) -> frozenset[int] | None:
     """Whether the node takes these partial inputs as they are: the inputs that only one rank adds, or None if not."""
     node = operation.node
     output = node.outputs[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Optional
 
 import onnx_ir as ir
 
@@ -33,7 +32,7 @@ class SplitWeight:
     split: int
     in_block: bool
     units: str
-    reason: Optional[str]
+    reason: str | None
 
 
 def block_weights(analysis: Analysis) -> set[ir.Value]:
@@ -134,7 +133,7 @@ def _axis_share(split: TensorSplit, axis: ax.Axis) -> float:
     )
 
 
-def why_whole(split: TensorSplit, atom: Factor) -> Optional[str]:
+def why_whole(split: TensorSplit, atom: Factor) -> str | None:
     """Why an atom is not split, for people."""
     if atom in split.ranges:
         return None

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Optional, Union
 
 import onnx_ir as ir
 
@@ -237,7 +236,7 @@ def _name(node: ir.Node) -> str:
 
 def _why_not(
     analysis: Analysis, node: ir.Node, constant: Collection[ir.Node], inside: bool, least: int
-) -> Optional[Declined]:
+) -> Declined | None:
     """Why a node that reads weights is no product that may be sliced, or None."""
     number = PRODUCTS.get(operator_name(node))
     weight = node.inputs[number] if number is not None and number < len(node.inputs) else None
@@ -299,7 +298,7 @@ def _run_time_atoms(axis_map: AxisMap, node: ir.Node, constant: Collection[ir.No
     }
 
 
-def _columns(axis_map: AxisMap, node: ir.Node, given: Collection[Factor]) -> Union[Factor, Declined]:
+def _columns(axis_map: AxisMap, node: ir.Node, given: Collection[Factor]) -> Factor | Declined:
     """The factor along which a product's columns can be cut so that each part is one stretch of them, or why not."""
     output = axis_map.operations[node].outputs[0]
     leaves = ax.leaves(output[-1]) if output else []

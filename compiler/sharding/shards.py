@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +46,7 @@ class Shards:
         """The rank's share of the elements of a value with these axes."""
         return math.prod(self.size(axis) / max(1, ax.size_of(axis)) for axis in axes or ())
 
-    def ratio(self, axis: Axis) -> Optional[tuple[int, int]]:
+    def ratio(self, axis: Axis) -> tuple[int, int] | None:
         """The rank's size of an axis over the whole size, in terms that hold whatever the other factors' sizes are.
 
         None where sections make that impossible.
@@ -105,7 +105,7 @@ class Shards:
         """Which elements are the rank's, along each axis of a value of which it has not all."""
         return {number: self.indices(axis) for number, axis in enumerate(axes or ()) if self.is_split(axis)}
 
-    def part(self, name: str, axes: Axes, shape: Optional[ir.Shape]) -> Optional[Part]:
+    def part(self, name: str, axes: Axes, shape: ir.Shape | None) -> Part | None:
         """How the rank's part of a model's input or output is cut out of the whole; None where it has all of it."""
         parts = []
         for number, axis in enumerate(axes or ()):

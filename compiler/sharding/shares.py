@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Optional
 
 import onnx_ir as ir
 
@@ -57,7 +56,7 @@ def assign_units(choice: Choice, shares: Sequence[Sequence[float]], home: Mappin
     return ranges
 
 
-def largest_remainder(ideal: Sequence[float], total: int, owed: Optional[Sequence[float]] = None) -> list[int]:
+def largest_remainder(ideal: Sequence[float], total: int, owed: Sequence[float] | None = None) -> list[int]:
     """The ideal numbers rounded down, or up where the remainder and what is owed beside it are largest."""
     counts = [int(each + 1e-9) for each in ideal]
     missing = [each - count + extra for each, count, extra in zip(ideal, counts, owed or [0.0] * len(counts))]

@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Optional
 
 import typer
 
@@ -121,7 +120,7 @@ Load = Callable[..., Session]
 def _loading(
     device: list[str] = DEVICE,
     cuda_graph: bool = CUDA_GRAPH,
-    threads: Optional[int] = THREADS,
+    threads: int | None = THREADS,
     verify: bool = VERIFY,
 ) -> Load:
     """How a command loads a package."""
@@ -159,8 +158,8 @@ def check(
     load: Load,
     package: Path = PACKAGE,
     model: Path = typer.Option(..., "--model", "-m", help="The unsplit ONNX model."),
-    inputs: Optional[Path] = INPUTS,
-    reference: Optional[str] = typer.Option(
+    inputs: Path | None = INPUTS,
+    reference: str | None = typer.Option(
         None,
         "--reference",
         help="Where the unsplit model runs: cpu0, cuda0. Default: a GPU of the package's where it fits, else the CPU.",
@@ -168,8 +167,8 @@ def check(
     settings: list[str] = typer.Option(
         [], "--set", metavar="NAME=VALUE", help="Another value for an input that was bound when it was compiled."
     ),
-    rtol: Optional[float] = typer.Option(None, "--rtol", help="Tolerance relative to each output's largest value."),
-    atol: Optional[float] = typer.Option(None, "--atol", help="Absolute tolerance, added to that."),
+    rtol: float | None = typer.Option(None, "--rtol", help="Tolerance relative to each output's largest value."),
+    atol: float | None = typer.Option(None, "--atol", help="Absolute tolerance, added to that."),
     seed: int = SEED,
     fill: list[str] = FILL,
     memory: bool = MEASURE,
@@ -211,7 +210,7 @@ def _measure(session: Session, feeds: dict[str, arrays.Array]) -> list[RankMemor
 
 
 @contextmanager
-def _feeds(session: Session, inputs: Optional[Path], seed: int, fills: list[str]) -> Iterator[dict[str, arrays.Array]]:
+def _feeds(session: Session, inputs: Path | None, seed: int, fills: list[str]) -> Iterator[dict[str, arrays.Array]]:
     """Arrays for the session from a file, or made up; with those, an engine's failure says what may be wrong."""
     if inputs:
         if fills:
@@ -232,7 +231,7 @@ def _feeds(session: Session, inputs: Optional[Path], seed: int, fills: list[str]
 def bench_command(
     load: Load,
     package: Path = PACKAGE,
-    baseline: Optional[Path] = typer.Option(
+    baseline: Path | None = typer.Option(
         None, "--baseline", help="The unsplit model, timed in turns with the package."
     ),
     baseline_threads: list[int] = typer.Option(
@@ -241,9 +240,9 @@ def bench_command(
         min=1,
         help="Threads of the unsplit model, repeatable. Default: all ranks', and one's.",
     ),
-    inputs: Optional[Path] = INPUTS,
+    inputs: Path | None = INPUTS,
     in_flight: int = typer.Option(1, "--in-flight", min=1, help="Requests under way at the same time."),
-    trace: Optional[Path] = typer.Option(None, "--trace", help="Write a timeline here, for Perfetto or Chrome."),
+    trace: Path | None = typer.Option(None, "--trace", help="Write a timeline here, for Perfetto or Chrome."),
     runs: int = typer.Option(50, "--runs", min=1, help="Timed runs."),
     warmup: int = typer.Option(5, "--warmup", min=0, help="Runs before that."),
     seed: int = SEED,
@@ -280,9 +279,9 @@ def bench_command(
 def generate_command(
     load: Load,
     package: Path = PACKAGE,
-    prompt: Optional[str] = typer.Option(None, "--prompt", "-p", help="The text to go on from."),
-    prompt_ids: Optional[str] = typer.Option(None, "--prompt-ids", help="The same as token ids: 1,2,3."),
-    tokenizer: Optional[Path] = typer.Option(
+    prompt: str | None = typer.Option(None, "--prompt", "-p", help="The text to go on from."),
+    prompt_ids: str | None = typer.Option(None, "--prompt-ids", help="The same as token ids: 1,2,3."),
+    tokenizer: Path | None = typer.Option(
         None, "--tokenizer", help="tokenizer.json, or a folder that has it. Without, token ids are printed."
     ),
     max_new_tokens: int = typer.Option(100, "--max-new-tokens", "-n", min=1, help="Tokens to generate."),
@@ -291,7 +290,7 @@ def generate_command(
     top_p: float = typer.Option(1.0, "--top-p", help="Choose among the fewest that have this probability together."),
     seed: int = typer.Option(0, "--seed", help="Seed of the choice."),
     stop: list[int] = typer.Option([], "--stop", help="A token id to stop at, repeatable. Default: the tokenizer's."),
-    prefill: Optional[Path] = typer.Option(
+    prefill: Path | None = typer.Option(
         None, "--prefill", help="A package for the prompt: the model without caches, where it is a model of its own."
     ),
     prompt_chunk: int = typer.Option(PROMPT_CHUNK, "--prompt-chunk", min=1, help="Tokens of the prompt at a time."),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Optional
 
 from rich.markup import escape
 from rich.table import Table
@@ -141,7 +140,7 @@ def print_manifest(manifest: Manifest, routes: Mapping[str, Sequence[str]]) -> N
         )
 
 
-def _describe_role(role: Optional[Role]) -> str:
+def _describe_role(role: Role | None) -> str:
     if role is None:
         return ""
     return f"{role.kind} below {role.rows}" if role.rows else role.kind

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import permutations
-from typing import Any, Optional
+from itertools import pairwise, permutations
+from typing import Any
 
 import numpy as np
 
@@ -55,7 +55,7 @@ def slices(array: GpuArray, count: int) -> list[GpuArray]:
     starts = [min(size, number * step) for number in range(count + 1)]
     return [
         GpuArray(array.pointer + start * width, (end - start,), array.dtype, array.owner)
-        for start, end in zip(starts, starts[1:])
+        for start, end in pairwise(starts)
     ]
 
 
@@ -70,7 +70,7 @@ class GpuTransport(LocalTransport):
         self,
         local: LocalTransport,
         backend: Backend,
-        devices: Sequence[Optional[int]],
+        devices: Sequence[int | None],
         links: Collection[tuple[int, int]],
         by_host: frozenset[tuple[int, int]],
     ) -> None:
@@ -110,7 +110,7 @@ class GpuTransport(LocalTransport):
         value = super().receive(source, name)
         return value if isinstance(value, Failure) else self._take(value)
 
-    def _give(self, value: Any, target: Optional[int]) -> Any:
+    def _give(self, value: Any, target: int | None) -> Any:
         if self._gpu is None:
             return np.asarray(self._backend.download({"": value})[""])
         if target is None or (self._gpu.index, target) in self.by_host:
@@ -187,7 +187,7 @@ class GpuTransport(LocalTransport):
         wholes = super().reduce(step, parts, accumulate_arrays)
         return wholes if isinstance(wholes, Failure) else [self._backend.upload(whole) for whole in wholes]
 
-    def _why_stop(self) -> Optional[BaseException]:
+    def _why_stop(self) -> BaseException | None:
         """Why this rank's GPU may never finish the request."""
         if self.hub.failure is None:
             return None
@@ -196,7 +196,7 @@ class GpuTransport(LocalTransport):
 
 
 def _combine(
-    gpu: Gpu, operation: str, columns: Sequence[Sequence[GpuArray]], piece: Optional[tuple[int, int]] = None
+    gpu: Gpu, operation: str, columns: Sequence[Sequence[GpuArray]], piece: tuple[int, int] | None = None
 ) -> list[GpuArray]:
     """The wholes of the columns' parts; where a piece is asked for, only that one of so many is filled."""
     wholes = [gpu.empty(column[0].shape, column[0].dtype) for column in columns]

@@ -6,11 +6,11 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any, Optional
+from typing import Any
 
 from splitc.runtime.ranks.loop import Failure, Reduce
 
-Channels = dict[tuple[int, int], "SimpleQueue[tuple[Optional[str], Any]]"]
+Channels = dict[tuple[int, int], "SimpleQueue[tuple[str | None, Any]]"]
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Meeting:
     lock: threading.Lock = field(default_factory=threading.Lock)
     parts: dict[int, tuple[Reduce, Any]] = field(default_factory=dict)
     results: dict[int, SimpleQueue[Any]] = field(default_factory=dict)
-    aborted: Optional[Failure] = None
+    aborted: Failure | None = None
 
     def __post_init__(self) -> None:
         self.results = {rank: SimpleQueue() for rank in self.ranks}
@@ -68,7 +68,7 @@ class Hub:
 
     channels: Channels
     meetings: dict[tuple[int, ...], Meeting] = field(default_factory=dict)
-    failure: Optional[Failure] = None
+    failure: Failure | None = None
 
 
 class LocalTransport:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Optional, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -50,7 +50,7 @@ class Backend(Protocol):
     def detach(self) -> None:
         """To be called last by that thread."""
 
-    def load(self, path: Path, source: Optional[Path] = None, sizes_only: Collection[str] = ()) -> Engine:
+    def load(self, path: Path, source: Path | None = None, sizes_only: Collection[str] = ()) -> Engine:
         """Load the engine file at `path`, which was built from `source`. Raises PackageError when it can't be.
 
         Of the inputs `sizes_only` it reads nothing but the sizes.
@@ -71,7 +71,7 @@ class Backend(Protocol):
     def wait_all(self) -> None:
         """Wait until all that the device was given is done."""
 
-    def used_bytes(self) -> Optional[int]:
+    def used_bytes(self) -> int | None:
         """The bytes in use of a memory that is the device's own; None for the host's."""
 
     def reserve(self, size: int) -> None:

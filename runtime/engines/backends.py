@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Optional
 
 from splitc.runtime.devices import Device
 from splitc.runtime.engines import Backend
@@ -16,7 +15,7 @@ from splitc.runtime.manifest import Build, BuildOptions, Manifest
 
 
 def make_backend(
-    engine: str, device: Device, threads: int, build: Optional[Build] = None, cuda_graphs: bool = True
+    engine: str, device: Device, threads: int, build: Build | None = None, cuda_graphs: bool = True
 ) -> Backend:
     """What loads engines of the kind on the device: a CPU device with so many threads, or a GPU.
 
@@ -67,7 +66,7 @@ def check_built_here(package: Path, manifest: Manifest, devices: Sequence[Device
             )
 
 
-def _installed_version(engine: str) -> Optional[str]:
+def _installed_version(engine: str) -> str | None:
     try:
         return str(importlib.import_module(MODULES[engine]).__version__)
     except ImportError:

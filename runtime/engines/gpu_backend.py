@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Callable, Optional
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -78,7 +78,7 @@ class Gpu:
     asynchronous = True
 
     def __init__(self, index: int) -> None:
-        self.tape: Optional[Tape] = None
+        self.tape: Tape | None = None
         self.recorded = False
         self.cupy = need_cupy()
         self.cuda = self.cupy.cuda
@@ -89,7 +89,7 @@ class Gpu:
             raise PackageError(f"cuda{index} can't be used: {error}") from error
         if index >= count:
             raise PackageError(f"there is no cuda{index}: this machine has {count} GPUs (see 'splitc devices')")
-        self.interrupted: Callable[[], Optional[BaseException]] = lambda: None
+        self.interrupted: Callable[[], BaseException | None] = lambda: None
         self.notes: list[str] = []
         with self.device:
             self.stream = self.cuda.Stream(non_blocking=True)
@@ -184,7 +184,7 @@ class Gpu:
         self.keep(value)
         return target
 
-    def settle(self, value: GpuArray, before: Optional[GpuArray]) -> GpuArray:
+    def settle(self, value: GpuArray, before: GpuArray | None) -> GpuArray:
         """Recordings know states by their addresses, and write to memory of engines' own pools."""
         if value is before or not self.recorded:
             return value
@@ -253,7 +253,7 @@ class Gpu:
         while self._kept and self._kept[0][0].done:
             self._kept.popleft()
 
-    def wait(self, event: Any, patience: Optional[float] = None, expected: float = 0.0) -> None:
+    def wait(self, event: Any, patience: float | None = None, expected: float = 0.0) -> None:
         """Wait for an event. Raises what `interrupted` tells, and EngineError when it takes too long.
 
         When it is known how many seconds it takes, the thread looks all the time towards their end.

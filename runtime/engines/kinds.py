@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Sequence
-from typing import Optional
 
 from splitc.runtime.devices import Device
 from splitc.runtime.errors import MisuseError
@@ -17,7 +16,7 @@ MODULES = {TENSORRT: "tensorrt", TENSORRT_RTX: "tensorrt_rtx"}
 PACKAGES = {TENSORRT: "tensorrt", TENSORRT_RTX: "tensorrt-rtx-cu13"}
 
 
-def choose_engine(asked: Optional[str], devices: Sequence[Device]) -> str:
+def choose_engine(asked: str | None, devices: Sequence[Device]) -> str:
     """The engine kind that was asked for; else TensorRT where it is installed and all devices are GPUs.
 
     Raises MisuseError for an unknown kind, and for one that does not run on the devices.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -117,19 +117,19 @@ class OnnxRuntimeBackend:
     def detach(self) -> None:
         pass
 
-    def load(self, path: Path, source: Optional[Path] = None, sizes_only: Collection[str] = ()) -> OnnxRuntimeEngine:
+    def load(self, path: Path, source: Path | None = None, sizes_only: Collection[str] = ()) -> OnnxRuntimeEngine:
         return OnnxRuntimeEngine(path.name, open_session(path, self._threads), self._options)
 
     def fetch(self, values: Mapping[str, Any]) -> Callable[[], dict[str, npt.NDArray[np.generic]]]:
         return partial(self.download, values)
 
-    def settle(self, value: ort.OrtValue, before: Optional[ort.OrtValue]) -> ort.OrtValue:
+    def settle(self, value: ort.OrtValue, before: ort.OrtValue | None) -> ort.OrtValue:
         return value
 
     def wait_all(self) -> None:
         pass
 
-    def used_bytes(self) -> Optional[int]:
+    def used_bytes(self) -> int | None:
         return None
 
     def reserve(self, size: int) -> None:

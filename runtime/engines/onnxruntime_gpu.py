@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -40,7 +40,7 @@ class OnnxRuntimeGpuEngine:
         gpu: Gpu,
         options: ort.RunOptions,
         sizes_only: Collection[str] = (),
-        why_plain: Optional[str] = None,
+        why_plain: str | None = None,
     ) -> None:
         self._name = name
         self.why_plain = why_plain
@@ -138,7 +138,7 @@ class OnnxRuntimeGpuBackend(Gpu):
         self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         self._options.add_run_config_entry("gpu_graph_id", "-1")  # what is captured is captured by us
 
-    def load(self, path: Path, source: Optional[Path] = None, sizes_only: Collection[str] = ()) -> OnnxRuntimeGpuEngine:
+    def load(self, path: Path, source: Path | None = None, sizes_only: Collection[str] = ()) -> OnnxRuntimeGpuEngine:
         _load_libraries()
         options = ort.SessionOptions()
         options.log_severity_level = 4  # errors come as exceptions
@@ -161,7 +161,7 @@ class OnnxRuntimeGpuBackend(Gpu):
 
     def _open_capturable(
         self, path: Path, options: ort.SessionOptions, provider: Mapping[str, str]
-    ) -> tuple[ort.InferenceSession, Optional[str]]:
+    ) -> tuple[ort.InferenceSession, str | None]:
         """A session, and why its work can't be captured as a CUDA graph, if that is so.
 
         ONNX Runtime refuses to capture control flow, and nodes on the CPU that exchange values with the GPU, by memory

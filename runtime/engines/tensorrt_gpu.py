@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -163,10 +163,10 @@ class TensorrtBackend(Gpu):
             self.trt.init_libnvinfer_plugins(self._logger, "")
         self._runtime = self.trt.Runtime(self._logger)
         self._runtime.engine_host_code_allowed = options.version_compatible  # such engines hold code for the host
-        self._scratch: Optional[GpuArray] = None
+        self._scratch: GpuArray | None = None
         self._most_scratch = 0
 
-    def load(self, path: Path, source: Optional[Path] = None, sizes_only: Collection[str] = ()) -> TensorrtEngine:
+    def load(self, path: Path, source: Path | None = None, sizes_only: Collection[str] = ()) -> TensorrtEngine:
         engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
         if engine is None:
             raise PackageError(f"TensorRT can't load {path} on cuda{self.index}: {self.said()}")
@@ -178,7 +178,7 @@ class TensorrtBackend(Gpu):
         self._most_scratch = max(self._most_scratch, loaded.scratch_bytes)
         return loaded
 
-    def _refit(self, engine: Any, path: Path, source: Optional[Path]) -> None:
+    def _refit(self, engine: Any, path: Path, source: Path | None) -> None:
         """Give an engine that was built without weights those of its ONNX file."""
         refitter = self.trt.Refitter(engine, self._logger)
         parser = self.trt.OnnxParserRefitter(refitter, self._logger)

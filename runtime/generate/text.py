@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 from splitc.runtime.errors import MisuseError
 
@@ -68,7 +68,7 @@ def _find_stops(tokenizer: Any, folder: Path) -> list[int]:
     return []
 
 
-def read_prompt(text: Optional[Text], prompt: Optional[str], prompt_ids: Optional[str]) -> list[int]:
+def read_prompt(text: Text | None, prompt: str | None, prompt_ids: str | None) -> list[int]:
     """The prompt as token ids. Raises MisuseError unless it is given once, as text with a tokenizer or as ids."""
     if (prompt is None) == (prompt_ids is None):
         raise MisuseError("give the prompt as --prompt with a --tokenizer, or as --prompt-ids 1,2,3")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +28,8 @@ class Roles:
     """What the inputs and the output of a language model are for, by name; some models lack a mask or positions."""
 
     ids: str
-    mask: Optional[str]
-    positions: Optional[str]
+    mask: str | None
+    positions: str | None
     logits: str
 
 
@@ -74,7 +74,7 @@ def _may_have(tensor: Tensor, dimensions: int) -> bool:
     return tensor.shape is None or len(tensor.shape) == dimensions
 
 
-def _one(tensors: Sequence[Tensor]) -> Optional[str]:
+def _one(tensors: Sequence[Tensor]) -> str | None:
     return tensors[0].name if tensors else None
 
 
@@ -86,8 +86,8 @@ def generate(
     sampling: Sampling = Sampling(),
     stop_tokens: Collection[int] = (),
     prompt_chunk: int = PROMPT_CHUNK,
-    prefill: Optional[Session] = None,
-    timings: Optional[Timings] = None,
+    prefill: Session | None = None,
+    timings: Timings | None = None,
 ) -> Iterator[int]:
     """Tokens that follow the prompt, as they come, up to one of the stop tokens, which is not among them.
 
@@ -162,7 +162,7 @@ def _prefill(prefill: Session, sequence: StateSequence, manifest: Manifest, toke
 class Feeder:
     """Makes the feeds of one step, in the number types of the model's inputs."""
 
-    def __init__(self, manifest: Manifest, roles: Roles, room: Optional[int] = None) -> None:
+    def __init__(self, manifest: Manifest, roles: Roles, room: int | None = None) -> None:
         self.roles = roles
         self._inputs = {tensor.name: tensor for tensor in manifest.inputs}
         # Caches that are written in place have room for all tokens from the beginning, and so has their mask: no size

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any, Optional, Union
+from typing import Any
 
 from msgspec import Struct
 
@@ -51,7 +51,7 @@ class Reduce(Struct, frozen=True, tag="reduce"):
     ranks: list[int]
 
 
-Step = Union[Receive, Run, Send, Reduce]
+Step = Receive | Run | Send | Reduce
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def attempt(work: Callable[[], Any]) -> Any:
         return Failure(error)
 
 
-def _let_go(error: Optional[BaseException]) -> None:
+def _let_go(error: BaseException | None) -> None:
     """Free what the frames hold that the error came through: a device's memory, and its engines, belong to its thread,
     and the error goes wherever the caller takes it.
     """
@@ -88,7 +88,7 @@ class Replay:
 class Span:
     """One step as it ran: times in seconds of time.perf_counter."""
 
-    step: Union[Step, Replay]
+    step: Step | Replay
     start: float
     end: float
 

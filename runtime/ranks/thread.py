@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Optional, Union
+from typing import Any
 
 import numpy.typing as npt
 
@@ -54,12 +54,12 @@ class Request:
     feeds: Mapping[str, Array]
     waiting: int
     done: Callable[[Request], None]
-    sequence: Optional[int] = None
+    sequence: int | None = None
     first: Mapping[str, Array] = field(default_factory=dict)
     room: bool = False
     outputs: dict[int, dict[str, Array]] = field(default_factory=dict)
     served: dict[int, Served] = field(default_factory=dict)
-    error: Optional[BaseException] = None
+    error: BaseException | None = None
     submitted: float = field(default_factory=time.perf_counter)
     replayed: bool = False
     started: bool = False
@@ -77,7 +77,7 @@ class Request:
         with self.lock:
             self.cancelled = True
 
-    def finish(self, rank: int, outputs: Mapping[str, Array], served: Served, error: Optional[BaseException]) -> None:
+    def finish(self, rank: int, outputs: Mapping[str, Array], served: Served, error: BaseException | None) -> None:
         """What came of it on one rank; only the first time counts."""
         with self.lock:
             if rank in self.outputs:
@@ -111,7 +111,7 @@ class Worker(threading.Thread):
         broken: Callable[[BaseException], None],
     ) -> None:
         super().__init__(name=f"splitc rank {number} ({rank.device})", daemon=True)
-        self.requests: SimpleQueue[Union[Request, Callable[[], None], None]] = SimpleQueue()
+        self.requests: SimpleQueue[Request | Callable[[], None] | None] = SimpleQueue()
         self.backend = backend
         self.number = number
         self._rank = rank
@@ -120,14 +120,14 @@ class Worker(threading.Thread):
         self._in_place = [state for state in stays if state.in_place]
         self._package = package
         self.ready: Future[None] = Future()
-        self.why_plain: Optional[str] = None
+        self.why_plain: str | None = None
         self._parts = {part.name: part for part in rank.parts}
         self._overrides = {each.value: each for each in rank.overrides}
         self.transport = transport
         self._broken = broken
         # So that a device that works by itself has the next request to do while one waits for what it did.
         self._finisher = ThreadPoolExecutor(1) if backend.asynchronous else None
-        self.sequences: dict[Optional[int], dict[str, Any]] = {}
+        self.sequences: dict[int | None, dict[str, Any]] = {}
 
     def run(self) -> None:
         try:
@@ -178,7 +178,7 @@ class Worker(threading.Thread):
         self._loaded = self.backend.used_bytes()
         return Program(self._rank.program, engines, [*self._rank.outputs, *self._rank.keeps])
 
-    def device_memory(self) -> Optional[RankMemory]:
+    def device_memory(self) -> RankMemory | None:
         """What the rank's own device holds more than before it was loaded; None where that is the host's memory.
 
         What CuPy and the engines have once taken they keep, so after a run this is the most that it took.

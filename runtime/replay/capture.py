@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Optional
+from typing import Any
 
 from splitc.runtime.collectives.gpu_peers import GpuTransport
 from splitc.runtime.engines.gpu_backend import Gpu, Tape
@@ -42,7 +42,7 @@ class Captured:
 
 def capture(
     gpu: Gpu, transport: GpuTransport, everyone: Sequence[int], tape: Tape, give: Callable[[], None]
-) -> Optional[Captured]:
+) -> Captured | None:
     """Capture what `give` gives the rank's stream, while all others do the same; the first one gets the graph.
 
     `tape` gets the memory on the host that the graph copies to and from. Raises on all ranks what one of them failed

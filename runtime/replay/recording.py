@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Optional
+from typing import Any
 
 import numpy.typing as npt
 
@@ -108,7 +108,7 @@ class Recordings:
         sizes = ((worker.cut(name, request), own[name]) for worker, own in zip(self._workers, states) for name in own)
         return all(first.shape == state.shape and str(first.dtype) == state.dtype for first, state in sizes)
 
-    def takes(self, request: Request) -> Optional[Key]:
+    def takes(self, request: Request) -> Key | None:
         """What to find the request's recording by, if it is to be replayed: one of its kind was run plainly before."""
         self._requests += 1
         if self.why_plain is not None or request.first:
@@ -125,7 +125,7 @@ class Recordings:
             self._seen.popitem(last=False)
         return key if known and self._has_room() else None
 
-    def find(self, request: Request, key: Key) -> Optional[Recording]:
+    def find(self, request: Request, key: Key) -> Recording | None:
         """The recording for the request, which is made now if it is not there; None where that can't be.
 
         Nothing else may run meanwhile.
@@ -143,7 +143,7 @@ class Recordings:
             self._drop(next(iter(self._kept))[0], 1)
         return known
 
-    def _states_of(self, sequence: Optional[int]) -> States:
+    def _states_of(self, sequence: int | None) -> States:
         """The ranks' states of a sequence; None is that of requests which belong to none."""
         return [worker.sequences.get(sequence, STATELESS) for worker in self._workers]
 
@@ -213,10 +213,10 @@ class Recordings:
     def _record(self, request: Request) -> Recording:
         """Have all ranks' threads record the request. Raises the first one's error where it can't be captured."""
         tapes = [Tape() for _ in self._workers]
-        made: list[Future[Optional[Captured]]] = [Future() for _ in self._workers]
+        made: list[Future[Captured | None]] = [Future() for _ in self._workers]
         for worker, tape, future in zip(self._workers, tapes, made):
             worker.requests.put(partial(_take_part, worker, len(tapes), request, tape, future))
-        done: set[Future[Optional[Captured]]] = set()
+        done: set[Future[Captured | None]] = set()
         while len(done) < len(made):
             self._check()
             done, _ = wait(made, LOOK, FIRST_EXCEPTION)
@@ -244,7 +244,7 @@ def _record_event(gpu: Any) -> Any:
         return gpu.record()
 
 
-def _take_part(worker: Worker, ranks: int, request: Request, tape: Tape, made: Future[Optional[Captured]]) -> None:
+def _take_part(worker: Worker, ranks: int, request: Request, tape: Tape, made: Future[Captured | None]) -> None:
     """Record what one rank does for the request, while all others do the same; `made` gets the first one's graph."""
     gpu, transport = worker.backend, worker.transport
     assert isinstance(gpu, Gpu) and isinstance(transport, GpuTransport)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -87,7 +87,7 @@ def bench(
     feeds: Mapping[str, npt.NDArray[Any]],
     *,
     in_flight: int = 1,
-    baseline: Optional[Path] = None,
+    baseline: Path | None = None,
     baseline_threads: Sequence[int] = (),
     runs: int = 50,
     warmup: int = 5,

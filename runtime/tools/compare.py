@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -39,7 +39,7 @@ class Difference:
     expected: float
     actual: float
     passed: bool
-    problem: Optional[str] = None
+    problem: str | None = None
 
 
 def compare(
@@ -47,8 +47,8 @@ def compare(
     actual: Mapping[str, npt.NDArray[Any]],
     *,
     number_type: str = "float32",
-    rtol: Optional[float] = None,
-    atol: Optional[float] = None,
+    rtol: float | None = None,
+    atol: float | None = None,
 ) -> list[Difference]:
     """Compare output by output. One passes when its largest error is at most `atol` + `rtol` x its largest value.
 
@@ -73,7 +73,7 @@ def _step(dtype: np.dtype[Any]) -> float:
 
 
 def _difference(
-    name: str, expected: npt.NDArray[Any], actual: Optional[npt.NDArray[Any]], rtol: float, atol: float
+    name: str, expected: npt.NDArray[Any], actual: npt.NDArray[Any] | None, rtol: float, atol: float
 ) -> Difference:
     if actual is None:
         return _incomparable(name, "it is missing")

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,8 +46,8 @@ def open_reference(
     devices: Sequence[Device],
     threads: int,
     *,
-    asked: Optional[str] = None,
-    needed: Optional[int] = None,
+    asked: str | None = None,
+    needed: int | None = None,
     settings: Arrays = MappingProxyType({}),
 ) -> Iterator[Reference]:
     """The unsplit model of a package that runs on the devices: on the one that is asked for, or of the same kind.
@@ -70,7 +70,7 @@ def open_reference(
 
 
 def choose_reference(
-    asked: Optional[str], devices: Sequence[Device], needed: int, free: Callable[[Device], Optional[int]]
+    asked: str | None, devices: Sequence[Device], needed: int, free: Callable[[Device], int | None]
 ) -> tuple[Device, str]:
     """The device for the unsplit model, and why. `free` gives the bytes that are free on a GPU.
 

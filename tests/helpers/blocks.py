@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +39,7 @@ class Block(Writer):
             max(1.0, shape[-2] if len(shape) > 1 else 1) ** 0.5
         )
 
-    def data(self, name: str, shape: Sequence[int], symbols: Optional[Sequence[Any]] = None) -> ir.Value:
+    def data(self, name: str, shape: Sequence[int], symbols: Sequence[Any] | None = None) -> ir.Value:
         """An input of random numbers; `symbols` is the shape that the model says, where it is not fixed."""
         self.feeds[name] = self.random(name, *shape)
         return self.input(name, FLOAT, symbols or shape)
@@ -61,7 +61,7 @@ class Block(Writer):
             "Unsqueeze", self.op("Gather", self.op("Shape", value), self.constant(axis, np.int64), axis=0), self.ints(0)
         )
 
-    def give(self, value: ir.Value, name: str = "y", shape: Optional[Sequence[Any]] = None, dtype: Any = FLOAT) -> None:
+    def give(self, value: ir.Value, name: str = "y", shape: Sequence[Any] | None = None, dtype: Any = FLOAT) -> None:
         self.output(value, name, dtype, shape or ["?"] * 3)
 
 
@@ -71,7 +71,7 @@ def check_split(
     split: Collection[str],
     shares: Sequence[Sequence[float]] = SHARES,
     whole: Collection[str] = (),
-    sums: Optional[int] = None,
+    sums: int | None = None,
     tolerance: float = 2e-5,
 ) -> list[Plan]:
     """Split a graph by tensor with each of the shares: the same outputs, and these weights split, those whole."""
@@ -88,7 +88,7 @@ def check_rows(
     split: Collection[str],
     shares: Sequence[Sequence[float]] = EVEN,
     whole: Collection[str] = (),
-    rounds: Optional[int] = None,
+    rounds: int | None = None,
     tolerance: float = 2e-5,
     least: int = 2,
 ) -> list[Plan]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,9 +67,9 @@ class HostEngine:
 class FakeBackend(Gpu):
     """Loads HostEngines on a GPU that is not there. The engine of `failing` fails in the run of that number."""
 
-    failing: Optional[tuple[int, int]] = None
+    failing: tuple[int, int] | None = None
 
-    def load(self, path: Path, source: Optional[Path] = None, sizes_only: Collection[str] = ()) -> HostEngine:
+    def load(self, path: Path, source: Path | None = None, sizes_only: Collection[str] = ()) -> HostEngine:
         engine = HostEngine(self, path)
         if self.failing and self.failing[0] == self.index and path.name.endswith(("stage0.1.onnx", "stage1.onnx")):
             _fail_in(engine, self.failing[1])

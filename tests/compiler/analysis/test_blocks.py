@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -147,7 +148,7 @@ def test_chain_without_repetition_is_cut_between_its_heavy_nodes(tmp_path: Path)
     w = Writer()
     value = w.input("x", ir.DataType.FLOAT, ["n", 32])
     sizes = [32, 96, 48, 80, 16]
-    for number, (before, after) in enumerate(zip(sizes, sizes[1:])):
+    for number, (before, after) in enumerate(itertools.pairwise(sizes)):
         value = w.op("MatMul", value, w.weight(f"w{number}", ir.tensor(np.ones((before, after), np.float32))))
         for kind in ("Relu", "Tanh", "Sigmoid", "Erf")[: number + 1]:
             value = w.op(kind, value)

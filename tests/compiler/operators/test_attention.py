@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -30,7 +30,7 @@ def project(b: Block, x: ir.Value, name: str, heads: int = HEADS, size: int = HE
     return b.op("Transpose", split, perm=[0, 2, 1, 3])
 
 
-def attend(b: Block, q: ir.Value, k: ir.Value, v: ir.Value, bias: Optional[ir.Value] = None) -> ir.Value:
+def attend(b: Block, q: ir.Value, k: ir.Value, v: ir.Value, bias: ir.Value | None = None) -> ir.Value:
     scores = b.op("Mul", b.op("MatMul", q, b.op("Transpose", k, perm=[0, 1, 3, 2])), b.constant(0.5, np.float32))
     scores = scores if bias is None else b.op("Add", scores, bias)
     return b.op("MatMul", b.op("Softmax", scores, axis=-1), v)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import onnx
@@ -24,7 +24,7 @@ FLOAT = TensorProto.FLOAT
 MODES: dict[str, dict[str, Any]] = {"layer": {}, "tensor": {}, "row": {"row_min": 8}}
 
 
-def write_casts(path: Path, source: int = FLOAT, crossing: Optional[int] = None, target: int = FLOAT) -> Path:
+def write_casts(path: Path, source: int = FLOAT, crossing: int | None = None, target: int = FLOAT) -> Path:
     """Four matmuls, with casts to and from these types before, between and after them."""
     names = ["x", "x0"]
     nodes = [helper.make_node("Cast", ["x"], ["x0"], to=FLOAT)]

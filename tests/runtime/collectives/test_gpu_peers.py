@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import pytest
 
@@ -84,7 +84,7 @@ def test_rank_that_can_not_load_keeps_nobody_waiting(decoder: Path, monkeypatch:
     """The others are about to make a communicator with it."""
     load = FakeBackend.load
 
-    def fail(self: FakeBackend, path: Path, source: Optional[Path] = None, sizes_only: Any = ()) -> HostEngine:
+    def fail(self: FakeBackend, path: Path, source: Path | None = None, sizes_only: Any = ()) -> HostEngine:
         if self.index == 1:
             raise PackageError("out of memory on purpose")
         return load(self, path, source)
