@@ -11,11 +11,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.graph import Graph, subgraphs
 from splitc.compiler.frontend.shapes import BoundShapes, Shape, bind_shapes, shape_of, tensor_bytes
-
-# Operators whose result must not be computed twice.
-RANDOM = frozenset(
-    {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
-)
+from splitc.compiler.operators.registry import operator_of
 
 
 @dataclass(frozen=True)
@@ -30,9 +26,6 @@ class Speed:
         """For people: what the estimate assumes."""
         return f"{self.flops / 1e9:.0f} GFLOP/s and {self.bytes / 1e9:.0f} GB/s"
 
-
-# Of what could be computed once: weights are kept small for as long as possible, and random numbers are to differ.
-KEPT = frozenset({"DequantizeLinear", *RANDOM})
 
 # Orders of magnitude, for the shares of time that stages take; a profile measures instead. One core of a server's CPU,
 # and what half precision reaches on a data center's GPU of 2022.
@@ -67,15 +60,10 @@ class Costs:
         size = self._bytes.get(value)
         if size is None:
             tensor = value.const_value
-            folded = value.producer() in self.constant
+            folded = value.producer() in self.graph.folded
             size = tensor.nbytes if tensor else 0 if folded else tensor_bytes(value, self.shapes.get(value.name or ""))
             self._bytes[value] = size
         return size
-
-    @cached_property
-    def constant(self) -> frozenset[ir.Node]:
-        """The nodes that compute from weights alone, but those that engines leave for each run."""
-        return self.graph.constant_nodes(KEPT)
 
     @cached_property
     def _bytes(self) -> dict[ir.Value, int]:
@@ -101,14 +89,11 @@ class Costs:
     def seconds(self, node: ir.Node, speed: Speed) -> float:
         """Estimated time of a node: it computes or it moves bytes, whichever takes longer (the roofline model).
 
-        A lookup reads as many bytes of its table as it gives.
+        A lookup reads as many bytes of its table as it makes.
         """
         given = sum(map(self.value_bytes, node.outputs))
         reads = self.graph.reads[node]
-        if node.op_type in ("Gather", "GatherElements", "GatherND", "Slice", "Shape"):
-            moved = 2 * given
-        else:
-            moved = given + sum(map(self.value_bytes, reads))
+        moved = given + (given if operator_of(node).reads_part else sum(map(self.value_bytes, reads)))
         return max(self.flops(node) / speed.flops, moved / speed.bytes)
 
     @cached_property
@@ -124,32 +109,6 @@ def node_flops(node: ir.Node, shapes: Mapping[str, Shape]) -> int:
     inner = [sum(node_flops(n, shapes) for n in graph) for graph in subgraphs(node)]
     if inner:
         return max(inner)
-    inputs = [shape_of(value, shapes) for value in node.inputs]
-    output = shape_of(node.outputs[0] if node.outputs else None, shapes)
-    elements = math.prod(output)
-    if node.op_type in ("MatMul", "MatMulInteger", "QLinearMatMul", "FusedMatMul") and inputs[0]:
-        return 2 * elements * inputs[0][-1]
-    if node.op_type == "Gemm" and inputs[0]:
-        return 2 * elements * inputs[0][0 if node.attributes.get_int("transA", 0) else -1]
-    if node.op_type == "MatMulNBits":
-        return 2 * elements * node.attributes.get_int("K", 1)
-    if node.op_type in ("Conv", "ConvInteger", "QLinearConv"):
-        kernel = inputs[3 if node.op_type == "QLinearConv" else 1]
-        return 2 * elements * math.prod(kernel[1:])
-    if node.op_type == "ConvTranspose":
-        return 2 * math.prod(inputs[0]) * math.prod(inputs[1][1:])
-    if node.op_type in ("LSTM", "GRU", "RNN") and len(inputs[0]) == 3:
-        # Every step and batch row multiplies with the input weights and with the recurrent ones.
-        return 2 * math.prod(inputs[0][:2]) * (math.prod(inputs[1]) + math.prod(inputs[2]))
-    if node.op_type in ("Attention", "GroupQueryAttention", "MultiHeadAttention", "DecoderMaskedMultiHeadAttention"):
-        return _attention_flops(node, shapes, output)
-    return elements
-
-
-def _attention_flops(node: ir.Node, shapes: Mapping[str, Shape], output: Shape) -> int:
-    """Queries times keys and scores times values: 2 x 2 x elements x keys; and the projection where one is fused in."""
-    weight = shape_of(node.inputs[1], shapes) if len(node.inputs) > 1 else ()
-    projection = 2 * math.prod(output[:-1]) * math.prod(weight) if len(weight) == 2 else 0
-    # Keys come from this call and from the cache: the longest of what goes in and out.
-    lengths = [shape[-2] for shape in (shape_of(v, shapes) for v in (*node.inputs, *node.outputs)) if len(shape) >= 3]
-    return 4 * math.prod(output) * max(lengths, default=1) + projection
+    inputs, outputs = ([shape_of(value, shapes) for value in values] for values in (node.inputs, node.outputs))
+    flops = operator_of(node).flops
+    return flops(node, inputs, outputs) if flops is not None else math.prod(outputs[0] if outputs else ())

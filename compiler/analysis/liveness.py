@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from splitc.compiler.operators.registry import operator_of
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -60,12 +62,11 @@ def liveness(
     return Liveness(tuple(map(tuple, crossing)), tuple(alive), tuple(running))
 
 
-# Operators whose result is but another view of their input. Elementwise ones an engine may run in place too, but ONNX
-# Runtime does so only where it knows both shapes beforehand, which it seldom does.
-VIEWS = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
-
-
 def _is_in_place(node: ir.Node, dying: AbstractSet[ir.Value], size: Callable[[ir.Value], int]) -> bool:
-    """Whether the node's result takes the place of its input."""
+    """Whether the node's result takes the place of its input.
+
+    Only views do. An engine may run elementwise operators in place too, but ONNX Runtime does so only where it knows
+    both shapes beforehand, which it seldom does.
+    """
     source, result = node.inputs[0] if node.inputs else None, node.outputs[0]
-    return node.op_type in VIEWS and source in dying and source is not None and size(source) == size(result)
+    return operator_of(node).view and source in dying and source is not None and size(source) == size(result)

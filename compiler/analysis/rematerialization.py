@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from splitc.compiler.analysis.costs import RANDOM, Costs
+from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.operators.registry import operator_of
 
 # A value is free when all that it is computed from costs at most this share of the model, and no more than this
 # many bytes of weights: what K stages repeat then stays small beside what they are.
@@ -30,16 +31,15 @@ def find_free(graph: Graph, costs: Costs, shapes: frozenset[ir.Node]) -> frozens
     """
     most_flops = FREE_SHARE * sum(costs.flops(node) for node in graph.nodes)
     most_bytes = min(FREE_SHARE * costs.weight_bytes(graph.nodes), FREE_WEIGHT_BYTES)
-    constant = graph.constant_nodes(RANDOM)
     # For each free node, those that must be computed for it. Empty where nothing is computed at run time.
     cones: dict[ir.Node, frozenset[ir.Node]] = {}
     weighty: set[ir.Node] = set()
     for node in graph.nodes:
-        if node in shapes or node in constant:
+        if node in shapes or node in graph.constant:
             cones[node] = frozenset()
             continue
         producers = [producer for value in graph.reads[node] if (producer := value.producer()) is not None]
-        if node.op_type in RANDOM or not all(producer in cones for producer in producers):
+        if operator_of(node).random or not all(producer in cones for producer in producers):
             continue
         if costs.is_product(node) and graph.weights(node):
             continue  # that is what a model is made of, however little it is of a deep one

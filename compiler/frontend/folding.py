@@ -10,21 +10,12 @@ import numpy.typing as npt
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
+from splitc.compiler.operators.registry import operator_of
+
 Array = npt.NDArray[Any]
 
 # Shape vectors are short; what is longer is data.
 LONGEST = 1024
-# The operators that exporters do shape arithmetic with.
-OPERATORS = frozenset(
-    """
-    Abs Add And Cast Ceil Concat ConstantOfShape Div Equal Expand Flatten Floor Gather Greater GreaterOrEqual Identity
-    Less LessOrEqual Max Min Mod Mul Neg Not Or Range ReduceMax ReduceMin ReduceProd ReduceSum Reshape Shape Size Slice
-    Split Sqrt Squeeze Sub Tile Transpose Unsqueeze Where Xor
-    """.split()  # noqa: SIM905  # as a list it would take a page
-)
-
-# Those that make more of few numbers.
-EXPANDING = frozenset({"ConstantOfShape", "Expand", "Range", "Tile"})
 
 
 def fold_shapes(graph: ir.Graph) -> int:
@@ -47,7 +38,7 @@ def fold_from(graph: ir.Graph, known: set[ir.Value]) -> int:
 
 def _fold(node: ir.Node) -> bool:
     """Give a node's outputs their `const_value`, if it is one of shape arithmetic and all that it reads is known."""
-    if node.op_type not in OPERATORS or node.domain not in ("", "ai.onnx"):
+    if not operator_of(node).folds:
         return False
     if all(value.const_value is not None for value in node.outputs) or not all(map(_is_short, node.outputs)):
         return False
@@ -64,7 +55,7 @@ def _is_short(value: ir.Value) -> bool:
 
 def _evaluate(node: ir.Node) -> list[Array] | None:
     """What a node computes, by ONNX's reference implementation; None where that is not known, or is data."""
-    if node.op_type in ("Shape", "Size"):
+    if operator_of(node).reads_shape:
         source = node.inputs[0]
         if source is None or source.shape is None or not source.shape.is_static():
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,8 @@ from splitc.compiler.frontend.binding import Fixed, bind_inputs
 from splitc.compiler.frontend.loading import load_model
 from splitc.compiler.frontend.optional import mark_optional, source_of
 from splitc.compiler.model_errors import ModelError
+from splitc.compiler.operators.operator import Operator
+from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.manifest import Source, hash_file
 
 
@@ -66,13 +68,27 @@ class Graph:
         """The model's file by name and hash."""
         return Source(self.path.name, hash_file(self.path))
 
-    def constant_nodes(self, but: frozenset[str]) -> frozenset[ir.Node]:
-        """The nodes that compute from weights alone; operators of the kinds `but` count as something else."""
+    @cached_property
+    def constant(self) -> frozenset[ir.Node]:
+        """The nodes that compute from weights alone, and the same in each run."""
+        return self._computed_from_weights(lambda operator: operator.random)
+
+    @cached_property
+    def folded(self) -> frozenset[ir.Node]:
+        """Those of them that engines compute once: weights that are packed stay so until a run needs them."""
+        return self._computed_from_weights(lambda operator: operator.random or operator.unpacks)
+
+    def _computed_from_weights(self, excluded: Callable[[Operator], bool]) -> frozenset[ir.Node]:
         found: set[ir.Node] = set()
         for node in self.nodes:
-            if node.op_type not in but and all(v.is_initializer() or v.producer() in found for v in self.reads[node]):
+            reads = self.reads[node]
+            if not excluded(operator_of(node)) and all(v.is_initializer() or v.producer() in found for v in reads):
                 found.add(node)
         return frozenset(found)
+
+    def is_constant(self, value: ir.Value) -> bool:
+        """Whether a value is a weight, or computed from weights alone."""
+        return value.is_initializer() or value.producer() in self.constant
 
     def weights(self, node: ir.Node) -> list[ir.Value]:
         """The initializers that a node reads."""

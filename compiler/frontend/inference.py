@@ -12,15 +12,18 @@ import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 from onnx_shape_inference import OpUsageError, ShapeInferenceError, infer_symbolic_shapes, registry
 
-from splitc.compiler.frontend.contrib_shapes import add_shape_functions
 from splitc.compiler.frontend.observation import observe
 from splitc.compiler.nodes import operator_name
+from splitc.compiler.operators.registry import REGISTRY
 
 logger = logging.getLogger(__name__)
 
 
 registry.collect()  # imports its rules, which it would do when first used
-add_shape_functions()
+for _operator in REGISTRY.values():
+    _domain, _, _name = _operator.name.rpartition(".")
+    if _operator.shapes is not None and not registry.has(_domain, _name):
+        registry.register(_domain, _name)(_operator.shapes)
 
 Rule = Callable[[Any, ir.Node], None]
 

@@ -5,51 +5,14 @@ A name decides only where the graph does not tell.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import onnx_ir as ir
 
 from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.nodes import operator_name
+from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.manifest import Role
 
-# Operators whose input picks rows of another one: the input's number, and that of what it picks from.
-LOOKUPS = {
-    "Gather": ((1, 0),),
-    "GatherElements": ((1, 0),),
-    "EmbedLayerNormalization": ((0, 2), (1, 4)),
-    "GatherBlockQuantized": ((1, 0),),
-}
-# Operators that hand on what they get as their first input, in another form.
-PASSING = frozenset(
-    "Cast Concat Expand Flatten Identity Neg Reshape Slice Split Squeeze Tile Transpose Unsqueeze".split()  # noqa: SIM905
-)
-# What makes angles of positions, on the way to a sine.
-ANGULAR = frozenset({"Add", "Div", "Einsum", "MatMul", "Mul", "Sub"})
-# Inputs that are positions, or places to write at.
-POSITIONS = {
-    "RotaryEmbedding": (3,),
-    "com.microsoft.RotaryEmbedding": (1,),
-    "GroupQueryAttention": (9,),
-    "EmbedLayerNormalization": (8,),
-    "ScatterElements": (1,),
-    "ScatterND": (1,),
-    "TensorScatter": (2,),
-}
-# Inputs that are masks, what is added to scores, or lengths.
-MASKS = {
-    "Attention": (3,),
-    "com.microsoft.Attention": (3, 5),
-    "DecoderMaskedMultiHeadAttention": (3, 4),
-    "EmbedLayerNormalization": (7,),
-    "GroupQueryAttention": (5, 6, 10),
-    "MultiHeadAttention": (4, 5),
-    "QAttention": (5,),
-}
-# Operators that multiply what they read with each other: above these is data.
-PRODUCTS = frozenset({"Conv", "Einsum", "FusedMatMul", "Gemm", "MatMul", "MatMulInteger", "MatMulNBits", *MASKS})
-# What stands between scores and their softmax, or between a product and where a mask is added.
-SCALING = frozenset({"Add", "Clip", "Div", "Max", "Min", "Mul", "Sub", "Tanh", "Where", *PASSING})
 # A table with no more rows tells kinds of tokens apart, and no positions.
 KINDS = 16
 
@@ -75,15 +38,24 @@ def _named(value: ir.Value) -> Role | None:
     return Role("positions") if "position" in name else Role("mask") if "mask" in name else None
 
 
-def _uses(value: ir.Value, handing_on: Collection[str] = PASSING) -> Iterator[tuple[ir.Node, int]]:
-    """Each use of a value, by node and number of its input, and of what operators hand on of it."""
+def _hands_on(node: ir.Node) -> bool:
+    return operator_of(node).rearranges
+
+
+def _may_rotate(node: ir.Node) -> bool:
+    operator = operator_of(node)
+    return operator.rearranges or operator.rotates
+
+
+def _uses(value: ir.Value, hands_on: Callable[[ir.Node], bool] = _hands_on) -> Iterator[tuple[ir.Node, int]]:
+    """Each use of a value, by node and number of its input, and of what nodes that hand it on make of it."""
     stack, seen = [value], {value}
     while stack:
         for use in stack.pop().uses():
             node, number = use
             yield node, number
             # A list of sizes is another input than the first; what is put together may be any.
-            if node.op_type in handing_on and (number == 0 or node.op_type not in PASSING - {"Concat"}):
+            if hands_on(node) and (number == 0 or node.op_type == "Concat" or not _hands_on(node)):
                 new = [output for output in node.outputs if output not in seen]
                 seen.update(new)
                 stack += new
@@ -92,7 +64,7 @@ def _uses(value: ir.Value, handing_on: Collection[str] = PASSING) -> Iterator[tu
 def _lookups(value: ir.Value) -> Iterator[tuple[ir.Node, ir.Value]]:
     """Each node that picks rows by a value, with the table."""
     for node, number in _uses(value):
-        for indices, place in LOOKUPS.get(node.op_type, ()):
+        for indices, place in operator_of(node).lookups:
             table = node.inputs[place] if place < len(node.inputs) else None
             if number == indices and table is not None:
                 yield node, table
@@ -111,21 +83,16 @@ def _are_positions(value: ir.Value) -> bool:
     """Whether a value becomes angles, says where to write, or picks rows that something is turned by."""
     if value.dtype is None or value.dtype.is_floating_point():
         return False
-    if any(node.op_type in ("Cos", "Sin") for node, _ in _uses(value, PASSING | ANGULAR)):
+    if any(node.op_type in ("Cos", "Sin") for node, _ in _uses(value, _may_rotate)):
         return True
-    if any(number in _numbers(POSITIONS, node) for node, number in _uses(value)):
+    if any(number in operator_of(node).positions for node, number in _uses(value)):
         return True
     return any(_turns(node.outputs[0]) for node, table in _lookups(value) if not table.is_graph_input())
 
 
-def _numbers(known: Mapping[str, tuple[int, ...]], node: ir.Node) -> tuple[int, ...]:
-    """The numbers of a node's inputs that a table has for it: by its full name, where that differs."""
-    return known.get(operator_name(node), known.get(node.op_type, ()))
-
-
 def _turns(rows: ir.Value) -> bool:
     """Whether rows of a table are only multiplied with what products made, as cosines and sines are."""
-    uses = [(node, number) for node, number in _uses(rows) if node.op_type not in PASSING]
+    uses = [(node, number) for node, number in _uses(rows) if not _hands_on(node)]
     return bool(uses) and all(
         node.op_type == "Mul" and (other := node.inputs[1 - number]) is not None and _is_made_by_product(other)
         for node, number in uses
@@ -158,7 +125,7 @@ def _above_masks(graph: Graph) -> dict[ir.Value, str]:
     for reader in graph.nodes:
         if reader.op_type == "Softmax" and reader.inputs[0] is not None:
             masks.update(_added_to_scores(reader.inputs[0]))
-        given = (reader.inputs[number] for number in _numbers(MASKS, reader) if number < len(reader.inputs))
+        given = (reader.inputs[number] for number in operator_of(reader).masks if number < len(reader.inputs))
         masks.update(value for value in given if value is not None)
     found: dict[ir.Value, str] = {}
     stack, seen = [(value, True) for value in masks], set(masks)
@@ -168,12 +135,18 @@ def _above_masks(graph: Graph) -> dict[ir.Value, str]:
             added = as_fed and value.dtype is not None and value.dtype.is_floating_point()
             found[value] = "bias" if added else "mask"
         node = value.producer()
-        if node is None or node.op_type in PRODUCTS or node.op_type in ("Shape", "Size"):
+        if node is None or operator_of(node).multiplies or operator_of(node).reads_shape:
             continue
         above = [each for each in graph.reads[node] if each not in seen]
         seen.update(above)
-        stack += [(each, as_fed and node.op_type in PASSING) for each in above]
+        stack += [(each, as_fed and _hands_on(node)) for each in above]
     return found
+
+
+def _may_scale(node: ir.Node) -> bool:
+    """Whether the node may stand between scores and their softmax, or between a product and where a mask is added."""
+    operator = operator_of(node)
+    return operator.scales or operator.rearranges
 
 
 def _added_to_scores(value: ir.Value) -> Iterator[ir.Value]:
@@ -181,7 +154,7 @@ def _added_to_scores(value: ir.Value) -> Iterator[ir.Value]:
     stack, seen = [value], {value}
     while stack:
         node = stack.pop().producer()
-        if node is None or node.op_type not in SCALING:
+        if node is None or not _may_scale(node):
             continue
         reads = [each for each in node.inputs if each is not None]
         scores = [each for each in reads if _is_made_by_product(each)]
@@ -200,11 +173,11 @@ def _is_made_by_product(value: ir.Value | None) -> bool:
         node = each.producer() if each is not None else None
         if node is None:
             continue
-        if node.op_type in PRODUCTS or "Normalization" in node.op_type:
+        if operator_of(node).multiplies or operator_of(node).normalizes:
             return True
-        if node.op_type in SCALING:
+        if _may_scale(node):
             # The condition of a choice, and lists of sizes, are no data.
-            data = node.inputs[1:] if node.op_type == "Where" else node.inputs[: 1 if node.op_type in PASSING else None]
+            data = node.inputs[1:] if node.op_type == "Where" else node.inputs[: 1 if _hands_on(node) else None]
             new = [each for each in data if each not in seen]
             seen.update(new)
             stack += new

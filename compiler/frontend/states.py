@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import onnx_ir as ir
 
 from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.manifest import State
 
 # A present is made from its past by a few operations at most: a concatenation, a scatter, one attention operator.
@@ -67,15 +68,11 @@ def _inputs_upstream(graph: Graph, output: ir.Value) -> Iterator[tuple[int, ir.V
         level = above
 
 
-# Operators that write a cache in place when input and output are one buffer, and take the length from elsewhere.
-IN_PLACE = frozenset({"GroupQueryAttention"})
-
-
 def _is_in_place(past: ir.Value, present: ir.Value) -> bool:
     """Whether the present is written by an operator that can write it over the past, which nothing else reads."""
     producer = present.producer()
-    uses = list(past.uses())
-    return producer is not None and producer.op_type in IN_PLACE and [use.node for use in uses] == [producer]
+    readers = [use.node for use in past.uses()]
+    return producer is not None and operator_of(producer).in_place and readers == [producer]
 
 
 def _is_alike(past: ir.Value, present: ir.Value) -> bool:

@@ -16,6 +16,7 @@ from splitc.compiler.lowering.stages import Stage, stage_graph
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Factor
 from splitc.compiler.operators.operation import Axes, Operation
+from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.sharding.partial import chosen_atoms
 from splitc.compiler.sharding.sharded_model import TensorSplit
 
@@ -244,16 +245,19 @@ class _RankGraph:
         once = self._split.choice.sums.once.get(original, frozenset())
         if not once or self._split.adds(self._rank, operation):
             return None
+        operator = operator_of(node)
         if chosen_atoms([operation.contracted], self._split.ranges):
             inputs = [None if number in once else value for number, value in enumerate(node.inputs)]
             while inputs and inputs[-1] is None:
                 inputs.pop()
-            attributes = [attribute for name, attribute in node.attributes.items() if name != "beta"]
+            gone = {operator.factors.get(number) for number in once}
+            attributes = [attribute for name, attribute in node.attributes.items() if name not in gone]
             return self._replace(node, ir.Node(node.domain, node.op_type, inputs, attributes, name=node.name))
-        kept = [value for number, value in enumerate(node.inputs) if number not in once]
+        kept = {number: value for number, value in enumerate(node.inputs) if number not in once}
         if len(kept) > 1:
-            return self._replace(node, ir.node(node.op_type, kept))
-        return self._replace(node, ir.node("Neg" if node.op_type == "Sub" and 0 in once else "Identity", kept))
+            return self._replace(node, ir.node(node.op_type, list(kept.values())))
+        ((number, value),) = kept.items()
+        return self._replace(node, ir.node("Neg" if number in operator.negates else "Identity", [value]))
 
     def _replace(self, node: ir.Node, replacement: ir.Node) -> ir.Value:
         old, new = node.outputs[0], replacement.outputs[0]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from splitc.compiler.analysis.costs import RANDOM
-from splitc.compiler.frontend.folding import EXPANDING, LONGEST, OPERATORS
+from splitc.compiler.frontend.folding import LONGEST
 from splitc.compiler.frontend.graph import node_reads
+from splitc.compiler.operators.registry import operator_of
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ def _repeated_nodes(graph: ir.Graph, joint: str) -> frozenset[ir.Node]:
     inside = [node for node in graph if node not in once]
     constant: set[ir.Node] = set()
     for node in inside:
-        if node.op_type not in RANDOM and all(v.is_initializer() or v.producer() in constant for v in node_reads(node)):
+        reads = node_reads(node)
+        if not operator_of(node).random and all(v.is_initializer() or v.producer() in constant for v in reads):
             constant.add(node)
     sizes: set[ir.Node] = set()
     for node in inside:
@@ -73,9 +74,10 @@ def _repeated_nodes(graph: ir.Graph, joint: str) -> frozenset[ir.Node]:
 
 def _is_of_sizes(node: ir.Node, sizes: Collection[ir.Node], constant: Collection[ir.Node]) -> bool:
     """Whether the node is shape arithmetic that reads nothing but inputs' sizes, and what follows from them."""
-    if node.op_type not in OPERATORS - EXPANDING:
+    operator = operator_of(node)
+    if not operator.folds or operator.expands:
         return False
-    if node.op_type in ("Shape", "Size"):
+    if operator.reads_shape:
         return all(value.is_graph_input() for value in node_reads(node))
     return all(value.producer() in sizes or _is_short_constant(value, constant) for value in node_reads(node))
 

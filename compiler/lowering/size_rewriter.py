@@ -17,12 +17,10 @@ import onnx_ir as ir
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis
 from splitc.compiler.operators.operation import Axes, Operation, Sizes
+from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.sharding.shards import Shards
 
 Array = npt.NDArray[Any]
-
-# Operators that hand entries of a shape vector on as they are.
-PASSING = frozenset({"Cast", "Concat", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Unsqueeze"})
 
 
 @dataclass
@@ -42,11 +40,11 @@ class SizeRewriter:
 
     def rewrite(self, node: ir.Node, operation: Operation) -> None:
         """Correct the sizes that a node reads, and note those that it gives."""
-        if node.op_type in ("Shape", "Size"):
+        if operator_of(node).reads_shape:
             self._note_shape(node)
             return
         dtype = node.outputs[0].dtype
-        passing = node.op_type in PASSING and not operation.sizes and (dtype is None or dtype.is_integer())
+        passing = operator_of(node).passes_sizes and not operation.sizes and (dtype is None or dtype.is_integer())
         passed = self._pass_on(node) if passing else None
         if passed is not None:
             self.read[node.outputs[0]] = passed
@@ -128,7 +126,7 @@ class SizeRewriter:
         tensor = value.const_value if value.is_initializer() else None
         if tensor is not None:
             old = tensor.numpy()
-            new = self._constant_sizes(np.atleast_1d(old), sizes, node.op_type in ("Slice", "Split"))
+            new = self._constant_sizes(np.atleast_1d(old), sizes, operator_of(node).takes_places)
             return value if np.array_equal(np.atleast_1d(old), new) else self.constant(new.reshape(old.shape))
         entries = self._entries(value)
         wanted = list(sizes)[: len(entries)]
@@ -218,7 +216,7 @@ class SizeRewriter:
             replacement = ir.AttrInt64(name, int(new[0]))
         else:
             old = np.array(attribute.as_ints())
-            new = self._constant_sizes(old, sizes, node.op_type in ("Slice", "Split"))
+            new = self._constant_sizes(old, sizes, operator_of(node).takes_places)
             replacement = ir.AttrInt64s(name, [int(each) for each in new])
         if not np.array_equal(old, new):
             node.attributes[name] = replacement

@@ -4,10 +4,14 @@ k key-value heads, g queries for each of them, h heads where there are as many o
 
 from __future__ import annotations
 
+import math
+
+import onnx_ir as ir
+
 from splitc.compiler.operators import axes as ax
-from splitc.compiler.operators import rule
 from splitc.compiler.operators.axes import Axis
 from splitc.compiler.operators.operation import Operation
+from splitc.compiler.operators.operator import Operator, Shapes
 
 
 def _heads(op: Operation, queries: int, keys: int) -> dict[str, Axis] | None:
@@ -17,7 +21,6 @@ def _heads(op: Operation, queries: int, keys: int) -> dict[str, Axis] | None:
     return {"k": ax.new_axis(keys), "g": ax.new_axis(queries // keys)}
 
 
-@rule("Attention")
 def attention(op: Operation) -> None:
     """Opset 23 and later: queries, keys and values of rank 4 [b, heads, l, d] or 3 [b, l, heads x d]."""
     flat = len(op.input(0)) == 3
@@ -44,7 +47,6 @@ def attention(op: Operation) -> None:
     )
 
 
-@rule("com.microsoft.GroupQueryAttention")
 def group_query_attention(op: Operation) -> None:
     """Queries [b, l, heads x d], with keys and values in the same tensor where these are not given."""
     queries, keys = op.number("num_heads", 0), op.number("kv_num_heads", 0)
@@ -63,7 +65,6 @@ def group_query_attention(op: Operation) -> None:
     op.attributes.update(num_heads=[(*heads["k"], *heads["g"])], kv_num_heads=[heads["k"]])
 
 
-@rule("com.microsoft.MultiHeadAttention")
 def multi_head_attention(op: Operation) -> None:
     """Queries [b, l, heads x d]; or queries, keys and values [b, l, heads, 3, d] in one tensor."""
     count = op.number("num_heads", 0)
@@ -90,7 +91,6 @@ def multi_head_attention(op: Operation) -> None:
     op.attributes["num_heads"] = [heads]
 
 
-@rule("com.microsoft.Attention")
 def fused_attention(op: Operation) -> None:
     """The projection to queries, keys and values is inside; past and present are keys and values in one tensor."""
     count = op.number("num_heads", 0)
@@ -111,7 +111,6 @@ def fused_attention(op: Operation) -> None:
         op.attributes["qkv_hidden_sizes"] = [(*heads, *head), (*heads, *head), (*heads, *value)]
 
 
-@rule("RotaryEmbedding", "com.microsoft.RotaryEmbedding")
 def rotary_embedding(op: Operation) -> None:
     """Rotates within each head of [b, heads, l, d] or [b, l, heads x d]."""
     data = op.input(0)
@@ -130,3 +129,33 @@ def rotary_embedding(op: Operation) -> None:
     op.pattern("b l (h d), -, -, - -> b l (h d)", whole="d", known={"h": heads, "d": head_axis})
     if op.number("num_heads", 0):
         op.attributes["num_heads"] = [heads]
+
+
+def attention_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+    """Queries times keys and scores times values: 2 x 2 x elements x keys; and the projection where one is fused in."""
+    output = outputs[0] if outputs else ()
+    weight = inputs[1] if len(inputs) > 1 else ()
+    projection = 2 * math.prod(output[:-1]) * math.prod(weight) if len(weight) == 2 else 0
+    # Keys come from this call and from the cache: the longest of what goes in and out.
+    lengths = [shape[-2] for shape in (*inputs, *outputs) if len(shape) >= 3]
+    return 4 * math.prod(output) * max(lengths, default=1) + projection
+
+
+OPERATORS = (
+    Operator("Attention", attention, attention_flops, masks=(3,), multiplies=True),
+    Operator("com.microsoft.Attention", fused_attention, attention_flops, masks=(3, 5), multiplies=True),
+    Operator("com.microsoft.DecoderMaskedMultiHeadAttention", flops=attention_flops, masks=(3, 4), multiplies=True),
+    Operator(
+        "com.microsoft.GroupQueryAttention",
+        group_query_attention,
+        attention_flops,
+        masks=(5, 6, 10),
+        positions=(9,),
+        multiplies=True,
+        in_place=True,
+    ),
+    Operator("com.microsoft.MultiHeadAttention", multi_head_attention, attention_flops, masks=(4, 5), multiplies=True),
+    Operator("com.microsoft.QAttention", masks=(5,), multiplies=True),
+    Operator("RotaryEmbedding", rotary_embedding, positions=(3,)),
+    Operator("com.microsoft.RotaryEmbedding", rotary_embedding, positions=(1,)),
+)

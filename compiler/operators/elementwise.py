@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from splitc.compiler.operators import rule
 from splitc.compiler.operators.operation import Operation
+from splitc.compiler.operators.operator import Operator
 
 
 def elementwise(op: Operation) -> None:
@@ -16,39 +16,26 @@ def elementwise(op: Operation) -> None:
             op.broadcast(op.output(number), op.output())
 
 
-@rule(
-    *"""
-    Abs Acos Acosh And Asin Asinh Atan Atanh BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Ceil Celu Clip Cos
-    Cosh Elu Equal Erf Exp Floor Gelu Greater GreaterOrEqual HardSigmoid HardSwish IsInf IsNaN LeakyRelu Less
-    LessOrEqual Log Max Mean Min Mish Mod Not Or PRelu Pow Reciprocal Relu Round Selu Shrink Sigmoid Sign Sin Sinh
-    Softplus Softsign Sqrt Swish Tan Tanh ThresholdedRelu Xor
-    com.microsoft.BiasGelu com.microsoft.FastGelu com.microsoft.Gelu com.microsoft.QuickGelu
-    """.split()  # noqa: SIM905  # as a list it would take a page
-)
 def nonlinear(op: Operation) -> None:
     elementwise(op)
 
 
-@rule("Add", "Sub", "Sum")
 def add(op: Operation) -> None:
     elementwise(op)
     op.linear = (frozenset(range(len(op.inputs))),)
     op.once = frozenset(range(len(op.inputs)))
 
 
-@rule("Mul")
 def multiply(op: Operation) -> None:
     elementwise(op)
     op.linear = (frozenset([0]), frozenset([1]))
 
 
-@rule("Div", "Neg", "Identity", "Dropout")
 def scale(op: Operation) -> None:
     elementwise(op)
     op.linear = (frozenset([0]),)
 
 
-@rule("Cast", "CastLike")
 def cast(op: Operation) -> None:
     """Rounding a sum's parts to floating point is what any sum does; to whole numbers it is not."""
     source, target = op.node.inputs[0], op.node.outputs[0]
@@ -59,7 +46,36 @@ def cast(op: Operation) -> None:
         op.linear = (frozenset([0]),)
 
 
-@rule("Where")
 def where(op: Operation) -> None:
     elementwise(op)
     op.linear = (frozenset([1, 2]),)
+
+
+NONLINEAR = """
+    Acos Acosh Asin Asinh Atan Atanh BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Celu Cos Cosh Elu Erf Exp Gelu
+    HardSigmoid HardSwish IsInf IsNaN LeakyRelu Log Mean Mish PRelu Pow Reciprocal Relu Round Selu Shrink Sigmoid Sign
+    Sin Sinh Softplus Softsign Swish Tan ThresholdedRelu
+    com.microsoft.BiasGelu com.microsoft.FastGelu com.microsoft.Gelu com.microsoft.QuickGelu
+"""
+# Those of them that exporters compute sizes with.
+OF_SIZES = "Abs And Ceil Equal Floor Greater GreaterOrEqual Less LessOrEqual Mod Not Or Sqrt Xor"
+
+OPERATORS = (
+    *(Operator(name, nonlinear) for name in NONLINEAR.split()),
+    *(Operator(name, nonlinear, folds=True) for name in OF_SIZES.split()),
+    Operator("Clip", nonlinear, scales=True),
+    Operator("Max", nonlinear, folds=True, scales=True),
+    Operator("Min", nonlinear, folds=True, scales=True),
+    Operator("Tanh", nonlinear, scales=True),
+    Operator("Add", add, folds=True, scales=True, rotates=True, adds=True),
+    Operator("Sub", add, folds=True, scales=True, rotates=True, adds=True, negates=frozenset([1])),
+    Operator("Sum", add, adds=True),
+    Operator("Mul", multiply, folds=True, scales=True, rotates=True),
+    Operator("Div", scale, folds=True, scales=True, rotates=True),
+    Operator("Neg", scale, folds=True, rearranges=True),
+    Operator("Identity", scale, view=True, folds=True, passes_sizes=True, rearranges=True),
+    Operator("Dropout", scale),
+    Operator("Cast", cast, folds=True, passes_sizes=True, rearranges=True),
+    Operator("CastLike", cast),
+    Operator("Where", where, folds=True, scales=True),
+)

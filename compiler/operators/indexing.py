@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import onnx_ir as ir
 
-from splitc.compiler.analysis.costs import RANDOM
 from splitc.compiler.operators import axes as ax
-from splitc.compiler.operators import rule
 from splitc.compiler.operators.operation import Operation
+from splitc.compiler.operators.operator import Operator
 
 
-@rule("Gather")
 def gather(op: Operation) -> None:
     """The picked axis gives way to those of the indices."""
     data, indices, output = op.input(0), op.input(1), op.output()
@@ -22,7 +22,6 @@ def gather(op: Operation) -> None:
     op.linear = (frozenset([0]),)
 
 
-@rule("com.microsoft.GatherBlockQuantized")
 def gather_blocks(op: Operation) -> None:
     """As Gather, of rows of quantized numbers with scales, and perhaps zero points, for blocks along another axis."""
     data, indices, output = op.input(0), op.input(1), op.output()
@@ -37,7 +36,7 @@ def gather_blocks(op: Operation) -> None:
 def _look_up(op: Operation, axis: int) -> None:
     """Rows of a table of weights may lie on several ranks; of anything else they are needed whole."""
     data = op.input(0)
-    if axis == 0 and len(data) == 2 and _is_constant(op.node.inputs[0]) and op.constants[1] is None:
+    if axis == 0 and len(data) == 2 and 0 in op.weights and op.constants[1] is None:
         op.free([data[0]])
         op.lookup = True
         op.contracted = data[0]
@@ -45,15 +44,6 @@ def _look_up(op: Operation, axis: int) -> None:
         op.whole([data[axis]], "it is picked from by index")
 
 
-def _is_constant(value: ir.Value | None) -> bool:
-    """Whether a value is a weight, or computed from weights alone."""
-    if value is None or value.is_initializer():
-        return value is not None
-    node = value.producer()
-    return node is not None and node.op_type not in RANDOM and all(v is None or _is_constant(v) for v in node.inputs)
-
-
-@rule("GatherElements")
 def gather_elements(op: Operation) -> None:
     """Axes but the picked one are the same, where they are taken whole."""
     axis = op.number("axis", 0) % len(op.input(0))
@@ -64,7 +54,6 @@ def gather_elements(op: Operation) -> None:
     op.linear = (frozenset([0]),)
 
 
-@rule("GatherND")
 def gather_nd(op: Operation) -> None:
     """Each row of the indices picks along as many axes as it is long; the axes after those stay."""
     data, indices, output = op.input(0), op.input(1), op.output()
@@ -79,7 +68,6 @@ def gather_nd(op: Operation) -> None:
         op.relate_all(data[:batch], output)
 
 
-@rule("ScatterND")
 def scatter_nd(op: Operation) -> None:
     """The axes that are not indexed are the same in data, updates and output."""
     data, indices, updates, output = op.input(0), op.input(1), op.input(2), op.output()
@@ -92,7 +80,6 @@ def scatter_nd(op: Operation) -> None:
     op.linear = (frozenset([0, 2]),)
 
 
-@rule("ScatterElements", "TensorScatter")
 def scatter_elements(op: Operation) -> None:
     """Only the axes that all of the output is written along, one by one, are the same."""
     axis = op.number("axis", 0) % len(op.input(0))
@@ -104,3 +91,28 @@ def scatter_elements(op: Operation) -> None:
         if place != axis:
             op.broadcast([indices[place]], [output[place]])
             op.broadcast([updates[place]], [output[place]])
+
+
+def block_rows_shape(context: Any, node: ir.Node) -> None:
+    """As a Gather, in the type of the scales. Numbers of few bits lie several in a byte, along the last axis."""
+    data, indices, scales = node.inputs[:3]
+    assert data is not None and indices is not None and scales is not None
+    if data.shape is None or indices.shape is None or scales.dtype is None:
+        return
+    axis, sizes = node.attributes.get_int("gather_axis", 0), list(data.shape)
+    if data.dtype == ir.DataType.UINT8:
+        packed = 8 // node.attributes.get_int("bits", 4)
+        sizes[-1] = sizes[-1] * packed
+    shape = [*sizes[:axis], *indices.shape, *sizes[axis + 1 :]]
+    context.set_shape_and_dtype(node.outputs[0], ir.Shape(shape), scales.dtype)
+
+
+OPERATORS = (
+    Operator("Gather", gather, reads_part=True, folds=True, passes_sizes=True, lookups=((1, 0),)),
+    Operator("GatherElements", gather_elements, reads_part=True, lookups=((1, 0),)),
+    Operator("GatherND", gather_nd, reads_part=True),
+    Operator("com.microsoft.GatherBlockQuantized", gather_blocks, shapes=block_rows_shape, lookups=((1, 0),)),
+    Operator("ScatterElements", scatter_elements, positions=(1,)),
+    Operator("ScatterND", scatter_nd, positions=(1,)),
+    Operator("TensorScatter", scatter_elements, positions=(2,)),
+)

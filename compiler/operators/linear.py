@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import onnx_ir as ir
+from onnx_shape_inference import registry
+
 from splitc.compiler.operators import axes as ax
-from splitc.compiler.operators import rule
 from splitc.compiler.operators.axes import Axis
 from splitc.compiler.operators.operation import Operation
+from splitc.compiler.operators.operator import Operator, Shapes
 
 
 def product(op: Operation, left: tuple[Axis, ...], right: tuple[Axis, ...]) -> None:
@@ -21,12 +27,10 @@ def product(op: Operation, left: tuple[Axis, ...], right: tuple[Axis, ...]) -> N
     op.contracted = left[-1]
 
 
-@rule("MatMul")
 def matmul(op: Operation) -> None:
     product(op, op.input(0), op.input(1))
 
 
-@rule("MatMulInteger", "com.microsoft.MatMulIntegerToFloat")
 def matmul_integer(op: Operation) -> None:
     """Scales and zero points are scalars; of the second matrix there may be one for each column.
 
@@ -43,7 +47,6 @@ def matmul_integer(op: Operation) -> None:
     op.once = frozenset([6]) if to_float else frozenset()
 
 
-@rule("com.microsoft.FusedMatMul")
 def fused_matmul(op: Operation) -> None:
     if op.number("transBatchA", 0) or op.number("transBatchB", 0):
         return
@@ -54,7 +57,6 @@ def fused_matmul(op: Operation) -> None:
     product(op, sides[0], sides[1])
 
 
-@rule("Gemm")
 def gemm(op: Operation) -> None:
     left = op.input(0)[::-1] if op.number("transA", 0) else op.input(0)
     right = op.input(1)[::-1] if op.number("transB", 0) else op.input(1)
@@ -64,7 +66,6 @@ def gemm(op: Operation) -> None:
         op.once = frozenset([2])
 
 
-@rule("Einsum")
 def einsum(op: Operation) -> None:
     equation = op.node.attributes.get_string("equation", "").replace(" ", "")
     if "." in equation or "->" not in equation:
@@ -78,7 +79,6 @@ def einsum(op: Operation) -> None:
     op.linear = (frozenset([0]),) if len(op.inputs) == 1 else ()
 
 
-@rule("Conv", "ConvInteger")
 def convolution(op: Operation) -> None:
     """Channels are as in a matrix, groups a factor of both. Places are needed whole, but for kernels of size 1."""
     data, kernel, output = op.input(0), op.input(1), op.output()
@@ -103,7 +103,6 @@ def convolution(op: Operation) -> None:
         op.zero = 2
 
 
-@rule("ConvTranspose")
 def transposed_convolution(op: Operation) -> None:
     data, kernel, output = op.input(0), op.input(1), op.output()
     op.relate(data[0], output[0])
@@ -118,3 +117,46 @@ def transposed_convolution(op: Operation) -> None:
     if op.has(2):
         op.relate(op.input(2)[0], output[1])
         op.once = frozenset([2])
+
+
+def product_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+    """2 M N K: for each element of the result a multiplication and an addition for each one that is contracted."""
+    return 2 * math.prod(outputs[0]) * (inputs[0][-1] if inputs[0] else 1)
+
+
+def gemm_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+    contracted = 0 if node.attributes.get_int("transA", 0) else -1
+    return 2 * math.prod(outputs[0]) * (inputs[0][contracted] if inputs[0] else 1)
+
+
+def convolution_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+    return 2 * math.prod(outputs[0]) * math.prod(inputs[1][1:])
+
+
+def quantized_convolution_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+    return 2 * math.prod(outputs[0]) * math.prod(inputs[3][1:])
+
+
+def transposed_convolution_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+    return 2 * math.prod(inputs[0]) * math.prod(inputs[1][1:])
+
+
+def integer_product_shape(context: Any, node: ir.Node) -> None:
+    """As a MatMul, in the type of the first scale."""
+    registry.get("", "MatMul", 13)(context, node)  # type: ignore[misc]  # which is there
+    if (scale := node.inputs[2]) is not None and scale.dtype is not None:
+        node.outputs[0].dtype = scale.dtype
+
+
+OPERATORS = (
+    Operator("MatMul", matmul, product_flops, multiplies=True, rotates=True, matrix=1),
+    Operator("MatMulInteger", matmul_integer, product_flops, multiplies=True, matrix=1),
+    Operator("com.microsoft.MatMulIntegerToFloat", matmul_integer, shapes=integer_product_shape, matrix=1),
+    Operator("com.microsoft.FusedMatMul", fused_matmul, product_flops, multiplies=True, matrix=1),
+    Operator("Gemm", gemm, gemm_flops, multiplies=True, matrix=1, factors={2: "beta"}),
+    Operator("Einsum", einsum, multiplies=True, rotates=True),
+    Operator("Conv", convolution, convolution_flops, multiplies=True),
+    Operator("ConvInteger", convolution, convolution_flops),
+    Operator("QLinearConv", flops=quantized_convolution_flops),
+    Operator("ConvTranspose", transposed_convolution, transposed_convolution_flops),
+)

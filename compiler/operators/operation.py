@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,8 @@ class Operation:
 
     What no rule touches is pinned in the end.
 
+    constants: for each input its numbers, where these are known beforehand and few.
+    weights: the inputs that are weights, or computed from weights alone.
     contracted: the axis that is summed over. A rank with a part of it makes a part of the sum: a partial value.
     linear: sets of inputs; where all of one set are partial and no other input is, so is the output.
     sizes: for an input the sizes that its entries are, by axis; `attributes` likewise.
@@ -40,6 +42,7 @@ class Operation:
     inputs: Sequence[Axes]
     outputs: Sequence[Axes]
     constants: Sequence[npt.NDArray[Any] | None]
+    weights: Collection[int] = ()
     contracted: Axis = ()
     linear: tuple[frozenset[int], ...] = ()
     sizes: dict[int, Sizes] = field(default_factory=dict)

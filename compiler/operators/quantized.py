@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
+
+import onnx_ir as ir
 
 from splitc.compiler.operators import axes as ax
-from splitc.compiler.operators import rule
 from splitc.compiler.operators.axes import Axis
-from splitc.compiler.operators.linear import product
+from splitc.compiler.operators.linear import product, product_flops
 from splitc.compiler.operators.operation import Operation
+from splitc.compiler.operators.operator import Operator, Shapes
 
 
-@rule("DequantizeLinear", "QuantizeLinear", "com.microsoft.DequantizeLinear", "com.microsoft.QuantizeLinear")
 def linear_quantization(op: Operation) -> None:
     """Scales are one for all, one for each place along an axis, or one for each block of an axis."""
     data, axis = op.input(0), op.number("axis", 1)
@@ -37,13 +39,11 @@ def relate_blocks(op: Operation, place: Axis, scale: Axis) -> None:
         op.free([scale])
 
 
-@rule("DynamicQuantizeLinear")
 def dynamic_quantization(op: Operation) -> None:
     op.relate_all(op.input(0), op.output())
     op.ranged = True
 
 
-@rule("QLinearMatMul")
 def quantized_matmul(op: Operation) -> None:
     """The result is rounded, so that what is contracted is needed whole."""
     left, right, output = op.input(0), op.input(3), op.output()
@@ -55,7 +55,6 @@ def quantized_matmul(op: Operation) -> None:
             relate_blocks(op, output[-1], op.input(number)[-1])
 
 
-@rule("com.microsoft.MatMulNBits")
 def matmul_blocks(op: Operation) -> None:
     """[..., K] x [N, K / block, bytes] with a scale for each block and, where given, a zero point for each.
 
@@ -108,3 +107,33 @@ def relate_table(op: Operation, number: int, columns: Axis, blocks: Axis) -> Non
         op.relate(table[0], (*columns, *blocks))
     else:
         op.relate_all(table, [columns, blocks])
+
+
+def blocks_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+    return 2 * math.prod(outputs[0]) * node.attributes.get_int("K", 1)
+
+
+def quantized_shape(context: Any, node: ir.Node) -> None:
+    """The shape of the data, and the type of the zero point: uint8 where there is none."""
+    data, zero = node.inputs[0], node.inputs[2] if len(node.inputs) > 2 else None
+    dtype = ir.DataType.UINT8 if zero is None or zero.dtype is None else zero.dtype
+    if data is not None and data.shape is not None:
+        context.set_shape_and_dtype(node.outputs[0], data.shape, dtype)
+
+
+def dequantized_shape(context: Any, node: ir.Node) -> None:
+    """The shape of the data, and the type of the scale."""
+    data, scale = node.inputs[0], node.inputs[1]
+    if data is not None and data.shape is not None and scale is not None and scale.dtype is not None:
+        context.set_shape_and_dtype(node.outputs[0], data.shape, scale.dtype)
+
+
+OPERATORS = (
+    Operator("DequantizeLinear", linear_quantization, unpacks=True),
+    Operator("com.microsoft.DequantizeLinear", linear_quantization, shapes=dequantized_shape, unpacks=True),
+    Operator("QuantizeLinear", linear_quantization),
+    Operator("com.microsoft.QuantizeLinear", linear_quantization, shapes=quantized_shape),
+    Operator("DynamicQuantizeLinear", dynamic_quantization),
+    Operator("QLinearMatMul", quantized_matmul, product_flops, matrix=3),
+    Operator("com.microsoft.MatMulNBits", matmul_blocks, blocks_flops, multiplies=True, matrix=1),
+)

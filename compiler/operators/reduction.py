@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from splitc.compiler.operators import axes as ax
-from splitc.compiler.operators import rule
 from splitc.compiler.operators.operation import Operation
+from splitc.compiler.operators.operator import Operator
 
 
 def _reduce(op: Operation) -> list[int]:
@@ -20,7 +20,6 @@ def _reduce(op: Operation) -> list[int]:
     return reduced
 
 
-@rule("ReduceSum")
 def reduce_sum(op: Operation) -> None:
     reduced = [op.input(0)[axis] for axis in _reduce(op)]
     op.free(reduced)
@@ -28,7 +27,6 @@ def reduce_sum(op: Operation) -> None:
     op.linear = (frozenset([0]),)
 
 
-@rule("ReduceMean", "GlobalAveragePool")
 def reduce_mean(op: Operation) -> None:
     if op.node.op_type == "ReduceMean":
         _reduce(op)
@@ -37,14 +35,10 @@ def reduce_mean(op: Operation) -> None:
     op.linear = (frozenset([0]),)
 
 
-@rule(
-    "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceSumSquare"
-)
 def reduce_nonlinear(op: Operation) -> None:
     _reduce(op)
 
 
-@rule("ArgMax", "ArgMin")
 def reduce_arg(op: Operation) -> None:
     data, output = op.input(0), op.output()
     axis = op.number("axis", 0) % len(data)
@@ -52,7 +46,6 @@ def reduce_arg(op: Operation) -> None:
     op.relate_all(rest, [*output[:axis], *output[axis + 1 :]] if op.number("keepdims", 1) else output)
 
 
-@rule("Softmax", "LogSoftmax", "Hardmax", "LpNormalization", "CumSum", "TopK")
 def along_axis(op: Operation) -> None:
     """One axis is needed whole. Before opset 13 softmax took all axes from the given one on as one."""
     data = op.input(0)
@@ -69,12 +62,6 @@ def along_axis(op: Operation) -> None:
                 op.relate(source, target)
 
 
-@rule(
-    "LayerNormalization",
-    "RMSNormalization",
-    "SimplifiedLayerNormalization",
-    "com.microsoft.SimplifiedLayerNormalization",
-)
 def layer_norm(op: Operation) -> None:
     data = op.input(0)
     first = op.number("axis", -1) % len(data)
@@ -83,14 +70,12 @@ def layer_norm(op: Operation) -> None:
             op.relate_all(data[:first], op.output(number)[:first])
 
 
-@rule("com.microsoft.SkipLayerNormalization", "com.microsoft.SkipSimplifiedLayerNormalization")
 def skip_layer_norm(op: Operation) -> None:
     for axes in (op.inputs[0], op.inputs[1], *op.outputs):
         if axes is not None and len(axes) == len(op.input(0)):
             op.broadcast(axes[:-1], op.input(0)[:-1])
 
 
-@rule("BatchNormalization")
 def batch_norm(op: Operation) -> None:
     """Each channel by itself."""
     op.relate_all(op.input(0), op.output())
@@ -99,7 +84,6 @@ def batch_norm(op: Operation) -> None:
         op.relate(op.input(number)[0], channels)
 
 
-@rule("InstanceNormalization")
 def instance_norm(op: Operation) -> None:
     """Each channel by itself, over all places."""
     op.relate_all(op.input(0)[:2], op.output()[:2])
@@ -107,7 +91,6 @@ def instance_norm(op: Operation) -> None:
         op.relate(op.input(number)[0], op.output()[1])
 
 
-@rule("GroupNormalization")
 def group_norm(op: Operation) -> None:
     """Each group of channels by itself. Scales are one a channel, or one a group in the first version."""
     groups = ax.new_axis(op.number("num_groups", 1))
@@ -123,7 +106,52 @@ def group_norm(op: Operation) -> None:
     op.attributes["num_groups"] = [groups]
 
 
-@rule("AveragePool", "MaxPool", "LpPool", "GlobalMaxPool", "GlobalLpPool")
 def pool(op: Operation) -> None:
     for number in range(len(op.outputs)):
         op.relate_all(op.input(0)[:2], op.output(number)[:2])
+
+
+OPERATORS = (
+    Operator("ReduceSum", reduce_sum, folds=True),
+    Operator("ReduceMean", reduce_mean),
+    Operator("GlobalAveragePool", reduce_mean),
+    Operator("ReduceMax", reduce_nonlinear, folds=True),
+    Operator("ReduceMin", reduce_nonlinear, folds=True),
+    Operator("ReduceProd", reduce_nonlinear, folds=True),
+    Operator("ReduceL1", reduce_nonlinear),
+    Operator("ReduceL2", reduce_nonlinear),
+    Operator("ReduceLogSum", reduce_nonlinear),
+    Operator("ReduceLogSumExp", reduce_nonlinear),
+    Operator("ReduceSumSquare", reduce_nonlinear),
+    Operator("ArgMax", reduce_arg),
+    Operator("ArgMin", reduce_arg),
+    Operator("Softmax", along_axis),
+    Operator("LogSoftmax", along_axis),
+    Operator("Hardmax", along_axis),
+    Operator("LpNormalization", along_axis, normalizes=True),
+    Operator("CumSum", along_axis),
+    Operator("TopK", along_axis),
+    Operator("LayerNormalization", layer_norm, normalizes=True),
+    Operator("RMSNormalization", layer_norm, normalizes=True),
+    Operator("SimplifiedLayerNormalization", layer_norm, normalizes=True),
+    Operator("com.microsoft.SimplifiedLayerNormalization", layer_norm, normalizes=True),
+    Operator("com.microsoft.SkipLayerNormalization", skip_layer_norm, normalizes=True),
+    Operator("com.microsoft.SkipSimplifiedLayerNormalization", skip_layer_norm, normalizes=True),
+    Operator(
+        "com.microsoft.EmbedLayerNormalization",
+        lookups=((0, 2), (1, 4)),
+        positions=(8,),
+        masks=(7,),
+        multiplies=True,
+        normalizes=True,
+    ),
+    Operator("BatchNormalization", batch_norm, normalizes=True),
+    Operator("InstanceNormalization", instance_norm, normalizes=True),
+    Operator("GroupNormalization", group_norm, normalizes=True),
+    Operator("MeanVarianceNormalization", normalizes=True),
+    Operator("AveragePool", pool),
+    Operator("MaxPool", pool),
+    Operator("LpPool", pool),
+    Operator("GlobalMaxPool", pool),
+    Operator("GlobalLpPool", pool),
+)

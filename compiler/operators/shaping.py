@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from splitc.compiler.operators import axes as ax
-from splitc.compiler.operators import rule
 from splitc.compiler.operators.axes import Axis
 from splitc.compiler.operators.operation import Operation
+from splitc.compiler.operators.operator import Operator
 
 LINEAR = (frozenset([0]),)
 
 
-@rule("Reshape", "Flatten", "Squeeze", "Unsqueeze")
 def reshape(op: Operation) -> None:
     """The same elements in the same order: factors line up from the major to the minor ones."""
     merged_in = tuple(factor for axis in op.input(0) for factor in axis)
@@ -22,14 +21,12 @@ def reshape(op: Operation) -> None:
         op.say_sizes(1, op.output())
 
 
-@rule("Transpose")
 def transpose(op: Operation) -> None:
     order = op.numbers_of("perm") or list(reversed(range(len(op.input(0)))))
     op.relate_all([op.input(0)[axis] for axis in order], op.output())
     op.linear = LINEAR
 
 
-@rule("Expand")
 def expand(op: Operation) -> None:
     """What is repeated is a factor of its own."""
     op.broadcast(op.input(0), op.output())
@@ -38,7 +35,6 @@ def expand(op: Operation) -> None:
     op.linear = LINEAR
 
 
-@rule("Tile")
 def tile(op: Operation) -> None:
     counts: list[Axis] = []
     for source, target in zip(op.input(0), op.output()):
@@ -50,13 +46,11 @@ def tile(op: Operation) -> None:
     op.linear = LINEAR
 
 
-@rule("ConstantOfShape")
 def constant_of_shape(op: Operation) -> None:
     op.free(op.output())
     op.say_sizes(0, op.output())
 
 
-@rule("Concat")
 def concat(op: Operation) -> None:
     joined = op.number("axis", 0) % max(1, len(op.output()))
     sections = op.cut(op.output()[joined], [ax.size_of(op.input(n)[joined]) for n in range(len(op.inputs))])
@@ -67,7 +61,6 @@ def concat(op: Operation) -> None:
     op.linear = (frozenset(range(len(op.inputs))),)
 
 
-@rule("Split")
 def split(op: Operation) -> None:
     axis = op.number("axis", 0) % len(op.input(0))
     sizes = [ax.size_of(op.output(number)[axis]) for number in range(len(op.outputs))]
@@ -86,7 +79,6 @@ def split(op: Operation) -> None:
     op.linear = LINEAR
 
 
-@rule("Slice")
 def slice_(op: Operation) -> None:
     """A slice with known ends is a section of its axis; with a stride it is one of the axis's minor factors."""
     source, target = op.input(0), op.output()
@@ -139,7 +131,6 @@ def _say_bounds(op: Operation, before: list[Axis | None], until: list[Axis | Non
         op.say_sizes(2, until)
 
 
-@rule("Pad")
 def pad(op: Operation) -> None:
     """An axis that is not padded is the same."""
     for source, target in zip(op.input(0), op.output()):
@@ -147,7 +138,6 @@ def pad(op: Operation) -> None:
             op.relate(source, target)
 
 
-@rule("Resize", "Upsample")
 def resize(op: Operation) -> None:
     """Batch and channels are the same; what is scaled is needed whole."""
     for source, target in zip(op.input(0)[:2], op.output()[:2]):
@@ -156,7 +146,26 @@ def resize(op: Operation) -> None:
     op.say_sizes(3, op.output())
 
 
-@rule("Shape", "Size")
 def shape(op: Operation) -> None:
     """A rank reads the sizes of its own part, which are corrected where they are used for something else."""
     op.free(op.input(0))
+
+
+OPERATORS = (
+    Operator("Reshape", reshape, view=True, folds=True, passes_sizes=True, rearranges=True),
+    Operator("Flatten", reshape, view=True, folds=True, rearranges=True),
+    Operator("Squeeze", reshape, view=True, folds=True, passes_sizes=True, rearranges=True),
+    Operator("Unsqueeze", reshape, view=True, folds=True, passes_sizes=True, rearranges=True),
+    Operator("Transpose", transpose, folds=True, rearranges=True),
+    Operator("Expand", expand, folds=True, expands=True, rearranges=True),
+    Operator("Tile", tile, folds=True, expands=True, rearranges=True),
+    Operator("ConstantOfShape", constant_of_shape, folds=True, expands=True),
+    Operator("Concat", concat, folds=True, passes_sizes=True, rearranges=True),
+    Operator("Split", split, folds=True, rearranges=True, takes_places=True),
+    Operator("Slice", slice_, reads_part=True, folds=True, passes_sizes=True, rearranges=True, takes_places=True),
+    Operator("Pad", pad),
+    Operator("Resize", resize),
+    Operator("Upsample", resize),
+    Operator("Shape", shape, reads_part=True, folds=True, reads_shape=True),
+    Operator("Size", shape, folds=True, reads_shape=True),
+)

@@ -9,7 +9,7 @@ from functools import cached_property
 import onnx_ir as ir
 
 from splitc.compiler.analysis.costs import NOMINAL, Speed
-from splitc.compiler.analysis.liveness import VIEWS
+from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.planning.plan import Plan, RankPlan
 from splitc.runtime.devices import Device, cache_bytes, cores, threads_for
 from splitc.runtime.machine import Machine
@@ -114,9 +114,9 @@ class _Predictor:
         costs = self._plan.analysis.costs
         total = 0.0
         for node in nodes:
-            if node in costs.constant or not (share := self._share(rank, node)):
+            if node in costs.graph.folded or not (share := self._share(rank, node)):
                 continue
-            least = KERNEL[rank.device.kind] if node.op_type not in VIEWS else 0.0
+            least = KERNEL[rank.device.kind] if not operator_of(node).view else 0.0
             alone = share * costs.seconds(node, one)
             total += max(least, alone if alone < SMALL else share * costs.seconds(node, speed))
         return self._measured * total

@@ -9,14 +9,13 @@ from typing import Any
 import numpy.typing as npt
 import onnx_ir as ir
 
-from splitc.compiler.analysis.costs import RANDOM
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.frontend.shapes import BoundShapes, Shape, shape_of
-from splitc.compiler.operators import apply_rule
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Pin
 from splitc.compiler.operators.operation import Axes, Operation
+from splitc.compiler.operators.registry import relate_axes
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,7 @@ def find_axes(graph: Graph, bound: BoundShapes) -> AxisMap:
 
 def find_axes_apart(graph: Graph, bound: BoundShapes, nodes: Collection[ir.Node]) -> AxisMap:
     """Relate the axes of these nodes, each by itself: they have only weights, and what is made of those, in common."""
-    constant = graph.constant_nodes(RANDOM)
-    return _relate(graph, bound, _with_constant(graph, nodes, constant), {}, frozenset(nodes))
+    return _relate(graph, bound, _with_constant(graph, nodes, graph.constant), {}, frozenset(nodes))
 
 
 def _relate(
@@ -78,8 +76,9 @@ def _relate(
         if node not in apart:
             shared.update(zip(node.outputs, made))
         constants = [_constant(value, bound) for value in node.inputs]
-        operation = Operation(node, [axes_of(value) for value in node.inputs], made, constants)
-        apply_rule(operation)
+        weights = [n for n, value in enumerate(node.inputs) if value is not None and graph.is_constant(value)]
+        operation = Operation(node, [axes_of(value) for value in node.inputs], made, constants, weights)
+        relate_axes(operation)
         for value in graph.reads[node]:
             if value not in node.inputs:  # a subgraph reads it
                 for axis in axes_of(value) or ():

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from splitc.compiler.analysis.costs import RANDOM
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor, Pin
@@ -166,11 +165,10 @@ def _looked_up(axis_map: AxisMap) -> set[Factor]:
 
 def _read_otherwise(graph: Graph, axis_map: AxisMap) -> set[Factor]:
     """The atoms that are read at run time by what does not look them up."""
-    constant = graph.constant_nodes(RANDOM)
     return {
         atom
         for node, operation in axis_map.operations.items()
-        if not operation.lookup and node not in constant
+        if not operation.lookup and node not in graph.constant
         for axes in operation.inputs
         for axis in axes or ()
         for atom in ax.atoms(axis)

@@ -11,6 +11,7 @@ import onnx_ir as ir
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor
 from splitc.compiler.operators.operation import Operation
+from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.sharding.axis_map import AxisMap
 
 
@@ -143,4 +144,4 @@ def _meets_partial(value: ir.Value, partial: Mapping[ir.Value, frozenset[Factor]
     if len(uses) != 1 or value.is_graph_output():
         return False
     reader = next(iter(uses)).node
-    return reader.op_type == "Add" and any(v in partial for v in reader.inputs if v is not None and v is not value)
+    return operator_of(reader).adds and any(v in partial for v in reader.inputs if v is not None and v is not value)

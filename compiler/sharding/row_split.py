@@ -14,13 +14,13 @@ from functools import cached_property
 import onnx_ir as ir
 
 from splitc.compiler.analysis.blocks import Partition
-from splitc.compiler.analysis.costs import RANDOM
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.shapes import shape_of
-from splitc.compiler.nodes import describe_node, operator_name
+from splitc.compiler.nodes import describe_node
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor
+from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.sharding.axis_map import AxisMap, find_axes_apart
 from splitc.compiler.sharding.candidates import Candidate, reached_weights
 from splitc.compiler.sharding.choice import Choice
@@ -31,16 +31,6 @@ from splitc.runtime.units import format_shape
 
 # Both sides of a matrix are at least this long, if it is to be sliced: a small one is not worth the way.
 LEAST_SIDE = 256
-# Operators that multiply what is computed with a matrix of weights, and the number of that input.
-PRODUCTS = {
-    "MatMul": 1,
-    "Gemm": 1,
-    "MatMulInteger": 1,
-    "QLinearMatMul": 3,
-    "com.microsoft.FusedMatMul": 1,
-    "com.microsoft.MatMulIntegerToFloat": 1,
-    "com.microsoft.MatMulNBits": 1,
-}
 
 Readers = Mapping[ir.Value, tuple[ir.Node, ...]]
 
@@ -147,7 +137,7 @@ class RowSplit:
 def find_products(analysis: Analysis, least: int) -> Products:
     """The products of a model whose matrices are at least `least` x `least`."""
     graph = analysis.graph
-    constant = graph.constant_nodes(RANDOM)
+    constant = graph.constant
     readers = _readers(graph, constant)
     inside = _inside_blocks(analysis.partition)
     nodes = sorted({node for nodes in readers.values() for node in nodes}, key=graph.position.__getitem__)
@@ -210,7 +200,7 @@ def _unpacking(graph: Graph, nodes: Iterable[ir.Node], constant: Collection[ir.N
         for node in above
         if node is not None
         and node not in constant
-        and node.op_type == "DequantizeLinear"
+        and operator_of(node).unpacks
         and all(value is None or _is_constant(value, constant) for value in node.inputs[1:])
     )
 
@@ -238,7 +228,7 @@ def _why_not(
     analysis: Analysis, node: ir.Node, constant: Collection[ir.Node], inside: bool, least: int
 ) -> Declined | None:
     """Why a node that reads weights is no product that may be sliced, or None."""
-    number = PRODUCTS.get(operator_name(node))
+    number = operator_of(node).matrix
     weight = node.inputs[number] if number is not None and number < len(node.inputs) else None
     if node in constant or weight is None:
         return Declined(f"read by {node.op_type}", f"{_name(node)} reads it, and is no matmul")

@@ -1,0 +1,56 @@
+"""The registry: every operator that splitc knows, by its name with the domain."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import onnx_ir as ir
+
+from splitc.compiler.nodes import operator_name
+from splitc.compiler.operators import (
+    attention,
+    elementwise,
+    generators,
+    indexing,
+    linear,
+    quantized,
+    recurrent,
+    reduction,
+    shaping,
+)
+from splitc.compiler.operators.operation import Operation
+from splitc.compiler.operators.operator import Operator
+
+FAMILIES = (attention, elementwise, generators, indexing, linear, quantized, recurrent, reduction, shaping)
+
+
+def _collect() -> dict[str, Operator]:
+    found: dict[str, Operator] = {}
+    for operator in (operator for family in FAMILIES for operator in family.OPERATORS):
+        assert operator.name not in found, f"{operator.name} has two entries"
+        found[operator.name] = operator
+    return found
+
+
+REGISTRY: Mapping[str, Operator] = MappingProxyType(_collect())
+
+
+def operator_of(node: ir.Node) -> Operator:
+    """The entry of a node's operator; one that says nothing where it is not registered."""
+    name = operator_name(node)
+    return REGISTRY.get(name) or Operator(name)
+
+
+def relate_axes(operation: Operation) -> None:
+    """Relate the axes of one node by its operator's rule. An operator without a rule needs every axis whole."""
+    node, rule = operation.node, operator_of(operation.node).axes
+    shapes = (
+        *zip(node.inputs, operation.inputs, strict=True),
+        *zip(node.outputs, operation.outputs, strict=True),
+    )
+    if rule is None or any(value is not None and value.name and axes is None for value, axes in shapes):
+        operation.opaque()
+        return
+    rule(operation)
+    operation.finish()
