@@ -6,17 +6,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from splitc.compiler.modes.choosing import plan_model
+    from splitc.compiler.api import plan_model
     from splitc.compiler.packaging.package import compile_model
-    from splitc.compiler.planning.plan import Plan, Request
+    from splitc.compiler.planning.plan import Plan
+    from splitc.compiler.planning.request import Request
 
 __all__ = ["Plan", "Request", "compile_model", "plan_model"]
 
 _HOMES = {
     "Plan": "planning.plan",
-    "Request": "planning.plan",
+    "Request": "planning.request",
     "compile_model": "packaging.package",
-    "plan_model": "modes.choosing",
+    "plan_model": "api",
 }
 
 

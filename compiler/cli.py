@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from splitc.compiler.modes.table import describe_modes
+from splitc.compiler.planning.request import Request, request_reader
 from splitc.runtime.cli.commands import FILL, JSON, app
 from splitc.runtime.cli.options import with_options
 from splitc.runtime.cli.tables import describe_built
@@ -20,12 +22,10 @@ from splitc.runtime.engines.kinds import MODULES
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.fills import parse_fills
 from splitc.runtime.manifest import BuildOptions
-from splitc.runtime.settings import parse_settings
 from splitc.runtime.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from splitc.compiler.packaging.building import Building, BuildSettings
-    from splitc.compiler.planning.plan import Request
 
 # Options that only engines which are built have.
 TENSORRT: dict[str, Any] = {"rich_help_panel": "TensorRT"}
@@ -34,62 +34,9 @@ MODEL = typer.Argument(help="The ONNX model.", metavar="MODEL")
 DEVICE = typer.Option(
     [], "--device", "-d", help='A device, repeatable: -d cpu0 -d cpu1. Several at once: "cpu0&cpu1", 3xcpu.'
 )
-SPLIT_MODE = typer.Option(
-    "auto",
-    "--split-mode",
-    help="auto: what is predicted to be the best that fits. layer: consecutive blocks to each device. row: slices of "
-    "the large matmul weights to each device, and all else to the main one. tensor: a part of every block to each "
-    "device, at the same time.",
-)
-PIPELINE_STAGES = typer.Option(
-    1, "--pipeline-stages", min=1, help="In tensor mode: groups of devices, each of which shares a run of blocks."
-)
-MAIN_DEVICE = typer.Option(
-    None, "--main-device", help="In row mode: the device that runs the model. Default: the first."
-)
-ROW_MIN = typer.Option(
-    None, "--row-min", min=1, help="In row mode: the shortest side of a weight that is sliced. Default: 256."
-)
-FALLBACK = typer.Option(
-    None, "--fallback", help="layer: split by layer where the mode asked for can't split the model. Default: fail."
-)
-OBJECTIVE = typer.Option(
-    "throughput", "--objective", help="throughput: the slowest stage as fast as can be. latency: the sum of all stages."
-)
-SPREAD = typer.Option(False, "--spread", help="Use every device, even where fewer would do.")
-TENSOR_SPLIT = typer.Option(
-    None,
-    "--tensor-split",
-    help="Each device's share of the weights, as in 3,1. Default: what makes the objective best; in row and tensor "
-    "mode what the budgets are.",
-)
-MEMORY = typer.Option(
-    [],
-    "--memory",
-    help="A device's budget, repeatable: cpu0=4GiB, or 4GiB for all. Default: free memory less headroom.",
-)
-HEADROOM = typer.Option("1GiB", "--headroom", help="Memory to leave free.")
-ENGINE = typer.Option(
-    None,
-    "--engine",
-    help="onnxruntime, tensorrt or tensorrt-rtx. Default: on GPUs tensorrt where it is installed, else onnxruntime.",
-)
-SHAPES = typer.Option([], "--shapes", help="An input's shape to plan for, repeatable: ids:1x16 or ids:[1,16].")
-RANGE = "repeatable, for engines that are built for a range of sizes (TensorRT)."
-MIN_SHAPES = typer.Option([], "--min-shapes", help=f"An input's smallest shape, {RANGE}")
-OPT_SHAPES = typer.Option([], "--opt-shapes", help=f"The shape to be fast for, {RANGE}")
-MAX_SHAPES = typer.Option([], "--max-shapes", help=f"An input's largest shape, which is planned for, {RANGE}")
-SET = typer.Option(
-    [],
-    "--set",
-    metavar="NAME=VALUE",
-    help="Bind an input to a constant, repeatable, and fold what follows from it: use_cache_branch=true, sr=16000.",
-)
-PROFILE = typer.Option(False, "--profile", help="Measure each block's time instead of estimating it.")
 TIMING_CACHE = typer.Option(
     None, "--timing-cache", help="TensorRT's timings, read and written. Default: beside the package.", **TENSORRT
 )
-THREADS = typer.Option(None, "--threads", min=1, help="Threads of each CPU device. Default: the cores divided.")
 
 
 # What these commands need, and a machine that only runs packages does without.
@@ -105,52 +52,12 @@ def _need_libraries() -> None:
         )
 
 
-def _request(
-    split_mode: str = SPLIT_MODE,
-    objective: str = OBJECTIVE,
-    spread: bool = SPREAD,
-    pipeline_stages: int = PIPELINE_STAGES,
-    main_device: str | None = MAIN_DEVICE,
-    row_min: int | None = ROW_MIN,
-    fallback: str | None = FALLBACK,
-    tensor_split: str | None = TENSOR_SPLIT,
-    memory: list[str] = MEMORY,
-    headroom: str = HEADROOM,
-    engine: str | None = ENGINE,
-    shapes: list[str] = SHAPES,
-    min_shapes: list[str] = MIN_SHAPES,
-    opt_shapes: list[str] = OPT_SHAPES,
-    max_shapes: list[str] = MAX_SHAPES,
-    settings: list[str] = SET,
-    profile: bool = PROFILE,
-    threads: int | None = THREADS,
-) -> Request:
-    """What the options that plan and compile have in common ask for. Raises MisuseError where libraries are missing."""
+def _with_libraries(request: Request) -> Request:
     _need_libraries()
-    from splitc.compiler.frontend.shapes import parse_shapes
-    from splitc.compiler.planning.plan import Request
-    from splitc.compiler.sharding.row_split import LEAST_SIDE
+    return request
 
-    return Request(
-        split_mode=split_mode,
-        objective=objective,
-        engine=engine,
-        shapes=parse_shapes(shapes),
-        min_shapes=parse_shapes(min_shapes),
-        opt_shapes=parse_shapes(opt_shapes),
-        max_shapes=parse_shapes(max_shapes),
-        tensor_split=_parse_shares(tensor_split),
-        memory=memory,
-        headroom=parse_bytes(headroom),
-        spread=spread,
-        profile=profile,
-        threads=threads,
-        pipeline_stages=pipeline_stages,
-        main_device=main_device,
-        row_min=LEAST_SIDE if row_min is None else row_min,
-        fallback=fallback,
-        settings=parse_settings(settings),
-    )
+
+_request = request_reader(_with_libraries, {"split_mode": describe_modes()})
 
 
 def _build_settings(
@@ -213,7 +120,7 @@ def plan(
     as_json: bool = JSON,
 ) -> None:
     """Show which device would hold what, against its budget. Nothing is built."""
-    from splitc.compiler.modes.choosing import plan_model
+    from splitc.compiler.api import plan_model
     from splitc.compiler.plan_tables import print_axes, print_plan
     from splitc.compiler.planning.plan_file import to_file, write_plan
 
@@ -258,11 +165,12 @@ def compile_command(
 ) -> None:
     """Split a model over devices and write the package that runs it."""
     # Imported here, as in plan: a machine that only runs packages has no onnx.
-    from splitc.compiler.modes.choosing import plan_model
+    from splitc.compiler.api import plan_model
+    from splitc.compiler.modes.replanning import plan_from_file
     from splitc.compiler.packaging.package import compile_model
     from splitc.compiler.packaging.staging import check_target
     from splitc.compiler.plan_tables import print_plan
-    from splitc.compiler.planning.plan_file import plan_from_file, to_file
+    from splitc.compiler.planning.plan_file import to_file
 
     check_target(package, force)
     fills = parse_fills(fill)
@@ -322,13 +230,6 @@ def build_command(
 
 def _parse_sources(text: str | None) -> list[str] | None:
     return None if text is None else [name for name in text.lower().split(",") if name and name != "none"]
-
-
-def _parse_shares(text: str | None) -> list[float] | None:
-    try:
-        return [float(share) for share in text.split(",")] if text else None
-    except ValueError:
-        raise MisuseError(f"can't read --tensor-split {text}: write one number a device, as in 3,1") from None
 
 
 @contextmanager

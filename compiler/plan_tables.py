@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import onnx_ir as ir
 from rich.bar import Bar
 from rich.markup import escape
 
-from splitc.compiler.operators import axes as ax
-from splitc.compiler.operators.axes import Factor
-from splitc.compiler.sharding.report import why_whole
 from splitc.runtime.cli.tables import RANK_SIZES, ROUNDS, block_range, print_cuts, print_whole
 from splitc.runtime.cli.terminal import out, print_warning, table
 from splitc.runtime.engines.kinds import describe_engine
@@ -49,25 +45,25 @@ def print_plan(plan: Plan) -> None:
     out.print(f"budget: {listed}; time: {speed}")
     if any(rank.device.kind == "cuda" for rank in plan.ranks):
         out.print(f"engines: {describe_engine(plan.engine)}")
-    print_cuts([([value.name or "" for value in cut.values], cut.bytes) for cut in plan.cuts], plan.rows is not None)
+    print_cuts([([value.name or "" for value in cut.values], cut.bytes) for cut in plan.cuts], plan.split.is_radial)
     if plan.weights:
         _print_split(plan)
-    again = [rank.repeated for rank in plan.ranks[1:] if rank.repeated.nodes]
+    again = [rank.rematerialized for rank in plan.ranks[1:] if rank.rematerialized.nodes]
     if again:
         nodes = sum(each.nodes for each in again)
         unsent, weights = (format_bytes(sum(getattr(each, n) for each in again)) for n in ("unsent", "weights"))
         out.print(f"computed again: {nodes} cheap nodes, which spares {unsent} a run and repeats {weights} of weights")
     if plan.choice is not None:
-        _print_candidates(plan)
+        _print_alternatives(plan)
     for warning in plan.warnings:
         print_warning(warning)
 
 
-def _print_candidates(plan: Plan) -> None:
+def _print_alternatives(plan: Plan) -> None:
     """What auto mode compared, and what it chose."""
     numbers = ("a request", "in a stream", "fullest device")
     rows = table("candidate", *numbers, "", right=numbers)
-    for each in plan.candidates:
+    for each in plan.alternatives:
         if each.refused is not None:
             rows.add_row(each.name, "", "", "", f"[dim]{escape(each.refused)}[/]")
             continue
@@ -90,36 +86,21 @@ def _print_split(plan: Plan) -> None:
         held, divided = sum(each.bytes for each in weights), sum(each.split for each in weights)
         shares.append(f"{divided / max(1, held):.1%} of {what} ({format_bytes(held)})")
     out.print(f"weights split: {', '.join(shares)}; ", end="")
-    if plan.tensor is not None:
-        size = sum(map(plan.analysis.costs.value_bytes, plan.tensor.choice.sums.summed))
-    else:
-        size = sum(cut.bytes for cut in plan.cuts)
-    out.print(f"{plan.collectives} {ROUNDS[plan.split_mode]}, {format_bytes(size)} a run")
+    size = format_bytes(plan.split.exchanged_bytes(plan.cuts))
+    out.print(f"{plan.split.collectives} {ROUNDS[plan.split_mode]}, {size} a run")
     whole = [(each.name, each.bytes - each.split, each.reason) for each in plan.weights if each.reason]
     print_whole(whole, plan.split_mode)
 
 
 def print_axes(plan: Plan) -> None:
-    """The axes that reach weights: their size, what they cover, and whether they are split or why not."""
-    if plan.tensor is None:
+    """The axes that reach weights: their size, what they cover, and whether they are sharded or why not."""
+    fates = plan.split.axis_fates()
+    if fates is None:
         raise MisuseError("--explain is for --split-mode tensor")
-    split, size = plan.tensor, plan.analysis.costs.value_bytes
-    reached: dict[Factor, dict[ir.Value, None]] = {}
-    for value, axes in split.axis_map.weight_uses():
-        for atom in (atom for axis in axes or () for atom in ax.atoms(axis)):
-            reached.setdefault(atom, {})[value] = None
-    sums = {each.atom: each.sums for each in split.choice.candidates}
     rows = table("size", "weights", "bytes", "sums", "split, or why not", "first of the weights", right=NUMBERS)
-    for atom, weights in sorted(reached.items(), key=lambda item: -sum(map(size, item[1]))):
-        total = sum(map(size, weights))
-        if total < SHOWN:
-            continue
-        if atom in split.ranges:
-            fate = "[green]" + ",".join(str(each.size if each.counts else 0) for each in split.ranges[atom]) + "[/]"
-        else:
-            fate = escape(why_whole(split, atom) or "")
-        first = next(iter(weights)).name or ""
-        rows.add_row(
-            str(atom.size), str(len(weights)), format_bytes(total), str(sums.get(atom, "")), fate, escape(first)
-        )
+    for each in (each for each in fates if each.bytes >= SHOWN):
+        units = ",".join(map(str, each.units))
+        fate = f"[green]{units}[/]" if units else escape(each.reason or "")
+        sums = "" if each.sums is None else str(each.sums)
+        rows.add_row(str(each.size), str(each.weights), format_bytes(each.bytes), sums, fate, escape(each.first))
     out.print(rows)

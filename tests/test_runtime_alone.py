@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from splitc.compiler.cli import LIBRARIES
-from splitc.compiler.sharding.row_split import LEAST_SIDE
+from splitc.compiler.planning.request import ROW_MIN
 from tests.conftest import assert_close, decoder_feeds, run_whole
 
 STARTS = {"script": [str(Path(sys.executable).with_name("splitc"))], "module": [sys.executable, "-m", "splitc.runtime"]}
@@ -73,7 +73,7 @@ def test_help_loads_nothing_that_compiles() -> None:
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout.endswith("loaded []\n")
-    assert f"Default: {LEAST_SIDE}." in " ".join(result.stdout.replace("│", " ").split())
+    assert f"[default: {ROW_MIN}]" in " ".join(result.stdout.replace("│", " ").split())
 
 
 def test_compiler_is_imported_as_it_always_was() -> None:

@@ -9,8 +9,9 @@ from functools import cached_property
 
 import onnx_ir as ir
 
+from splitc.compiler.frontend.asked_shapes import Shape
 from splitc.compiler.frontend.graph import Graph, subgraphs
-from splitc.compiler.frontend.shapes import BoundShapes, Shape, bind_shapes, shape_of, tensor_bytes
+from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes, shape_of, tensor_bytes
 from splitc.compiler.operators.registry import operator_of
 
 

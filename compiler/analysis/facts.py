@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import onnx_ir as ir
-
 from splitc.compiler.analysis.blocks import Partition, find_blocks
 from splitc.compiler.analysis.costs import Costs
-from splitc.compiler.frontend.graph import Graph, open_graph, subgraphs
+from splitc.compiler.frontend.asked_shapes import AskedShapes, Shape, check_order
+from splitc.compiler.frontend.graph import Graph, open_graph
 from splitc.compiler.frontend.optional import defaults_hidden
-from splitc.compiler.frontend.shapes import (
-    AskedShapes,
-    Shape,
-    bind_shapes,
-    check_order,
-    infer_shapes,
-    input_shapes,
-    read_symbols,
-    reconcile,
-)
+from splitc.compiler.frontend.shapes import bind_shapes, infer_shapes, input_shapes, read_symbols, reconcile
 from splitc.compiler.frontend.states import find_states, growing_symbols
-from splitc.compiler.model_errors import ModelError
-from splitc.compiler.nodes import describe_node
 from splitc.runtime.manifest import State
 
 
@@ -45,56 +32,6 @@ class Analysis:
     costs: Costs
     states: tuple[State, ...]
     partition: Partition
-
-
-# A control flow node that holds more than this share of the weights makes a split pointless.
-INDIVISIBLE = 0.9
-# An input of no more elements than this is a switch or a setting, and no data.
-FEW = 16
-
-
-def check_divisible(analysis: Analysis) -> None:
-    """Raise ModelError when the model is inside one If, Loop or Scan, which can't be cut, as merged decoders are."""
-    costs, partition = analysis.costs, analysis.partition
-    whole = costs.weight_bytes(analysis.graph.nodes)
-    for node in (node for block in partition.blocks for node in block.nodes if any(subgraphs(node))):
-        inside = costs.weight_bytes([node, *partition.upstream[node]])
-        if inside > INDIVISIBLE * whole:
-            raise ModelError(
-                f"{describe_node(node)}, of kind {node.op_type}, holds {inside / whole:.0%} of the model's weights, "
-                f"and splitc does not cut inside control flow: {_way_out(analysis.graph, node)}, or name one device"
-            )
-
-
-def _way_out(graph: Graph, node: ir.Node) -> str:
-    """What a user can do about control flow: decide an If beforehand, where the inputs that decide it are no data."""
-    deciding = _deciding_inputs(graph, node) if node.op_type == "If" else []
-    if not deciding:
-        return "export the model without it"
-    values = " and ".join(f"--set {value.name}={_example(value)}" for value in deciding)
-    names = ", ".join(f"'{value.name}'" for value in deciding)
-    return f"what decides it is the input {names}, so bind it to a constant, as in {values}"
-
-
-def _deciding_inputs(graph: Graph, node: ir.Node) -> list[ir.Value]:
-    """The model's inputs that an If's condition follows from; none if one of them is of more than a few elements."""
-    found: dict[ir.Value, None] = {}
-    stack = [value for value in node.inputs if value is not None]
-    seen = set(stack)
-    while stack:
-        value = stack.pop()
-        producer = value.producer()
-        if value.is_graph_input():
-            found[value] = None
-        new = [each for each in (graph.reads[producer] if producer is not None else ()) if each not in seen]
-        seen.update(new)
-        stack += new
-    sizes = (value.shape.numpy() if value.shape is not None and value.shape.is_static() else None for value in found)
-    return list(found) if all(shape is not None and math.prod(shape) <= FEW for shape in sizes) else []
-
-
-def _example(value: ir.Value) -> str:
-    return "true" if value.dtype == ir.DataType.BOOL else "VALUE"
 
 
 def analyze(

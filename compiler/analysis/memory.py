@@ -2,43 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from splitc.compiler.analysis.blocks import Partition
 from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.analysis.liveness import liveness
-from splitc.compiler.lowering.stages import Stage
-from splitc.compiler.sharding.sharded_model import TensorSplit
+from splitc.compiler.analysis.stages import Stage
 from splitc.runtime.manifest import State
 
 
 @dataclass(frozen=True)
-class HeldParts:
-    """The bytes of the parts that a rank holds: of each weight, and of any value that is computed."""
+class Held:
+    """The bytes that a rank holds of values that are sharded: of each weight, and of any value that is computed."""
 
     weights: Mapping[ir.Value, int]
     size: Callable[[ir.Value], int]
-
-
-def held_parts(costs: Costs, split: TensorSplit, nodes: Collection[ir.Node], part: int) -> HeldParts:
-    """What one rank of a group holds of the nodes' weights, and of values."""
-    shards, size = split.shards(part), costs.value_bytes
-    own = frozenset(nodes)
-    parts: dict[tuple[ir.Value, bytes], int] = {}
-    for node, operation in split.axis_map.operations.items():
-        for value, axes in zip(node.inputs, operation.inputs) if node in own else ():
-            if value is not None and value.is_initializer():
-                parts[value, shards.key(axes)] = int(size(value) * shards.share(axes))
-    weights: dict[ir.Value, int] = dict.fromkeys(costs.weights(nodes), 0)
-    for (value, _), held in parts.items():
-        weights[value] += held
-    for value in weights:  # what only subgraphs read is whole
-        weights[value] = weights[value] or size(value)
-    return HeldParts(weights, lambda value: int(size(value) * shards.share(split.axes(value))))
 
 
 @dataclass(frozen=True)
@@ -61,7 +41,7 @@ class StageMemory:
         return self.weights + self.engines + max(self.activations + self.cache, self.loading)
 
 
-def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: HeldParts | None = None) -> StageMemory:
+def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held | None = None) -> StageMemory:
     """Predict what a rank holds with the bound shapes: all of a stage, or the parts in `held`.
 
     What goes in and out is held for the whole run, as ONNX Runtime does with bound inputs and outputs; in between a
@@ -90,87 +70,3 @@ def largest_product_weight(costs: Costs, nodes: Iterable[ir.Node]) -> int:
 def state_names(states: Iterable[State]) -> frozenset[str]:
     """The names of all inputs and outputs that are states."""
     return frozenset(name for state in states for name in (state.input, state.output))
-
-
-class RangeMemory:
-    """`stage_memory` for every run of blocks, quickly, and never less than what the stage will hold.
-
-    The planner asks for thousands of runs, so all is put together from what is known of single blocks.
-    """
-
-    def __init__(self, costs: Costs, states: Sequence[State], partition: Partition) -> None:
-        self._costs = costs
-        blocks = partition.blocks
-        names = state_names(states)
-        outputs = frozenset(costs.graph.graph.outputs)
-        self._weights = [frozenset(costs.weights(partition.with_free(block))) for block in blocks]
-        self._weight_bytes: dict[tuple[int, int], int] = {}
-        self._loading = [largest_product_weight(costs, block.nodes) for block in blocks]
-        self._free = [self._free_values(block.nodes, partition) for block in blocks]
-        # What the caller feeds a block and gets from it.
-        self._cache, self._ends = [0] * len(blocks), [0] * len(blocks)
-        for number, block in enumerate(blocks):
-            reads = {value for node in partition.with_free(block) for value in costs.graph.reads[node]}
-            made = {value for node in block.nodes for value in node.outputs}
-            for value in {value for value in reads if value.is_graph_input()} | (made & outputs):
-                held = self._cache if value.name in names else self._ends
-                held[number] += costs.value_bytes(value)
-        home = {node: number for number, block in enumerate(blocks) for node in block.nodes}
-        # What crosses each cut: the value, the block that makes it, and those that read it.
-        self._crossing: list[list[tuple[ir.Value, int, set[int]]]] = [[] for _ in range(len(blocks) + 1)]
-        for value, (maker, readers) in self._uses(home).items():
-            for cut in range(maker + 1, max(readers) + 1):
-                self._crossing[cut].append((value, maker, readers))
-        self.cut_bytes = [sum(costs.value_bytes(value) for value, _, _ in crossing) for crossing in self._crossing]
-        passing = {value for crossing in self._crossing for value, _, _ in crossing}
-        self._inside = self._peaks_inside(partition, passing | outputs)
-
-    def _free_values(self, nodes: Iterable[ir.Node], partition: Partition) -> frozenset[ir.Value]:
-        """What free nodes make that the blocks' nodes read: it may live as long as the stage."""
-        reads = (value for node in nodes for value in self._costs.graph.reads[node])
-        return frozenset(value for value in reads if value.producer() in partition.free)
-
-    def _uses(self, home: Mapping[ir.Node, int]) -> dict[ir.Value, tuple[int, set[int]]]:
-        """For each value that a block makes that block, and those that read it."""
-        uses: dict[ir.Value, tuple[int, set[int]]] = {}
-        for node, number in home.items():
-            for value in self._costs.graph.reads[node]:
-                producer = value.producer()
-                if producer is not None and producer in home:
-                    uses.setdefault(value, (home[producer], set()))[1].add(number)
-        return uses
-
-    def _peaks_inside(self, partition: Partition, ends: AbstractSet[ir.Value]) -> list[int]:
-        """For each block the most bytes alive of what is made and read in it alone."""
-
-        def size(value: ir.Value) -> int:
-            return 0 if value in ends else self._costs.value_bytes(value)
-
-        reads = self._costs.graph.reads.__getitem__
-        return [max(liveness(block.nodes, reads, size).running, default=0) for block in partition.blocks]
-
-    def weights(self, start: int, end: int) -> int:
-        """Bytes of the weights of the blocks from `start` to before `end`; one that several read counts once."""
-        if (start, end) not in self._weight_bytes:
-            seen: set[ir.Value] = set()
-            total = 0
-            for number in range(start, len(self._weights)):
-                total += sum(self._costs.value_bytes(weight) for weight in self._weights[number] - seen)
-                seen |= self._weights[number]
-                self._weight_bytes[start, number + 1] = total
-        return self._weight_bytes[start, end]
-
-    def total(self, start: int, end: int) -> int:
-        """Bytes of weights, cache and activations of the blocks from `start` to before `end`."""
-        size = self._costs.value_bytes
-        free = frozenset[ir.Value]().union(*self._free[start:end])
-        held = {value for value, _, readers in self._crossing[start] if any(start <= r < end for r in readers)}
-        held |= {value for value, maker, _ in self._crossing[end] if maker >= start}
-        peak = 0
-        for number in range(start, end):
-            inner = [cut for cut in (number, number + 1) if start < cut < end]
-            passing = {value for cut in inner for value, maker, _ in self._crossing[cut] if maker >= start}
-            peak = max(peak, self._inside[number] + sum(map(size, passing - held)))
-        activations = sum(self._ends[start:end]) + peak + sum(map(size, free | held))
-        running = activations + sum(self._cache[start:end])
-        return self.weights(start, end) + max(running, *self._loading[start:end])

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -14,13 +13,12 @@ import numpy.typing as npt
 import onnx_ir as ir
 import sympy
 
+from splitc.compiler.frontend.asked_shapes import Shape
 from splitc.compiler.frontend.folding import fold_shapes, take_branches
 from splitc.compiler.frontend.inference import infer_shapes_and_types
 from splitc.compiler.frontend.optional import optional_inputs
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.units import format_shape
-
-Shape = tuple[int, ...]
 
 # Sizes of what nothing binds: the first dimension of an input, as a rule the batch, and any other.
 DEFAULT_BATCH, DEFAULT_LENGTH = 1, 16
@@ -38,51 +36,6 @@ class BoundShapes:
     uncertain: frozenset[str]
     constants: Mapping[str, npt.NDArray[Any]]
     observed: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True)
-class AskedShapes:
-    """Inputs' shapes by name as a user gives them: the one to plan for, or the ends of a range and its typical shape.
-
-    Of an input of which less is given, one stands for the other.
-    """
-
-    shapes: Mapping[str, Shape] = field(default_factory=dict)
-    smallest: Mapping[str, Shape] = field(default_factory=dict)
-    typical: Mapping[str, Shape] = field(default_factory=dict)
-    largest: Mapping[str, Shape] = field(default_factory=dict)
-
-    def three(self) -> tuple[dict[str, Shape], dict[str, Shape], dict[str, Shape]]:
-        """The smallest, the typical and the largest shapes."""
-        return (
-            {**self.largest, **self.typical, **self.shapes, **self.smallest},
-            {**self.smallest, **self.largest, **self.shapes, **self.typical},
-            {**self.smallest, **self.typical, **self.shapes, **self.largest},
-        )
-
-
-def check_order(smallest: Mapping[str, Shape], typical: Mapping[str, Shape], largest: Mapping[str, Shape]) -> None:
-    """Raise MisuseError unless each size of an input grows from the smallest to the largest shape."""
-    for name, high in largest.items():
-        low, middle = smallest[name], typical[name]
-        if any(not a <= b <= c for a, b, c in zip(low, middle, high)):
-            given = ", ".join(map(format_shape, (low, middle, high)))
-            raise MisuseError(
-                f"the smallest, typical and largest shapes of '{name}' are {given}: these must not get smaller "
-                "(--min-shapes, --opt-shapes, --max-shapes)"
-            )
-
-
-def parse_shapes(texts: Sequence[str]) -> dict[str, Shape]:
-    """Shapes from `name:1x16` or polygraphy's `name:[1,16]`. A scalar is `name:[]`. Raises MisuseError."""
-    shapes = {}
-    for text in texts:
-        name, _, sizes = text.rpartition(":")
-        numbers = re.split(r"[x,]", sizes.strip().strip("[]").replace(" ", ""))
-        if not name or not all(number.isdigit() for number in numbers if number):
-            raise MisuseError(f"can't read the shape '{text}': write NAME:1x16 or NAME:[1,16]")
-        shapes[name] = tuple(int(number) for number in numbers if number)
-    return shapes
 
 
 def read_symbols(model: ir.Model) -> None:

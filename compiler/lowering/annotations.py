@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from splitc.compiler.sharding.sharded_model import TensorSplit
+from splitc.compiler.sharding.sharded_model import ShardedModel
 
 # The first IR version that has them. A model of an older one is not raised to it: not all engines read it.
 IR_VERSION = 11
 
 
-def annotate(graph: ir.Graph, split: TensorSplit, rank: int, stage: int) -> None:
+def annotate(graph: ir.Graph, split: ShardedModel, rank: int, stage: int) -> None:
     """Say for each node, in place, along which axes the values that it reads and makes are sharded over the ranks."""
     configuration = ir.ModelConfiguration(name="splitc", num_devices=split.ranks)
     shards = split.shards(rank)

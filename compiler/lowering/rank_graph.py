@@ -10,21 +10,22 @@ import numpy.typing as npt
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
+from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.frontend.optional import mark_part
 from splitc.compiler.lowering.size_rewriter import SizeRewriter
-from splitc.compiler.lowering.stages import Stage, stage_graph
+from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Factor
 from splitc.compiler.operators.operation import Axes, Operation
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.sharding.partial import chosen_atoms
-from splitc.compiler.sharding.sharded_model import TensorSplit
+from splitc.compiler.sharding.sharded_model import ShardedModel
 
 # The node that stands for a sum over the ranks: TensorRT's convention.
 COLLECTIVE = "DistCollective"
 
 
-def rank_graph(split: TensorSplit, stage: Stage, rank: int) -> ir.Graph:
+def rank_graph(split: ShardedModel, stage: Stage, rank: int) -> ir.Graph:
     """The stage's graph as one rank runs it.
 
     Values keep the model's names: a sum has the name of the value that it makes whole.
@@ -35,7 +36,7 @@ def rank_graph(split: TensorSplit, stage: Stage, rank: int) -> ir.Graph:
 class _RankGraph:
     """One rank's graph under construction."""
 
-    def __init__(self, split: TensorSplit, stage: Stage, rank: int) -> None:
+    def __init__(self, split: ShardedModel, stage: Stage, rank: int) -> None:
         self._split = split
         self._rank = rank
         self._shards = split.shards(rank)

@@ -6,65 +6,60 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from splitc.compiler.analysis.facts import Analysis, analyze, check_divisible
+from splitc.compiler.analysis.divisibility import check_divisible
+from splitc.compiler.analysis.facts import Analysis, analyze
 from splitc.compiler.model_errors import CannotSplitError
-from splitc.compiler.modes.auto import PLANNERS, plan_auto
-from splitc.compiler.planning.budgets import check_shares, find_budgets
-from splitc.compiler.planning.plan import Plan, Request
-from splitc.compiler.planning.stage_search import OBJECTIVES
-from splitc.compiler.sharding.row_split import LEAST_SIDE
+from splitc.compiler.modes.auto import plan_auto
+from splitc.compiler.modes.table import AUTO, FALLBACKS, MODES, find_mode
+from splitc.compiler.planning.plan import Plan
+from splitc.compiler.planning.request import OBJECTIVES, Request
+from splitc.compiler.planning.resources import BlockTimer, Resources, check_shares, find_budgets
 from splitc.runtime.devices import Device, parse_devices
 from splitc.runtime.engines.kinds import choose_engine
 from splitc.runtime.errors import MisuseError
 
-MODES = ("auto", *PLANNERS)
-# The modes that any model can be split in.
-FALLBACKS = ("layer",)
 
-
-def plan_model(model: str | Path, devices: Sequence[Device] | Sequence[str], request: Request = Request()) -> Plan:
-    """Decide what of the model each device holds. `devices` may be names, as in `["cpu0", "cpu1"]`.
-
-    Raises MisuseError for a request that contradicts itself or the model, ModelError for a model that can't be used,
-    CannotSplitError for one that this mode can't split (with `fallback`, the plan is in that mode then, and says so),
-    DoesNotFitError when the devices can't hold it.
-    """
+def make_plan(
+    model: Path, devices: Sequence[Device] | Sequence[str], request: Request, timer: BlockTimer | None = None
+) -> Plan:
+    """Decide what of the model each device holds; blocks are timed by `timer`, or estimated. See `plan_model`."""
     devices = parse_devices([str(device) for device in devices])
     _check_request(request)
     choose_engine(request.engine, devices)  # what is wrong with it is said before the model is read
     check_shares(request.tensor_split, len(devices))
     budgets = find_budgets(devices, request.memory, request.headroom)
-    if request.split_mode == "auto":
-        return plan_auto(Path(model), devices, budgets, request)
+    resources = Resources(tuple(devices), tuple(budgets), request.threads, timer)
+    if request.split_mode == AUTO:
+        return plan_auto(model, resources, request)
     try:
-        return PLANNERS[request.split_mode](_analyze(Path(model), devices, request), devices, budgets, request)
+        return _plan_in_mode(model, resources, request)
     except CannotSplitError as error:
         if request.fallback is None:
             raise
         reason = str(error)
-    request = replace(request, split_mode=request.fallback)
-    plan = PLANNERS[request.split_mode](_analyze(Path(model), devices, request), devices, budgets, request)
-    return replace(plan, warnings=(f"split by {request.split_mode} instead: {reason}", *plan.warnings))
+    plan = _plan_in_mode(model, resources, replace(request, split_mode=request.fallback))
+    return replace(plan, warnings=(f"split by {request.fallback} instead: {reason}", *plan.warnings))
+
+
+def _plan_in_mode(model: Path, resources: Resources, request: Request) -> Plan:
+    mode = find_mode(request.split_mode)
+    analysis = _analyze(model, mode.stages(request, len(resources.devices)), request)
+    return mode.plan(analysis, resources, request)
 
 
 def _check_request(request: Request) -> None:
     """Raise MisuseError for a word that is none, and for an option of another mode."""
-    if request.split_mode not in MODES:
-        raise MisuseError(f"unknown split mode '{request.split_mode}': there are {', '.join(MODES)}")
+    modes = (AUTO, *MODES)
+    if request.split_mode not in modes:
+        raise MisuseError(f"unknown split mode '{request.split_mode}': there are {', '.join(modes)}")
     if request.objective not in OBJECTIVES:
         raise MisuseError(f"unknown objective '{request.objective}': there are {', '.join(OBJECTIVES)}")
     if request.fallback is not None and request.fallback not in FALLBACKS:
         raise MisuseError(f"unknown fallback '{request.fallback}': there is {', '.join(FALLBACKS)}")
-    if request.pipeline_stages != 1 and request.split_mode != "tensor":
-        raise MisuseError("--pipeline-stages is for --split-mode tensor; layer mode makes a stage for each device")
-    if request.main_device is not None and request.split_mode != "row":
-        raise MisuseError("--main-device is for --split-mode row; in other modes no device is the main one")
-    if request.row_min != LEAST_SIDE and request.split_mode != "row":
-        raise MisuseError("--row-min is for --split-mode row")
+    request.check_modes()
 
 
-def _analyze(model: Path, devices: Sequence[Device], request: Request) -> Analysis:
-    stages = len(devices) if request.split_mode == "layer" else request.pipeline_stages
+def _analyze(model: Path, stages: int, request: Request) -> Analysis:
     analysis = analyze(model, request.asked_shapes, stages, request.settings)
     if stages > 1:
         check_divisible(analysis)

@@ -1,129 +1,140 @@
-"""Layer mode: which blocks each device holds, and the plan that follows."""
+"""Layer mode: consecutive blocks to each device."""
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from splitc.compiler.analysis.facts import Analysis
-from splitc.compiler.analysis.memory import RangeMemory, stage_memory
-from splitc.compiler.lowering.stages import Stage, split_layers
-from splitc.compiler.planning.budgets import Budget, as_shares, block_seconds
-from splitc.compiler.planning.plan import CutPlan, Plan, RankPlan, Repeated, Request, assemble
-from splitc.compiler.planning.stage_search import Assignment, StageCosts, Target, plan_stages
-from splitc.runtime.devices import Device
+from splitc.compiler.analysis.memory import stage_memory
+from splitc.compiler.analysis.stages import divide_blocks
+from splitc.compiler.frontend.shapes import BoundShapes
+from splitc.compiler.lowering.programs import names, stage_program
+from splitc.compiler.lowering.segments import Segment
+from splitc.compiler.lowering.stage_graph import stage_graph
+from splitc.compiler.modes.mode import Mode, Way
+from splitc.compiler.modes.pipeline import choose_stages, predict_pipeline, rematerialized, stage_cuts
+from splitc.compiler.planning.assembly import assemble
+from splitc.compiler.planning.clock import Clock, Prediction
+from splitc.compiler.planning.plan import Plan
+from splitc.compiler.planning.plan_file import PlanFile
+from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
+from splitc.compiler.planning.request import Request
+from splitc.compiler.planning.resources import Resources
+from splitc.compiler.planning.split import RankProgram
+from splitc.compiler.planning.stage_search import Assignment, Target
+from splitc.compiler.sharding.axis_map import AxisMap, find_axes
+from splitc.compiler.sharding.probe_sizes import bind_probe_sizes
 from splitc.runtime.errors import DoesNotFitError
-
-# How much slower the slowest stage may be for fewer bytes cut and more even memory: times are not known better than
-# that, where they were measured and where they are estimated.
-SLACK_MEASURED, SLACK_ESTIMATED = 0.02, 0.1
-# How many times its share of the weights (as budgets go) a device may hold, for the sake of speed.
-UNEVEN = 1.6
+from splitc.runtime.units import format_bytes
 
 
-def plan_layers(analysis: Analysis, devices: Sequence[Device], budgets: Sequence[Budget], request: Request) -> Plan:
+@dataclass(frozen=True)
+class LayerSplit:
+    """Whole nodes on each rank, and nothing of the model's computation changed."""
+
+    analysis: Analysis
+    rewrites = False
+    fixes_ranks = False
+    is_radial = False
+    collectives = 0
+
+    @cached_property
+    def axis_map(self) -> AxisMap:
+        return find_axes(self.analysis.graph, self.probe_shapes)
+
+    @cached_property
+    def probe_shapes(self) -> BoundShapes:
+        return bind_probe_sizes(self.analysis.graph, self.analysis.shapes, self.analysis.costs.certain)
+
+    def exchanged_bytes(self, cuts: Sequence[CutPlan]) -> int:
+        return 0
+
+    def more_sessions(self, rank: RankPlan) -> int:
+        return 0
+
+    def predict(self, ranks: Sequence[RankPlan], cuts: Sequence[CutPlan], clock: Clock) -> Prediction:
+        def stage_seconds(members: Sequence[RankPlan], at_once: int) -> float:
+            (rank,) = members
+            own = rank.seconds if clock.profiled else clock.seconds(rank, rank.stage.nodes, at_once)
+            return own * max(1.0, clock.crowd(1)) + clock.feeding(rank) + clock.start(rank)
+
+        return predict_pipeline(ranks, cuts, clock, stage_seconds)
+
+    def program(self, ranks: Sequence[RankPlan], number: int, engine: str) -> RankProgram:
+        stage = ranks[number].stage
+        segment = Segment(stage_graph(self.analysis.graph, stage), ())
+        return stage_program(ranks, number, [segment], names(stage.outputs))
+
+    def axis_fates(self) -> None:
+        return None
+
+    def file_fields(self) -> Mapping[str, Any]:
+        return {}
+
+
+def plan_layers(analysis: Analysis, resources: Resources, request: Request) -> Plan:
     """Decide which blocks each device holds.
 
     Raises DoesNotFitError when the devices can't hold the model, MisuseError for more devices than blocks.
     """
-    seconds = block_seconds(analysis, devices, request)
+    seconds = resources.block_seconds(analysis)
+    devices = resources.devices
     shares = request.tensor_split or [1.0] * len(devices)
-    targets = [Target(str(device), share, budget) for device, share, budget in zip(devices, shares, budgets)]
-    chosen = choose_stages(analysis, seconds, targets, request)
-    return make_plan(analysis, [devices[each.target] for each in chosen], chosen, budgets, seconds, request)
+    targets = [
+        Target(str(device), share, budget)
+        for device, share, budget in zip(devices, shares, resources.budgets, strict=True)
+    ]
+    return _make_plan(analysis, resources, request, choose_stages(analysis, seconds, targets, request), seconds)
 
 
-def choose_stages(
-    analysis: Analysis, seconds: Sequence[float], targets: Sequence[Target], request: Request
-) -> list[Assignment]:
-    """The runs of blocks that are best for the targets. `seconds` are the blocks' times."""
-    memory = RangeMemory(analysis.costs, analysis.states, analysis.partition)
-
-    def load(start: int, end: int) -> float:
-        if request.tensor_split:  # users' shares are of the weights: that is what they see fill their devices
-            return memory.weights(start, end)
-        return sum(seconds[start:end])
-
-    costs = StageCosts(
-        names=[block.name for block in analysis.partition.blocks],
-        load=load,
-        weights=memory.weights,
-        memory=cache(memory.total),  # the search asks for the same runs again for each target
-        cut=memory.cut_bytes.__getitem__,
-        link=lambda _: 0.0,  # CPU devices share their memory
-    )
-    return _choose(costs, targets, request)
-
-
-def _choose(costs: StageCosts, targets: Sequence[Target], request: Request) -> list[Assignment]:
-    """The planner's choice; for throughput, with the weights spread evenly enough (see UNEVEN).
-
-    In a convolutional network the first stages take the time and the last hold the weights: going by time alone, one
-    device would be full and the others empty. Where blocks are too large for the limit, it is raised until they fit.
-    """
-    spread = request.spread or request.tensor_split is not None
-    slack = SLACK_MEASURED if request.profile else SLACK_ESTIMATED
-    uneven = UNEVEN if request.objective == "throughput" and not request.tensor_split else math.inf
-    weights, shares = costs.weights(0, len(costs.names)), as_shares([target.budget for target in targets])
-    while uneven < len(targets):
-        limited = [
-            replace(target, most_weights=int(uneven * weights * share / sum(shares)))
-            for target, share in zip(targets, shares)
-        ]
-        with contextlib.suppress(DoesNotFitError):
-            return plan_stages(costs, limited, objective=request.objective, spread=spread, slack=slack)
-        uneven *= 1.25
-    return plan_stages(costs, targets, objective=request.objective, spread=spread, slack=slack)
-
-
-def make_plan(
+def _make_plan(
     analysis: Analysis,
-    devices: Sequence[Device],
-    chosen: Sequence[Assignment],
-    budgets: Sequence[Budget],
-    seconds: Sequence[float],
+    resources: Resources,
     request: Request,
+    chosen: Sequence[Assignment],
+    seconds: Sequence[float],
 ) -> Plan:
     """The plan that puts the chosen runs of blocks on the devices, one each, with all that follows from that."""
-    stages = split_layers(analysis.graph, analysis.partition, [each.end for each in chosen])
+    stages = divide_blocks(analysis.graph, analysis.partition, [each.end for each in chosen])
     ranks = [
         RankPlan(
-            device,
-            budgets[each.target],
+            resources.devices[each.target],
+            resources.budgets[each.target],
             1.0,
             stage,
             number,
             0,
             stage_memory(analysis.costs, analysis.states, stage),
             sum(seconds[each.start : each.end]),
-            repeated(analysis, stages, number),
+            rematerialized(analysis, stages, number),
         )
-        for number, (device, each, stage) in enumerate(zip(devices, chosen, stages))
+        for number, (each, stage) in enumerate(zip(chosen, stages, strict=True))
     ]
-    return assemble(analysis, request, ranks, stage_cuts(analysis, stages))
+    return assemble(analysis, request, LayerSplit(analysis), ranks, stage_cuts(analysis, stages))
 
 
-def repeated(analysis: Analysis, stages: Sequence[Stage], number: int) -> Repeated:
-    """What stage `number` has in common with those before it: free nodes, and weights that more than one reads."""
-    costs = analysis.costs
-    before = {node for stage in stages[:number] for node in stage.nodes}
-    again = [node for node in stages[number].nodes if node in before]
-    held = set(costs.weights(before))
-    weights = sum(costs.value_bytes(weight) for weight in costs.weights(stages[number].nodes) if weight in held)
-    own = (node for block in stages[number].blocks for node in block.nodes)
-    read = {value for node in own for value in analysis.graph.reads[node] if value.producer() in before}
-    unsent = sum(costs.value_bytes(value) for value in read if value not in stages[number].receives)
-    return Repeated(len(again), sum(map(costs.flops, again)), weights, unsent)
+def _replan(
+    analysis: Analysis, resources: Resources, request: Request, file: PlanFile, chosen: Sequence[Assignment]
+) -> Plan:
+    """The plan of a file. Raises DoesNotFitError, naming the blocks, when a rank needs more than its budget."""
+    plan = _make_plan(analysis, resources, request, chosen, resources.block_seconds(analysis))
+    for rank in plan.ranks:
+        if rank.missing:
+            need, have = format_bytes(rank.memory.total), format_bytes(rank.budget)
+            first, last = rank.stage.blocks[0].name, rank.stage.blocks[-1].name
+            raise DoesNotFitError(
+                f"the plan puts {first} to {last} on {rank.device}, which needs {need} and may use {have}: "
+                "move blocks to other ranks, or raise its budget_bytes"
+            )
+    return plan
 
 
-def stage_cuts(analysis: Analysis, stages: Sequence[Stage]) -> list[CutPlan]:
-    """For each cut the values that pass it: made before it, and received after it."""
-    cuts = []
-    for number in range(1, len(stages)):
-        made = {value for stage in stages[:number] for value in stage.sends}
-        values = dict.fromkeys(value for stage in stages[number:] for value in stage.receives if value in made)
-        cuts.append(CutPlan(tuple(values), sum(map(analysis.costs.value_bytes, values))))
-    return cuts
+def _ways(count: int, numbers: Sequence[int]) -> list[Way]:
+    """A stage on each of so many devices."""
+    return [Way(number, number) for number in numbers]
+
+
+MODE = Mode(stages=lambda request, devices: devices, ways=_ways, plan=plan_layers, replan=_replan)

@@ -1,25 +1,43 @@
-"""Row mode: the model on its main device, and slices of its large matmul weights on all."""
+"""Row mode: the model on its main device, and slices of its large matmul weights on all.
+
+Llama.cpp's name: a matrix of N outputs has N rows there, and each device gets some. Megatron calls it column-parallel.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
 
 import onnx_ir as ir
 
 from splitc.compiler.analysis.costs import NOMINAL
 from splitc.compiler.analysis.facts import Analysis
-from splitc.compiler.analysis.memory import StageMemory, held_parts, stage_memory
-from splitc.compiler.lowering.exchange import find_rounds, product_stage
-from splitc.compiler.lowering.stages import Stage, split_layers
+from splitc.compiler.analysis.memory import StageMemory, stage_memory
+from splitc.compiler.analysis.stages import Stage, divide_blocks
+from splitc.compiler.frontend.shapes import BoundShapes
+from splitc.compiler.lowering.row_graphs import find_rounds, product_stage
+from splitc.compiler.lowering.row_programs import helper_program, main_program
 from splitc.compiler.model_errors import CannotSplitError
-from splitc.compiler.planning.budgets import Budget, as_shares, block_seconds
-from splitc.compiler.planning.plan import CutPlan, Plan, RankPlan, Repeated, Request, assemble, check_memory
+from splitc.compiler.modes.mode import Mode, Way
+from splitc.compiler.planning.assembly import assemble, check_memory
+from splitc.compiler.planning.clock import JITTER, Clock, Prediction
+from splitc.compiler.planning.plan import Plan
+from splitc.compiler.planning.plan_file import PlanFile, check_file_shares
+from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
+from splitc.compiler.planning.request import Request
+from splitc.compiler.planning.resources import Budget, Resources, as_shares
+from splitc.compiler.planning.split import RankProgram
+from splitc.compiler.planning.stage_search import Assignment
+from splitc.compiler.sharding.axis_map import AxisMap, find_axes
+from splitc.compiler.sharding.held import held_shards
+from splitc.compiler.sharding.probe_sizes import bind_probe_sizes
+from splitc.compiler.sharding.products import Product, Products, find_products
 from splitc.compiler.sharding.report import sliced_weights
-from splitc.compiler.sharding.row_split import LEAST_SIDE, Product, Products, RowSplit, find_products, slice_products
-from splitc.runtime.devices import Device, parse_devices
+from splitc.compiler.sharding.slices import SlicedProducts, slice_products
+from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.units import format_bytes
 
@@ -30,87 +48,139 @@ LEAST_SHARE = 0.1
 # Weights, and kinds of operators, that are named where nothing can be sliced.
 NAMED, KINDS = 5, 3
 
-T = TypeVar("T")
+
+@dataclass(frozen=True)
+class RowSplit:
+    """The main rank runs the model; each rank multiplies with its slices of matrices of at least `row_min` squared."""
+
+    analysis: Analysis
+    sliced: SlicedProducts
+    row_min: int
+    rewrites = True
+    fixes_ranks = False
+    is_radial = True
+
+    @cached_property
+    def axis_map(self) -> AxisMap:
+        return find_axes(self.analysis.graph, self.probe_shapes)
+
+    @cached_property
+    def probe_shapes(self) -> BoundShapes:
+        return bind_probe_sizes(self.analysis.graph, self.analysis.shapes, self.analysis.costs.certain)
+
+    @property
+    def collectives(self) -> int:
+        return len(self.sliced.rounds)
+
+    def exchanged_bytes(self, cuts: Sequence[CutPlan]) -> int:
+        return sum(cut.bytes for cut in cuts)
+
+    def more_sessions(self, rank: RankPlan) -> int:
+        rounds = len(self.sliced.rounds)
+        return 2 * rounds if rank.part == 0 else rounds - 1
+
+    def predict(self, ranks: Sequence[RankPlan], cuts: Sequence[CutPlan], clock: Clock) -> Prediction:
+        """The main rank's own work, and in each round the slowest slice and what is sent there and back.
+
+        The main rank waits for the others, so a stream is no faster than its requests.
+        """
+        main, *others = ranks
+        own = [node for node in main.stage.nodes if node.outputs[0].name not in self.sliced.products]
+        total = clock.seconds(main, own, 1) + clock.feeding(main)
+        link = clock.copy(main, others[0])
+        for products in self.sliced.rounds:
+            nodes = [product.node for product in products]
+            slowest = max(clock.seconds(rank, nodes, len(ranks), partial(self._share, rank.part)) for rank in ranks)
+            total += slowest * (1 + JITTER) * max(1.0, clock.crowd(len(ranks)))
+            total += 2 * (link.latency + clock.cold(main) + clock.start(main))
+        # What comes back is copied once more, to where it is put together.
+        results = (product.result for product in self.sliced.products.values())
+        joined = sum(map(self.analysis.costs.value_bytes, results))
+        latency = total + self.exchanged_bytes(cuts) * link.per_byte + clock.copying(main, joined)
+        return Prediction(latency, latency)
+
+    def _share(self, part: int, node: ir.Node) -> float:
+        """The share of a node's work that a rank has."""
+        product = self.sliced.products.get(node.outputs[0].name or "")
+        return 1.0 if product is None else self.sliced.share(part, product)
+
+    def program(self, ranks: Sequence[RankPlan], number: int, engine: str) -> RankProgram:
+        return helper_program(self.sliced, number) if number else main_program(self.sliced, ranks[0].stage)
+
+    def axis_fates(self) -> None:
+        return None
+
+    def file_fields(self) -> Mapping[str, Any]:
+        return {"row_min": self.row_min}
 
 
-def plan_rows(analysis: Analysis, devices: Sequence[Device], budgets: Sequence[Budget], request: Request) -> Plan:
+def plan_rows(analysis: Analysis, resources: Resources, request: Request) -> Plan:
     """Decide what of the large matmul weights each device holds; the main device comes first, and holds all else.
 
     Raises MisuseError for less than two devices or a main device that is none of them, CannotSplitError when there is
     too little to slice or a device would get nothing of it, DoesNotFitError when a rank needs more than its budget.
     """
-    if len(devices) < 2:
-        raise MisuseError(f"row mode needs two devices or more, and there is {len(devices)}")
-    main = _find_main(devices, request)
-    devices, budgets = _first(main, devices), _first(main, budgets)
-    shares = None if request.tensor_split is None else _first(main, request.tensor_split)
-    plan = make_row_plan(analysis, devices, budgets, shares, request)
-    check_memory(plan, WHOLE)
-    return plan
+    count = len(resources.devices)
+    if count < 2:
+        raise MisuseError(f"row mode needs two devices or more, and there is {count}")
+    order = _main_first(resources, request)
+    shares = None if request.tensor_split is None else [request.tensor_split[number] for number in order]
+    return _make_plan(analysis, resources.take(order), request, shares)
 
 
-def _find_main(devices: Sequence[Device], request: Request) -> int:
-    """The place of the main device."""
+def _main_first(resources: Resources, request: Request) -> list[int]:
+    """The devices' numbers, that of the main one before the others."""
+    numbers = list(range(len(resources.devices)))
     if request.main_device is None:
-        return 0
+        return numbers
     named = parse_devices([request.main_device])
-    if len(named) > 1 or named[0] not in devices:
+    if len(named) > 1 or named[0] not in resources.devices:
         raise MisuseError(
-            f"--main-device names '{request.main_device}', and the devices are {', '.join(map(str, devices))}"
+            f"--main-device names '{request.main_device}', and the devices are {', '.join(map(str, resources.devices))}"
         )
-    return devices.index(named[0])
+    main = resources.devices.index(named[0])
+    return [main, *(number for number in numbers if number != main)]
 
 
-def _first(number: int, items: Sequence[T]) -> list[T]:
-    """The items with that of a number before the others."""
-    return [items[number], *items[:number], *items[number + 1 :]]
-
-
-def make_row_plan(
-    analysis: Analysis,
-    devices: Sequence[Device],
-    budgets: Sequence[Budget],
-    shares: Sequence[float] | None,
-    request: Request,
-) -> Plan:
+def _make_plan(analysis: Analysis, resources: Resources, request: Request, shares: Sequence[float] | None) -> Plan:
     """The plan that slices weights by the shares, the first of which is the main device's.
 
     Without shares they are what each budget leaves beside what the device must hold anyway.
     """
-    (stage,) = split_layers(analysis.graph, analysis.partition, [len(analysis.partition.blocks)])
+    devices, budgets = resources.devices, resources.budgets
+    (stage,) = divide_blocks(analysis.graph, analysis.partition, [len(analysis.partition.blocks)])
     products = find_products(analysis, request.row_min)
     _check_worth(analysis, products, request.row_min)
     if shares is None:
         shares = _free_shares(analysis, stage, products, budgets)
-    split = _slice(analysis, stage, products, [float(share) for share in shares], request.row_min)
-    _check_parts(split, devices, shares)
-    seconds = _rank_seconds(analysis, devices, split, request)
+    sliced = _slice(analysis, stage, products, [float(share) for share in shares])
+    _check_slices(sliced, resources, shares)
+    seconds = _rank_seconds(analysis, resources, sliced)
     ranks = [
         RankPlan(
             device,
             budgets[number],
             float(shares[number]),
-            _rank_stage(analysis, split, stage, number),
+            _rank_stage(analysis, sliced, stage, number),
             0,
             number,
-            _rank_memory(analysis, split, stage, number),
+            _rank_memory(analysis, sliced, stage, number),
             seconds[number],
-            Repeated(0, 0, 0, 0),
         )
         for number, device in enumerate(devices)
     ]
-    weights = sliced_weights(analysis, products, split.columns)
-    cuts = [_crossing(analysis, split, number) for number in range(1, len(devices))]
-    return assemble(analysis, request, ranks, cuts, rows=split, weights=weights, whole=WHOLE)
+    weights = sliced_weights(analysis, products, sliced.columns)
+    cuts = [_crossing(analysis, sliced, number) for number in range(1, len(devices))]
+    plan = assemble(analysis, request, RowSplit(analysis, sliced, request.row_min), ranks, cuts, weights, WHOLE)
+    check_memory(plan, WHOLE)
+    return plan
 
 
-def _slice(
-    analysis: Analysis, stage: Stage, products: Products, shares: Sequence[float], least: int = LEAST_SIDE
-) -> RowSplit:
+def _slice(analysis: Analysis, stage: Stage, products: Products, shares: Sequence[float]) -> SlicedProducts:
     """The products sliced by the shares, in rounds; those that these leave to the main rank are none."""
     columns = slice_products(analysis.graph, products, shares, analysis.costs.value_bytes)
     sliced = [product for product in products.found if product.columns in columns.ranges]
-    return RowSplit(analysis.graph, least, find_rounds(analysis.graph, stage, sliced), columns)
+    return SlicedProducts(analysis.graph, find_rounds(analysis.graph, stage, sliced), columns)
 
 
 def _check_worth(analysis: Analysis, products: Products, least: int) -> None:
@@ -150,18 +220,18 @@ def _free_shares(analysis: Analysis, stage: Stage, products: Products, budgets: 
     return [float(each) for each in (left if any(left) else known if any(known) else [1] * count)]
 
 
-def _check_parts(split: RowSplit, devices: Sequence[Device], shares: Sequence[float]) -> None:
+def _check_slices(split: SlicedProducts, resources: Resources, shares: Sequence[float]) -> None:
     """Raise CannotSplitError when a device would have no column of anything."""
-    for number in range(1, len(devices)):
+    for number in range(1, len(resources.devices)):
         if not split.of_rank(number, list(split.products.values())):
             raise CannotSplitError(
-                f"row mode leaves nothing for rank {number} ({devices[number]}): its share is "
+                f"row mode leaves nothing for rank {number} ({resources.devices[number]}): its share is "
                 f"{shares[number] / sum(shares):.2%}, less than one column of any weight. Leave it out with -d, give "
                 "it a larger share (--tensor-split) or budget (--memory), or use --fallback layer."
             )
 
 
-def _rank_stage(analysis: Analysis, split: RowSplit, stage: Stage, number: int) -> Stage:
+def _rank_stage(analysis: Analysis, split: SlicedProducts, stage: Stage, number: int) -> Stage:
     """What a rank runs: the main one all of the model, the others products, with the blocks that these are of."""
     if number == 0:
         return stage
@@ -171,20 +241,20 @@ def _rank_stage(analysis: Analysis, split: RowSplit, stage: Stage, number: int) 
     return product_stage(analysis.graph, own, blocks)
 
 
-def _rank_memory(analysis: Analysis, split: RowSplit, stage: Stage, number: int) -> StageMemory:
+def _rank_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, number: int) -> StageMemory:
     """What a rank holds: the main one all but the others' slices, those what they multiply and their columns of it."""
     costs = analysis.costs
     own = split.of_rank(number, list(split.products.values()))
     if number == 0:
         elsewhere = {product.node for product in split.products.values()} - {product.node for product in own}
         nodes = [node for node in stage.nodes if node not in elsewhere]
-        held = replace(held_parts(costs, split.columns, nodes, 0), size=costs.value_bytes)
+        held = replace(held_shards(costs, split.columns, nodes, 0), size=costs.value_bytes)
         memory = stage_memory(costs, analysis.states, stage, held)
         # The columns of all ranks, beside what they make together.
         results = ([product.result for product in products] for products in split.rounds)
         joined = max((_sum(costs.value_bytes, each) for each in results), default=0)
         return replace(memory, activations=memory.activations + joined)
-    weights = held_parts(costs, split.columns, product_stage(analysis.graph, own).nodes, number).weights
+    weights = held_shards(costs, split.columns, product_stage(analysis.graph, own).nodes, number).weights
     running = 0
     for products in split.rounds:
         takes, gives = _exchanged(analysis, split, number, products)
@@ -193,7 +263,7 @@ def _rank_memory(analysis: Analysis, split: RowSplit, stage: Stage, number: int)
 
 
 def _exchanged(
-    analysis: Analysis, split: RowSplit, number: int, products: Iterable[Product]
+    analysis: Analysis, split: SlicedProducts, number: int, products: Iterable[Product]
 ) -> tuple[list[ir.Value], dict[ir.Value, int]]:
     """What a rank takes for its columns of some products, and what it gives with the bytes of its columns."""
     own = split.of_rank(number, list(products))
@@ -202,7 +272,7 @@ def _exchanged(
     return takes, gives
 
 
-def _crossing(analysis: Analysis, split: RowSplit, number: int) -> CutPlan:
+def _crossing(analysis: Analysis, split: SlicedProducts, number: int) -> CutPlan:
     """What passes between a rank and the main one in a run, both ways; what several rounds take is sent once."""
     takes, gives = _exchanged(analysis, split, number, split.products.values())
     crossing = _sum(analysis.costs.value_bytes, takes) + sum(gives.values())
@@ -213,14 +283,30 @@ def _sum(size: Callable[[ir.Value], int], values: Iterable[ir.Value]) -> int:
     return sum(map(size, values))
 
 
-def _rank_seconds(analysis: Analysis, devices: Sequence[Device], split: RowSplit, request: Request) -> list[float]:
+def _rank_seconds(analysis: Analysis, resources: Resources, split: SlicedProducts) -> list[float]:
     """Each rank's time a run: of the model's time products take a part, and of those each rank by its columns."""
-    speed, costs = NOMINAL[devices[0].kind], analysis.costs
-    whole = sum(block_seconds(analysis, devices, request))
+    speed, costs = NOMINAL[resources.devices[0].kind], analysis.costs
+    whole = sum(resources.block_seconds(analysis))
     estimated = sum(costs.seconds(node, speed) for node in analysis.graph.nodes) or 1.0
-    found = [0.0] * len(devices)
+    found = [0.0] * len(resources.devices)
     for product in split.products.values():
         share = costs.seconds(product.node, speed) / estimated
         for number in split.ranks(product):
             found[number] += whole * share * split.share(number, product)
     return [whole - sum(found[1:]), *found[1:]]
+
+
+def _replan(
+    analysis: Analysis, resources: Resources, request: Request, file: PlanFile, chosen: Sequence[Assignment]
+) -> Plan:
+    """The plan of a file. Only the main rank may have no share."""
+    check_file_shares(file.ranks, may_be_empty=1)
+    return _make_plan(analysis, resources, request, [rank.share for rank in file.ranks])
+
+
+def _ways(count: int, numbers: Sequence[int]) -> list[Way]:
+    """So many devices, the main one among them."""
+    return [Way(number) for number in numbers if number > 1]
+
+
+MODE = Mode(stages=lambda request, devices: request.pipeline_stages, ways=_ways, plan=plan_rows, replan=_replan)

@@ -1,107 +1,213 @@
-"""Tensor mode: groups of devices that share each block, and what each rank of a group holds."""
+"""Tensor mode: groups of devices share each block, and every rank of a group runs its shard of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
-from splitc.compiler.analysis.memory import held_parts, stage_memory
-from splitc.compiler.lowering.stages import split_layers
+from splitc.compiler.analysis.memory import stage_memory
+from splitc.compiler.analysis.stages import divide_blocks
+from splitc.compiler.frontend.shapes import BoundShapes
+from splitc.compiler.lowering.annotations import IR_VERSION, annotate
+from splitc.compiler.lowering.programs import kept_states, names, stage_program
+from splitc.compiler.lowering.rank_graph import COLLECTIVE, rank_graph
+from splitc.compiler.lowering.segments import Segment, cut_segments
 from splitc.compiler.model_errors import CannotSplitError
-from splitc.compiler.modes.layer import choose_stages, repeated, stage_cuts
-from splitc.compiler.planning.budgets import Budget, as_shares, block_seconds
-from splitc.compiler.planning.plan import Plan, RankPlan, Repeated, Request, assemble, check_memory
+from splitc.compiler.modes.mode import Mode, Way
+from splitc.compiler.modes.pipeline import choose_stages, predict_pipeline, rematerialized, stage_cuts
+from splitc.compiler.planning.assembly import assemble, check_memory
+from splitc.compiler.planning.clock import JITTER, SHARD, Clock, Prediction
+from splitc.compiler.planning.plan import Plan
+from splitc.compiler.planning.plan_file import PlanFile, check_file_shares
+from splitc.compiler.planning.rank_plan import CutPlan, RankPlan, Rematerialized
+from splitc.compiler.planning.request import Request
+from splitc.compiler.planning.resources import Budget, Resources
+from splitc.compiler.planning.split import RankProgram
 from splitc.compiler.planning.stage_search import Assignment, Target
-from splitc.compiler.sharding.report import SplitWeight, split_weights
-from splitc.compiler.sharding.sharded_model import TensorSplit, split_tensors
-from splitc.runtime.devices import Device
+from splitc.compiler.sharding.axis_map import AxisMap
+from splitc.compiler.sharding.held import held_shards
+from splitc.compiler.sharding.partial import chosen_atoms
+from splitc.compiler.sharding.report import AxisFate, WeightFate, axis_fates, sharded_weights
+from splitc.compiler.sharding.sharded_model import ShardedModel, shard_model
+from splitc.runtime.engines.kinds import has_collectives
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.manifest import Part
 from splitc.runtime.units import format_bytes
 
-# Where weights are that are not split.
+# Where weights are that are not sharded.
 WHOLE = "whole on each rank"
 
 
-def plan_tensors(analysis: Analysis, devices: Sequence[Device], budgets: Sequence[Budget], request: Request) -> Plan:
+@dataclass(frozen=True)
+class TensorSplit:
+    """Every rank of a group runs every node of its stage on its shards, and all sum what is partial."""
+
+    analysis: Analysis
+    sharded: ShardedModel
+    rewrites = True
+    fixes_ranks = True
+    is_radial = False
+
+    @property
+    def axis_map(self) -> AxisMap:
+        return self.sharded.axis_map
+
+    @property
+    def probe_shapes(self) -> BoundShapes:
+        return self.sharded.axis_map.bound
+
+    @property
+    def collectives(self) -> int:
+        return self.sharded.choice.sums.count
+
+    def exchanged_bytes(self, cuts: Sequence[CutPlan]) -> int:
+        return sum(map(self.analysis.costs.value_bytes, self.sharded.choice.sums.summed))
+
+    def more_sessions(self, rank: RankPlan) -> int:
+        return self.collectives
+
+    def predict(self, ranks: Sequence[RankPlan], cuts: Sequence[CutPlan], clock: Clock) -> Prediction:
+        stages = max(rank.group for rank in ranks) + 1
+        return predict_pipeline(ranks, cuts, clock, lambda members, n: self._stage_seconds(members, n, stages, clock))
+
+    def _stage_seconds(self, members: Sequence[RankPlan], at_once: int, stages: int, clock: Clock) -> float:
+        """The time of one of so many stages: that of its slowest rank, and of what its ranks sum."""
+        first, second = members[:2]
+        slowest = max(
+            clock.seconds(rank, rank.stage.nodes, at_once, partial(self._share, rank.part)) for rank in members
+        )
+        slowest = slowest * max(1.0, clock.crowd(len(members))) + clock.feeding(first)
+        link = clock.sum(first, second)
+        size, count = self.exchanged_bytes(()) / stages, self.collectives / stages
+        sums = (len(members) - 1) * (count * link.latency + size * link.per_byte)
+        return slowest * (1 + JITTER) + sums + (count + 1) * clock.start(first) + self._joining(clock) / stages
+
+    def _share(self, part: int, node: ir.Node) -> float:
+        """The share of a node's work that one rank of a group has."""
+        operation = self.axis_map.operations[node]
+        shards = self.sharded.shards(part)
+        return shards.share(operation.outputs[0]) * shards.share((operation.contracted,))
+
+    def _joining(self, clock: Clock) -> float:
+        """The time to cut what is fed, and to join what is given, where ranks have shards of it."""
+        graph = self.analysis.graph.graph
+        ends = (value for value in (*graph.inputs, *graph.outputs) if value.name not in clock.states)
+        cut = [value for value in ends if self.sharded.shards(0).splits(self.sharded.axes(value))]
+        size = sum(map(self.analysis.costs.value_bytes, cut))
+        return len(cut) * SHARD + clock.copying(clock.ranks[0], size)
+
+    def program(self, ranks: Sequence[RankPlan], number: int, engine: str) -> RankProgram:
+        rank, sharded = ranks[number], self.sharded
+        outputs = [value.name or "" for value in rank.stage.outputs if self._gives(rank, value)]
+        keeps = kept_states(self.analysis.states, rank, outputs)
+        graph = rank_graph(sharded, rank.stage, rank.part)
+        if has_collectives(engine):
+            segments = [Segment(graph, ())]
+        else:
+            segments = cut_segments(graph, {*outputs, *keeps, *names(rank.stage.sends)}, COLLECTIVE)
+        if self.analysis.graph.model.ir_version >= IR_VERSION:
+            for segment in segments:
+                annotate(segment.graph, sharded, rank.part, rank.group)
+        return stage_program(ranks, number, segments, outputs, keeps, self._parts(rank))
+
+    def _gives(self, rank: RankPlan, value: ir.Value) -> bool:
+        """Whether the rank gives its shard of an output: of one that is replicated, the first rank does."""
+        ranges = self.sharded.ranges
+        atoms = chosen_atoms(self.sharded.axes(value), ranges)
+        return all(ranges[atom][rank.part].counts for atom in atoms) if atoms else rank.part == 0
+
+    def _parts(self, rank: RankPlan) -> list[Part]:
+        """The inputs and outputs of which the rank has a shard only."""
+        shards = self.sharded.shards(rank.part)
+        values = (*rank.stage.feeds, *rank.stage.outputs)
+        found = [shards.part(value.name or "", self.sharded.axes(value), value.shape) for value in values]
+        return [part for part in found if part is not None]
+
+    def axis_fates(self) -> list[AxisFate]:
+        return axis_fates(self.sharded, self.analysis.costs.value_bytes)
+
+    def file_fields(self) -> Mapping[str, Any]:
+        return {}
+
+
+def plan_tensors(analysis: Analysis, resources: Resources, request: Request) -> Plan:
     """Decide which blocks each group of devices runs, and what each device has of them.
 
-    Raises CannotSplitError when nothing of the model can be split, MisuseError when the devices can't be divided into
+    Raises CannotSplitError when nothing of the model can be sharded, MisuseError when the devices can't be divided into
     groups of two or more, DoesNotFitError when a rank needs more than its budget.
     """
-    stages = request.pipeline_stages
+    stages, devices = request.pipeline_stages, resources.devices
     count = len(devices) // stages
     if len(devices) % stages or count < 2:
         raise MisuseError(
             f"tensor mode needs groups of two devices or more, all of one size: {len(devices)} devices in "
             f"{stages} stage{'s' * (stages > 1)} make none"
         )
-    shares = request.tensor_split or as_shares(budgets)
-    groups = [list(range(first, first + count)) for first in range(0, len(devices), count)]
+    shares = request.tensor_split or resources.shares
+    groups = [range(first, first + count) for first in range(0, len(devices), count)]
     targets = [
-        Target(f"group {number}", sum(shares[n] for n in group), _total(budgets[n] for n in group))
+        Target(f"group {number}", sum(shares[n] for n in group), _total(resources.budgets[n] for n in group))
         for number, group in enumerate(groups)
     ]
-    seconds = block_seconds(analysis, devices, request)
-    if stages == 1:  # whether it fits is for each rank to say, once it is known what is split
+    seconds = resources.block_seconds(analysis)
+    if stages == 1:  # whether it fits is for each rank to say, once it is known what is sharded
         chosen = [Assignment(0, 0, len(analysis.partition.blocks))]
     else:
         chosen = choose_stages(analysis, seconds, targets, request)
-    plan = make_tensor_plan(analysis, devices, budgets, [float(share) for share in shares], chosen, seconds, request)
-    check_memory(plan, WHOLE)
-    return plan
+    return _make_plan(analysis, resources, request, [float(share) for share in shares], chosen, seconds)
 
 
-def make_tensor_plan(
+def _make_plan(
     analysis: Analysis,
-    devices: Sequence[Device],
-    budgets: Sequence[Budget],
+    resources: Resources,
+    request: Request,
     shares: Sequence[float],
     chosen: Sequence[Assignment],
     seconds: Sequence[float],
-    request: Request,
 ) -> Plan:
     """The plan that puts the chosen runs of blocks on groups of devices, which divide them by their shares."""
-    count = len(devices) // request.pipeline_stages
-    stages = split_layers(analysis.graph, analysis.partition, [each.end for each in chosen])
+    count = len(resources.devices) // request.pipeline_stages
+    stages = divide_blocks(analysis.graph, analysis.partition, [each.end for each in chosen])
     home = {
         weight: each.target
-        for each, stage in reversed(list(zip(chosen, stages)))
+        for each, stage in reversed(list(zip(chosen, stages, strict=True)))
         for weight in analysis.costs.weights(stage.nodes)
     }
-    groups = [shares[first : first + count] for first in range(0, len(devices), count)]
-    split = split_tensors(
-        analysis.graph, analysis.shapes, analysis.costs.certain, analysis.costs.value_bytes, groups, home
-    )
+    groups = [shares[first : first + count] for first in range(0, len(shares), count)]
+    sharded = shard_model(analysis, groups, home)
     ranks = []
-    for number, (each, stage) in enumerate(zip(chosen, stages)):
+    for number, (each, stage) in enumerate(zip(chosen, stages, strict=True)):
         for part in range(count):
             place = each.target * count + part
-            ranks.append(
-                RankPlan(
-                    devices[place],
-                    budgets[place],
-                    shares[place],
-                    stage,
-                    number,
-                    part,
-                    stage_memory(
-                        analysis.costs, analysis.states, stage, held_parts(analysis.costs, split, stage.nodes, part)
-                    ),
-                    sum(seconds[each.start : each.end]) * shares[place] / sum(groups[each.target]),
-                    repeated(analysis, stages, number) if part == 0 else Repeated(0, 0, 0, 0),
-                )
+            held = held_shards(analysis.costs, sharded, stage.nodes, part)
+            rank = RankPlan(
+                resources.devices[place],
+                resources.budgets[place],
+                shares[place],
+                stage,
+                number,
+                part,
+                stage_memory(analysis.costs, analysis.states, stage, held),
+                sum(seconds[each.start : each.end]) * shares[place] / sum(groups[each.target]),
+                rematerialized(analysis, stages, number) if part == 0 else Rematerialized(),
             )
-    weights = split_weights(analysis, split)
+            ranks.append(rank)
+    weights = sharded_weights(analysis, sharded)
     _check_split(weights)
-    cuts = stage_cuts(analysis, stages)
-    plan = assemble(analysis, request, ranks, cuts, tensor=split, weights=weights, whole=WHOLE)
-    return replace(plan, warnings=(*plan.warnings, *_warn_of_idle(ranks, split)))
+    split = TensorSplit(analysis, sharded)
+    plan = assemble(analysis, request, split, ranks, stage_cuts(analysis, stages), weights, WHOLE)
+    check_memory(plan, WHOLE)
+    return replace(plan, warnings=(*plan.warnings, *_warn_of_idle(ranks, sharded)))
 
 
-def _warn_of_idle(ranks: Sequence[RankPlan], split: TensorSplit) -> list[str]:
+def _warn_of_idle(ranks: Sequence[RankPlan], sharded: ShardedModel) -> list[str]:
     """Say which ranks have no unit of anything, and so do what another one does too, or nothing."""
-    idle = [part for part in range(split.ranks) if not any(each[part].counts for each in split.ranges.values())]
+    idle = [part for part in range(sharded.ranks) if not any(each[part].counts for each in sharded.ranges.values())]
     return [
         f"rank {number} ({rank.device}) gets no unit of any axis: leave it out with -d, or give it a larger share "
         "(--tensor-split)"
@@ -110,8 +216,8 @@ def _warn_of_idle(ranks: Sequence[RankPlan], split: TensorSplit) -> list[str]:
     ]
 
 
-def _check_split(weights: Sequence[SplitWeight]) -> None:
-    """Raise CannotSplitError when nothing is split."""
+def _check_split(weights: Sequence[WeightFate]) -> None:
+    """Raise CannotSplitError when nothing is sharded."""
     if not any(each.split for each in weights):
         total = sum(each.bytes for each in weights)
         reasons = dict.fromkeys(f"  {each.name}: {each.reason}" for each in weights if each.reason)
@@ -126,3 +232,27 @@ def _total(budgets: Iterable[Budget]) -> Budget:
     """What a group may use; None where that is not known of one of its devices."""
     known = list(budgets)
     return None if None in known else sum(budget or 0 for budget in known)
+
+
+def _replan(
+    analysis: Analysis, resources: Resources, request: Request, file: PlanFile, chosen: Sequence[Assignment]
+) -> Plan:
+    """The plan of a file. Raises MisuseError unless its ranks are groups of one size, in the order of their stages."""
+    numbers = [rank.stage for rank in file.ranks]
+    count = len(numbers) // request.pipeline_stages
+    if numbers != [stage for stage in range(request.pipeline_stages) for _ in range(count)] or count < 2:
+        raise MisuseError(
+            f"the plan's ranks have the stages {numbers}: tensor mode wants groups of one size, two or more, in order"
+        )
+    check_file_shares(file.ranks)
+    shares = [rank.share for rank in file.ranks]
+    return _make_plan(analysis, resources, request, shares, chosen, resources.block_seconds(analysis))
+
+
+def _ways(count: int, numbers: Sequence[int]) -> list[Way]:
+    """One group of several devices, and all devices in groups of one size."""
+    groups = [Way(count, stages) for stages in range(2, count // 2 + 1) if count % stages == 0]
+    return [*(Way(number) for number in numbers if number > 1), *groups]
+
+
+MODE = Mode(stages=lambda request, devices: request.pipeline_stages, ways=_ways, plan=plan_tensors, replan=_replan)

@@ -10,9 +10,9 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
-from splitc.compiler.lowering.programs import RankProgram
 from splitc.compiler.packaging.engine_sizes import engine_sizes
 from splitc.compiler.packaging.tensorrt_build import BLOCK
+from splitc.compiler.planning.split import RankProgram
 from splitc.runtime.manifest import Sizes
 
 # Where a node is that no block owns: masks, rotary tables, and what a split adds.
@@ -34,7 +34,7 @@ def fit_to_build(analysis: Analysis, programs: Sequence[RankProgram]) -> Iterato
         for value in node.outputs
     }
     for program, own in zip(programs, sizes):
-        for graph, each in zip(program.engines, own):
+        for graph, each in zip(program.graphs, own):
             prepare_piece(graph, each, blocks)
         yield replace(program, sizes=tuple(own))
 

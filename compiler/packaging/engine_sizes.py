@@ -12,10 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from splitc.compiler.frontend.shapes import BoundShapes, Shape, bind_shapes
-from splitc.compiler.lowering.programs import RankProgram, names
+from splitc.compiler.frontend.asked_shapes import Shape
+from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes
+from splitc.compiler.lowering.programs import names
 from splitc.compiler.lowering.rank_graph import COLLECTIVE
 from splitc.compiler.model_errors import ModelError
+from splitc.compiler.planning.split import RankProgram
 from splitc.runtime.collectives.host import connect
 from splitc.runtime.manifest import Sizes
 from splitc.runtime.parts import part_shape
@@ -100,7 +102,7 @@ def _sizes(*three: Known) -> Sizes:
 def _run_on_shapes(programs: Sequence[RankProgram], shapes: Mapping[str, Shape]) -> list[list[dict[str, Known]]]:
     """What each engine of each rank is given when the model's inputs have these shapes."""
     transports = connect(len(programs))
-    engines = [list(map(ShapeEngine, each.engines)) for each in programs]
+    engines = [list(map(ShapeEngine, each.graphs)) for each in programs]
 
     def run(rank: int) -> None:
         parts = {part.name: part for part in programs[rank].parts}

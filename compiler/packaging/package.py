@@ -16,7 +16,7 @@ from splitc.compiler.frontend.binding import Fixed
 from splitc.compiler.frontend.made_up import choose_fill
 from splitc.compiler.frontend.optional import make_overridable
 from splitc.compiler.frontend.roles import find_roles
-from splitc.compiler.lowering.programs import RankProgram, names, rank_program
+from splitc.compiler.lowering.programs import names
 from splitc.compiler.lowering.rank_graph import COLLECTIVE
 from splitc.compiler.model_errors import ModelError
 from splitc.compiler.packaging.build_graphs import fit_to_build
@@ -25,8 +25,10 @@ from splitc.compiler.packaging.onnx_files import write_engines
 from splitc.compiler.packaging.self_check import Verdict, check_loads, verify_package
 from splitc.compiler.packaging.staging import check_target, full_disk_explained, written_aside
 from splitc.compiler.packaging.tensorrt_build import engine_path
-from splitc.compiler.planning.plan import Plan, RankPlan
+from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import LISTED
+from splitc.compiler.planning.rank_plan import RankPlan
+from splitc.compiler.planning.split import RankProgram
 from splitc.compiler.sharding.batch import find_batch
 from splitc.runtime import manifest as m
 from splitc.runtime.engines.kinds import MODULES, ONNXRUNTIME, need_installed
@@ -82,7 +84,7 @@ def compile_model(
     with full_disk_explained(target, needed), written_aside(target) as folder:
         links: list[Path] = []
         ranks = []
-        programs: Iterable[RankProgram] = (rank_program(plan, number) for number in range(len(plan.ranks)))
+        programs: Iterable[RankProgram] = (plan.program(number) for number in range(len(plan.ranks)))
         if plan.engine in MODULES:
             programs = fit_to_build(plan.analysis, list(programs))
         for number, (rank, program) in enumerate(zip(plan.ranks, programs)):
@@ -110,7 +112,7 @@ def _try(
 ) -> None:
     """Load what was written, and in row and tensor mode compare it with the model."""
     check_loads(folder, manifest)
-    if plan.split_mode != "layer" and verify:
+    if plan.split.rewrites and verify:
         verdict = _verify(plan, folder)
         if verdict.compared:
             say(verdict.text)
@@ -141,25 +143,25 @@ def _write_engines(
     plan: Plan, rank: RankPlan, program: RankProgram, folder: Path, weights: str, progress: Callable[[int], None]
 ) -> _Written:
     """Write a rank's pieces."""
-    pieces = program.engines
-    width = len(str(len(pieces) - 1))
-    suffixes = [f".{number:0{width}}" if len(pieces) > 1 else "" for number in range(len(pieces))]
+    graphs = program.graphs
+    width = len(str(len(graphs) - 1))
+    suffixes = [f".{number:0{width}}" if len(graphs) > 1 else "" for number in range(len(graphs))]
     stage = f"stage{rank.group}"
     paths = [folder / f"{stage}{suffix}.onnx" for suffix in suffixes]
     # Names first: to write a graph changes where its weights are.
     entries = [
         m.EngineFile(f"{folder.name}/{path.name}", names(graph.inputs), names(graph.outputs), _sizes_only(graph))
-        for path, graph in zip(paths, pieces)
+        for path, graph in zip(paths, graphs)
     ]
     if plan.engine in MODULES:
         group = [n for n, each in enumerate(plan.ranks) if each.group == rank.group]
         entries = [
             _to_build(entry, sizes, group if any(node.op_type == COLLECTIVE for node in graph) else [])
-            for entry, sizes, graph in zip(entries, program.sizes, pieces)
+            for entry, sizes, graph in zip(entries, program.sizes, graphs)
         ]
-    found = [] if plan.engine in MODULES else [each for graph in pieces for each in make_overridable(graph)]
+    found = [] if plan.engine in MODULES else [each for graph in graphs for each in make_overridable(graph)]
     overrides = list({each.value: each for each in found}.values())
-    links, copies = write_engines(dict(zip(paths, pieces)), plan.analysis.graph.model, weights == "link", progress)
+    links, copies = write_engines(dict(zip(paths, graphs)), plan.analysis.graph.model, weights == "link", progress)
     return _Written(entries, overrides, links, copies)
 
 
@@ -200,11 +202,11 @@ def _manifest(
         inputs=_inputs(plan, fills),
         outputs=[_tensor(value) for value in graph.outputs],
         states=list(analysis.states),
-        batch=find_batch(plan),
+        batch=find_batch(graph, plan.split.axis_map),
         blocks=[block.name for block in analysis.partition.blocks],
         ranks=ranks,
         cuts=[m.Cut(names(cut.values), cut.bytes) for cut in plan.cuts],
-        collectives=plan.collectives,
+        collectives=plan.split.collectives,
         unsplit=[
             m.UnsplitWeight(each.name, each.bytes - each.split, each.reason)
             for each in plan.weights
@@ -276,7 +278,7 @@ def _input(plan: Plan, value: ir.Value, role: m.Role | None, asked: m.Fill | Non
     built = plan.engine in MODULES
     least, most = (low, high) if built else (None, None)
     # What is split along axes, or built, is so for as many dimensions as were planned for.
-    fixed = tensor.shape is None and (built or plan.tensor is not None)
+    fixed = tensor.shape is None and (built or plan.split.fixes_ranks)
     shape: m.Shape = [*high] if fixed else tensor.shape
     fill = asked or choose_fill(value, role)
     return m.Tensor(tensor.name, tensor.dtype, shape, typical, fill, least, most, role)

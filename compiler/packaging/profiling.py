@@ -18,10 +18,11 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from splitc.compiler.analysis.facts import Analysis
+from splitc.compiler.analysis.stages import Stage, divide_blocks
 from splitc.compiler.frontend.made_up import choose_fill
 from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.frontend.shapes import shape_of
-from splitc.compiler.lowering.stages import Stage, split_layers, stage_graph
+from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.packaging.onnx_files import write_engines
 from splitc.runtime.cache import read_cache, write_cache
 from splitc.runtime.devices import Device, threads_for
@@ -42,7 +43,7 @@ def measure_blocks(analysis: Analysis, devices: Sequence[Device], threads: int |
     the times are kept.
     """
     count = threads_for(devices, threads)
-    stages = split_layers(analysis.graph, analysis.partition, range(1, len(analysis.partition.blocks) + 1))
+    stages = divide_blocks(analysis.graph, analysis.partition, range(1, len(analysis.partition.blocks) + 1))
     try:
         known = msgspec.json.decode(read_cache(FILE), type=dict[str, float])
     except msgspec.DecodeError:

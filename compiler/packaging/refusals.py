@@ -9,7 +9,8 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from splitc.compiler.lowering.stages import Stage, split_layers, stage_graph
+from splitc.compiler.analysis.stages import Stage, divide_blocks
+from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.packaging.build_graphs import prepare_piece
 from splitc.compiler.packaging.onnx_files import write_engines
 from splitc.compiler.packaging.tensorrt_build import Job, Order, Refusal, find_refused
@@ -31,7 +32,7 @@ def describe_refusals(plan: Plan) -> list[str]:
             f"(pip install {PACKAGES[plan.engine]})"
         ]
     partition = plan.analysis.partition
-    stages = split_layers(plan.analysis.graph, partition, range(1, len(partition.blocks) + 1))
+    stages = divide_blocks(plan.analysis.graph, partition, range(1, len(partition.blocks) + 1))
     alike: dict[str, list[Stage]] = {}
     for stage in stages:
         alike.setdefault(_content(stage), []).append(stage)

@@ -14,7 +14,6 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from splitc.compiler.frontend.loading import load_plainly
 from splitc.compiler.model_errors import ModelError
 from splitc.compiler.planning.plan import Plan
-from splitc.compiler.sharding.probe_sizes import bind_unlike
 from splitc.runtime.devices import free_bytes
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS, open_session
 from splitc.runtime.errors import OutputsDifferError, PackageError, SplitcError
@@ -160,12 +159,8 @@ def _check_all(differences: Sequence[Difference]) -> None:
 
 
 def _candidates(plan: Plan, inputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The inputs with the shapes to try: unlike sizes, then those that were planned."""
+    """The inputs with the shapes to try: distinct probe sizes, then those that were planned."""
     analysis = plan.analysis
-    if plan.tensor is not None:
-        unlike = plan.tensor.axis_map.bound
-    else:
-        unlike = bind_unlike(analysis.graph, analysis.shapes, analysis.costs.certain)
-    for shapes in (unlike.shapes, analysis.shapes):
+    for shapes in (plan.split.probe_shapes.shapes, analysis.shapes):
         if all(np.prod(shapes[tensor.name]) <= MOST_ELEMENTS for tensor in inputs):
             yield [msgspec.structs.replace(tensor, sample_shape=list(shapes[tensor.name])) for tensor in inputs]

@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from splitc.compiler.analysis.facts import Analysis, analyze
-from splitc.compiler.frontend.shapes import Shape
-from splitc.compiler.modes import row as plan_row
-from splitc.compiler.modes import tensor as plan_tensor
-from splitc.compiler.modes.layer import make_plan
-from splitc.compiler.modes.row import make_row_plan
-from splitc.compiler.modes.tensor import make_tensor_plan
-from splitc.compiler.planning.budgets import block_seconds
-from splitc.compiler.planning.plan import Plan, Repeated, Request, check_memory
-from splitc.compiler.planning.stage_search import Assignment
-from splitc.compiler.sharding.row_split import LEAST_SIDE
-from splitc.runtime.devices import parse_devices
-from splitc.runtime.errors import DoesNotFitError, MisuseError
+from splitc.compiler.frontend.asked_shapes import Shape
+from splitc.compiler.planning.plan import Plan
+from splitc.compiler.planning.rank_plan import Rematerialized
+from splitc.runtime.errors import MisuseError
 from splitc.runtime.files import written_whole
-from splitc.runtime.manifest import Source, State, hash_file
-from splitc.runtime.units import format_bytes
+from splitc.runtime.manifest import Source, State
 
 SCHEMA = 2
 # Weights below this many bytes are not listed.
@@ -49,7 +38,7 @@ class RankEntry(Struct, frozen=True):
     cache_bytes: int = 0
     total_bytes: int = 0
     seconds: float = 0.0
-    repeated: Repeated | None = None
+    repeated: Rematerialized | None = None
 
 
 class CutEntry(Struct, frozen=True):
@@ -146,31 +135,27 @@ def to_file(plan: Plan) -> PlanFile:
                 rank.memory.cache,
                 rank.memory.total,
                 round(rank.seconds, 9),
-                rank.repeated,
+                rank.rematerialized,
             )
             for rank in plan.ranks
         ],
         finest=analysis.partition.finest,
         blocks={block.name: number for number, stage in enumerate(stages) for block in stage.blocks},
         states=list(analysis.states),
-        row_min=plan.rows.least if plan.rows is not None else None,
         cuts=[CutEntry(cut.bytes, [value.name or "" for value in cut.values]) for cut in plan.cuts],
         warnings=list(plan.warnings),
         weights=weights,
         candidates=[
             CandidateEntry(each.name, round(each.latency, 9), round(each.interval, 9), list(each.peaks), each.refused)
-            for each in plan.candidates
+            for each in plan.alternatives
         ],
         choice=plan.choice,
+        **plan.split.file_fields(),
     )
 
 
 def _lists(shapes: Mapping[str, Shape]) -> dict[str, list[int]]:
     return {name: list(shape) for name, shape in shapes.items()}
-
-
-def _shapes(lists: Mapping[str, list[int]]) -> dict[str, Shape]:
-    return {name: tuple(shape) for name, shape in lists.items()}
 
 
 def write_plan(plan: Plan, path: Path) -> None:
@@ -205,118 +190,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-# As many blocks as no model has: asks for the finest ones.
-ALL = 1 << 30
-
-
-def plan_from_file(model: Path, path: Path) -> Plan:
-    """The plan that a file describes, for the model that it was made for.
-
-    Raises MisuseError when the file is no plan or contradicts the model, CannotSplitError when its shares leave a rank
-    with nothing, DoesNotFitError when a rank needs more than its budget.
-    """
-    file = read_plan(path)
-    if file.schema != SCHEMA:
-        raise MisuseError(
-            f"{path} has schema version {file.schema}, and this splitc reads version {SCHEMA}: plan again"
-        )
-    if model.is_file() and hash_file(model) != file.source.sha256:
-        raise MisuseError(
-            f"{path} was made for another model ({file.source.name}, SHA-256 {file.source.sha256[:12]}...)"
-        )
-    request = Request(
-        split_mode=file.split_mode,
-        engine=file.engine,
-        objective=file.objective,
-        shapes=_shapes(file.shapes),
-        min_shapes=_shapes(file.min_shapes),
-        opt_shapes=_shapes(file.opt_shapes),
-        pipeline_stages=1 + max((rank.stage for rank in file.ranks), default=0),
-        row_min=LEAST_SIDE if file.row_min is None else file.row_min,
-        settings=file.settings,
-    )
-    analysis = analyze(model, request.asked_shapes, ALL if file.finest else 1, file.settings)
-    stages = request.pipeline_stages
-    if file.states is not None:
-        analysis = replace(analysis, states=tuple(_check_states(analysis, file.states)))
-    chosen = assignments(file.blocks, stages, [block.name for block in analysis.partition.blocks])
-    devices = parse_devices([rank.device for rank in file.ranks])
-    budgets = [rank.budget_bytes for rank in file.ranks]
-    shares = [rank.share for rank in file.ranks]
-    if file.split_mode == "row":
-        _check_shares(file)
-        plan = make_row_plan(analysis, devices, budgets, shares, request)
-        check_memory(plan, plan_row.WHOLE)
-        return plan
-    seconds = block_seconds(analysis, devices, request)
-    if file.split_mode == "tensor":
-        _check_groups(file, stages)
-        plan = make_tensor_plan(analysis, devices, budgets, shares, chosen, seconds, request)
-        check_memory(plan, plan_tensor.WHOLE)
-        return plan
-    used = [devices[each.target] for each in chosen]
-    plan = make_plan(analysis, used, chosen, budgets, seconds, request)
-    for rank in plan.ranks:
-        if rank.missing:
-            need, have = format_bytes(rank.memory.total), format_bytes(rank.budget)
-            first, last = rank.stage.blocks[0].name, rank.stage.blocks[-1].name
-            raise DoesNotFitError(
-                f"{path} puts {first} to {last} on {rank.device}, which needs {need} and may use {have}: "
-                "move blocks to other ranks, or raise its budget_bytes"
-            )
-    return plan
-
-
-def _check_states(analysis: Analysis, states: Sequence[State]) -> Sequence[State]:
-    """Raise MisuseError for a state that names no input or output of the model, or an input twice."""
-    inputs = [value.name for value in analysis.graph.graph.inputs]
-    outputs = [value.name for value in analysis.graph.outputs]
-    for number, state in enumerate(states):
-        if state.input not in inputs or state.output not in outputs:
-            raise MisuseError(f"the plan has the state {state.input} <- {state.output}: the model lacks one of these")
-        if state.input in [other.input for other in states[:number]]:
-            raise MisuseError(f"the plan has two states for the input {state.input}")
-    return states
-
-
-def _check_groups(file: PlanFile, stages: int) -> None:
-    """Raise MisuseError unless the plan's ranks are groups of one size, in the order of their stages."""
-    numbers = [rank.stage for rank in file.ranks]
-    count = len(numbers) // stages
-    if numbers != [stage for stage in range(stages) for _ in range(count)] or count < 2:
-        raise MisuseError(
-            f"the plan's ranks have the stages {numbers}: tensor mode wants groups of one size, two or more, in order"
-        )
-    _check_shares(file)
-
-
-def _check_shares(file: PlanFile) -> None:
-    """Raise MisuseError for a share of nothing or less; only the main rank of row mode may have none."""
-    held = file.ranks[1:] if file.split_mode == "row" else file.ranks
-    if any(rank.share <= 0 for rank in held) or any(rank.share < 0 for rank in file.ranks):
+def check_file_shares(ranks: Sequence[RankEntry], may_be_empty: int = 0) -> None:
+    """Raise MisuseError for a share of nothing or less; so many first ranks may have none."""
+    if any(rank.share <= 0 for rank in ranks[may_be_empty:]) or any(rank.share < 0 for rank in ranks):
         raise MisuseError("the plan has a rank with a share of 0 or less: take it out instead")
-
-
-def assignments(blocks: Mapping[str, int], stages: int, names: Sequence[str]) -> list[Assignment]:
-    """The stages that the plan's blocks make. Raises MisuseError naming the line that contradicts the model."""
-    for name, rank in blocks.items():
-        if name not in names:
-            raise MisuseError(f'the plan has the line "{name}: {rank}", and the model has no such block')
-        if not 0 <= rank < stages:
-            raise MisuseError(f'the plan has the line "{name}: {rank}", and it has stages 0 to {stages - 1}')
-    if missing := [name for name in names if name not in blocks]:
-        raise MisuseError(f'the plan leaves out the block {missing[0]}: add a line for it under "blocks"')
-    found: list[Assignment] = []
-    for index, name in enumerate(names):
-        rank = blocks[name]
-        last: Assignment | None = found[-1] if found else None
-        if last and rank < last.target:
-            raise MisuseError(
-                f'the plan has the line "{name}: {rank}" after a block in stage {last.target}: '
-                "stages hold consecutive blocks, in their order"
-            )
-        if last and rank == last.target:
-            found[-1] = Assignment(rank, last.start, index + 1)
-        else:
-            found.append(Assignment(rank, index, index + 1))
-    return found

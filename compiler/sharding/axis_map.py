@@ -9,9 +9,10 @@ from typing import Any
 import numpy.typing as npt
 import onnx_ir as ir
 
+from splitc.compiler.frontend.asked_shapes import Shape
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.optional import source_of
-from splitc.compiler.frontend.shapes import BoundShapes, Shape, shape_of
+from splitc.compiler.frontend.shapes import BoundShapes, shape_of
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Pin
 from splitc.compiler.operators.operation import Axes, Operation

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
+from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.operators import axes as ax
-from splitc.compiler.planning.plan import Plan
-from splitc.compiler.sharding.axis_map import find_axes
-from splitc.compiler.sharding.probe_sizes import bind_unlike
+from splitc.compiler.sharding.axis_map import AxisMap
 
 
-def find_batch(plan: Plan) -> dict[str, int] | None:
+def find_batch(graph: Graph, axis_map: AxisMap) -> dict[str, int] | None:
     """The batch axis of each input that has one and of each output, by name; None where there is no such axis.
 
     It is one factor, alone on its axis, of a size that is not fixed; all outputs have it; no node needs it whole, sums
     over it or picks from it, and no weight has it.
     """
-    analysis = plan.analysis
-    graph = analysis.graph
-    if plan.tensor is not None:
-        axis_map = plan.tensor.axis_map
-    else:
-        axis_map = find_axes(graph, bind_unlike(graph, analysis.shapes, analysis.costs.certain))
     summed = {atom for operation in axis_map.operations.values() for atom in ax.atoms(operation.contracted)}
     weighted = {atom for _, axes in axis_map.weight_uses() for axis in axes or () for atom in ax.atoms(axis)}
     places: dict[ax.Factor, dict[str, int]] = {}

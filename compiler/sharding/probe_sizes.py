@@ -1,4 +1,4 @@
-"""Input shapes for finding axes: sizes that happen to be equal must not be, or unrelated axes would line up."""
+"""Distinct probe sizes, to find axes with: sizes that happen to be equal would line up unrelated axes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import numpy.typing as npt
 import onnx_ir as ir
 import sympy
 
+from splitc.compiler.frontend.asked_shapes import Shape
 from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.shapes import BoundShapes, Shape, bind_shapes, evaluate_size, shape_of
+from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes, evaluate_size, shape_of
 
 Array = npt.NDArray[Any]
 
 
-def bind_unlike(graph: Graph, given: Mapping[str, Shape], bound: BoundShapes) -> BoundShapes:
+def bind_probe_sizes(graph: Graph, given: Mapping[str, Shape], bound: BoundShapes) -> BoundShapes:
     """Shapes with a prime number for each symbol of the inputs, that divides no size of a weight.
 
     Exporters write relations between symbols into their heads only: where one symbol's given size is the sum of two
@@ -34,9 +35,9 @@ def bind_unlike(graph: Graph, given: Mapping[str, Shape], bound: BoundShapes) ->
     if not symbols:
         return bound
     for sums in (True, False):
-        unlike = bind_shapes(graph.model, _input_shapes(graph, given, _number(graph, symbols, sums)))
-        if len(unlike.uncertain) <= len(bound.uncertain):
-            return replace(unlike, constants=_same(unlike.constants, bound.constants))
+        probed = bind_shapes(graph.model, _input_shapes(graph, given, _number(graph, symbols, sums)))
+        if len(probed.uncertain) <= len(bound.uncertain):
+            return replace(probed, constants=_same(probed.constants, bound.constants))
     return bound
 
 

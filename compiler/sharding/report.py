@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -12,8 +12,8 @@ from splitc.compiler.nodes import describe_node
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Factor
 from splitc.compiler.operators.operation import Axes
-from splitc.compiler.sharding.row_split import Products
-from splitc.compiler.sharding.sharded_model import TensorSplit
+from splitc.compiler.sharding.products import Products
+from splitc.compiler.sharding.sharded_model import ShardedModel
 from splitc.runtime.units import format_bytes
 
 # Less than this share of the blocks' weight bytes split is said aloud.
@@ -21,7 +21,7 @@ WORTHWHILE = 0.5
 
 
 @dataclass(frozen=True)
-class SplitWeight:
+class WeightFate:
     """A weight: of its bytes those that are split over the ranks, and why the rest is whole.
 
     `units` says how it is cut: for each axis that is, how many units each rank has.
@@ -45,7 +45,7 @@ def block_weights(analysis: Analysis) -> set[ir.Value]:
     }
 
 
-def warn_of_little(weights: Sequence[SplitWeight], where: str) -> list[str]:
+def warn_of_little(weights: Sequence[WeightFate], where: str) -> list[str]:
     """Say when little of the blocks' weights is split, and `where` the rest is."""
     inside = [each for each in weights if each.in_block]
     held, divided = sum(each.bytes for each in inside), sum(each.split for each in inside)
@@ -57,16 +57,16 @@ def warn_of_little(weights: Sequence[SplitWeight], where: str) -> list[str]:
     ]
 
 
-def split_weights(analysis: Analysis, split: TensorSplit) -> list[SplitWeight]:
+def sharded_weights(analysis: Analysis, split: ShardedModel) -> list[WeightFate]:
     """All weights of the model, in the order in which they are read."""
     inside = block_weights(analysis)
     uses: dict[ir.Value, list[Axes]] = {}
     for value, axes in split.axis_map.weight_uses():
         uses.setdefault(value, []).append(axes)
-    return [_describe(analysis, split, value, axes, value in inside) for value, axes in uses.items()]
+    return [_fate(analysis, split, value, axes, value in inside) for value, axes in uses.items()]
 
 
-def sliced_weights(analysis: Analysis, products: Products, columns: TensorSplit) -> list[SplitWeight]:
+def sliced_weights(analysis: Analysis, products: Products, columns: ShardedModel) -> list[WeightFate]:
     """All weights of the model, in the order in which they are read, as row split divides them by `columns`."""
     inside, sliced = block_weights(analysis), {each.node for each in products.found if each.columns in columns.ranges}
     uses: dict[ir.Value, list[Axes]] = {}
@@ -79,7 +79,7 @@ def sliced_weights(analysis: Analysis, products: Products, columns: TensorSplit)
         size = analysis.costs.value_bytes(value)
         units = _units(columns, uses[value][0]) if share else ""
         reason = None if share == 1.0 else _why_not_sliced(products, others)
-        found.append(SplitWeight(value.name or "", size, int(size * share), value in inside, units, reason))
+        found.append(WeightFate(value.name or "", size, int(size * share), value in inside, units, reason))
     return found
 
 
@@ -91,7 +91,7 @@ def _why_not_sliced(products: Products, others: Sequence[ir.Node]) -> str:
     return "it has no columns"
 
 
-def _units(split: TensorSplit, axes: Axes) -> str:
+def _units(split: ShardedModel, axes: Axes) -> str:
     """For each axis that is cut how many units each rank has."""
     atoms = [atom for axis in axes or () for atom in dict.fromkeys(ax.atoms(axis))]
     return "; ".join(
@@ -101,17 +101,17 @@ def _units(split: TensorSplit, axes: Axes) -> str:
     )
 
 
-def _describe(analysis: Analysis, split: TensorSplit, value: ir.Value, uses: list[Axes], in_block: bool) -> SplitWeight:
+def _fate(analysis: Analysis, split: ShardedModel, value: ir.Value, uses: list[Axes], in_block: bool) -> WeightFate:
     size = analysis.costs.value_bytes(value)
     share = min(_split_share(split, axes) for axes in uses)
     atoms = [atom for axis in uses[0] or () for atom in dict.fromkeys(ax.atoms(axis))]
     units = _units(split, uses[0])
     reasons = dict.fromkeys(why for atom in atoms if (why := why_whole(split, atom)))
     reason = None if share == 1.0 else "; ".join(reasons) or "it has no axis of known size"
-    return SplitWeight(value.name or "", size, int(size * share), in_block, units, reason)
+    return WeightFate(value.name or "", size, int(size * share), in_block, units, reason)
 
 
-def _split_share(split: TensorSplit, axes: Axes) -> float:
+def _split_share(split: ShardedModel, axes: Axes) -> float:
     """The share of a weight's elements that is cut, and not the same on all ranks."""
     found = 0.0
     for axis in axes or ():
@@ -119,7 +119,7 @@ def _split_share(split: TensorSplit, axes: Axes) -> float:
     return found
 
 
-def _axis_share(split: TensorSplit, axis: ax.Axis) -> float:
+def _axis_share(split: ShardedModel, axis: ax.Axis) -> float:
     leaves = ax.leaves(axis)
     if any(leaf in split.ranges for leaf in leaves):
         return 1.0
@@ -133,7 +133,7 @@ def _axis_share(split: TensorSplit, axis: ax.Axis) -> float:
     )
 
 
-def why_whole(split: TensorSplit, atom: Factor) -> str | None:
+def why_whole(split: ShardedModel, atom: Factor) -> str | None:
     """Why an atom is not split, for people."""
     if atom in split.ranges:
         return None
@@ -144,3 +144,41 @@ def why_whole(split: TensorSplit, atom: Factor) -> str | None:
         return f"{describe_node(node)} ({node.op_type}) needs {atom.size} whole" + (f" ({why})" if why else "")
     reason = split.choice.rejected.get(atom)
     return f"{atom.size}: {reason}" if reason else f"{atom.size}: too little to gain"
+
+
+@dataclass(frozen=True)
+class AxisFate:
+    """An axis that reaches weights: its size, their number and bytes, the sums that it needs (None: no candidate).
+
+    `units` are those of each rank where it is sharded, else `reason` says why it is not. `first` is one of the weights.
+    """
+
+    size: int
+    weights: int
+    bytes: int
+    sums: int | None
+    units: tuple[int, ...]
+    reason: str | None
+    first: str
+
+
+def axis_fates(split: ShardedModel, size: Callable[[ir.Value], int]) -> list[AxisFate]:
+    """The axes that reach weights, those that cover most bytes first."""
+    reached: dict[Factor, dict[ir.Value, None]] = {}
+    for value, axes in split.axis_map.weight_uses():
+        for atom in (atom for axis in axes or () for atom in ax.atoms(axis)):
+            reached.setdefault(atom, {})[value] = None
+    sums = {each.atom: each.sums for each in split.choice.candidates}
+    found = [
+        AxisFate(
+            atom.size,
+            len(weights),
+            sum(map(size, weights)),
+            sums.get(atom),
+            tuple(each.size if each.counts else 0 for each in split.ranges.get(atom, ())),
+            why_whole(split, atom),
+            next(iter(weights)).name or "",
+        )
+        for atom, weights in reached.items()
+    ]
+    return sorted(found, key=lambda each: -each.bytes)

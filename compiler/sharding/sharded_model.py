@@ -1,26 +1,26 @@
-"""Tensor split: every rank runs every node of its stage on its part of the weights, at the same time as the others."""
+"""A model whose axes are sharded over the ranks of a group: which units of each axis a rank has."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import onnx_ir as ir
 
+from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.shapes import BoundShapes, Shape
 from splitc.compiler.operators.operation import Axes, Operation
 from splitc.compiler.sharding.axis_map import AxisMap, find_axes
 from splitc.compiler.sharding.choice import Choice, choose
-from splitc.compiler.sharding.probe_sizes import bind_unlike
+from splitc.compiler.sharding.probe_sizes import bind_probe_sizes
 from splitc.compiler.sharding.shards import Shards
 from splitc.compiler.sharding.shares import Ranges, assign_units
 
 
 @dataclass(frozen=True)
-class TensorSplit:
-    """A model's axes, which of them are split over so many ranks, and which units each rank has."""
+class ShardedModel:
+    """A model's axes, which of them are sharded over so many ranks, and which units each rank has."""
 
     graph: Graph
     axis_map: AxisMap
@@ -60,18 +60,12 @@ class TensorSplit:
         return rank == next((other for other in range(self.ranks) if self.counts(other, operation)), 0)
 
 
-def split_tensors(
-    graph: Graph,
-    shapes: Mapping[str, Shape],
-    bound: BoundShapes,
-    size: Callable[[ir.Value], int],
-    shares: Sequence[Sequence[float]],
-    home: Mapping[ir.Value, int],
-) -> TensorSplit:
-    """Find the model's axes and divide them among the ranks of a group. `shapes` are the inputs', `size` gives bytes.
+def shard_model(analysis: Analysis, shares: Sequence[Sequence[float]], home: Mapping[ir.Value, int]) -> ShardedModel:
+    """Find the model's axes and divide them among the ranks of a group.
 
     `shares` are those of each group's ranks, and `home` the number of the first group that has a weight.
     """
-    axis_map = find_axes(graph, bind_unlike(graph, shapes, bound))
-    choice = choose(graph, axis_map, size, len(shares[0]))
-    return TensorSplit(graph, axis_map, choice, assign_units(choice, shares, home), len(shares[0]))
+    graph, costs = analysis.graph, analysis.costs
+    axis_map = find_axes(graph, bind_probe_sizes(graph, analysis.shapes, costs.certain))
+    choice = choose(graph, axis_map, costs.value_bytes, len(shares[0]))
+    return ShardedModel(graph, axis_map, choice, assign_units(choice, shares, home), len(shares[0]))

@@ -25,8 +25,9 @@ from msgspec.structs import replace
 from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import Request, compile_model
-from splitc.compiler.modes.auto import choose, plan_candidates
-from splitc.compiler.planning.budgets import find_budgets
+from splitc.compiler.modes.auto import choose, plan_alternatives
+from splitc.compiler.packaging.profiling import measure_blocks
+from splitc.compiler.planning.resources import Resources, find_budgets
 from splitc.compiler.planning.stage_search import OBJECTIVES
 from splitc.runtime import Session
 from splitc.runtime.cli.terminal import out, table
@@ -76,11 +77,13 @@ def _shapes(size: Size, batch: int, new: int, past: int) -> dict[str, tuple[int,
 def _compare(
     title: str, model: Path, size: Size, work: tuple[int, int, int], options: argparse.Namespace, summary: Any
 ) -> None:
-    """Predict and measure every candidate for one kind of work."""
+    """Predict and measure every alternative for one kind of work."""
     devices = parse_devices([options.devices])
+    timer = measure_blocks if options.profile else None
+    resources = Resources(tuple(devices), tuple(find_budgets(devices, [], 1 << 30)), timer=timer)
     request = Request(shapes=_shapes(size, *work), profile=options.profile)
-    tried = plan_candidates(model, devices, find_budgets(devices, [], 1 << 30), request)
-    plans = {candidate.name: (candidate, plan) for candidate, plan in tried if plan is not None}
+    tried = plan_alternatives(model, resources, request)
+    plans = {alternative.name: (alternative, plan) for alternative, plan in tried if plan is not None}
     with tempfile.TemporaryDirectory(prefix="splitc-auto-") as folder, ExitStack() as stack:
         sessions = {}
         for name, (_, plan) in plans.items():
@@ -90,13 +93,13 @@ def _compare(
         measured = _measure(sessions, steps, options.runs)
     numbers = ("predicted", "measured")
     rows = table(title, *numbers, "in a stream: predicted", "measured ", right=(*numbers, "measured "))
-    for name, (candidate, _) in plans.items():
+    for name, (alternative, _) in plans.items():
         latency, interval = measured[name]
-        cells = (candidate.latency, latency, candidate.interval, interval)
+        cells = (alternative.latency, latency, alternative.interval, interval)
         rows.add_row(name, *map(format_seconds, cells))
     out.print(rows)
     for number, objective in enumerate(reversed(OBJECTIVES)):
-        chosen = choose([candidate for candidate, _ in tried], objective, options.profile).name
+        chosen = choose([alternative for alternative, _ in tried], objective, options.profile).name
         best = min(measured, key=lambda name: measured[name][number])
         ratio = measured[chosen][number] / measured[best][number]
         summary.add_row(title, objective, chosen, best, f"{ratio:.2f}")

@@ -15,6 +15,10 @@ import pytest
 
 from models.writer import Writer, save
 from splitc.compiler import Plan, Request, compile_model, plan_model
+from splitc.compiler.modes.row import RowSplit
+from splitc.compiler.modes.tensor import TensorSplit
+from splitc.compiler.sharding.sharded_model import ShardedModel
+from splitc.compiler.sharding.slices import SlicedProducts
 from splitc.runtime import Session
 from tests.conftest import Arrays, assert_close, run_whole
 
@@ -65,6 +69,18 @@ class Block(Writer):
         self.output(value, name, dtype, shape or ["?"] * 3)
 
 
+def sharded(plan: Plan) -> ShardedModel:
+    """What a plan in tensor mode shards."""
+    assert isinstance(plan.split, TensorSplit)
+    return plan.split.sharded
+
+
+def sliced(plan: Plan) -> SlicedProducts:
+    """What a plan in row mode slices."""
+    assert isinstance(plan.split, RowSplit)
+    return plan.split.sliced
+
+
 def check_split(
     block: Block,
     folder: Path,
@@ -77,8 +93,7 @@ def check_split(
     """Split a graph by tensor with each of the shares: the same outputs, and these weights split, those whole."""
     plans = _check(block, folder, split, shares, whole, tolerance, split_mode="tensor")
     for plan in plans:
-        assert plan.tensor is not None
-        assert sums is None or len(plan.tensor.choice.sums.summed) == sums
+        assert sums is None or len(sharded(plan).choice.sums.summed) == sums
     return plans
 
 
@@ -95,8 +110,7 @@ def check_rows(
     """As `check_split`, by row: matrices of `least` x `least` or more, in so many rounds."""
     plans = _check(block, folder, split, shares, whole, tolerance, split_mode="row", row_min=least)
     for plan in plans:
-        assert plan.rows is not None
-        assert rounds is None or len(plan.rows.rounds) == rounds
+        assert rounds is None or len(sliced(plan).rounds) == rounds
     return plans
 
 

@@ -15,7 +15,7 @@ from models.llama import Size, build
 from models.minilm import Encoder
 from models.writer import Writer, save
 from splitc.compiler.analysis.facts import Analysis, analyze
-from splitc.compiler.frontend.shapes import AskedShapes
+from splitc.compiler.frontend.asked_shapes import AskedShapes
 
 MakeModel = Callable[[ir.Model], Path]
 CONFIG = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 5, "layer_norm_eps": 1e-12}

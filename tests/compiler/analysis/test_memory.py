@@ -9,9 +9,10 @@ import pytest
 
 from splitc.compiler import Request, plan_model
 from splitc.compiler.analysis.facts import analyze
-from splitc.compiler.analysis.memory import RangeMemory, stage_memory
-from splitc.compiler.frontend.shapes import AskedShapes
-from splitc.compiler.lowering.stages import split_layers
+from splitc.compiler.analysis.memory import stage_memory
+from splitc.compiler.analysis.range_memory import RangeMemory
+from splitc.compiler.analysis.stages import divide_blocks
+from splitc.compiler.frontend.asked_shapes import AskedShapes
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import DoesNotFitError
 
@@ -31,7 +32,7 @@ def test_sizes_are_those_counted_by_hand(write_model: Callable[[str], Path]) -> 
           y, rest = Split <axis = 1> (v, sizes) }"""
     )
     analysis = analyze(path, AskedShapes({"x": (4, 8)}), 1)
-    (stage,) = split_layers(analysis.graph, analysis.partition, [len(analysis.partition.blocks)])
+    (stage,) = divide_blocks(analysis.graph, analysis.partition, [len(analysis.partition.blocks)])
     memory = stage_memory(analysis.costs, analysis.states, stage)
     assert memory.weights == 3 * 8
     assert memory.cache == 0
@@ -65,7 +66,7 @@ def test_bound_for_the_planner_is_never_too_small(decoder: Path) -> None:
     for start in range(count):
         for end in range(start + 1, count + 1):
             ends = sorted({start, end, count} - {0})
-            stage = split_layers(analysis.graph, analysis.partition, ends)[ends.index(end)]
+            stage = divide_blocks(analysis.graph, analysis.partition, ends)[ends.index(end)]
             exact = stage_memory(analysis.costs, analysis.states, stage)
             assert exact.weights == quick.weights(start, end)
             assert exact.total <= quick.total(start, end) <= 2 * exact.total + 4096

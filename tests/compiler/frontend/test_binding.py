@@ -15,7 +15,8 @@ from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.cli import app
 from splitc.compiler.frontend.graph import open_graph
 from splitc.compiler.model_errors import ModelError
-from splitc.compiler.planning.plan_file import plan_from_file, to_file, write_plan
+from splitc.compiler.modes.replanning import plan_from_file
+from splitc.compiler.planning.plan_file import to_file, write_plan
 from splitc.runtime import Session
 from splitc.runtime.errors import MisuseError, OutputsDifferError
 from splitc.runtime.manifest import read_manifest

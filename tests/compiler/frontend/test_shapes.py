@@ -7,8 +7,9 @@ import onnx
 import pytest
 
 from splitc.compiler.analysis.facts import analyze
+from splitc.compiler.frontend.asked_shapes import AskedShapes, parse_shapes
 from splitc.compiler.frontend.graph import open_graph
-from splitc.compiler.frontend.shapes import AskedShapes, bind_shapes, infer_shapes, input_shapes, parse_shapes
+from splitc.compiler.frontend.shapes import bind_shapes, infer_shapes, input_shapes
 from splitc.compiler.frontend.states import find_states, growing_symbols
 from splitc.runtime.errors import MisuseError
 

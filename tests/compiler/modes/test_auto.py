@@ -12,10 +12,11 @@ import pytest
 from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.compiler.modes.auto import choose
-from splitc.compiler.planning.plan import ENGINE_BYTES, Candidate, Plan
-from splitc.compiler.planning.plan_file import plan_from_file, write_plan
-from splitc.compiler.planning.prediction import predict
+from splitc.compiler.modes.auto import choose, predict
+from splitc.compiler.modes.replanning import plan_from_file
+from splitc.compiler.planning.assembly import SESSION_BYTES
+from splitc.compiler.planning.plan import Alternative, Plan
+from splitc.compiler.planning.plan_file import write_plan
 from splitc.runtime import Session
 from splitc.runtime.errors import DoesNotFitError, MisuseError
 from splitc.runtime.machine import Link, Machine
@@ -29,7 +30,7 @@ FREE, SLOW = Link(0.0, 0.0), Link(10.0, 0.0)
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same machine for every run of the tests."""
-    monkeypatch.setattr("splitc.compiler.planning.prediction.cache_bytes", lambda: 0)
+    monkeypatch.setattr("splitc.compiler.planning.clock.cache_bytes", lambda: 0)
     monkeypatch.setattr("splitc.compiler.planning.prediction.cores", lambda: 2)
     monkeypatch.setattr("splitc.runtime.devices.cores", lambda: 2)
     set_machine(monkeypatch, FREE)
@@ -41,12 +42,12 @@ def set_machine(monkeypatch: pytest.MonkeyPatch, link: Link) -> None:
 
 
 def names(plan: Plan, possible: bool = True) -> list[str]:
-    return [each.name for each in plan.candidates if (each.refused is None) == possible]
+    return [each.name for each in plan.alternatives if (each.refused is None) == possible]
 
 
 def test_all_ways_are_compared(decoder: Path) -> None:
     plan = plan_model(decoder, ["4xcpu"], Request(memory=["1GiB"]))
-    every = [each.name for each in plan.candidates]
+    every = [each.name for each in plan.alternatives]
     assert every == [
         "one device",
         *(f"layer on {count}" for count in (2, 3, 4)),
@@ -54,9 +55,9 @@ def test_all_ways_are_compared(decoder: Path) -> None:
         "tensor on 4 in 2 stages",
     ]
     assert names(plan, possible=False) == ["row on 2", "row on 3", "row on 4"], "its matrices are too small to slice"
-    assert all("row mode can slice nothing" in str(each.refused) for each in plan.candidates if each.refused)
+    assert all("row mode can slice nothing" in str(each.refused) for each in plan.alternatives if each.refused)
     assert plan.choice is not None
-    chosen = next(each for each in plan.candidates if plan.choice.startswith(f"{each.name}:"))
+    chosen = next(each for each in plan.alternatives if plan.choice.startswith(f"{each.name}:"))
     assert len(plan.ranks) == chosen.devices
     assert list(chosen.peaks) == [rank.memory.total for rank in plan.ranks]
 
@@ -80,7 +81,7 @@ def test_what_does_not_fit_is_not_chosen(decoder: Path, tmp_path: Path) -> None:
     whole = plan_model(decoder, ["cpu0"], Request(memory=["1GiB"])).ranks[0].memory.total
     request = Request(objective="latency", memory=[str(int(whole * 0.7))])
     plan = plan_model(decoder, ["2xcpu"], request)
-    (single,) = [each for each in plan.candidates if each.devices == 1]
+    (single,) = [each for each in plan.alternatives if each.devices == 1]
     assert "short" in str(single.refused)
     assert len(plan.ranks) == 2
     compile_model(plan, tmp_path / "package")
@@ -95,7 +96,7 @@ def test_fewer_devices_are_those_with_most_memory(decoder: Path) -> None:
 
 def test_shares_are_for_all_devices(decoder: Path) -> None:
     plan = plan_model(decoder, ["2xcpu"], Request(tensor_split=[3, 1], memory=["1GiB"]))
-    assert {each.devices for each in plan.candidates} == {2}
+    assert {each.devices for each in plan.alternatives} == {2}
 
 
 def test_nearest_misses_are_named(decoder: Path) -> None:
@@ -110,10 +111,10 @@ def test_nearest_misses_are_named(decoder: Path) -> None:
 
 
 def test_among_about_as_fast_ones_room_decides() -> None:
-    fast = Candidate("a", "layer", 1, 1.0, 1.0, 0.9)
-    roomy = Candidate("b", "layer", 2, 1.5, 1.05, 0.4)
-    slow = Candidate("c", "tensor", 2, 0.9, 2.0, 0.1)
-    impossible = Candidate("d", "row", 2, refused="too small")
+    fast = Alternative("a", "layer", 1, 1.0, 1.0, 0.9)
+    roomy = Alternative("b", "layer", 2, 1.5, 1.05, 0.4)
+    slow = Alternative("c", "tensor", 2, 0.9, 2.0, 0.1)
+    impossible = Alternative("d", "row", 2, refused="too small")
     everyone = [fast, roomy, slow, impossible]
     assert choose(everyone, "throughput", profiled=False) == roomy
     assert choose(everyone, "throughput", profiled=True) == roomy
@@ -121,8 +122,8 @@ def test_among_about_as_fast_ones_room_decides() -> None:
 
 
 def test_little_room_is_not_worth_another_device() -> None:
-    one = Candidate("a", "layer", 1, 1.0, 1.0, 0.100)
-    two = Candidate("b", "layer", 2, 1.0, 0.99, 0.099)
+    one = Alternative("a", "layer", 1, 1.0, 1.0, 0.100)
+    two = Alternative("b", "layer", 2, 1.0, 0.99, 0.099)
     assert choose([one, two], "throughput", profiled=False) == one
 
 
@@ -135,9 +136,9 @@ def test_many_engines_on_a_gpu_are_counted(decoder: Path) -> None:
 
     assert engines("2xcpu", "tensor") == engines("2xcuda", "layer") == [0, 0]
     sums = plan_model(decoder, ["2xcpu"], Request(split_mode="tensor")).collectives
-    assert engines("2xcuda", "tensor") == [sums * ENGINE_BYTES] * 2
+    assert engines("2xcuda", "tensor") == [sums * SESSION_BYTES] * 2
     main, helper = engines("2xcuda", "row")
-    assert main == 2 * (helper + ENGINE_BYTES)
+    assert main == 2 * (helper + SESSION_BYTES)
 
 
 def test_model_inside_control_flow_runs_on_one_device(tmp_path: Path) -> None:
@@ -157,7 +158,9 @@ def test_model_inside_control_flow_runs_on_one_device(tmp_path: Path) -> None:
     ir.save(ir.from_onnx_text(text), tmp_path / "model.onnx")
     plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(memory=["1GiB"]))
     assert len(plan.ranks) == 1
-    assert "does not cut inside control flow" in str(next(c.refused for c in plan.candidates if c.name == "layer on 2"))
+    assert "does not cut inside control flow" in str(
+        next(c.refused for c in plan.alternatives if c.name == "layer on 2")
+    )
 
 
 def test_options_of_one_mode_are_refused(decoder: Path) -> None:
@@ -170,7 +173,7 @@ def test_plan_file_has_what_was_compared_and_compiles(decoder: Path, tmp_path: P
     write_plan(plan, tmp_path / "plan.json")
     written = json.loads((tmp_path / "plan.json").read_text())
     assert written["choice"] == plan.choice
-    assert [each["name"] for each in written["candidates"]] == [each.name for each in plan.candidates]
+    assert [each["name"] for each in written["candidates"]] == [each.name for each in plan.alternatives]
     assert plan_from_file(decoder, tmp_path / "plan.json").split_mode == plan.split_mode
     shown = splitc("plan", decoder, "-d", "2xcpu").stdout
     assert "candidate" in shown and "chosen: " in shown

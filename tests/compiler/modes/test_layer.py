@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from models.writer import Writer, save
 from splitc.compiler import plan_model
 from splitc.compiler.analysis.facts import analyze
-from splitc.compiler.frontend.shapes import AskedShapes
-from splitc.compiler.lowering.stages import split_layers, stage_graph
+from splitc.compiler.analysis.stages import divide_blocks
+from splitc.compiler.frontend.asked_shapes import AskedShapes
+from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.model_errors import ModelError
 from splitc.runtime.devices import parse_devices
 from tests.conftest import LAYER, Arrays, assert_close, decoder_feeds, run_split, run_whole
@@ -165,7 +166,7 @@ def test_weight_that_several_stages_read_is_in_each_and_counted_in_each(tmp_path
     save(w.model(), tmp_path / "model.onnx")
     plan = plan_model(tmp_path / "model.onnx", parse_devices(["3xcpu"]), LAYER)
     assert [rank.memory.weights for rank in plan.ranks] == [64 * 64 * 4] * 3
-    assert [rank.repeated.weights for rank in plan.ranks] == [0, 64 * 64 * 4, 64 * 64 * 4]
+    assert [rank.rematerialized.weights for rank in plan.ranks] == [0, 64 * 64 * 4, 64 * 64 * 4]
     feeds = {"x": np.ones((2, 64), np.float32)}
     assert_close(
         run_split(tmp_path / "model.onnx", tmp_path / "package", "3xcpu", feeds),
@@ -229,7 +230,7 @@ def test_random_graph_cut_anywhere_gives_the_same_bits(
     count = len(analysis.partition.blocks)
     ends = sorted({cut for cut in cuts if cut < count} | {count})
     values: Arrays = dict(feeds)
-    for number, stage in enumerate(split_layers(analysis.graph, analysis.partition, ends)):
+    for number, stage in enumerate(divide_blocks(analysis.graph, analysis.partition, ends)):
         path = folder / f"stage{number}.onnx"
         ir.save(ir.Model(stage_graph(analysis.graph, stage), ir_version=8), path)
         session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])

@@ -15,8 +15,9 @@ from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.cli import app
 from splitc.compiler.model_errors import CannotSplitError
-from splitc.compiler.planning.plan_file import plan_from_file, to_file, write_plan
-from splitc.compiler.sharding.row_split import RowSplit
+from splitc.compiler.modes.replanning import plan_from_file
+from splitc.compiler.planning.plan_file import to_file, write_plan
+from splitc.compiler.sharding.slices import SlicedProducts
 from splitc.runtime import Session
 from splitc.runtime.errors import DoesNotFitError, MisuseError, OutputsDifferError
 from splitc.runtime.fills import make_inputs
@@ -239,7 +240,7 @@ def test_wrong_order_is_found_before_anything_is_written(
     decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_model(decoder, ["2xcpu"], replace(ROW, tensor_split=[1, 1]))
-    monkeypatch.setattr(RowSplit, "ranks", lambda *_: [1, 0])
+    monkeypatch.setattr(SlicedProducts, "ranks", lambda *_: [1, 0])
     with pytest.raises(OutputsDifferError, match=r"outputs of the split model differ .* Nothing was written"):
         compile_model(plan, tmp_path / "package")
     assert not (tmp_path / "package").exists()

@@ -14,15 +14,16 @@ from typer.testing import CliRunner
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.cli import app
 from splitc.compiler.model_errors import ModelError
+from splitc.compiler.modes.replanning import plan_from_file
 from splitc.compiler.operators import registry
 from splitc.compiler.operators.operation import Operation
-from splitc.compiler.planning.plan_file import plan_from_file, to_file, write_plan
+from splitc.compiler.planning.plan_file import to_file, write_plan
 from splitc.runtime import Session
 from splitc.runtime.errors import DoesNotFitError, MisuseError, OutputsDifferError
 from splitc.runtime.manifest import read_manifest
 from splitc.runtime.ranks.loop import Reduce
 from tests.conftest import DECODER, assert_close, decoder_feeds, run_whole
-from tests.helpers.blocks import COMPLETE, RUNTIME, Block, save
+from tests.helpers.blocks import COMPLETE, RUNTIME, Block, save, sharded
 
 TENSOR = Request(split_mode="tensor")
 
@@ -31,8 +32,7 @@ def test_decoder_takes_two_sums_a_layer_and_its_blocks_are_split(decoder: Path, 
     plan = plan_model(decoder, ["2xcpu"], TENSOR)
     inside = [weight for weight in plan.weights if weight.in_block]
     assert sum(each.split for each in inside) > 0.95 * sum(each.bytes for each in inside)
-    assert plan.tensor is not None
-    assert plan.tensor.choice.sums.count == 2 * DECODER.layers
+    assert sharded(plan).choice.sums.count == 2 * DECODER.layers
     compile_model(plan, tmp_path / "package")
     manifest = read_manifest(tmp_path / "package")
     assert manifest.collectives == 2 * DECODER.layers

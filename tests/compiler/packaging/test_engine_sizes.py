@@ -11,7 +11,6 @@ import onnxruntime as ort
 import pytest
 
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.compiler.lowering.programs import rank_program
 from splitc.compiler.model_errors import ModelError
 from splitc.compiler.packaging.build_graphs import prepare_piece
 from splitc.compiler.packaging.engine_sizes import engine_sizes
@@ -32,7 +31,7 @@ def test_sizes_are_those_that_engines_see(
     decoder: Path, tmp_path: Path, mode: str, devices: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_model(decoder, [devices], Request(split_mode=mode, shapes=shapes()))
-    programs = [rank_program(plan, number) for number in range(len(plan.ranks))]
+    programs = [plan.program(number) for number in range(len(plan.ranks))]
     expected = engine_sizes(programs, [plan.analysis.shapes] * 3)
     compile_model(plan, tmp_path / "package")
 
@@ -57,7 +56,7 @@ def test_sizes_are_those_that_engines_see(
 def test_range_has_its_ends(decoder: Path) -> None:
     request = Request(split_mode="tensor", min_shapes=shapes(1, 1, 0), opt_shapes=shapes(), max_shapes=shapes(4, 8, 64))
     plan = plan_model(decoder, ["2xcpu"], request)
-    programs = [rank_program(plan, number) for number in range(2)]
+    programs = [plan.program(number) for number in range(2)]
     analysis = plan.analysis
     ranks = engine_sizes(programs, (analysis.smallest, analysis.typical, analysis.shapes))
     hidden = ranks[0][-1]["model.embed"] if "model.embed" in ranks[0][-1] else next(iter(ranks[0][-1].values()))
@@ -69,7 +68,7 @@ def test_range_has_its_ends(decoder: Path) -> None:
 
 def test_size_that_depends_on_data_is_named(write_model: Callable[[str], Path]) -> None:
     plan = plan_model(write_model(DATA_DEPENDENT), ["2xcpu"], Request(split_mode="layer", spread=True))
-    programs = [rank_program(plan, number) for number in range(len(plan.ranks))]
+    programs = [plan.program(number) for number in range(len(plan.ranks))]
     with pytest.raises(ModelError, match="depends on data"):
         engine_sizes(programs, [plan.analysis.shapes] * 3)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from splitc.compiler import Request, plan_model
+from splitc.compiler import Request, api, plan_model
 from splitc.compiler.analysis.facts import analyze
-from splitc.compiler.frontend.shapes import AskedShapes
+from splitc.compiler.frontend.asked_shapes import AskedShapes
 from splitc.compiler.packaging import profiling as profile
 from splitc.runtime.devices import parse_devices
 
@@ -47,6 +47,6 @@ def test_known_content_is_not_measured_again(decoder: Path, cache: Path, monkeyp
 
 def test_planner_goes_by_what_was_measured(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A first layer that takes as long as all others together gets a device of its own."""
-    monkeypatch.setattr(profile, "measure_blocks", lambda *_: [0.0, 3.0, 1.0, 1.0, 1.0, 0.0])
+    monkeypatch.setattr(api, "measure_blocks", lambda *_: [0.0, 3.0, 1.0, 1.0, 1.0, 0.0])
     plan = plan_model(decoder, parse_devices(["2xcpu"]), Request(split_mode="layer", profile=True))
     assert [block.name for block in plan.ranks[0].stage.blocks] == ["prologue", "layers.0"]

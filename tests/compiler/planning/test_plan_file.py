@@ -12,7 +12,8 @@ import pytest
 from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import compile_model, plan_model
-from splitc.compiler.planning.plan_file import plan_from_file, write_plan
+from splitc.compiler.modes.replanning import plan_from_file
+from splitc.compiler.planning.plan_file import write_plan
 from splitc.runtime import DoesNotFitError, MisuseError, Session
 from splitc.runtime.devices import parse_devices
 from tests.conftest import LAYER, assert_close, decoder_feeds, run_whole

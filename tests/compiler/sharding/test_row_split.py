@@ -11,10 +11,9 @@ import onnx_ir as ir
 import pytest
 
 from splitc.compiler import Plan, Request, plan_model
-from splitc.compiler.lowering.programs import rank_program
 from splitc.runtime.manifest import read_manifest
 from splitc.runtime.ranks.loop import Receive, Run, Send
-from tests.helpers.blocks import FLOAT, Block, check_rows, save
+from tests.helpers.blocks import FLOAT, Block, check_rows, save, sliced
 
 # Sides of the matrices. Columns come in fours where they are quantized in blocks.
 ROWS, COLUMNS = 32, 24
@@ -137,7 +136,7 @@ def test_weights_of_every_form_are_sliced(form: str, tmp_path: Path) -> None:
 
 def names_of(plan: Plan, rank: int, kind: type) -> list[str]:
     """The values that a rank's steps of a kind are about."""
-    return [step.value for step in rank_program(plan, rank).steps if isinstance(step, kind)]  # type: ignore[union-attr]
+    return [step.value for step in plan.program(rank).steps if isinstance(step, kind)]  # type: ignore[union-attr]
 
 
 def test_products_of_one_activation_are_one_round_trip(tmp_path: Path) -> None:
@@ -146,10 +145,10 @@ def test_products_of_one_activation_are_one_round_trip(tmp_path: Path) -> None:
     q, k, v = (b.op("MatMul", x, b.w(name, 12, 12)) for name in "qkv")
     b.give(b.op("MatMul", b.op("Add", b.op("Mul", q, k), v), b.w("o", 12, 12)))
     (plan, *_) = check_rows(b, tmp_path, "qkvo", rounds=2)
-    kinds = [type(step) for step in rank_program(plan, 1).steps]
+    kinds = [type(step) for step in plan.program(1).steps]
     assert kinds == [Receive, Run, Send, Send, Send, Receive, Run, Send]
     # Its own slice is in the middle: the main rank multiplies while the other does.
-    kinds = [type(step) for step in rank_program(plan, 0).steps]
+    kinds = [type(step) for step in plan.program(0).steps]
     assert kinds == [Run, Send, Run, Receive, Receive, Receive, Run, Send, Run, Receive, Run]
 
 
@@ -186,8 +185,7 @@ def test_activation_is_sent_as_it_is_before_it_is_unpacked(tmp_path: Path) -> No
     x = b.op("Softmax", b.data("x", (2, 5, ROWS), ["n", "t", ROWS]))
     b.give(b.op("Relu", unpacked(b, x)))
     (plan, *_) = check_rows(b, tmp_path, "A", rounds=1)
-    assert plan.rows is not None
-    ((product,),) = plan.rows.rounds
+    ((product,),) = sliced(plan).rounds
     assert [value.dtype for value in product.takes] == [ir.DataType.UINT8]
     assert plan.cuts[0].bytes == 10 * ROWS + 10 * COLUMNS // 2 * 4
 

@@ -11,16 +11,18 @@ from collections.abc import Callable, Collection, Sequence
 import onnx_ir as ir
 
 from splitc.compiler.analysis.blocks import Block
+from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.lowering.rank_graph import rank_graph
 from splitc.compiler.lowering.segments import Segment, cut_segments
-from splitc.compiler.lowering.stages import Stage, stage_graph
-from splitc.compiler.sharding.row_split import Product, RowSplit
+from splitc.compiler.lowering.stage_graph import stage_graph
+from splitc.compiler.sharding.products import Product
+from splitc.compiler.sharding.slices import SlicedProducts
 
 EXCHANGE = "Exchange"
 
 
-def part_name(product: Product, rank: int) -> str:
+def slice_name(product: Product, rank: int) -> str:
     """The name of a rank's columns of what a product computes."""
     return f"{product.result.name}/rank{rank}"
 
@@ -34,7 +36,7 @@ def find_rounds(graph: Graph, stage: Stage, products: Sequence[Product]) -> tupl
     return tuple(each for each in rounds if each)
 
 
-def main_pieces(split: RowSplit, stage: Stage) -> list[Segment]:
+def main_segments(split: SlicedProducts, stage: Stage) -> list[Segment]:
     """What the main rank runs of a stage between the rounds; its joints are exchanges, named as what they stand for."""
     products = list(split.products.values())
     main = _exchange_products(split.graph, stage, products, split.ranks)
@@ -72,7 +74,7 @@ def _exchange(
     name = old.name or ""
     exchange = ir.node(EXCHANGE, takes, num_outputs=len(ranks), name=name)
     for rank, part in zip(ranks, exchange.outputs):
-        part.name, part.type = part_name(product, rank), product.result.type
+        part.name, part.type = slice_name(product, rank), product.result.type
     joined = ir.node("Concat", exchange.outputs, {"axis": product.axis}, name=f"{name}/columns")
     whole = joined.outputs[0]
     graph.insert_before(node, [exchange, joined])
@@ -104,11 +106,11 @@ def product_stage(graph: Graph, products: Collection[Product], blocks: Sequence[
     )
 
 
-def slice_graph(split: RowSplit, rank: int, products: Sequence[Product]) -> ir.Graph:
+def slice_graph(split: SlicedProducts, rank: int, products: Sequence[Product]) -> ir.Graph:
     """What a rank computes of the products of one round: its own columns, under names of their own."""
     graph = rank_graph(split.columns, product_stage(split.graph, products), rank)
     for value, product in zip(graph.outputs, products):
-        value.name = part_name(product, rank)
+        value.name = slice_name(product, rank)
         if value.shape is not None:
             value.shape = ir.Shape([*value.shape[:-1], split.width(rank, product)])
     return graph

@@ -1,15 +1,12 @@
-"""Row split: the products of which each rank computes some columns, with slices of their weights.
+"""The products of which row mode can give each rank some columns, and why it can't slice the others.
 
 A product is a matmul inside a block that multiplies what is computed with a large matrix that only such products read.
-What it reads at run time is sent to all ranks, each multiplies it with its slice, and the main rank, the first one,
-puts the columns together. All else stays on the main rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 import onnx_ir as ir
 
@@ -19,18 +16,10 @@ from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.shapes import shape_of
 from splitc.compiler.nodes import describe_node
 from splitc.compiler.operators import axes as ax
-from splitc.compiler.operators.axes import Axis, Factor
+from splitc.compiler.operators.axes import Factor
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.sharding.axis_map import AxisMap, find_axes_apart
-from splitc.compiler.sharding.candidates import Candidate, reached_weights
-from splitc.compiler.sharding.choice import Choice
-from splitc.compiler.sharding.partial import Sums
-from splitc.compiler.sharding.sharded_model import TensorSplit
-from splitc.compiler.sharding.shares import assign_units
 from splitc.runtime.units import format_shape
-
-# Both sides of a matrix are at least this long, if it is to be sliced: a small one is not worth the way.
-LEAST_SIDE = 256
 
 Readers = Mapping[ir.Value, tuple[ir.Node, ...]]
 
@@ -74,64 +63,6 @@ class Products:
     axis_map: AxisMap
     readers: Readers
     declined: Mapping[ir.Node, Declined]
-
-
-@dataclass(frozen=True)
-class Work:
-    """A rank's part of a round: what it takes that it did not take in an earlier one, and what it has columns of."""
-
-    takes: tuple[ir.Value, ...]
-    products: tuple[Product, ...]
-
-
-@dataclass(frozen=True)
-class RowSplit:
-    """What is sliced, and how.
-
-    `rounds` are the products in the order in which they run; those of one round don't wait for each other. `columns`
-    says which units each rank has: a tensor split of the products alone, in which nothing is summed. `least` is the
-    shortest side that a matrix may have.
-    """
-
-    graph: Graph
-    least: int
-    rounds: tuple[tuple[Product, ...], ...]
-    columns: TensorSplit
-
-    @cached_property
-    def products(self) -> Mapping[str, Product]:
-        """The products by the name of what they compute."""
-        return {product.result.name or "": product for products in self.rounds for product in products}
-
-    def ranks(self, product: Product) -> list[int]:
-        """The ranks that have columns of a product."""
-        return [number for number, part in enumerate(self.columns.ranges[product.columns]) if part.counts]
-
-    def width(self, rank: int, product: Product) -> int:
-        """How many columns of a product a rank has."""
-        return self.columns.shards(rank).size(self._columns(product))
-
-    def share(self, rank: int, product: Product) -> float:
-        """The share of a product's columns that a rank has."""
-        return self.width(rank, product) / ax.size_of(self._columns(product))
-
-    def _columns(self, product: Product) -> Axis:
-        return self.columns.axis_map.operations[product.node].output()[-1]
-
-    def of_rank(self, rank: int, products: Collection[Product]) -> list[Product]:
-        """Those of the products of which the rank has columns."""
-        return [product for product in products if rank in self.ranks(product)]
-
-    def work(self, rank: int) -> list[Work]:
-        """What a rank does in each round."""
-        known: dict[ir.Value, None] = {}
-        found = []
-        for products in self.rounds:
-            own = self.of_rank(rank, products)
-            takes = dict.fromkeys(value for product in own for value in product.takes if value not in known)
-            known.update(takes)
-            found.append(Work(tuple(takes), tuple(own)))
-        return found
 
 
 def find_products(analysis: Analysis, least: int) -> Products:
@@ -303,19 +234,3 @@ def _columns(axis_map: AxisMap, node: ir.Node, given: Collection[Factor]) -> Fac
     elif leaves[0] in given:
         reason = f"{_name(node)} has columns that are read at run time too"
     return Declined("needed whole", reason) if reason else leaves[0]
-
-
-def slice_products(
-    graph: Graph, products: Products, shares: Sequence[float], size: Callable[[ir.Value], int]
-) -> TensorSplit:
-    """Divide the products' columns among the ranks by their shares. `size` gives the bytes of a value.
-
-    Those of which all columns are the main rank's are not split.
-    """
-    reached = reached_weights(products.axis_map, size)
-    atoms = tuple(dict.fromkeys(product.columns for product in products.found))
-    candidates = tuple(Candidate(atom, reached[atom], 0, 1) for atom in atoms)
-    choice = Choice(atoms, {}, candidates, {}, Sums({}, (), {}, ()))
-    divided = assign_units(choice, [shares], {})
-    ranges = {atom: parts for atom, parts in divided.items() if any(part.counts for part in parts[1:])}
-    return TensorSplit(graph, products.axis_map, choice, ranges, len(shares))

@@ -1,11 +1,10 @@
-"""Layer split: contiguous blocks to each stage, and the graph that each stage runs."""
+"""Stages: runs of blocks, and what each takes from others and from the caller."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.analysis.blocks import Block, Partition
@@ -43,7 +42,7 @@ class Stage:
         return tuple(dict.fromkeys((*self.outputs, *self.sends)))
 
 
-def split_layers(graph: Graph, partition: Partition, ends: Sequence[int]) -> list[Stage]:
+def divide_blocks(graph: Graph, partition: Partition, ends: Sequence[int]) -> list[Stage]:
     """Stages of consecutive blocks. `ends` are, for each stage, the number of its last block plus one.
 
     What only stands on free nodes (a mask that is an output) is made by the first stage.
@@ -131,15 +130,15 @@ def _missing_sizes(graph: Graph, borrowed: Sequence[ir.Value], seen: Sequence[ir
     """The model's inputs that a stage needs only because their sizes are found nowhere else."""
     needed: list[ir.Value] = []
     for value in borrowed:
-        for size in _borrowed_shape(value):
-            if not isinstance(size, int) and _find_size(size, [*seen, *needed]) is None:
-                place = _find_size(size, graph.graph.inputs)
+        for size in borrowed_sizes(value):
+            if not isinstance(size, int) and find_size(size, [*seen, *needed]) is None:
+                place = find_size(size, graph.graph.inputs)
                 assert place is not None, "a shape is only free when the inputs have its sizes"
                 needed.append(place[0])
     return needed
 
 
-def _borrowed_shape(value: ir.Value) -> list[int | ir.SymbolicDim]:
+def borrowed_sizes(value: ir.Value) -> list[int | ir.SymbolicDim]:
     """The sizes that a Shape node gives, which may be a part of the shape that it reads (`start` and `end`)."""
     node = _producer(value)
     source = node.inputs[0]
@@ -147,91 +146,10 @@ def _borrowed_shape(value: ir.Value) -> list[int | ir.SymbolicDim]:
     return list(source.shape)[node.attributes.get_int("start", 0) : node.attributes.get_int("end", None)]
 
 
-def _find_size(size: ir.SymbolicDim, values: Sequence[ir.Value]) -> Place | None:
+def find_size(size: ir.SymbolicDim, values: Sequence[ir.Value]) -> Place | None:
     """The first value with an axis of this size, and the axis."""
     for value in values:
         for axis, other in enumerate(value.shape or ()):
             if other == size:
                 return value, axis
     return None
-
-
-def stage_graph(graph: Graph, stage: Stage) -> ir.Graph:
-    """The stage as a graph of its own, from what it is fed and receives to the model's outputs and what it sends."""
-    weights = dict.fromkeys(value for node in stage.nodes for value in graph.weights(node))
-    view = ir.GraphView(
-        [*stage.takes, *stage.borrowed],
-        stage.gives,
-        nodes=stage.nodes,
-        initializers=tuple(weights),
-        opset_imports=graph.graph.opset_imports,
-        name=graph.graph.name,
-        doc_string=graph.graph.doc_string,
-        metadata_props=graph.graph.metadata_props,
-    )
-    result = view.clone()
-    _compute_borrowed(result, stage)
-    _forget_shapes(graph, result)
-    return result
-
-
-def _forget_shapes(graph: Graph, result: ir.Graph) -> None:
-    """Show an engine the shapes that it would see in the whole model: those that the model's file gives.
-
-    splitc inferred more, and with more equal symbols in sight ONNX Runtime fuses more: other numbers than the unsplit
-    model's, and on the CPU slower ones (SkipLayerNormalization costs a tenth of an encoder's time).
-    """
-    whole = {value.name for value in (*graph.graph.inputs, *graph.graph.outputs)}
-    for value in (*result.inputs, *result.outputs):
-        if value.name not in whole and value.shape is not None:
-            numbers = ir.Shape([size if isinstance(size, int) else None for size in value.shape])
-            value.shape = graph.annotated.get(value.name or "", numbers)
-    for node in result:
-        for value in node.outputs:
-            if not value.is_graph_output():
-                value.shape = graph.annotated.get(value.name or "")
-                value.type = value.type if value.shape is not None else None
-
-
-def _compute_borrowed(result: ir.Graph, stage: Stage) -> None:
-    """Make each borrowed shape vector from the sizes of the stage's inputs, and take it off the inputs."""
-    inputs = stage.takes
-    own = dict(zip(inputs, result.inputs))
-    nodes: list[ir.Node] = []
-    renamed: dict[ir.Value, str] = {}
-    for original, placeholder in zip(stage.borrowed, result.inputs[len(inputs) :]):
-        pieces = []
-        for size in _borrowed_shape(original):
-            if isinstance(size, int):
-                pieces.append(_constant(size, nodes))
-                continue
-            place = _find_size(size, inputs)
-            assert place is not None
-            shape = ir.node("Shape", [own[place[0]]])
-            piece = ir.node("Gather", [shape.outputs[0], _constant(place[1], nodes)])
-            nodes += [shape, piece]
-            pieces.append(piece.outputs[0])
-        joined = ir.node("Concat", pieces, {"axis": 0})
-        nodes.append(joined)
-        joined.outputs[0].type = ir.TensorType(ir.DataType.INT64)
-        placeholder.replace_all_uses_with(joined.outputs[0], replace_graph_outputs=True)
-        if joined.outputs[0].is_graph_output():
-            renamed[joined.outputs[0]] = original.name or ""
-    if not nodes:
-        return
-    del result.inputs[len(inputs) :]
-    for number, node in enumerate(nodes):
-        node.name = f"splitc_sizes_{number}"
-        for value in node.outputs:
-            value.name = renamed.get(value, f"splitc_sizes_{number}")
-    first = result[0] if len(result) else None
-    if first is None:
-        result.extend(nodes)
-    else:
-        result.insert_before(first, nodes)
-
-
-def _constant(number: int, nodes: list[ir.Node]) -> ir.Value:
-    node = ir.node("Constant", [], {"value": ir.tensor(np.array([number], np.int64))})
-    nodes.append(node)
-    return node.outputs[0]

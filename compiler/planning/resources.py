@@ -1,19 +1,52 @@
-"""What devices offer a plan: budgets, shares, and the time of blocks on them."""
+"""What there is to plan with: devices, their budgets, and the time that blocks take on them."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from splitc.compiler.analysis.costs import NOMINAL
 from splitc.compiler.analysis.facts import Analysis
-from splitc.compiler.planning.plan import Request
 from splitc.runtime.devices import Device, free_bytes, memory_of
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.units import parse_bytes
 
 # Bytes that a rank may use; None where that is not known, since its GPU is not in this machine.
 Budget = int | None
+# Measures the seconds of each block on devices of one kind, each with so many threads (None divides the cores).
+BlockTimer = Callable[[Analysis, Sequence[Device], int | None], list[float]]
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Devices in the user's order, and the budget of each.
+
+    `threads` are those of each CPU device; None divides the cores. Blocks are timed by `timer`, if there is one; else
+    their time is estimated.
+    """
+
+    devices: tuple[Device, ...]
+    budgets: tuple[Budget, ...]
+    threads: int | None = None
+    timer: BlockTimer | None = None
+
+    def block_seconds(self, analysis: Analysis) -> list[float]:
+        """The time of each block on the first device."""
+        if self.timer is not None:
+            return self.timer(analysis, self.devices, self.threads)
+        speed, costs = NOMINAL[self.devices[0].kind], analysis.costs
+        return [sum(costs.seconds(node, speed) for node in block.nodes) for block in analysis.partition.blocks]
+
+    def take(self, places: Sequence[int]) -> Resources:
+        """The devices at these places, in this order."""
+        devices = tuple(self.devices[place] for place in places)
+        return Resources(devices, tuple(self.budgets[place] for place in places), self.threads, self.timer)
+
+    @property
+    def shares(self) -> list[float]:
+        """The devices' shares as their budgets have it: equal ones unless all are known."""
+        return as_shares(self.budgets)
 
 
 def find_budgets(devices: Sequence[Device], memory: Sequence[str], headroom: int) -> list[Budget]:
@@ -24,7 +57,7 @@ def find_budgets(devices: Sequence[Device], memory: Sequence[str], headroom: int
     sharers = Counter(map(memory_of, devices))
     budgets = [
         None if free is None else max(0, free - headroom // sharers[memory_of(device)])
-        for device, free in zip(devices, free_bytes(devices))
+        for device, free in zip(devices, free_bytes(devices), strict=True)
     ]
     names = [str(device) for device in devices]
     for text in memory:
@@ -32,12 +65,13 @@ def find_budgets(devices: Sequence[Device], memory: Sequence[str], headroom: int
         if name and name not in names:
             raise MisuseError(f"--memory names '{name}', and the devices are {', '.join(names)}")
         size = parse_bytes(amount)
-        budgets = [size if not name or name == other else budget for other, budget in zip(names, budgets)]
+        named = zip(names, budgets, strict=True)
+        budgets = [size if not name or name == other else budget for other, budget in named]
     return budgets
 
 
 def as_shares(budgets: Sequence[Budget]) -> list[float]:
-    """The devices' shares as their budgets have it: equal ones unless all are known."""
+    """Shares in proportion to budgets: equal ones unless all budgets are known."""
     known = [budget for budget in budgets if budget is not None]
     return [float(max(1, budget)) for budget in known] if len(known) == len(budgets) else [1.0] * len(budgets)
 
@@ -50,13 +84,3 @@ def check_shares(tensor_split: Sequence[float] | None, count: int) -> None:
         raise MisuseError(f"--tensor-split has {len(tensor_split)} shares, and there are {count} devices")
     if min(tensor_split) <= 0:
         raise MisuseError("--tensor-split takes shares above 0: leave a device out with -d to give it nothing")
-
-
-def block_seconds(analysis: Analysis, devices: Sequence[Device], request: Request) -> list[float]:
-    """The time of each block, measured where the request says so."""
-    if request.profile:
-        from splitc.compiler.packaging.profiling import measure_blocks
-
-        return measure_blocks(analysis, devices, request.threads)
-    speed = NOMINAL[devices[0].kind]
-    return [sum(analysis.costs.seconds(node, speed) for node in block.nodes) for block in analysis.partition.blocks]

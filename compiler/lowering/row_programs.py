@@ -1,0 +1,64 @@
+"""The programs of a row split: the main rank's, which runs the model, and those of the ranks that multiply with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import onnx_ir as ir
+
+from splitc.compiler.analysis.stages import Stage
+from splitc.compiler.lowering.programs import names
+from splitc.compiler.lowering.row_graphs import main_segments, slice_graph, slice_name
+from splitc.compiler.planning.split import RankProgram
+from splitc.compiler.sharding.slices import SlicedProducts
+from splitc.runtime.ranks.loop import Receive, Run, Send, Step
+
+
+def main_program(sliced: SlicedProducts, stage: Stage) -> RankProgram:
+    """The main rank runs the model, and its own columns of the products while others compute theirs."""
+    graphs: list[ir.Graph] = []
+    steps: list[Step] = []
+
+    def run(graph: ir.Graph) -> None:
+        steps.append(Run(len(graphs)))
+        graphs.append(graph)
+
+    works = [sliced.work(number) for number in range(sliced.columns.ranks)]
+    rounds = iter(zip(*works, strict=True))
+    for segment in main_segments(sliced, stage):
+        if segment.graph.outputs:
+            run(segment.graph)
+        if not segment.joints:
+            continue
+        own, *others = next(rounds)
+        steps += [Send(name, rank) for rank, work in enumerate(others, 1) for name in names(work.takes)]
+        if own.products:
+            run(slice_graph(sliced, 0, own.products))
+        steps += [
+            Receive(slice_name(each, rank), rank) for rank, work in enumerate(others, 1) for each in work.products
+        ]
+    # What is fed and only sent on is no engine's input.
+    taken = {value.name for graph in graphs for value in graph.inputs}
+    taken |= {step.value for step in steps if isinstance(step, Send)}
+    inputs = [name for name in names(stage.feeds) if name in taken]
+    return _program(graphs, steps, inputs, names(stage.outputs))
+
+
+def helper_program(sliced: SlicedProducts, number: int) -> RankProgram:
+    """Another rank takes what it multiplies, and gives its columns."""
+    graphs: list[ir.Graph] = []
+    steps: list[Step] = []
+    for work in sliced.work(number):
+        if work.products:
+            steps += [Receive(name, 0) for name in names(work.takes)]
+            steps.append(Run(len(graphs)))
+            graphs.append(slice_graph(sliced, number, work.products))
+            steps += [Send(slice_name(product, number), 0) for product in work.products]
+    return _program(graphs, steps, [], [])
+
+
+def _program(
+    graphs: Iterable[ir.Graph], steps: Iterable[Step], inputs: Iterable[str], outputs: Iterable[str]
+) -> RankProgram:
+    graphs = tuple(graph for graph in graphs if graph.outputs)
+    return RankProgram(graphs, tuple(steps), tuple(inputs), tuple(outputs))

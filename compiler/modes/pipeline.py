@@ -1,0 +1,115 @@
+"""What modes with stages have in common: the choice of cuts, what crosses them, and the time of a pipeline."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+
+from splitc.compiler.analysis.facts import Analysis
+from splitc.compiler.analysis.range_memory import RangeMemory
+from splitc.compiler.analysis.stages import Stage
+from splitc.compiler.planning.clock import Clock, Prediction
+from splitc.compiler.planning.rank_plan import CutPlan, RankPlan, Rematerialized
+from splitc.compiler.planning.request import Request
+from splitc.compiler.planning.resources import as_shares
+from splitc.compiler.planning.stage_search import Assignment, StageCosts, Target, plan_stages
+from splitc.runtime.errors import DoesNotFitError
+
+# How much slower the slowest stage may be for fewer bytes cut and more even memory: times are not known better than
+# that, where they were measured and where they are estimated.
+SLACK_MEASURED, SLACK_ESTIMATED = 0.02, 0.1
+# How many times its share of the weights (as budgets go) a device may hold, for the sake of speed.
+UNEVEN = 1.6
+
+
+def choose_stages(
+    analysis: Analysis, seconds: Sequence[float], targets: Sequence[Target], request: Request
+) -> list[Assignment]:
+    """The runs of blocks that are best for the targets. `seconds` are the blocks' times."""
+    memory = RangeMemory(analysis.costs, analysis.states, analysis.partition)
+
+    def load(start: int, end: int) -> float:
+        if request.tensor_split:  # users' shares are of the weights: that is what they see fill their devices
+            return memory.weights(start, end)
+        return sum(seconds[start:end])
+
+    costs = StageCosts(
+        names=[block.name for block in analysis.partition.blocks],
+        load=load,
+        weights=memory.weights,
+        memory=cache(memory.total),  # the search asks for the same runs again for each target
+        cut=memory.cut_bytes.__getitem__,
+        link=lambda _: 0.0,  # CPU devices share their memory
+    )
+    return _choose(costs, targets, request)
+
+
+def _choose(costs: StageCosts, targets: Sequence[Target], request: Request) -> list[Assignment]:
+    """The best stages; for throughput, with the weights spread evenly enough (see UNEVEN).
+
+    In a convolutional network the first stages take the time and the last hold the weights: going by time alone, one
+    device would be full and the others empty. Where blocks are too large for the limit, it is raised until they fit.
+    """
+    spread = request.spread or request.tensor_split is not None
+    slack = SLACK_MEASURED if request.profile else SLACK_ESTIMATED
+    uneven = UNEVEN if request.objective == "throughput" and not request.tensor_split else math.inf
+    weights, shares = costs.weights(0, len(costs.names)), as_shares([target.budget for target in targets])
+    while uneven < len(targets):
+        limited = [
+            replace(target, most_weights=int(uneven * weights * share / sum(shares)))
+            for target, share in zip(targets, shares, strict=True)
+        ]
+        with contextlib.suppress(DoesNotFitError):
+            return plan_stages(costs, limited, objective=request.objective, spread=spread, slack=slack)
+        uneven *= 1.25
+    return plan_stages(costs, targets, objective=request.objective, spread=spread, slack=slack)
+
+
+def rematerialized(analysis: Analysis, stages: Sequence[Stage], number: int) -> Rematerialized:
+    """What stage `number` has in common with those before it: cheap nodes, and weights that more than one reads."""
+    costs = analysis.costs
+    before = {node for stage in stages[:number] for node in stage.nodes}
+    again = [node for node in stages[number].nodes if node in before]
+    held = set(costs.weights(before))
+    weights = sum(costs.value_bytes(weight) for weight in costs.weights(stages[number].nodes) if weight in held)
+    own = (node for block in stages[number].blocks for node in block.nodes)
+    read = {value for node in own for value in analysis.graph.reads[node] if value.producer() in before}
+    unsent = sum(costs.value_bytes(value) for value in read if value not in stages[number].receives)
+    return Rematerialized(len(again), sum(map(costs.flops, again)), weights, unsent)
+
+
+def stage_cuts(analysis: Analysis, stages: Sequence[Stage]) -> list[CutPlan]:
+    """For each cut the values that pass it: made before it, and received after it."""
+    cuts = []
+    for number in range(1, len(stages)):
+        made = {value for stage in stages[:number] for value in stage.sends}
+        values = dict.fromkeys(value for stage in stages[number:] for value in stage.receives if value in made)
+        cuts.append(CutPlan(tuple(values), sum(map(analysis.costs.value_bytes, values))))
+    return cuts
+
+
+def predict_pipeline(
+    ranks: Sequence[RankPlan],
+    cuts: Sequence[CutPlan],
+    clock: Clock,
+    stage_seconds: Callable[[Sequence[RankPlan], int], float],
+) -> Prediction:
+    """The times of stages that work one after the other on a request, and at the same time on a stream.
+
+    `stage_seconds` is the time of a stage's ranks while so many ranks are at work.
+    """
+    groups = sorted({rank.group for rank in ranks})
+    members = [[rank for rank in ranks if rank.group == group] for group in groups]
+    alone = [stage_seconds(each, len(each)) for each in members]
+    together = [stage_seconds(each, len(ranks)) for each in members]
+    crossing = [
+        clock.copy(before[0], after[0]).seconds(cut.bytes) + clock.cold(before[0])
+        for before, after, cut in zip(members, members[1:], cuts, strict=False)
+    ]
+    slowest = max(map(sum, zip(together, [0.0, *crossing], strict=True)))
+    # More ranks than cores take turns: the cores are then always at work.
+    every = sum(seconds * min(1.0, clock.crowd(len(each))) for seconds, each in zip(together, members, strict=True))
+    return Prediction(sum(alone) + sum(crossing), max(slowest, every))

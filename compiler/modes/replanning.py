@@ -1,0 +1,100 @@
+"""The plan that an edited plan.json describes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from splitc.compiler.analysis.facts import Analysis, analyze
+from splitc.compiler.frontend.asked_shapes import Shape
+from splitc.compiler.modes.table import find_mode
+from splitc.compiler.planning.plan import Plan
+from splitc.compiler.planning.plan_file import SCHEMA, read_plan
+from splitc.compiler.planning.request import ROW_MIN, Request
+from splitc.compiler.planning.resources import Resources
+from splitc.compiler.planning.stage_search import Assignment
+from splitc.runtime.devices import parse_devices
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.manifest import State, hash_file
+
+# As many blocks as no model has: asks for the finest ones.
+ALL = 1 << 30
+
+
+def plan_from_file(model: Path, path: Path) -> Plan:
+    """The plan that a file describes, for the model that it was made for.
+
+    Raises MisuseError when the file is no plan or contradicts the model, CannotSplitError when its shares leave a rank
+    with nothing, DoesNotFitError when a rank needs more than its budget.
+    """
+    file = read_plan(path)
+    if file.schema != SCHEMA:
+        raise MisuseError(
+            f"{path} has schema version {file.schema}, and this splitc reads version {SCHEMA}: plan again"
+        )
+    if model.is_file() and hash_file(model) != file.source.sha256:
+        raise MisuseError(
+            f"{path} was made for another model ({file.source.name}, SHA-256 {file.source.sha256[:12]}...)"
+        )
+    mode = find_mode(file.split_mode)
+    request = Request(
+        split_mode=file.split_mode,
+        engine=file.engine,
+        objective=file.objective,
+        shapes=_shapes(file.shapes),
+        min_shapes=_shapes(file.min_shapes),
+        opt_shapes=_shapes(file.opt_shapes),
+        pipeline_stages=1 + max((rank.stage for rank in file.ranks), default=0),
+        row_min=ROW_MIN if file.row_min is None else file.row_min,
+        settings=file.settings,
+    )
+    analysis = analyze(model, request.asked_shapes, ALL if file.finest else 1, file.settings)
+    stages = request.pipeline_stages
+    if file.states is not None:
+        analysis = replace(analysis, states=tuple(_check_states(analysis, file.states)))
+    chosen = assignments(file.blocks, stages, [block.name for block in analysis.partition.blocks])
+    devices = parse_devices([rank.device for rank in file.ranks])
+    resources = Resources(tuple(devices), tuple(rank.budget_bytes for rank in file.ranks))
+    return mode.replan(analysis, resources, request, file, chosen)
+
+
+def _shapes(lists: Mapping[str, list[int]]) -> dict[str, Shape]:
+    return {name: tuple(shape) for name, shape in lists.items()}
+
+
+def _check_states(analysis: Analysis, states: Sequence[State]) -> Sequence[State]:
+    """Raise MisuseError for a state that names no input or output of the model, or an input twice."""
+    inputs = [value.name for value in analysis.graph.graph.inputs]
+    outputs = [value.name for value in analysis.graph.outputs]
+    for number, state in enumerate(states):
+        if state.input not in inputs or state.output not in outputs:
+            raise MisuseError(f"the plan has the state {state.input} <- {state.output}: the model lacks one of these")
+        if state.input in [other.input for other in states[:number]]:
+            raise MisuseError(f"the plan has two states for the input {state.input}")
+    return states
+
+
+def assignments(blocks: Mapping[str, int], stages: int, names: Sequence[str]) -> list[Assignment]:
+    """The stages that the plan's blocks make. Raises MisuseError naming the line that contradicts the model."""
+    for name, rank in blocks.items():
+        if name not in names:
+            raise MisuseError(f'the plan has the line "{name}: {rank}", and the model has no such block')
+        if not 0 <= rank < stages:
+            raise MisuseError(f'the plan has the line "{name}: {rank}", and it has stages 0 to {stages - 1}')
+    if missing := [name for name in names if name not in blocks]:
+        raise MisuseError(f'the plan leaves out the block {missing[0]}: add a line for it under "blocks"')
+    found: list[Assignment] = []
+    for index, name in enumerate(names):
+        rank = blocks[name]
+        last: Assignment | None = found[-1] if found else None
+        if last and rank < last.target:
+            raise MisuseError(
+                f'the plan has the line "{name}: {rank}" after a block in stage {last.target}: '
+                "stages hold consecutive blocks, in their order"
+            )
+        if last and rank == last.target:
+            found[-1] = Assignment(rank, last.start, index + 1)
+        else:
+            found.append(Assignment(rank, index, index + 1))
+    return found

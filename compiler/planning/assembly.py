@@ -1,0 +1,98 @@
+"""Put a plan together, and say what a user should know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from splitc.compiler.analysis.facts import Analysis
+from splitc.compiler.planning.plan import Plan
+from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
+from splitc.compiler.planning.request import Request
+from splitc.compiler.planning.split import Split
+from splitc.compiler.sharding.report import WeightFate, warn_of_little
+from splitc.runtime.engines.kinds import ONNXRUNTIME, choose_engine
+from splitc.runtime.errors import DoesNotFitError
+from splitc.runtime.units import format_bytes
+
+# Bytes that each of ONNX Runtime's sessions on a GPU takes beside weights and activations, for its libraries and their
+# scratch space, as measured on H200s with version 1.31 at the peak of a decoder in tensor mode (20 MiB when it is
+# loaded). Those of a rank's only one are left to the headroom.
+SESSION_BYTES = 42 << 20
+
+
+def assemble(
+    analysis: Analysis,
+    request: Request,
+    split: Split,
+    ranks: Sequence[RankPlan],
+    cuts: Sequence[CutPlan],
+    weights: Sequence[WeightFate] = (),
+    whole: str = "",
+) -> Plan:
+    """The plan of these ranks, with its warnings; `whole` says where weights are that are not sharded."""
+    engine = choose_engine(request.engine, [rank.device for rank in ranks])
+    ranks = tuple(_with_sessions(rank, engine, split) for rank in ranks)
+    warnings = (*plan_warnings(analysis, ranks), *warn_of_little(weights, whole))
+    return Plan(
+        analysis,
+        request.split_mode,
+        split,
+        engine,
+        request.objective,
+        request.profile,
+        ranks,
+        tuple(cuts),
+        tuple(weights),
+        warnings,
+    )
+
+
+def _with_sessions(rank: RankPlan, engine: str, split: Split) -> RankPlan:
+    """The rank with the memory of its engines' libraries, where it has many of them on a GPU."""
+    if engine != ONNXRUNTIME or rank.device.kind != "cuda":
+        return rank
+    return replace(rank, memory=replace(rank.memory, engines=split.more_sessions(rank) * SESSION_BYTES))
+
+
+def plan_warnings(analysis: Analysis, ranks: Sequence[RankPlan]) -> list[str]:
+    """What makes the plan's numbers less than certain."""
+    found = []
+    if observed := sorted(analysis.costs.bound.observed):
+        found.append(
+            f"no rule gives the shapes that {', '.join(observed)} makes here: they were observed, in ONNX Runtime"
+        )
+    if uncertain := sorted(analysis.costs.bound.uncertain):
+        found.append(
+            f"the sizes of {len(uncertain)} values depend on data ({uncertain[0]}, ...): memory and time are too low"
+        )
+    if unknown := [str(rank.device) for rank in ranks if rank.budget is None]:
+        found.append(
+            f"nothing was checked against a budget for {', '.join(dict.fromkeys(unknown))}: this machine has no such "
+            f"device, so give its memory, as in --memory {unknown[0]}=40GiB"
+        )
+    for number, rank in enumerate(ranks):
+        if rank.missing > 0:
+            found.append(f"rank {number} needs more than the budget of {rank.device}")
+    return found
+
+
+def check_memory(plan: Plan, whole: str) -> None:
+    """Raise DoesNotFitError for the rank that lacks most. `whole` says where weights are that can't be sharded."""
+    lacking, number = max((rank.missing, number) for number, rank in enumerate(plan.ranks))
+    if not lacking:
+        return
+    rank = plan.ranks[number]
+    unsplit = sum(each.bytes - each.split for each in plan.weights)
+    lines = [
+        f"  rank {n} {r.device}: {format_bytes(r.memory.total)} of {format_bytes(r.budget)}"
+        for n, r in enumerate(plan.ranks)
+    ]
+    raise DoesNotFitError(
+        f"rank {number} ({rank.device}) needs {format_bytes(rank.memory.total)} and may use "
+        f"{format_bytes(rank.budget)}, {format_bytes(lacking)} short; {format_bytes(unsplit)} of weights can't be "
+        f"split and are {whole}:\n"
+        + "\n".join(lines)
+        + "\nGive the devices more memory (--memory, --headroom), add one (-d), give this one a smaller share "
+        "(--tensor-split), or plan for smaller inputs (--shapes)."
+    )

@@ -1,0 +1,210 @@
+"""What a user asks of a plan, and the options by which the command line takes it.
+
+To add an option, add a field. Importing this needs no library of the compiler's, so that help comes at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import typer
+
+from splitc.compiler.frontend.asked_shapes import AskedShapes, Shape, parse_shapes
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.settings import parse_settings
+from splitc.runtime.units import parse_bytes
+
+OBJECTIVES = ("throughput", "latency")
+DEFAULT_HEADROOM = 1 << 30
+# Both sides of a matrix are at least this long, if row mode is to slice it: a small one is not worth the way.
+ROW_MIN = 256
+_OPTION = "option"
+_RANGE = "repeatable, for engines that are built for a range of sizes (TensorRT)."
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Option:
+    """A field as the command line has it: Typer's parameter of type `kind`, and what reads the field's value from it.
+
+    With `only`, it belongs to this split mode, and `why` says what other modes do instead.
+    """
+
+    parameter: Any
+    kind: Any
+    read: Callable[[Any], Any]
+    only: str | None
+    why: str
+
+
+def _as_given(value: Any) -> Any:
+    return value
+
+
+def _option(
+    default: Any,
+    *flags: str,
+    help: str,
+    kind: Any,
+    read: Callable[[Any], Any] = _as_given,
+    shown: Any = None,
+    only: str | None = None,
+    why: str = "",
+    **more: Any,
+) -> Any:
+    """A field with its option. `shown` is what the command line has by default, where that is not the field's own."""
+    parameter = typer.Option(default if shown is None else shown, *flags, help=help, **more)
+    metadata = {_OPTION: Option(parameter, kind, read, only, why)}
+    if isinstance(default, dict):
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def _read_shares(text: str | None) -> list[float] | None:
+    try:
+        return [float(share) for share in text.split(",")] if text else None
+    except ValueError:
+        raise MisuseError(f"can't read --tensor-split {text}: write one number a device, as in 3,1") from None
+
+
+def _shapes(*flags: str, help: str) -> Any:
+    return _option(None, *flags, help=help, kind=list[str], read=parse_shapes, shown=[])
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asks of a plan; the options' help says what each field is.
+
+    `engine` None takes what the devices have. `shapes` are the inputs' to plan for; the other three give the ends of a
+    range of them, and the shape to be fast for. `tensor_split` gives shares on any scale. `memory` is budgets as the
+    command line takes them (`4GiB`, `cpu0=4GiB`); without, a device's budget is its free memory less `headroom` bytes.
+    `settings` binds inputs to constants: a number or truth value for all elements, or nested lists of these.
+    """
+
+    split_mode: str = _option(
+        "auto", "--split-mode", kind=str, help="auto: what is predicted to be the best that fits."
+    )
+    objective: str = _option(
+        "throughput",
+        "--objective",
+        kind=str,
+        help="throughput: the slowest stage as fast as can be. latency: the sum of all stages.",
+    )
+    spread: bool = _option(False, "--spread", kind=bool, help="Use every device, even where fewer would do.")
+    pipeline_stages: int = _option(
+        1,
+        "--pipeline-stages",
+        min=1,
+        kind=int,
+        help="In tensor mode: groups of devices, each of which shares a run of blocks.",
+        only="tensor",
+        why="; layer mode makes a stage for each device",
+    )
+    main_device: str | None = _option(
+        None,
+        "--main-device",
+        kind=str | None,
+        help="In row mode: the device that runs the model. Default: the first.",
+        only="row",
+        why="; in other modes no device is the main one",
+    )
+    row_min: int = _option(
+        ROW_MIN,
+        "--row-min",
+        min=1,
+        kind=int,
+        help="In row mode: the shortest side of a weight that is sliced.",
+        only="row",
+    )
+    fallback: str | None = _option(
+        None,
+        "--fallback",
+        kind=str | None,
+        help="layer: split by layer where the mode asked for can't split the model. Default: fail.",
+    )
+    tensor_split: Sequence[float] | None = _option(
+        None,
+        "--tensor-split",
+        kind=str | None,
+        read=_read_shares,
+        help="Each device's share of the weights, as in 3,1. Default: what makes the objective best; in row and tensor "
+        "mode what the budgets are.",
+    )
+    memory: Sequence[str] = _option(
+        (),
+        "--memory",
+        kind=list[str],
+        shown=[],
+        help="A device's budget, repeatable: cpu0=4GiB, or 4GiB for all. Default: free memory less headroom.",
+    )
+    headroom: int = _option(
+        DEFAULT_HEADROOM, "--headroom", kind=str, read=parse_bytes, shown="1GiB", help="Memory to leave free."
+    )
+    engine: str | None = _option(
+        None,
+        "--engine",
+        kind=str | None,
+        help="onnxruntime, tensorrt or tensorrt-rtx. Default: on GPUs tensorrt where it is installed, else "
+        "onnxruntime.",
+    )
+    shapes: Mapping[str, Shape] | None = _shapes(
+        "--shapes", help="An input's shape to plan for, repeatable: ids:1x16 or ids:[1,16]."
+    )
+    min_shapes: Mapping[str, Shape] | None = _shapes("--min-shapes", help=f"An input's smallest shape, {_RANGE}")
+    opt_shapes: Mapping[str, Shape] | None = _shapes("--opt-shapes", help=f"The shape to be fast for, {_RANGE}")
+    max_shapes: Mapping[str, Shape] | None = _shapes(
+        "--max-shapes", help=f"An input's largest shape, which is planned for, {_RANGE}"
+    )
+    settings: Mapping[str, Any] = _option(
+        {},
+        "--set",
+        metavar="NAME=VALUE",
+        kind=list[str],
+        read=parse_settings,
+        shown=[],
+        help="Bind an input to a constant, repeatable, and fold what follows from it: use_cache_branch=true, sr=16000.",
+    )
+    profile: bool = _option(False, "--profile", kind=bool, help="Measure each block's time instead of estimating it.")
+    threads: int | None = _option(
+        None, "--threads", min=1, kind=int | None, help="Threads of each CPU device. Default: the cores divided."
+    )
+
+    @property
+    def asked_shapes(self) -> AskedShapes:
+        """All that it says of shapes."""
+        given = (self.shapes, self.min_shapes, self.opt_shapes, self.max_shapes)
+        return AskedShapes(*(each or {} for each in given))
+
+    def check_modes(self) -> None:
+        """Raise MisuseError for an option of another split mode than the one asked for."""
+        for each in fields(self):
+            option: Option = each.metadata[_OPTION]
+            if option.only not in (None, self.split_mode) and getattr(self, each.name) != each.default:
+                flag = option.parameter.param_decls[0]
+                raise MisuseError(f"{flag} is for --split-mode {option.only}{option.why}")
+
+
+def request_reader(make: Callable[[Request], T], help: Mapping[str, str] = MappingProxyType({})) -> Callable[..., T]:
+    """A function that takes the options as arguments by the fields' names, and hands their Request to `make`.
+
+    Its signature is what Typer reads. `help` replaces that of some fields.
+    """
+    options: dict[str, Option] = {each.name: each.metadata[_OPTION] for each in fields(Request)}
+
+    def read(**given: Any) -> T:
+        return make(Request(**{name: option.read(given[name]) for name, option in options.items()}))
+
+    for name, text in help.items():
+        options[name].parameter.help = text
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.parameter, annotation=option.kind)
+        for name, option in options.items()
+    ]
+    read.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what Typer reads
+    read.__annotations__ = {name: option.kind for name, option in options.items()}
+    return read

@@ -1,0 +1,96 @@
+"""Which columns of the products each rank computes, by row mode.
+
+What a product reads at run time is sent to all ranks. Each multiplies it with its slice of the matrix, and the main
+rank, the first one, puts the columns together. Llama.cpp calls this mode `row`, since its matrices lie transposed;
+Megatron calls it column-parallel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import onnx_ir as ir
+
+from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.operators import axes as ax
+from splitc.compiler.operators.axes import Axis
+from splitc.compiler.sharding.candidates import Candidate, reached_weights
+from splitc.compiler.sharding.choice import Choice
+from splitc.compiler.sharding.partial import Sums
+from splitc.compiler.sharding.products import Product, Products
+from splitc.compiler.sharding.sharded_model import ShardedModel
+from splitc.compiler.sharding.shares import assign_units
+
+
+@dataclass(frozen=True)
+class Work:
+    """A rank's part of a round: what it takes that it did not take in an earlier one, and what it has columns of."""
+
+    takes: tuple[ir.Value, ...]
+    products: tuple[Product, ...]
+
+
+@dataclass(frozen=True)
+class SlicedProducts:
+    """What is sliced, and how.
+
+    `rounds` are the products in the order in which they run; those of one round don't wait for each other. `columns`
+    says which units each rank has: a sharded model of the products alone, in which nothing is summed.
+    """
+
+    graph: Graph
+    rounds: tuple[tuple[Product, ...], ...]
+    columns: ShardedModel
+
+    @cached_property
+    def products(self) -> Mapping[str, Product]:
+        """The products by the name of what they compute."""
+        return {product.result.name or "": product for products in self.rounds for product in products}
+
+    def ranks(self, product: Product) -> list[int]:
+        """The ranks that have columns of a product."""
+        return [number for number, part in enumerate(self.columns.ranges[product.columns]) if part.counts]
+
+    def width(self, rank: int, product: Product) -> int:
+        """How many columns of a product a rank has."""
+        return self.columns.shards(rank).size(self._columns(product))
+
+    def share(self, rank: int, product: Product) -> float:
+        """The share of a product's columns that a rank has."""
+        return self.width(rank, product) / ax.size_of(self._columns(product))
+
+    def _columns(self, product: Product) -> Axis:
+        return self.columns.axis_map.operations[product.node].output()[-1]
+
+    def of_rank(self, rank: int, products: Collection[Product]) -> list[Product]:
+        """Those of the products of which the rank has columns."""
+        return [product for product in products if rank in self.ranks(product)]
+
+    def work(self, rank: int) -> list[Work]:
+        """What a rank does in each round."""
+        known: dict[ir.Value, None] = {}
+        found = []
+        for products in self.rounds:
+            own = self.of_rank(rank, products)
+            takes = dict.fromkeys(value for product in own for value in product.takes if value not in known)
+            known.update(takes)
+            found.append(Work(tuple(takes), tuple(own)))
+        return found
+
+
+def slice_products(
+    graph: Graph, products: Products, shares: Sequence[float], size: Callable[[ir.Value], int]
+) -> ShardedModel:
+    """Divide the products' columns among the ranks by their shares. `size` gives the bytes of a value.
+
+    Those of which all columns are the main rank's are not split.
+    """
+    reached = reached_weights(products.axis_map, size)
+    atoms = tuple(dict.fromkeys(product.columns for product in products.found))
+    candidates = tuple(Candidate(atom, reached[atom], 0, 1) for atom in atoms)
+    choice = Choice(atoms, {}, candidates, {}, Sums({}, (), {}, ()))
+    divided = assign_units(choice, [shares], {})
+    ranges = {atom: parts for atom, parts in divided.items() if any(part.counts for part in parts[1:])}
+    return ShardedModel(graph, products.axis_map, choice, ranges, len(shares))
