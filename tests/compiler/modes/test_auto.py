@@ -31,7 +31,7 @@ FREE, SLOW = Link(0.0, 0.0), Link(10.0, 0.0)
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same machine for every run of the tests."""
     monkeypatch.setattr("splitc.compiler.planning.clock.cache_bytes", lambda: 0)
-    monkeypatch.setattr("splitc.compiler.planning.prediction.cores", lambda: 2)
+    monkeypatch.setattr("splitc.compiler.planning.clock.cores", lambda: 2)
     monkeypatch.setattr("splitc.runtime.devices.cores", lambda: 2)
     set_machine(monkeypatch, FREE)
 
