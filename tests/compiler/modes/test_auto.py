@@ -188,7 +188,7 @@ def test_prediction_knows_streams_sums_and_crossing(decoder: Path) -> None:
     assert predict(layer, slow, 1).latency == pytest.approx(found.latency + 1, rel=1e-3), "one hand-over"
     tensor = plan_model(decoder, ["2xcpu"], Request(split_mode="tensor"))
     gained = predict(tensor, slow, 1).latency - predict(tensor, free, 1).latency
-    assert gained == pytest.approx(tensor.collectives), "each sum costs the link once"
+    assert gained == pytest.approx(tensor.split.collectives), "each sum costs the link once"
     assert predict(tensor, free, 1, measured=2.0).latency > predict(tensor, free, 1).latency
 
 
