@@ -135,7 +135,7 @@ def test_many_engines_on_a_gpu_are_counted(decoder: Path) -> None:
         return [rank.memory.engines for rank in plan_model(decoder, [device], request).ranks]
 
     assert engines("2xcpu", "tensor") == engines("2xcuda", "layer") == [0, 0]
-    sums = plan_model(decoder, ["2xcpu"], Request(split_mode="tensor")).collectives
+    sums = plan_model(decoder, ["2xcpu"], Request(split_mode="tensor")).split.collectives
     assert engines("2xcuda", "tensor") == [sums * SESSION_BYTES] * 2
     main, helper = engines("2xcuda", "row")
     assert main == 2 * (helper + SESSION_BYTES)
