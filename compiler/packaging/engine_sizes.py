@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -36,8 +35,6 @@ class ShapeEngine:
     """A piece of a rank's graph that makes shapes of shapes, and remembers what it was given."""
 
     optional: frozenset[str] = frozenset()
-    # Shape inference replaces functions while it runs: one at a time.
-    _lock = threading.Lock()
 
     def __init__(self, graph: ir.Graph) -> None:
         self._model = ir.Model(graph.clone(), ir_version=10)
@@ -60,8 +57,7 @@ class ShapeEngine:
                 f"the size of '{unknown[0]}' depends on data, or can't be inferred, and TensorRT engines are built for "
                 "known sizes of what passes between them: use --engine onnxruntime"
             )
-        with self._lock:
-            bound = bind_shapes(self._model, shapes, {name: each.numbers for name, each in self.given.items()})
+        bound = bind_shapes(self._model, shapes, {name: each.numbers for name, each in self.given.items()})
         return {name: _known(name, bound) for name in self.outputs}
 
 
