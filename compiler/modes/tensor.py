@@ -15,7 +15,8 @@ from splitc.compiler.analysis.stages import divide_blocks
 from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.lowering.annotations import IR_VERSION, annotate
 from splitc.compiler.lowering.programs import kept_states, names, stage_program
-from splitc.compiler.lowering.rank_graph import COLLECTIVE, rank_graph
+from splitc.compiler.lowering.rank_forms import COLLECTIVE
+from splitc.compiler.lowering.rank_graph import rank_graph
 from splitc.compiler.lowering.segments import Segment, cut_segments
 from splitc.compiler.model_errors import CannotSplitError
 from splitc.compiler.modes.mode import Mode, Way

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.asked_shapes import Shape
 from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes
 from splitc.compiler.lowering.programs import names
-from splitc.compiler.lowering.rank_graph import COLLECTIVE
+from splitc.compiler.lowering.rank_forms import COLLECTIVE
 from splitc.compiler.model_errors import ModelError
 from splitc.compiler.planning.split import RankProgram
 from splitc.runtime.collectives.host import connect

@@ -17,7 +17,7 @@ from splitc.compiler.frontend.made_up import choose_fill
 from splitc.compiler.frontend.optional import make_overridable
 from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.lowering.programs import names
-from splitc.compiler.lowering.rank_graph import COLLECTIVE
+from splitc.compiler.lowering.rank_forms import COLLECTIVE
 from splitc.compiler.model_errors import ModelError
 from splitc.compiler.packaging.build_graphs import fit_to_build
 from splitc.compiler.packaging.building import Building, BuildSettings, check_buildable, finish_package
