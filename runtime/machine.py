@@ -21,10 +21,10 @@ from splitc.runtime.collectives.connect import connect_devices
 from splitc.runtime.devices import Device
 from splitc.runtime.engines import Backend
 from splitc.runtime.engines.backends import make_backend
-from splitc.runtime.engines.gpu_backend import Tape
+from splitc.runtime.engines.gpu_array import Tape
 from splitc.runtime.engines.kinds import ONNXRUNTIME
-from splitc.runtime.ranks.loop import Reduce
 from splitc.runtime.replay.capture import capture
+from splitc.runtime.steps import Reduce
 
 # Bytes of the values that are sent: what costs time by itself, and what costs time by its size.
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)

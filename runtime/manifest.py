@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from splitc.runtime.errors import PackageError
-from splitc.runtime.ranks.loop import Step
+from splitc.runtime.steps import Step
 
 SCHEMA = 2
 FILE_NAME = "manifest.json"

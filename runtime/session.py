@@ -25,10 +25,10 @@ from splitc.runtime.feeds import check_feeds
 from splitc.runtime.futures import in_order, then
 from splitc.runtime.manifest import Manifest, Part, State, Tensor, read_manifest, verify_files
 from splitc.runtime.parts import join_parts
-from splitc.runtime.ranks.loop import overlap
 from splitc.runtime.ranks.thread import NEVER, Request, Served, Worker
 from splitc.runtime.replay.recording import Recording, Recordings
 from splitc.runtime.sequence import StateSequence
+from splitc.runtime.steps import overlap
 from splitc.runtime.tools.rank_memory import RankMemory
 
 Array = npt.NDArray[Any]

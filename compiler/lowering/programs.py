@@ -18,7 +18,7 @@ from splitc.compiler.sharding.partial import chosen_atoms
 from splitc.compiler.sharding.row_split import RowSplit
 from splitc.runtime.engines.kinds import has_collectives
 from splitc.runtime.manifest import Part, Sizes
-from splitc.runtime.ranks.loop import Receive, Reduce, Run, Send, Step
+from splitc.runtime.steps import Receive, Reduce, Run, Send, Step
 
 
 @dataclass(frozen=True)

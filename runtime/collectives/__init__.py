@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from splitc.runtime.ranks.loop import Reduce
+from splitc.runtime.steps import Reduce
 
 
 class Transport(Protocol):

@@ -19,8 +19,10 @@ from splitc.runtime.arrays import accumulate_arrays
 from splitc.runtime.collectives.host import LocalTransport
 from splitc.runtime.collectives.nccl import find_nccl
 from splitc.runtime.engines import Backend
-from splitc.runtime.engines.gpu_backend import Gpu, GpuArray
-from splitc.runtime.ranks.loop import Failure, Reduce, attempt
+from splitc.runtime.engines.gpu_array import GpuArray
+from splitc.runtime.engines.gpu_backend import Gpu
+from splitc.runtime.failures import Failure, attempt
+from splitc.runtime.steps import Reduce
 
 
 @dataclass(frozen=True)

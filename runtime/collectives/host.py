@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
-from splitc.runtime.ranks.loop import Failure, Reduce
+from splitc.runtime.failures import Failure
+from splitc.runtime.steps import Reduce
 
 Channels = dict[tuple[int, int], "SimpleQueue[tuple[str | None, Any]]"]
 

@@ -6,13 +6,13 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from splitc.runtime.arrays import accumulate_arrays, is_zeros, number_type
+from splitc.runtime.engines.gpu_array import GpuArray, Tape
 from splitc.runtime.engines.kernels import combine, copy
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.gpus import need_cupy
@@ -38,32 +38,6 @@ LARGE = 1 << 20
 # Bytes up to which a recording copies by a kernel: an H200 begins one 2 to 4 microseconds after another GPU's kernel,
 # and a copy that is not a kernel takes 10 more before and after it.
 SMALL = 1 << 20
-
-
-@dataclass(frozen=True, eq=False)
-class GpuArray:
-    """An array in a GPU's memory at the address `pointer`, which `owner` keeps. `dtype` is numpy's name."""
-
-    pointer: int
-    shape: tuple[int, ...]
-    dtype: str
-    owner: Any
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * number_type(self.dtype).itemsize
-
-
-@dataclass(eq=False)
-class Tape:
-    """A rank's part of a recorded request: memory on the host that is copied to the GPU when the request begins, and
-    from it when it ends, by the names of inputs and outputs. What is `kept` is needed until all is captured: whatever
-    else a graph uses is the GPU's private memory, which no one else gets.
-    """
-
-    inputs: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
-    outputs: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
-    kept: list[Any] = field(default_factory=list)
 
 
 class Gpu:

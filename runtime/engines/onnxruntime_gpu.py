@@ -17,7 +17,8 @@ import numpy as np
 import onnxruntime as ort
 
 from splitc.runtime.arrays import number_type
-from splitc.runtime.engines.gpu_backend import Gpu, GpuArray
+from splitc.runtime.engines.gpu_array import GpuArray
+from splitc.runtime.engines.gpu_backend import Gpu
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS, host_array, host_value, run_overridden
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.gpus import need_cupy

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from splitc.runtime.engines.gpu_backend import Gpu, GpuArray
+from splitc.runtime.engines.gpu_array import GpuArray
+from splitc.runtime.engines.gpu_backend import Gpu
 from splitc.runtime.engines.kinds import MODULES, need_installed
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.manifest import BuildOptions

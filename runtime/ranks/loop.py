@@ -1,4 +1,4 @@
-"""A rank's program: a list of steps, and the loop that runs them for one request.
+"""The loop that runs a rank's program for one request.
 
 Values are whatever the rank's backend makes of arrays (`splitc.runtime.engines`); the loop only passes them on.
 """
@@ -6,77 +6,16 @@ Values are whatever the rank's backend makes of arrays (`splitc.runtime.engines`
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
-from msgspec import Struct
-
 from splitc.runtime.collectives import Transport
 from splitc.runtime.engines import Engine
-
-
-class Receive(Struct, frozen=True, tag="receive"):
-    """Take `value` from the rank `source`."""
-
-    value: str
-    source: int
-
-
-class Run(Struct, frozen=True, tag="run"):
-    """Run the rank's engine of this number on the values that it names, and keep what it returns."""
-
-    engine: int
-
-
-class Send(Struct, frozen=True, tag="send"):
-    """Give `value` to the rank `target`."""
-
-    value: str
-    target: int
-
-
-class Reduce(Struct, frozen=True, tag="reduce"):
-    """Bring together what the ranks `ranks` each have under the names `parts`; all get the results, named `wholes`.
-
-    `operation` is `sum`, or `max` for the greatest, element by element.
-    """
-
-    operation: str
-    parts: list[str]
-    wholes: list[str]
-    ranks: list[int]
-
-
-Step = Receive | Run | Send | Reduce
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Stands for a value that was not computed, so that ranks further on are released rather than left to wait."""
-
-    error: BaseException
-
-
-def attempt(work: Callable[[], Any]) -> Any:
-    """What the work returns; a Failure where it raises, for other ranks that wait for what comes of it."""
-    try:
-        return work()
-    except Exception as error:  # whatever it is, it belongs to the request
-        _let_go(error)
-        return Failure(error)
-
-
-def _let_go(error: BaseException | None) -> None:
-    """Free what the frames hold that the error came through: a device's memory, and its engines, belong to its thread,
-    and the error goes wherever the caller takes it.
-    """
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__
+from splitc.runtime.failures import Failure, attempt
+from splitc.runtime.steps import Receive, Reduce, Run, Send, Step
 
 
 @dataclass(frozen=True)
@@ -171,17 +110,6 @@ def execute(
     if failure is not None:
         raise failure.error
     return values, spans
-
-
-def overlap(programs: Sequence[Sequence[Step]]) -> bool:
-    """Whether a request can begin while the one before is further on: a rank that needs nothing of another one."""
-    needs: list[set[int]] = []
-    for program in programs:
-        sources = {step.source for step in program if isinstance(step, Receive)}
-        needs.append(sources.union(*(step.ranks for step in program if isinstance(step, Reduce))))
-    for _ in programs:
-        needs = [own.union(*(needs[rank] for rank in own)) for own in needs]
-    return any(set(range(len(programs))) - {rank} - own for rank, own in enumerate(needs))
 
 
 def _run(engine: Engine, values: Mapping[str, Any], into: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,9 +17,10 @@ from splitc.runtime.arrays import is_zeros, zeros
 from splitc.runtime.collectives import Transport
 from splitc.runtime.engines import Backend
 from splitc.runtime.errors import SplitcError
+from splitc.runtime.failures import Failure, attempt
 from splitc.runtime.manifest import Rank, State
 from splitc.runtime.parts import cut_part, cut_places, part_shape
-from splitc.runtime.ranks.loop import Failure, Program, Span, attempt, execute
+from splitc.runtime.ranks.loop import Program, Span, execute
 from splitc.runtime.tools.rank_memory import RankMemory
 
 Array = npt.NDArray[Any]

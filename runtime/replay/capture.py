@@ -13,8 +13,9 @@ from functools import partial
 from typing import Any
 
 from splitc.runtime.collectives.gpu_peers import GpuTransport
-from splitc.runtime.engines.gpu_backend import Gpu, Tape
-from splitc.runtime.ranks.loop import Failure, attempt
+from splitc.runtime.engines.gpu_array import Tape
+from splitc.runtime.engines.gpu_backend import Gpu
+from splitc.runtime.failures import Failure, attempt
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,11 @@ import numpy.typing as npt
 
 from splitc.runtime.arrays import is_zeros
 from splitc.runtime.collectives.gpu_peers import GpuTransport
-from splitc.runtime.engines.gpu_backend import Gpu, GpuArray, Tape
+from splitc.runtime.engines.gpu_array import GpuArray, Tape
+from splitc.runtime.engines.gpu_backend import Gpu
 from splitc.runtime.errors import EngineError
-from splitc.runtime.ranks.loop import Failure, Replay, Span, attempt
+from splitc.runtime.failures import Failure, attempt
+from splitc.runtime.ranks.loop import Replay, Span
 from splitc.runtime.ranks.thread import NEVER, Request, Served, Worker, closed_before
 from splitc.runtime.replay.capture import Captured, capture
 

@@ -25,9 +25,11 @@ from splitc.runtime.collectives.host import connect
 from splitc.runtime.engines import Backend
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.errors import SplitcError
+from splitc.runtime.failures import Failure
 from splitc.runtime.manifest import Rank, read_manifest
 from splitc.runtime.parts import cut_part
-from splitc.runtime.ranks.loop import Failure, Program, Receive, Reduce, Send, execute
+from splitc.runtime.ranks.loop import Program, execute
+from splitc.runtime.steps import Receive, Reduce, Send
 
 
 class RankMemory(msgspec.Struct, frozen=True):

@@ -20,7 +20,8 @@ from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
 from splitc.runtime.collectives.connect import connect_devices
 from splitc.runtime.devices import parse_devices
-from splitc.runtime.engines.gpu_backend import Gpu, Tape
+from splitc.runtime.engines.gpu_array import Tape
+from splitc.runtime.engines.gpu_backend import Gpu
 from splitc.runtime.errors import EngineError
 from splitc.runtime.gpus import list_gpus
 from splitc.runtime.replay.capture import capture

@@ -15,7 +15,8 @@ import pytest
 
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime.devices import Device
-from splitc.runtime.engines.gpu_backend import Gpu, GpuArray
+from splitc.runtime.engines.gpu_array import GpuArray
+from splitc.runtime.engines.gpu_backend import Gpu
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.errors import EngineError
 from tests.helpers import fake_cupy

@@ -19,7 +19,7 @@ from splitc.compiler.planning.plan_file import plan_from_file, to_file, write_pl
 from splitc.runtime import Session
 from splitc.runtime.errors import DoesNotFitError, MisuseError, OutputsDifferError
 from splitc.runtime.manifest import read_manifest
-from splitc.runtime.ranks.loop import Reduce
+from splitc.runtime.steps import Reduce
 from tests.conftest import DECODER, assert_close, decoder_feeds, run_whole
 from tests.helpers.blocks import COMPLETE, RUNTIME, Block, save
 

@@ -24,7 +24,7 @@ from splitc.runtime.engines.backends import check_built_here
 from splitc.runtime.engines.kinds import choose_engine
 from splitc.runtime.errors import MisuseError, PackageError
 from splitc.runtime.manifest import BuildOptions, Manifest, read_manifest, verify_files
-from splitc.runtime.ranks.loop import Reduce
+from splitc.runtime.steps import Reduce
 from tests.conftest import DECODER, decoder_feeds
 from tests.test_cli import splitc
 

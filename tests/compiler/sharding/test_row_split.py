@@ -13,7 +13,7 @@ import pytest
 from splitc.compiler import Plan, Request, plan_model
 from splitc.compiler.lowering.programs import rank_program
 from splitc.runtime.manifest import read_manifest
-from splitc.runtime.ranks.loop import Receive, Run, Send
+from splitc.runtime.steps import Receive, Run, Send
 from tests.helpers.blocks import FLOAT, Block, check_rows, save
 
 # Sides of the matrices. Columns come in fours where they are quantized in blocks.

@@ -11,7 +11,8 @@ import pytest
 
 from splitc.runtime.collectives.host import LocalTransport, connect
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
-from splitc.runtime.ranks.loop import Program, Reduce, Run, execute
+from splitc.runtime.ranks.loop import Program, execute
+from splitc.runtime.steps import Reduce, Run
 from tests.runtime.ranks.test_loop import FunctionEngine, fail
 
 RANKS = 4

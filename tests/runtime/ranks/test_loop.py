@@ -11,7 +11,9 @@ import pytest
 
 from splitc.runtime.collectives.host import connect
 from splitc.runtime.errors import EngineError
-from splitc.runtime.ranks.loop import Failure, Program, Receive, Run, Send, attempt, execute
+from splitc.runtime.failures import Failure, attempt
+from splitc.runtime.ranks.loop import Program, execute
+from splitc.runtime.steps import Receive, Run, Send
 
 
 class FunctionEngine:

@@ -17,11 +17,12 @@ from models.llama_fused import build as build_fused
 from models.writer import save
 from splitc.runtime import Session
 from splitc.runtime.collectives.gpu_peers import slices
-from splitc.runtime.engines.gpu_backend import GpuArray
+from splitc.runtime.engines.gpu_array import GpuArray
 from splitc.runtime.errors import EngineError
-from splitc.runtime.ranks.loop import Receive, Reduce, Replay, Send, overlap
+from splitc.runtime.ranks.loop import Replay
 from splitc.runtime.ranks.thread import Request
 from splitc.runtime.replay.recording import Recording, Recordings
+from splitc.runtime.steps import Receive, Reduce, Send, overlap
 from tests.conftest import DECODER, assert_close, decoder_feeds, run_whole
 from tests.helpers import fake_cupy
 from tests.helpers.fake_gpus import FakeBackend, package
