@@ -14,22 +14,25 @@ from typing import Any
 
 import numpy.typing as npt
 
-from splitc.runtime.arrays import number_type
+from splitc.runtime.arrays import Zeros, number_type
 from splitc.runtime.batches import cut_batches, join_batches
 from splitc.runtime.collectives.connect import connect_devices
 from splitc.runtime.devices import Device, parse_devices, threads_for
-from splitc.runtime.engines.backends import check_built_here, make_backend
+from splitc.runtime.engines.backends import make_backend
+from splitc.runtime.engines.built_here import check_built_here
 from splitc.runtime.engines.kinds import choose_engine
 from splitc.runtime.errors import MisuseError, SplitcError
 from splitc.runtime.feeds import check_feeds
 from splitc.runtime.futures import in_order, then
+from splitc.runtime.generate.tokens import generate
 from splitc.runtime.manifest import Manifest, Part, State, Tensor, read_manifest, verify_files
+from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.parts import join_parts
-from splitc.runtime.ranks.thread import NEVER, Request, Served, Worker
+from splitc.runtime.ranks.request import NEVER, InFlightRequest, Served
+from splitc.runtime.ranks.thread import Worker
 from splitc.runtime.replay.recording import Recording, Recordings
 from splitc.runtime.sequence import StateSequence
 from splitc.runtime.steps import overlap
-from splitc.runtime.tools.rank_memory import RankMemory
 
 Array = npt.NDArray[Any]
 
@@ -84,24 +87,23 @@ class Session:
         self._failure: BaseException | None = None
         # Requests don't know their futures, which give them: outputs would go when the garbage collector comes by, and
         # it counts objects, not bytes.
-        self._under_way: dict[Request, Future[Request]] = {}
+        self._under_way: dict[InFlightRequest, Future[InFlightRequest]] = {}
         # All ranks must see requests in one order, whoever submits them: values of two requests have the same names.
         self._order = threading.Lock()
         build = self.manifest.build
         backends = [
             make_backend(self.manifest.engine, device, self.threads, build, cuda_graphs) for device in self.devices
         ]
-        self._transports = connect_devices(self.devices, backends)
+        self._collectives = connect_devices(self.devices, backends)
         self.resident_states = find_resident(self.manifest)
         self._workers = [
-            Worker(number, rank, self.resident_states, self.package, backend, transport, self._break)
-            for number, (rank, backend, transport) in enumerate(zip(self.manifest.ranks, backends, self._transports))
+            Worker(number, rank, self.resident_states, self.package, backend, collectives, self._break)
+            for number, (rank, backend, collectives) in enumerate(zip(self.manifest.ranks, backends, self._collectives))
         ]
         for worker in self._workers:
             worker.start()
         self._wait_loaded()
-        direct = all(getattr(each, "direct", False) for each in self._transports)
-        if cuda_graphs and direct:
+        if cuda_graphs and all(each.capturable for each in self._collectives):
             self._recordings = Recordings(self._workers, self._check_usable)
 
     def _wait_loaded(self) -> None:
@@ -109,22 +111,22 @@ class Session:
         done, _ = wait([worker.ready for worker in self._workers], return_when=FIRST_EXCEPTION)
         failed = [error for future in done if (error := future.exception()) is not None]
         if failed:
-            self._transports[0].abort(failed[0])
+            self._collectives[0].abort(failed[0])
             self.close()
             raise failed[0]
 
     @property
     def by_host(self) -> list[tuple[str, str]]:
         """Pairs of GPUs that exchange values through the host, since copies between them come out wrong here."""
-        pairs = {pair for each in self._transports for pair in getattr(each, "by_host", ())}
+        pairs = {pair for each in self._collectives for pair in each.by_host}
         return [(f"cuda{source}", f"cuda{target}") for source, target in sorted(pairs)]
 
     @property
     def notes(self) -> list[str]:
         """What a user should know of how the GPUs work."""
-        notes = [note for worker in self._workers for note in getattr(worker.backend, "notes", ())]
-        if self._recordings is not None and self._recordings.why_plain is not None:
-            notes.append(f"requests are not replayed as CUDA graphs: {self._recordings.why_plain}")
+        notes = [note for worker in self._workers for note in worker.backend.notes]
+        if self._recordings is not None and self._recordings.blocker is not None:
+            notes.append(f"requests are not replayed as CUDA graphs: {self._recordings.blocker}")
         return notes
 
     def device_memory(self) -> list[RankMemory]:
@@ -199,26 +201,24 @@ class Session:
 
     def generate(self, prompt: Sequence[int], **options: Any) -> Iterator[int]:
         """Tokens that follow the prompt, as they come; the options are those of `generate.tokens.generate`."""
-        from splitc.runtime.generate.tokens import generate
-
         return generate(self, prompt, **options)
 
     def submit_request(
         self,
         arrays: Mapping[str, Array],
         sequence: int | None = None,
-        first: Mapping[str, Array] | None = None,
+        initial: Mapping[str, Array | Zeros] | None = None,
         room: bool = False,
         here: bool = False,
-    ) -> Future[Request]:
-        """Start a run of checked feeds: of a stateful sequence, where that is given, from the states `first` on.
+    ) -> Future[InFlightRequest]:
+        """Start a run of checked feeds: of a stateful sequence, where that is given, from the states `initial` on.
 
         `room` says that these have room for what is to come. One who waits for the result anyway may have the calling
         thread replay the request, if it is replayed: `here`.
         """
         self._places.acquire()
-        request = Request(arrays, len(self._workers), self._done, sequence, first or {}, room)
-        future: Future[Request] = Future()
+        request = InFlightRequest(arrays, len(self._workers), self._done, sequence, initial or {}, room)
+        future: Future[InFlightRequest] = Future()
         with self._order:
             try:
                 self._check_usable()
@@ -238,7 +238,7 @@ class Session:
                 self._workers[0].requests.put(play)
         return future
 
-    def _find_recording(self, request: Request) -> tuple[Recordings, Recording] | None:
+    def _find_recording(self, request: InFlightRequest) -> tuple[Recordings, Recording] | None:
         """The recording to replay the request with, if it is to be replayed.
 
         Where requests overlap, only those that find nothing else under way are. What is replayed and what is not never
@@ -247,7 +247,7 @@ class Session:
         if self._recordings is None:
             return None
         others = list(self._under_way)
-        if request.first:
+        if request.initial:
             self._recordings.adopt(request)
         # What replaces weights goes another way than what is recorded.
         key = None if any(tensor.name in request.feeds for tensor in self.optional) else self._recordings.takes(request)
@@ -262,7 +262,7 @@ class Session:
         request.replayed = True
         return self._recordings, recording
 
-    def _wait_for(self, requests: Sequence[Request]) -> None:
+    def _wait_for(self, requests: Sequence[InFlightRequest]) -> None:
         """Wait for requests to end. Raises SplitcError when the session breaks, or is closed."""
         futures = [future for request in requests if (future := self._under_way.get(request)) is not None]
         while wait(futures, BROKEN).not_done:
@@ -277,7 +277,7 @@ class Session:
             return SplitcError(f"the session is broken: {type(self._failure).__name__}: {self._failure}")
         return SplitcError("the session is closed")
 
-    def _done(self, request: Request) -> None:
+    def _done(self, request: InFlightRequest) -> None:
         future = self._under_way.pop(request)
         self._places.release()
         if request.error is not None:
@@ -288,7 +288,7 @@ class Session:
     def _break(self, error: BaseException) -> None:
         """A worker has died: nobody may wait for it any more."""
         self._failure = self._failure or error
-        self._transports[0].abort(error)
+        self._collectives[0].abort(error)
         with self._order:
             waiting = list(self._under_way)
         for request in waiting:
@@ -303,7 +303,7 @@ class Session:
             for worker in self._workers:
                 worker.requests.put(partial(worker.forget, sequence))
 
-    def join(self, request: Request) -> dict[str, Array]:
+    def join(self, request: InFlightRequest) -> dict[str, Array]:
         """The ranks' outputs together: whole ones, those of which ranks have parts, and inputs handed back."""
         joined: dict[str, Array] = {}
         parts: dict[str, list[tuple[Part, Array]]] = {}

@@ -27,13 +27,15 @@ from splitc.runtime.fills import make_inputs, parse_fills
 from splitc.runtime.generate.sampling import Sampling
 from splitc.runtime.generate.text import Text, read_prompt
 from splitc.runtime.generate.tokens import PROMPT_CHUNK, Timings
-from splitc.runtime.machine import known_machine, measure_machine
+from splitc.runtime.machine import known_machine
 from splitc.runtime.manifest import Manifest, read_manifest
+from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.session import Session
 from splitc.runtime.settings import parse_settings
 from splitc.runtime.tools.bench import bench
 from splitc.runtime.tools.compare import compare
-from splitc.runtime.tools.rank_memory import RankMemory, measure_memory
+from splitc.runtime.tools.link_times import measure_machine
+from splitc.runtime.tools.rank_memory import measure_memory
 from splitc.runtime.tools.routes import find_routes
 from splitc.runtime.tools.trace import write_trace
 from splitc.runtime.tools.unsplit import bound_inputs, open_reference

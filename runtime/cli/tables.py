@@ -12,9 +12,9 @@ from splitc.runtime.devices import DeviceStatus
 from splitc.runtime.gpus import INSTALL, find_cupy
 from splitc.runtime.machine import Machine
 from splitc.runtime.manifest import Build, Built, Manifest, Role
+from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.tools.bench import BenchResult
 from splitc.runtime.tools.compare import Difference
-from splitc.runtime.tools.rank_memory import RankMemory
 from splitc.runtime.tools.trace import draw_timeline
 from splitc.runtime.units import format_bytes, format_seconds, format_shape
 

@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
-from splitc.runtime.collectives import Transport
+from splitc.runtime.collectives import Exchange
 from splitc.runtime.engines import Engine
 from splitc.runtime.failures import Failure, attempt
 from splitc.runtime.steps import Receive, Reduce, Run, Send, Step
@@ -62,7 +62,7 @@ class Program:
 
 def execute(
     program: Program,
-    transport: Transport,
+    exchange: Exchange,
     feeds: Callable[[], Mapping[str, Any]],
     accumulate: Callable[[str, Any, Any], None],
     into: Mapping[str, Any] = MappingProxyType({}),
@@ -86,18 +86,18 @@ def execute(
     for number, step in enumerate(program.steps):
         start = time.perf_counter()
         if isinstance(step, Receive):
-            values[step.value] = received = attempt(partial(transport.receive, step.source, step.value))
+            values[step.value] = received = attempt(partial(exchange.receive, step.source, step.value))
             if isinstance(received, Failure):
                 failure = failure or received
         elif isinstance(step, Send):
-            failure = _send(transport, step, failure or values[step.value])
+            failure = _send(exchange, step, failure or values[step.value])
         elif isinstance(step, Reduce):
             parts = failure or [values[name] for name in step.parts]
-            wholes = transport.reduce(step, parts, accumulate)
+            wholes = exchange.all_reduce(step, parts, accumulate)
             if isinstance(wholes, Failure):
                 failure = failure or wholes
             else:
-                values.update(zip(step.wholes, wholes))
+                values.update(zip(step.wholes, wholes, strict=True))
         elif failure is None:
             made = attempt(partial(_run, program.engines[step.engine], values, into))
             if isinstance(made, Failure):
@@ -118,10 +118,10 @@ def _run(engine: Engine, values: Mapping[str, Any], into: Mapping[str, Any]) -> 
     return engine.run({**{name: values[name] for name in engine.inputs}, **given}, own)
 
 
-def _send(transport: Transport, step: Send, value: Any) -> Failure | None:
+def _send(exchange: Exchange, step: Send, value: Any) -> Failure | None:
     """Send a value, or a Failure where that can't be. Returns the Failure that was sent."""
-    failed = attempt(partial(transport.send, step.target, step.value, value))
+    failed = attempt(partial(exchange.send, step.target, step.value, value))
     if isinstance(failed, Failure):  # nothing was sent, and the other rank must not wait for it
         value = failed
-        transport.send(step.target, step.value, value)
+        exchange.send(step.target, step.value, value)
     return value if isinstance(value, Failure) else None

@@ -23,14 +23,14 @@ from typing import Any
 
 import numpy.typing as npt
 
-from splitc.runtime.arrays import is_zeros
-from splitc.runtime.collectives.gpu_peers import GpuTransport
+from splitc.runtime.arrays import Zeros
 from splitc.runtime.engines.gpu_array import GpuArray, Tape
-from splitc.runtime.engines.gpu_backend import Gpu
+from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.errors import EngineError
 from splitc.runtime.failures import Failure, attempt
 from splitc.runtime.ranks.loop import Replay, Span
-from splitc.runtime.ranks.thread import NEVER, Request, Served, Worker, closed_before
+from splitc.runtime.ranks.request import NEVER, InFlightRequest, Served, closed_before
+from splitc.runtime.ranks.thread import Worker
 from splitc.runtime.replay.capture import Captured, capture
 
 Array = npt.NDArray[Any]
@@ -78,42 +78,46 @@ class Recordings:
         self._check = check
         self.behind = False
         self._requests = 0
-        self.why_plain = next((worker.why_plain for worker in workers if worker.why_plain), None)
+        self.blocker = next((worker.capture_blocker for worker in workers if worker.capture_blocker), None)
         self._workers = workers
         self._kept: OrderedDict[Key, Recording] = OrderedDict()
         self._seen: OrderedDict[Kind, None] = OrderedDict()
         # States of sequences that have ended.
         self._free: dict[Places, States] = {}
 
-    def adopt(self, request: Request) -> None:
+    def adopt(self, request: InFlightRequest) -> None:
         """Give a new sequence the states of one that has ended, which graphs know, where they are of its sizes."""
-        if not all(map(is_zeros, request.first.values())):
+        if not all(isinstance(each, Zeros) for each in request.initial.values()):
             return
         states = next((states for states in self._free.values() if self._fit(request, states)), None)
         if states is None:
             return
         del self._free[_places(states)]
-        for worker, own in zip(self._workers, states):
+        for worker, own in zip(self._workers, states, strict=True):
             gpu = worker.backend
-            assert isinstance(gpu, Gpu)
+            assert isinstance(gpu, GpuDevice)
             with gpu.device:
                 for state in own.values():
                     gpu.clear(state)
             worker.sequences[request.sequence] = own
-        request.first = {}
+        request.initial = {}
         self.behind = True
 
-    def _fit(self, request: Request, states: States) -> bool:
+    def _fit(self, request: InFlightRequest, states: States) -> bool:
         """Whether the states are of the sizes that the sequence begins with."""
-        if set(request.first) != {name for own in states for name in own}:
+        if set(request.initial) != {name for own in states for name in own}:
             return False
-        sizes = ((worker.cut(name, request), own[name]) for worker, own in zip(self._workers, states) for name in own)
-        return all(first.shape == state.shape and str(first.dtype) == state.dtype for first, state in sizes)
+        pairs = [
+            (worker.cut_initial(name, request), own[name])
+            for worker, own in zip(self._workers, states, strict=True)
+            for name in own
+        ]
+        return all(initial.shape == state.shape and str(initial.dtype) == state.dtype for initial, state in pairs)
 
-    def takes(self, request: Request) -> Key | None:
+    def takes(self, request: InFlightRequest) -> Key | None:
         """What to find the request's recording by, if it is to be replayed: one of its kind was run plainly before."""
         self._requests += 1
-        if self.why_plain is not None or request.first:
+        if self.blocker is not None or request.initial:
             return None
         states = self._states_of(request.sequence)
         kind = _kind(request, states)
@@ -127,7 +131,7 @@ class Recordings:
             self._seen.popitem(last=False)
         return key if known and self._has_room() else None
 
-    def find(self, request: Request, key: Key) -> Recording | None:
+    def find(self, request: InFlightRequest, key: Key) -> Recording | None:
         """The recording for the request, which is made now if it is not there; None where that can't be.
 
         Nothing else may run meanwhile.
@@ -137,7 +141,7 @@ class Recordings:
             try:
                 known = self._record(request)
             except Exception as error:  # of engines, CuPy, CUDA: the request may still run plainly
-                self.why_plain = str(error)
+                self.blocker = str(error)
                 return None
         known.last = self._requests
         self._kept[key] = known
@@ -179,7 +183,7 @@ class Recordings:
             self._free.clear()
             self.lock.release()
 
-    def play(self, request: Request, recording: Recording) -> None:
+    def play(self, request: InFlightRequest, recording: Recording) -> None:
         """Replay the request; it gets its outputs, or the error."""
         with self.lock:
             if not request.begin():
@@ -194,14 +198,14 @@ class Recordings:
                 request.finish(worker.number, {}, Served(start, end, ()), played.error)
             return
         outputs, span = played
-        for worker, own in zip(self._workers, outputs):
+        for worker, own in zip(self._workers, outputs, strict=True):
             request.finish(worker.number, own, Served(start, end, [span]), None)
 
-    def _launch(self, request: Request, recording: Recording) -> tuple[list[dict[str, Array]], Span]:
+    def _launch(self, request: InFlightRequest, recording: Recording) -> tuple[list[dict[str, Array]], Span]:
         """The ranks' outputs, and when the GPUs were at work."""
-        for worker, tape in zip(self._workers, recording.tapes):
+        for worker, tape in zip(self._workers, recording.tapes, strict=True):
             for name, staged in tape.inputs.items():
-                staged[...] = worker.cut(name, request)
+                staged[...] = worker.cut_feed(name, request)
         if self.behind:
             for worker in self._workers:
                 recording.captured.gpu.stream.wait_event(_record_event(worker.backend))
@@ -209,14 +213,14 @@ class Recordings:
         seconds = recording.captured.play(recording.seconds)
         recording.seconds = min(seconds, recording.seconds or seconds)
         now = time.perf_counter()
-        outputs = [{name: landed.copy() for name, landed in tape.outputs.items()} for tape in recording.tapes]
+        outputs = [{name: array.copy() for name, array in tape.outputs.items()} for tape in recording.tapes]
         return outputs, Span(Replay(), now - seconds, now)
 
-    def _record(self, request: Request) -> Recording:
+    def _record(self, request: InFlightRequest) -> Recording:
         """Have all ranks' threads record the request. Raises the first one's error where it can't be captured."""
         tapes = [Tape() for _ in self._workers]
         made: list[Future[Captured | None]] = [Future() for _ in self._workers]
-        for worker, tape, future in zip(self._workers, tapes, made):
+        for worker, tape, future in zip(self._workers, tapes, made, strict=True):
             worker.requests.put(partial(_take_part, worker, len(tapes), request, tape, future))
         done: set[Future[Captured | None]] = set()
         while len(done) < len(made):
@@ -234,7 +238,7 @@ def _places(states: States) -> Places:
     return tuple(map(id, states))
 
 
-def _kind(request: Request, states: States) -> Kind:
+def _kind(request: InFlightRequest, states: States) -> Kind:
     """What requests have in common of which engines do the same; of a sequence also how long its states are."""
     sizes = [(name, array.shape) for name, array in request.feeds.items()]
     sizes += [(name, own[name].shape) for own in states for name in list(own)[:1]]
@@ -246,32 +250,32 @@ def _record_event(gpu: Any) -> Any:
         return gpu.record()
 
 
-def _take_part(worker: Worker, ranks: int, request: Request, tape: Tape, made: Future[Captured | None]) -> None:
+def _take_part(worker: Worker, ranks: int, request: InFlightRequest, tape: Tape, made: Future[Captured | None]) -> None:
     """Record what one rank does for the request, while all others do the same; `made` gets the first one's graph."""
-    gpu, transport = worker.backend, worker.transport
-    assert isinstance(gpu, Gpu) and isinstance(transport, GpuTransport)
+    gpu, collectives = worker.backend, worker.collectives
+    assert isinstance(gpu, GpuDevice)
     try:
-        made.set_result(capture(gpu, transport, range(ranks), tape, partial(_give, worker, gpu, request, tape)))
+        made.set_result(capture(gpu, collectives, range(ranks), tape, partial(_give, worker, gpu, request, tape)))
     except BaseException as error:  # the session waits for this
         made.set_exception(error)
 
 
-def _give(worker: Worker, gpu: Gpu, request: Request, tape: Tape) -> None:
+def _give(worker: Worker, gpu: GpuDevice, request: InFlightRequest, tape: Tape) -> None:
     """Give the rank's stream all that it does for the request."""
     states = worker.sequences.get(request.sequence, {})
 
     def stage(name: str) -> GpuArray:
-        value, tape.inputs[name] = gpu.stage(worker.cut(name, request))
+        value, tape.inputs[name] = gpu.stage(worker.cut_feed(name, request))
         return value
 
     values, _ = worker.execute(request, states, stage)
     if request.sequence is not None:
         for name, output in worker.resident.items():
             _replace(gpu, name, states[name], values[output])
-    tape.outputs.update(gpu.land({name: values[name] for name in worker.given(request)}))
+    tape.outputs.update(gpu.copy_to_pinned({name: values[name] for name in worker.given(request)}))
 
 
-def _replace(gpu: Gpu, name: str, state: GpuArray, value: GpuArray) -> None:
+def _replace(gpu: GpuDevice, name: str, state: GpuArray, value: GpuArray) -> None:
     """Write what a state becomes over what it was, where the next replay finds it."""
     if value.shape != state.shape or value.dtype != state.dtype:
         raise EngineError(f"the state '{name}' grows from {state.shape} to {value.shape}")

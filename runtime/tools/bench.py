@@ -15,7 +15,7 @@ from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.feeds import check_feeds
 from splitc.runtime.futures import in_order
 from splitc.runtime.ranks.loop import Replay
-from splitc.runtime.ranks.thread import Served
+from splitc.runtime.ranks.request import Served
 from splitc.runtime.session import Session
 from splitc.runtime.steps import Receive, Reduce, Run
 from splitc.runtime.tools.unsplit import fixed_feeds

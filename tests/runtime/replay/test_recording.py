@@ -16,11 +16,12 @@ from models.llama import Size, build
 from models.llama_fused import build as build_fused
 from models.writer import save
 from splitc.runtime import Session
-from splitc.runtime.collectives.gpu_peers import slices
+from splitc.runtime.collectives.peer_all_reduce import slices
+from splitc.runtime.device_profiles import HOPPER
 from splitc.runtime.engines.gpu_array import GpuArray
 from splitc.runtime.errors import EngineError
 from splitc.runtime.ranks.loop import Replay
-from splitc.runtime.ranks.thread import Request
+from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.replay.recording import Recording, Recordings
 from splitc.runtime.steps import Receive, Reduce, Send, overlap
 from tests.conftest import DECODER, assert_close, decoder_feeds, run_whole
@@ -65,7 +66,8 @@ def test_sizes_that_came_before_are_replayed(decoder: Path, mode: str, devices: 
 
 
 def test_large_sums_are_made_in_slices(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("splitc.runtime.collectives.gpu_peers.LARGE", 1)
+    profile = replace(HOPPER, two_step_bytes=1)
+    monkeypatch.setattr("splitc.runtime.engines.gpu_device.find_profile", lambda *_: profile)
     combined = []
     combine = fake_cupy.combine
 
@@ -73,7 +75,7 @@ def test_large_sums_are_made_in_slices(decoder: Path, monkeypatch: pytest.Monkey
         combined.append(size)
         combine(operation, parts, whole, size)
 
-    monkeypatch.setattr("splitc.runtime.engines.gpu_backend.combine", watch)
+    monkeypatch.setattr("splitc.runtime.engines.gpu_device.combine", watch)
     devices = ["cuda0", "cuda1", "cuda2"]
     with Session(package(decoder, "tensor", 3), devices=devices, in_flight=4) as session:
         many = [shifted(decoder_feeds(2, 3, 5), number) for number in range(8)]
@@ -240,7 +242,7 @@ def test_engine_that_can_not_be_captured_runs_plainly_and_is_named(
 
     def load_plain(self: FakeBackend, path: Path, source: Any = None, sizes_only: Any = ()) -> Any:
         engine = load(self, path, source)
-        engine.why_plain = f"{path.name} has nodes on the CPU"  # type: ignore[attr-defined]
+        engine.capture_blocker = f"{path.name} has nodes on the CPU"  # type: ignore[attr-defined]
         return engine
 
     monkeypatch.setattr(FakeBackend, "load", load_plain)
@@ -274,7 +276,7 @@ def test_graph_that_fails_ends_in_an_error(decoder: Path, monkeypatch: pytest.Mo
 def test_gpus_without_access_to_each_other_run_plainly(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cupy = fake_cupy.make()
     cupy.cuda.runtime.deviceCanAccessPeer = lambda one, other: 0
-    monkeypatch.setattr("splitc.runtime.engines.gpu_backend.need_cupy", lambda: cupy)
+    monkeypatch.setattr("splitc.runtime.engines.gpu_device.need_cupy", lambda: cupy)
     with Session(package(decoder, "layer", 2), devices=["cuda0", "cuda1"]) as session:
         assert [is_replayed(session, decoder_feeds()) for _ in range(3)] == [False] * 3
 
@@ -288,12 +290,12 @@ def test_requests_overlap_where_a_rank_needs_nothing_of_another() -> None:
     assert not overlap([[]])
 
 
-def watch(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+def watch(monkeypatch: pytest.MonkeyPatch) -> list[InFlightRequest]:
     """A list to which each request is added that is replayed."""
-    replayed: list[Request] = []
+    replayed: list[InFlightRequest] = []
     play = Recordings.play
 
-    def note(self: Recordings, request: Request, recording: Recording) -> None:
+    def note(self: Recordings, request: InFlightRequest, recording: Recording) -> None:
         replayed.append(request)
         play(self, request, recording)
 
