@@ -155,3 +155,13 @@ def _zeros(state: State, tensor: Tensor, sizes: Mapping[str, int], batch: int, r
             planned = tensor.sample_shape[axis] if tensor.sample_shape else 1
             shape.append(batch if axis == 0 else planned)
     return Zeros(tuple(shape), tensor.dtype)
+
+
+def find_resident(manifest: Manifest) -> list[State]:
+    """The states that stay on the ranks in a sequence: each rank that takes one makes it too. Others are carried."""
+    resident = []
+    for state in manifest.states:
+        takers = [rank for rank in manifest.ranks if state.input in rank.inputs]
+        if takers and all(state.output in (*rank.outputs, *rank.keeps) for rank in takers):
+            resident.append(state)
+    return resident

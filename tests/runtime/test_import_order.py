@@ -15,6 +15,7 @@ ORDER = (
     "collectives",
     "ranks",
     "replay",
+    "outputs",
     "admission",
     "sequence",
     "generate",

@@ -233,11 +233,11 @@ def test_closing_waits_for_nobody_who_orders_requests(package: Path, monkeypatch
     """A request that is to be replayed waits for those that are not: here for one that never ends."""
     gate = threading.Event()
     monkeypatch.setattr(OnnxRuntimeEngine, "run", lambda *_: gate.wait(60))
-    monkeypatch.setattr("splitc.runtime.session.PATIENCE", 0.5)
+    monkeypatch.setattr("splitc.runtime.admission.PATIENCE", 0.5)
     session = Session(package)
     hanging = session.submit(decoder_feeds())
-    session._overlap = False
-    session._recordings = Recordings([], session._check_usable)
+    session._admission._overlap = False
+    session._admission.recordings = Recordings([], session._admission.check_usable)
     monkeypatch.setattr(Recordings, "takes", lambda *_: "key")
     refused: list[BaseException] = []
 
@@ -249,7 +249,7 @@ def test_closing_waits_for_nobody_who_orders_requests(package: Path, monkeypatch
 
     waiting = threading.Thread(target=submit, daemon=True)
     waiting.start()
-    until(session._order.locked)
+    until(session._admission._order.locked)
     closing = threading.Thread(target=session.close, daemon=True)
     closing.start()
     closing.join(10)

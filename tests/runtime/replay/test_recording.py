@@ -118,7 +118,7 @@ def test_closing_waits_for_no_recording(decoder: Path, monkeypatch: pytest.Monke
         raise EngineError("too late")
 
     monkeypatch.setattr("splitc.runtime.replay.recording.capture", hang)
-    monkeypatch.setattr("splitc.runtime.session.PATIENCE", 0.5)
+    monkeypatch.setattr("splitc.runtime.admission.PATIENCE", 0.5)
     session = Session(package(decoder, "layer", 2), devices=["cuda0", "cuda1"])
     session.run(decoder_feeds())
     future = ThreadPoolExecutor(1).submit(session.run, decoder_feeds())
@@ -159,7 +159,7 @@ def test_states_are_where_the_graph_left_them(
                     }
                     taken = {tensor.name: feeds[tensor.name] for tensor in session.inputs if tensor.name in feeds}
                     found.append(sequence.run(taken)["logits"])
-            assert session._recordings is None or len(session._recordings._kept) == 2
+            assert session._admission.recordings is None or len(session._admission.recordings._kept) == 2
         return found
 
     with Session(place) as on_cpu, Session(place, devices=["cuda0", "cuda1"]) as session:
@@ -178,11 +178,11 @@ def test_recurrent_states_go_on_from_replays_to_plain_runs_and_begin_as_zeros(tm
     steps = [np.random.default_rng(number).random((1, 2, 6), np.float32) for number in range(9)]
     place = package(model, "layer", 1)
     with Session(place) as on_cpu, Session(place, devices=["cuda0"]) as session:
-        recordings = session._recordings
+        recordings = session._admission.recordings
         for _ in range(3):  # the second sequence has the first one's states, and others are in the same places
             with session.start() as sequence, on_cpu.start() as expected:
                 for number, step in enumerate(steps):
-                    session._recordings = None if number in (5, 6) else recordings
+                    session._admission.recordings = None if number in (5, 6) else recordings
                     np.testing.assert_allclose(
                         sequence.run({"x": step})["y"], expected.run({"x": step})["y"], atol=1e-6
                     )
