@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from splitc.runtime.cli.commands import FILL, JSON, app
+from splitc.runtime.cli.commands import app
 from splitc.runtime.cli.options import with_options
+from splitc.runtime.cli.shared_options import FILL, JSON
 from splitc.runtime.cli.tables import describe_built
 from splitc.runtime.cli.terminal import err, out, print_json, print_warning
 from splitc.runtime.engines.kinds import MODULES

@@ -22,9 +22,10 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.feeds import check_feeds
 from splitc.runtime.futures import in_order, then
 from splitc.runtime.generate.tokens import generate
-from splitc.runtime.manifest import Manifest, Tensor, read_manifest, verify_files
+from splitc.runtime.manifest import Manifest, Tensor, read_manifest
 from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.outputs import OutputJoiner
+from splitc.runtime.package_files import verify_files
 from splitc.runtime.ranks.request import InFlightRequest, Served
 from splitc.runtime.ranks.workers import Workers
 from splitc.runtime.sequence import StateSequence, find_resident

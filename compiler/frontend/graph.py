@@ -17,7 +17,8 @@ from splitc.compiler.frontend.binding import Fixed, bind_inputs
 from splitc.compiler.frontend.loading import load_model
 from splitc.compiler.frontend.optional import mark_optional, source_of
 from splitc.compiler.model_errors import ModelError
-from splitc.runtime.manifest import Source, hash_file
+from splitc.runtime.manifest import Source
+from splitc.runtime.package_files import hash_file
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from splitc.compiler.sharding.row_split import LEAST_SIDE
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import DoesNotFitError, MisuseError
 from splitc.runtime.files import written_whole
-from splitc.runtime.manifest import Source, State, hash_file
+from splitc.runtime.manifest import Source, State
+from splitc.runtime.package_files import hash_file
 from splitc.runtime.units import format_bytes
 
 SCHEMA = 2
