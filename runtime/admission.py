@@ -15,7 +15,8 @@ from splitc.runtime.errors import SplitcError
 from splitc.runtime.manifest import Manifest
 from splitc.runtime.ranks.request import NEVER, InFlightRequest
 from splitc.runtime.ranks.workers import Workers
-from splitc.runtime.replay.recording import Recording, Recordings
+from splitc.runtime.replay.recording import Recording
+from splitc.runtime.replay.recordings import Recordings
 from splitc.runtime.steps import overlap
 
 Array = npt.NDArray[Any]

@@ -84,7 +84,7 @@ class OnnxRuntimeEngine:
             raise EngineError(f"{self._name} failed: {error}") from error
         binding.clear_binding_inputs()  # each output keeps its binding, which would keep the states before these
         # What was bound is handed back itself: another OrtValue on its memory would not keep that.
-        return {name: into.get(name, value) for name, value in zip(self.outputs, binding.get_outputs())}
+        return {name: into.get(name, value) for name, value in zip(self.outputs, binding.get_outputs(), strict=True)}
 
 
 def run_overridden(
@@ -95,7 +95,7 @@ def run_overridden(
     options = ort.RunOptions()
     options.add_run_config_entry("gpu_graph_id", "-1")  # or a session for GPUs would capture what it is given once
     try:
-        return dict(zip(outputs, session.run_with_ort_values(outputs, dict(values), options)))
+        return dict(zip(outputs, session.run_with_ort_values(outputs, dict(values), options), strict=True))
     except ERRORS as error:
         raise EngineError(f"{name} failed: {error}") from error
 

@@ -52,7 +52,7 @@ class OnnxRuntimeGpuEngine:
         self.inputs = [value.name for value in session.get_inputs()]
         self.optional = frozenset(value.name for value in session.get_overridable_initializers())
         self.outputs = [value.name for value in session.get_outputs()]
-        places = zip(session.get_inputs(), session.get_input_memory_infos())
+        places = zip(session.get_inputs(), session.get_input_memory_infos(), strict=True)
         on_host = {value.name for value, place in places if "cuda" not in place.name.lower()}
         self._on_host = on_host.difference(sizes_only)
         self._sizes_on_host = on_host.intersection(sizes_only)
@@ -94,7 +94,8 @@ class OnnxRuntimeGpuEngine:
                 del self._shapes[next(iter(self._shapes))]
             self._shapes[shapes] = [tuple(value.shape()) for value in given]
         return {
-            name: into[name] if name in into else self._own(name, value) for name, value in zip(self.outputs, given)
+            name: into[name] if name in into else self._own(name, value)
+            for name, value in zip(self.outputs, given, strict=True)
         }
 
     def _run_overridden(self, values: Mapping[str, GpuArray], into: Mapping[str, GpuArray]) -> dict[str, GpuArray]:

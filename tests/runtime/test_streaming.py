@@ -25,7 +25,7 @@ from splitc.runtime import Session
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeEngine
 from splitc.runtime.errors import EngineError, FeedError, MisuseError, SplitcError
 from splitc.runtime.ranks.thread import Worker
-from splitc.runtime.replay.recording import Recordings
+from splitc.runtime.replay.recordings import Recordings
 from tests.conftest import LAYER, Arrays, assert_close, decoder_feeds, listen_to_interrupts, run_whole, until
 
 MODES = {

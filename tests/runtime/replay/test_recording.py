@@ -22,7 +22,8 @@ from splitc.runtime.engines.gpu_array import GpuArray
 from splitc.runtime.errors import EngineError
 from splitc.runtime.ranks.loop import Replay
 from splitc.runtime.ranks.request import InFlightRequest
-from splitc.runtime.replay.recording import Recording, Recordings
+from splitc.runtime.replay.recording import Recording, record
+from splitc.runtime.replay.recordings import Recordings
 from splitc.runtime.steps import Receive, Reduce, Send, overlap
 from tests.conftest import DECODER, assert_close, decoder_feeds, run_whole
 from tests.helpers import fake_cupy
@@ -213,16 +214,15 @@ def test_states_that_grow_are_not_replayed(decoder: Path) -> None:
 
 def test_recordings_in_use_stay(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More kinds of requests than recordings in turns: some are replayed, and none recorded again and again."""
-    monkeypatch.setattr("splitc.runtime.replay.recording.MOST", 2)
-    monkeypatch.setattr("splitc.runtime.replay.recording.IDLE", 8)
+    monkeypatch.setattr("splitc.runtime.replay.recordings.MOST", 2)
+    monkeypatch.setattr("splitc.runtime.replay.recordings.IDLE", 8)
     made = []
-    record = Recordings._record
 
-    def note(self: Recordings, *given: Any) -> Recording:
+    def note(*given: Any) -> Recording:
         made.append(given)
-        return record(self, *given)
+        return record(*given)
 
-    monkeypatch.setattr(Recordings, "_record", note)
+    monkeypatch.setattr("splitc.runtime.replay.recordings.record", note)
     with Session(package(decoder, "layer", 2), devices=["cuda0", "cuda1"]) as session:
         for _ in range(5):
             for past in range(3):
