@@ -20,7 +20,7 @@ from splitc.runtime import Session
 from splitc.runtime.errors import DoesNotFitError, MisuseError
 from splitc.runtime.machine import Link, Machine
 from tests.conftest import assert_close, decoder_feeds, run_whole
-from tests.test_cli import splitc
+from tests.helpers.command import splitc
 
 # Links that cost nothing, and links on which nothing is worth sending.
 FREE, SLOW = Link(0.0, 0.0), Link(10.0, 0.0)

@@ -27,7 +27,7 @@ from splitc.runtime.manifest import BuildOptions, Manifest, read_manifest
 from splitc.runtime.package_files import verify_files
 from splitc.runtime.steps import Reduce
 from tests.conftest import DECODER, decoder_feeds
-from tests.test_cli import splitc
+from tests.helpers.command import splitc
 
 RTX = pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX builds engines without a GPU")
 KIND = "tensorrt-rtx"

@@ -13,7 +13,7 @@ from splitc.runtime.collectives.host import HostCollectives, connect
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.ranks.loop import Program, execute
 from splitc.runtime.steps import Reduce, Run
-from tests.runtime.ranks.test_loop import FunctionEngine, fail
+from tests.helpers.engines import FunctionEngine, fail
 
 RANKS = 4
 

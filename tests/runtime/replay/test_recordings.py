@@ -16,19 +16,16 @@ from models.llama import Size, build
 from models.llama_fused import build as build_fused
 from models.writer import save
 from splitc.runtime import Session
-from splitc.runtime.collectives.peer_all_reduce import slices
 from splitc.runtime.device_profiles import HOPPER
-from splitc.runtime.engines.gpu_array import GpuArray
 from splitc.runtime.errors import EngineError
 from splitc.runtime.ranks.loop import Replay
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.replay.recording import Recording, record
 from splitc.runtime.replay.recordings import Recordings
-from splitc.runtime.steps import Receive, Reduce, Send, overlap
 from tests.conftest import DECODER, assert_close, decoder_feeds, run_whole
 from tests.helpers import fake_cupy
 from tests.helpers.fake_gpus import FakeBackend, package
-from tests.runtime.test_sequences import write_lstm
+from tests.helpers.recurrent import write_lstm
 
 pytestmark = pytest.mark.usefixtures("gpus")
 
@@ -84,15 +81,6 @@ def test_large_sums_are_made_in_slices(decoder: Path, monkeypatch: pytest.Monkey
             assert_close(outputs, run_whole(decoder, feeds))
         assert is_replayed(session, decoder_feeds(2, 3, 5))
     assert max(combined) < 2 * 3 * DECODER.hidden
-
-
-def test_slices_are_all_of_an_array() -> None:
-    for size, count in ((1, 3), (1000, 3), (1024, 4), (7, 4)):
-        found = slices(GpuArray(1 << 20, (size,), "float16", None), count)
-        assert sum(each.shape[0] for each in found) == size
-        assert [each.pointer for each in found] == [
-            (1 << 20) + 2 * sum(before.shape[0] for before in found[:number]) for number in range(count)
-        ]
 
 
 def test_nothing_is_replayed_where_nobody_wants_it(decoder: Path) -> None:
@@ -279,15 +267,6 @@ def test_gpus_without_access_to_each_other_run_plainly(decoder: Path, monkeypatc
     monkeypatch.setattr("splitc.runtime.engines.gpu_device.need_cupy", lambda: cupy)
     with Session(package(decoder, "layer", 2), devices=["cuda0", "cuda1"]) as session:
         assert [is_replayed(session, decoder_feeds()) for _ in range(3)] == [False] * 3
-
-
-def test_requests_overlap_where_a_rank_needs_nothing_of_another() -> None:
-    together = Reduce("sum", ["a"], ["b"], [0, 1])
-    assert overlap([[Send("a", 1)], [Receive("a", 0)]])
-    assert not overlap([[Send("a", 1), Receive("b", 1)], [Receive("a", 0), Send("b", 0)]])
-    assert not overlap([[together], [together]])
-    assert overlap([[together, Send("b", 2)], [together], [Receive("b", 0)]])
-    assert not overlap([[]])
 
 
 def watch(monkeypatch: pytest.MonkeyPatch) -> list[InFlightRequest]:
