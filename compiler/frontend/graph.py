@@ -20,7 +20,8 @@ from splitc.compiler.frontend.origins import mark_origins
 from splitc.compiler.model_errors import ModelError
 from splitc.compiler.operators.operator import Operator
 from splitc.compiler.operators.registry import operator_of
-from splitc.runtime.manifest import Source, hash_file
+from splitc.runtime.manifest import Source
+from splitc.runtime.package_files import hash_file
 
 
 @dataclass(frozen=True)

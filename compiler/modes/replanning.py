@@ -16,7 +16,8 @@ from splitc.compiler.planning.resources import Resources
 from splitc.compiler.planning.stage_search import Assignment
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.manifest import State, hash_file
+from splitc.runtime.manifest import State
+from splitc.runtime.package_files import hash_file
 
 # As many blocks as no model has: asks for the finest ones.
 ALL = 1 << 30

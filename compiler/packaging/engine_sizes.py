@@ -46,9 +46,6 @@ class ShapeEngine:
         self.outputs = names(graph.outputs)
         self.given: dict[str, Known] = {}
 
-    def connect(self, communicator: Any) -> None:
-        pass
-
     def run(self, values: Mapping[str, Any], into: Mapping[str, Any]) -> dict[str, Any]:
         self.given = {name: values[name] for name in self.inputs}
         shapes = {name: each.shape for name, each in self.given.items() if each.shape is not None}

@@ -18,10 +18,11 @@ from splitc.compiler.planning.assembly import SESSION_BYTES
 from splitc.compiler.planning.plan import Alternative, Plan
 from splitc.compiler.planning.plan_file import write_plan
 from splitc.runtime import Session
+from splitc.runtime.device_profiles import Link
 from splitc.runtime.errors import DoesNotFitError, MisuseError
-from splitc.runtime.machine import Link, Machine
+from splitc.runtime.machine import Machine
 from tests.conftest import assert_close, decoder_feeds, run_whole
-from tests.test_cli import splitc
+from tests.helpers.command import splitc
 
 # Links that cost nothing, and links on which nothing is worth sending.
 FREE, SLOW = Link(0.0, 0.0), Link(10.0, 0.0)
