@@ -13,7 +13,7 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from splitc.compiler.modes.table import describe_modes
-from splitc.compiler.planning.request import Request, request_reader
+from splitc.compiler.planning.plan_request import Request, request_reader
 from splitc.runtime.cli.commands import app
 from splitc.runtime.cli.options import with_options
 from splitc.runtime.cli.shared_options import FILL, JSON

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from splitc.compiler.cli import LIBRARIES
-from splitc.compiler.planning.request import ROW_MIN
+from splitc.compiler.planning.plan_request import ROW_MIN
 from tests.conftest import assert_close, decoder_feeds, run_whole
 from tests.helpers.command import SCRIPT, splitc_process, splitc_several
 

@@ -25,8 +25,8 @@ from splitc.compiler.planning.assembly import assemble, check_memory
 from splitc.compiler.planning.clock import JITTER, SHARD, Clock, Prediction
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import PlanFile, check_file_shares
+from splitc.compiler.planning.plan_request import Request
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan, Rematerialized
-from splitc.compiler.planning.request import Request
 from splitc.compiler.planning.resources import Budget, Resources
 from splitc.compiler.planning.split import RankProgram
 from splitc.compiler.planning.stage_search import Assignment, Target
