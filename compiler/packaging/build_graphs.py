@@ -11,10 +11,11 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.packaging.engine_sizes import engine_sizes
-from splitc.compiler.packaging.tensorrt_build import BLOCK
 from splitc.compiler.planning.split import RankProgram
 from splitc.runtime.manifest import Sizes
 
+# Where a node of an ONNX file says which block of the model it is of.
+BLOCK = "splitc.block"
 # Where a node is that no block owns: masks, rotary tables, and what a split adds.
 SHARED = "shared"
 # Beyond the end of any shape.
