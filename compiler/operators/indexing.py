@@ -47,7 +47,7 @@ def _look_up(op: Operation, axis: int) -> None:
 def gather_elements(op: Operation) -> None:
     """Axes but the picked one are the same, where they are taken whole."""
     axis = op.number("axis", 0) % len(op.input(0))
-    for place, (data, indices, output) in enumerate(zip(op.input(0), op.input(1), op.output())):
+    for place, (data, indices, output) in enumerate(zip(op.input(0), op.input(1), op.output(), strict=True)):
         op.relate(indices, output)
         if place != axis:
             op.broadcast([data], [output])

@@ -50,7 +50,7 @@ def measure_blocks(analysis: Analysis, devices: Sequence[Device], threads: int |
     except msgspec.DecodeError:
         known = {}
     keys = [_content(analysis, stage, devices[0], count) for stage in stages]
-    for key, stage in zip(keys, stages):
+    for key, stage in zip(keys, stages, strict=True):
         if key not in known:
             known[key] = _measure(analysis, stage, devices[0], count)
             write_cache(FILE, msgspec.json.encode(known))
