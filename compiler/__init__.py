@@ -9,13 +9,13 @@ if TYPE_CHECKING:
     from splitc.compiler.api import plan_model
     from splitc.compiler.packaging.package import compile_model
     from splitc.compiler.planning.plan import Plan
-    from splitc.compiler.planning.request import Request
+    from splitc.compiler.planning.plan_request import Request
 
 __all__ = ["Plan", "Request", "compile_model", "plan_model"]
 
 _HOMES = {
     "Plan": "planning.plan",
-    "Request": "planning.request",
+    "Request": "planning.plan_request",
     "compile_model": "packaging.package",
     "plan_model": "api",
 }

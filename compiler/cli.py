@@ -13,9 +13,10 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from splitc.compiler.modes.table import describe_modes
-from splitc.compiler.planning.request import Request, request_reader
-from splitc.runtime.cli.commands import FILL, JSON, app
+from splitc.compiler.planning.plan_request import Request, request_reader
+from splitc.runtime.cli.commands import app
 from splitc.runtime.cli.options import with_options
+from splitc.runtime.cli.shared_options import FILL, JSON
 from splitc.runtime.cli.tables import describe_built
 from splitc.runtime.cli.terminal import err, out, print_json, print_warning
 from splitc.runtime.engines.kinds import MODULES

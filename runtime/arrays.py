@@ -1,9 +1,10 @@
-"""Arrays: on disk, of number types that numpy lacks, of zeros that take no memory."""
+"""Arrays: on disk, of number types that numpy lacks, of zeros that are still to be made."""
 
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -95,14 +96,12 @@ def number_type(name: str) -> np.dtype[Any]:
     return known
 
 
-def zeros(shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
-    """Zeros that take no memory, and can't be written to."""
-    return np.broadcast_to(np.zeros((), dtype), tuple(shape))
+@dataclass(frozen=True)
+class Zeros:
+    """An array of zeros that nobody made yet. `dtype` is numpy's name."""
 
-
-def is_zeros(array: Array) -> bool:
-    """Whether the array was made by `zeros`, as far as one can tell without looking at all of it."""
-    return bool(array.size) and not any(array.strides) and not array.flat[0]  # all elements are in one place
+    shape: tuple[int, ...]
+    dtype: str
 
 
 def accumulate_arrays(operation: str, total: Array, part: Array) -> None:

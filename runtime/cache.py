@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from pathlib import Path
+
+from platformdirs import user_cache_path
 
 from splitc.runtime.files import written_whole
 
 
 def cache_file(name: str) -> Path:
     """Where the file of this name is kept."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "splitc" / name
+    return user_cache_path("splitc", appauthor=False) / name
 
 
 def read_cache(name: str) -> bytes:

@@ -51,7 +51,9 @@ def _check_array(array: Array, tensor: Tensor) -> None:
     if str(array.dtype) != tensor.dtype:
         raise FeedError(f"input '{tensor.name}' is {array.dtype}, and the model takes {tensor.dtype}")
     want = array.shape if tensor.shape is None else tensor.shape
-    if array.ndim != len(want) or any(isinstance(w, int) and size != w for size, w in zip(array.shape, want)):
+    if array.ndim != len(want) or any(
+        isinstance(w, int) and size != w for size, w in zip(array.shape, want, strict=True)
+    ):
         have = format_shape(array.shape)
         raise FeedError(f"input '{tensor.name}' has shape {have}, and the model takes {format_shape(want)}")
     low, high = tensor.min_shape, tensor.max_shape

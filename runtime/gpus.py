@@ -13,8 +13,8 @@ INSTALL = "GPUs need CuPy: pip install cupy-cuda12x, or cupy-cuda13x for a drive
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """One GPU: its index in CUDA's order, memory in bytes, and for each other one whether it can copy from it."""
+class GpuInfo:
+    """Facts of one GPU: its index in CUDA's order, memory in bytes, and whether it can copy from each other one."""
 
     index: int
     name: str
@@ -41,7 +41,7 @@ def need_cupy() -> ModuleType:
     return cupy
 
 
-def list_gpus() -> list[Gpu]:
+def list_gpus() -> list[GpuInfo]:
     """The GPUs of this machine with their memory as it is now."""
     cupy = find_cupy()
     if cupy is None:
@@ -54,11 +54,11 @@ def list_gpus() -> list[Gpu]:
     return [_describe(cupy, index, count) for index in range(count)]
 
 
-def _describe(cupy: ModuleType, index: int, count: int) -> Gpu:
+def _describe(cupy: ModuleType, index: int, count: int) -> GpuInfo:
     runtime = cupy.cuda.runtime
     with cupy.cuda.Device(index):
         free, total = runtime.memGetInfo()
         properties = runtime.getDeviceProperties(index)
         peers = {other: bool(runtime.deviceCanAccessPeer(index, other)) for other in range(count) if other != index}
     capability = f"{properties['major']}.{properties['minor']}"
-    return Gpu(index, properties["name"].decode(), capability, total, free, peers)
+    return GpuInfo(index, properties["name"].decode(), capability, total, free, peers)

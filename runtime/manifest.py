@@ -1,10 +1,7 @@
-"""The package's manifest: its schema, how it is read, and how the package's files are verified against it."""
+"""The package's manifest: its schema, and how it is read and written."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from splitc.runtime.errors import PackageError
-from splitc.runtime.ranks.loop import Step
+from splitc.runtime.steps import Step
 
 SCHEMA = 2
 FILE_NAME = "manifest.json"
@@ -282,39 +279,3 @@ def read_manifest(package: Path) -> Manifest:
         return msgspec.json.decode(text, type=Manifest)
     except msgspec.DecodeError as error:
         raise PackageError(f"{path} is damaged ({error}): compile the model again") from error
-
-
-def hash_file(path: Path) -> str:
-    """SHA-256 of a file's content, in hexadecimal."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def describe_files(package: Path, paths: Iterable[Path], links: Iterable[Path] = ()) -> list[File]:
-    """Entries for files of the package, read in parallel (hashing leaves the interpreter's lock)."""
-    ordered, unread = sorted(paths), frozenset(links)
-    with ThreadPoolExecutor() as pool:
-        hashes = list(pool.map(lambda path: None if path in unread else hash_file(path), ordered))
-    return [
-        File(path.relative_to(package).as_posix(), path.stat().st_size, digest) for path, digest in zip(ordered, hashes)
-    ]
-
-
-def verify_files(package: Path, files: Iterable[File]) -> None:
-    """Compare the package's files with the manifest. Raises PackageError naming the first that differs, and how."""
-
-    def verify(file: File) -> None:
-        path = package / file.path
-        if not path.is_file():
-            raise PackageError(f"{path} is missing: the package is incomplete, compile the model again")
-        size = path.stat().st_size
-        if size != file.bytes:
-            raise PackageError(f"{path} has {size:,} bytes, its manifest says {file.bytes:,}: compile the model again")
-        if file.sha256 is not None and hash_file(path) != file.sha256:
-            raise PackageError(f"{path} was changed since it was compiled (its SHA-256 differs from the manifest's)")
-
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(verify, files))

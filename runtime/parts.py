@@ -51,7 +51,9 @@ def join_parts(parts: Sequence[tuple[Part, Array]]) -> Array:
 def _lengths(axis: AxisPart) -> list[int]:
     """The part's length along each factor but a first one of unknown size."""
     return [
-        size if places is None else places[1] - places[0] for size, places in zip(axis.sizes, axis.ranges) if size != -1
+        size if places is None else places[1] - places[0]
+        for size, places in zip(axis.sizes, axis.ranges, strict=True)
+        if size != -1
     ]
 
 

@@ -2,23 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy.typing as npt
 
-from splitc.runtime.arrays import number_type, zeros
+from splitc.runtime.arrays import Zeros
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.feeds import check_feeds
-from splitc.runtime.manifest import State, Tensor
-
-if TYPE_CHECKING:
-    from splitc.runtime.ranks.thread import Request
-    from splitc.runtime.session import Session
+from splitc.runtime.manifest import Manifest, State, Tensor
+from splitc.runtime.ranks.request import InFlightRequest
 
 Array = npt.NDArray[Any]
+
+
+class SequenceRunner(Protocol):
+    """What a sequence needs of the session that it belongs to."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the package says of itself."""
+
+    @property
+    def resident_states(self) -> Sequence[State]:
+        """The states that stay on the ranks from run to run."""
+
+    def submit_request(
+        self,
+        arrays: Mapping[str, Array],
+        sequence: int | None = None,
+        initial: Mapping[str, Array | Zeros] | None = None,
+        room: bool = False,
+        here: bool = False,
+    ) -> Future[InFlightRequest]:
+        """Start a run of checked feeds, of the sequence of that number."""
+
+    def join(self, request: InFlightRequest) -> dict[str, Array]:
+        """The outputs of a request that all ranks have finished."""
+
+    def forget(self, sequence: int) -> None:
+        """Let the states of a sequence go."""
 
 
 class StateSequence:
@@ -32,15 +57,15 @@ class StateSequence:
     that makes a state is not the one that takes it, it goes through this object. Several sequences may be open at once.
     """
 
-    def __init__(self, session: Session, number: int, capacity: int | None) -> None:
+    def __init__(self, session: SequenceRunner, number: int, capacity: int | None) -> None:
         self._session = session
         self._number = number
         self._capacity = capacity
         resident = {state.input for state in session.resident_states}
         self._carries = [state for state in session.manifest.states if state.input not in resident]
         inputs = {state.input for state in session.manifest.states}
-        self._fed = [tensor for tensor in session.inputs if tensor.name not in inputs]
-        self._states = [tensor for tensor in session.inputs if tensor.name in inputs]
+        self._fed = [tensor for tensor in session.manifest.inputs if tensor.name not in inputs]
+        self._states = [tensor for tensor in session.manifest.inputs if tensor.name in inputs]
         self._outputs = {state.output for state in session.manifest.states}
         self._carried: dict[str, Array] = {}
         self._loaded: dict[str, Array] = {}
@@ -56,10 +81,10 @@ class StateSequence:
         self._check_open()
         if self._failed:
             raise SplitcError("a run of this sequence failed, so its states are lost: start another one")
-        arrays = check_feeds(feeds, self._fed, self._session.optional)
-        first = {} if self._begun else self._loaded or self._first(arrays)
+        arrays = check_feeds(feeds, self._fed, self._session.manifest.optional)
+        initial = {} if self._begun else self._loaded or self._zeros(arrays)
         self._begun = self._failed = True
-        request = self._submit({**arrays, **self._carried}, first).result()
+        request = self._submit({**arrays, **self._carried}, initial).result()
         outputs = self._session.join(request)
         self._failed = False
         self._carried = {state.input: outputs[state.output] for state in self._carries}
@@ -77,9 +102,9 @@ class StateSequence:
             raise SplitcError("states can be loaded before the first run only, into a sequence without a capacity")
         self._loaded = check_feeds(states, self._states, copy=True)
 
-    def _first(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+    def _zeros(self, feeds: Mapping[str, Array]) -> dict[str, Zeros]:
         """Zeros for each state, in the sizes that the feeds' symbols have."""
-        inputs = {tensor.name: tensor for tensor in (*self._session.inputs, *self._session.optional)}
+        inputs = {tensor.name: tensor for tensor in (*self._session.manifest.inputs, *self._session.manifest.optional)}
         sizes = {
             symbol: length
             for name, array in feeds.items()
@@ -93,8 +118,8 @@ class StateSequence:
             for state in self._session.manifest.states
         }
 
-    def _submit(self, feeds: Mapping[str, Array], first: Mapping[str, Array]) -> Future[Request]:
-        return self._session.submit_request(feeds, self._number, first, self._capacity is not None, here=True)
+    def _submit(self, feeds: Mapping[str, Array], initial: Mapping[str, Array | Zeros]) -> Future[InFlightRequest]:
+        return self._session.submit_request(feeds, self._number, initial, self._capacity is not None, here=True)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -116,7 +141,7 @@ class StateSequence:
         self.close()
 
 
-def _zeros(state: State, tensor: Tensor, sizes: Mapping[str, int], batch: int, room: int) -> Array:
+def _zeros(state: State, tensor: Tensor, sizes: Mapping[str, int], batch: int, room: int) -> Zeros:
     """A state before the first run: a symbol of the feeds has their size; another first axis is the batch."""
     shape = []
     for axis, size in enumerate([None] * len(tensor.sample_shape or ()) if tensor.shape is None else tensor.shape):
@@ -129,4 +154,14 @@ def _zeros(state: State, tensor: Tensor, sizes: Mapping[str, int], batch: int, r
         else:
             planned = tensor.sample_shape[axis] if tensor.sample_shape else 1
             shape.append(batch if axis == 0 else planned)
-    return zeros(shape, number_type(tensor.dtype))
+    return Zeros(tuple(shape), tensor.dtype)
+
+
+def find_resident(manifest: Manifest) -> list[State]:
+    """The states that stay on the ranks in a sequence: each rank that takes one makes it too. Others are carried."""
+    resident = []
+    for state in manifest.states:
+        takers = [rank for rank in manifest.ranks if state.input in rank.inputs]
+        if takers and all(state.output in (*rank.outputs, *rank.keeps) for rank in takers):
+            resident.append(state)
+    return resident

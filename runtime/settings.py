@@ -42,7 +42,7 @@ def setting_array(name: str, given: Any, dtype: str, shape: Sequence[int | str |
     known = [size for size in sizes if isinstance(size, int)]
     if array.ndim == 0 and len(known) == len(sizes):
         return np.full(known, wanted)
-    pairs = zip(sizes, array.shape)
+    pairs = zip(sizes, array.shape, strict=True)
     if len(sizes) != array.ndim or any(isinstance(size, int) and size != own for size, own in pairs):
         asked = " x ".join("?" if size is None else str(size) for size in sizes)
         raise MisuseError(f"--set {name}={given}: the input has the shape {asked}, so give a value of that shape")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,16 @@ def decoder_feeds(batch: int = 2, new: int = 3, past: int = 5) -> Arrays:
     return feeds
 
 
+@lru_cache(maxsize=4)
+def _open_whole(model: Path, *state: int) -> ort.InferenceSession:
+    """The unsplit model in a session, which is kept while the file is as it was."""
+    return ort.InferenceSession(str(model), providers=["CPUExecutionProvider"])
+
+
 def run_whole(model: Path, feeds: Mapping[str, Array]) -> Arrays:
     """What ONNX Runtime gives for the unsplit model."""
-    session = ort.InferenceSession(str(model), providers=["CPUExecutionProvider"])
+    state = model.stat()
+    session = _open_whole(model, state.st_mtime_ns, state.st_size)
     used = {value.name: feeds[value.name] for value in session.get_inputs()}
     used.update({v.name: feeds[v.name] for v in session.get_overridable_initializers() if v.name in feeds})
     return dict(zip((value.name for value in session.get_outputs()), session.run(None, used)))

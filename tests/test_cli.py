@@ -6,7 +6,6 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,22 +16,14 @@ import pytest
 from models.llama import Size, build
 from models.writer import save
 from tests.conftest import assert_close, decoder_feeds, listen_to_interrupts, run_whole
+from tests.helpers.command import SCRIPT, splitc, splitc_process
 
 LAYERS = ("--split-mode", "layer")
-SPLITC = str(Path(sys.executable).with_name("splitc"))
-
-
-def splitc(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run splitc; it must end with `code`, and never with a traceback."""
-    result = subprocess.run([SPLITC, *map(str, arguments)], capture_output=True, text=True, timeout=120)
-    assert "Traceback" not in result.stderr
-    assert result.returncode == code, result.stderr
-    return result
 
 
 def test_compile_run_check_bench_inspect(decoder: Path, tmp_path: Path) -> None:
     package, feeds = tmp_path / "package", decoder_feeds()
-    compiled = splitc(
+    compiled = splitc_process(
         "compile", decoder, "-o", package, "-d", "cpu0", "-d", "cpu1", *LAYERS, "--shapes", "input_ids:2x3"
     )
     assert "prologue..layers.1 (3)" in compiled.stdout
@@ -41,7 +32,7 @@ def test_compile_run_check_bench_inspect(decoder: Path, tmp_path: Path) -> None:
     splitc("run", package, "--inputs", tmp_path / "in.npz", "--outputs", tmp_path / "out.npz")
     assert_close(dict(np.load(tmp_path / "out.npz")), run_whole(decoder, feeds))
     assert "9 of 9 outputs agree" in splitc("check", package, "--model", decoder).stdout
-    timed = splitc("bench", package, "--baseline", decoder, "--runs", 3, "--threads", 2).stdout
+    timed = splitc("bench", package, "--baseline", decoder, "--runs", 3, "--threads", 2, "--no-memory").stdout
     assert [line.split()[1] for line in timed.splitlines() if line.startswith("unsplit")] == ["4", "2"]
     assert "split by layer into 2 ranks" in splitc("inspect", package).stdout
 
@@ -60,7 +51,7 @@ def test_results_as_json(decoder: Path, package: Path, tmp_path: Path) -> None:
     assert all(output["passed"] for output in checked["outputs"])
     assert [rank["predicted_weights"] for rank in checked["memory"]] == [r["weights_bytes"] for r in facts["ranks"]]
     assert all(rank["peak"] >= rank["loaded"] > 0 for rank in checked["memory"])
-    timed = json.loads(splitc("bench", package, "--runs", 2, "--json").stdout)
+    timed = json.loads(splitc("bench", package, "--runs", 2, "--no-memory", "--json").stdout)
     assert [rank["device"] for rank in timed["time"]["ranks"]] == ["cpu0", "cpu1", "cpu2"]
     result = splitc("compile", decoder, "-o", tmp_path / "p", "-d", "cpu0&cpu1", *LAYERS, "--json")
     assert json.loads(result.stdout)["split_mode"] == "layer"
@@ -79,7 +70,7 @@ def test_outputs_that_differ_end_with_4(package: Path, tmp_path: Path) -> None:
     weight = model.graph.initializers["model.layers.2.mlp.up_proj.weight"]
     weight.const_value = ir.tensor(np.zeros((64, 160), np.float32), name=weight.name)
     save(model, tmp_path / "other.onnx")
-    result = splitc("check", package, "--model", tmp_path / "other.onnx", code=4)
+    result = splitc_process("check", package, "--model", tmp_path / "other.onnx", code=4)
     assert "outputs differ beyond tolerance: logits" in " ".join(result.stderr.split())
     assert "differs" in result.stdout
 
@@ -118,10 +109,24 @@ def test_mistakes_end_in_one_message(
     assert not (tmp_path / "p").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["inspect", "none"], 1, "none does not exist"),
+        (["compile", "MODEL", "-o", "p", "-d", "gpu7"], 2, "unknown device 'gpu7': there are cpu0"),
+        (["compile", "MODEL", "-o", "p", "-d", "2xcpu", "--memory", "100KiB", *LAYERS], 3, "the devices have 200 KiB"),
+    ],
+)
+def test_mistakes_end_the_process(decoder: Path, tmp_path: Path, arguments: list[str], code: int, message: str) -> None:
+    places = {"MODEL": decoder, "p": tmp_path / "p"}
+    result = splitc_process(*(places.get(word, word) for word in arguments), code=code)
+    assert message in " ".join(result.stderr.split())
+
+
 def test_killed_compile_leaves_no_package(tmp_path: Path) -> None:
     """A model large enough that the signal comes while its weights are written."""
-    save(build(Size(layers=6, hidden=1024, heads=8, kv_heads=8, feed_forward=4096)), tmp_path / "model.onnx")
-    command = [SPLITC, "compile", str(tmp_path / "model.onnx"), "-o", str(tmp_path / "package"), "-d", "2xcpu"]
+    save(build(Size(layers=3, hidden=1024, heads=8, kv_heads=8, feed_forward=4096)), tmp_path / "model.onnx")
+    command = [SCRIPT, "compile", str(tmp_path / "model.onnx"), "-o", str(tmp_path / "package"), "-d", "2xcpu", *LAYERS]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         process = subprocess.Popen(
             command,

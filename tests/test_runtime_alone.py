@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from splitc.compiler.cli import LIBRARIES
-from splitc.compiler.planning.request import ROW_MIN
+from splitc.compiler.planning.plan_request import ROW_MIN
 from tests.conftest import assert_close, decoder_feeds, run_whole
+from tests.helpers.command import SCRIPT, splitc_process, splitc_several
 
-STARTS = {"script": [str(Path(sys.executable).with_name("splitc"))], "module": [sys.executable, "-m", "splitc.runtime"]}
+STARTS = {"script": [SCRIPT], "module": [sys.executable, "-m", "splitc.runtime"]}
 
 
 @pytest.fixture(params=STARTS)
@@ -32,37 +33,49 @@ def alone(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(tmp_path)}
 
 
-def splitc(start: list[str], alone: dict[str, str], *arguments: object, code: int = 0) -> str:
-    """What the command prints where it ends well, and its message where it does not."""
-    command = [*start, *map(str, arguments)]
-    result = subprocess.run(command, env=alone, capture_output=True, text=True, timeout=120)
-    assert "Traceback" not in result.stderr
-    assert result.returncode == code, result.stderr
-    return " ".join((result.stderr if code else result.stdout).split())
-
-
-def test_packages_are_run(
+def test_package_is_run_however_the_command_starts(
     start: list[str], alone: dict[str, str], decoder: Path, package: Path, tmp_path: Path
 ) -> None:
     feeds = decoder_feeds()
     np.savez(tmp_path / "in.npz", **feeds)
-    splitc(start, alone, "run", package, "--inputs", tmp_path / "in.npz", "--outputs", tmp_path / "out.npz")
+    files = ("--inputs", tmp_path / "in.npz", "--outputs", tmp_path / "out.npz")
+    splitc_process("run", package, *files, start=start, env=alone)
     assert_close(dict(np.load(tmp_path / "out.npz")), run_whole(decoder, feeds))
-    assert "9 of 9 outputs agree" in splitc(start, alone, "check", package, "--model", decoder)
-    assert "package" in splitc(start, alone, "bench", package, "--runs", 2)
-    assert len(splitc(start, alone, "generate", package, "--prompt-ids", "1,2", "-n", 3).split()) == 3
-    assert "3 ranks" in splitc(start, alone, "inspect", package)
-    assert json.loads(splitc(start, alone, "devices", "--json"))[0]["name"].startswith("cpu0")
-    assert "generate" in splitc(start, alone, "--help")
 
 
-@pytest.mark.parametrize(
-    "arguments", [["plan", "M", "-d", "cpu0"], ["compile", "M", "-d", "cpu0", "-o", "P"], ["build", "P"]]
-)
-def test_what_compiling_needs_is_named(start: list[str], alone: dict[str, str], arguments: list[str]) -> None:
-    message = splitc(start, alone, *arguments, code=2)
-    assert "pip install onnx onnx-ir onnx-shape-inference sympy" in message
-    assert splitc(start, alone, arguments[0], "--help").startswith("Usage: ")
+def test_every_command_of_the_runtime_runs(alone: dict[str, str], decoder: Path, package: Path) -> None:
+    commands = [
+        ["check", package, "--model", decoder],
+        ["bench", package, "--runs", 2, "--no-memory"],
+        ["generate", package, "--prompt-ids", "1,2", "-n", 3],
+        ["inspect", package],
+        ["devices", "--json"],
+        ["--help"],
+    ]
+    found = splitc_several(commands, alone)
+    assert [(each.returncode, "Traceback" in each.stderr) for each in found] == [(0, False)] * len(commands)
+    checked, timed, generated, inspected, devices, usage = (" ".join(each.stdout.split()) for each in found)
+    assert "9 of 9 outputs agree" in checked
+    assert "package" in timed
+    assert len(generated.split()) == 3
+    assert "3 ranks" in inspected
+    assert json.loads(devices)[0]["name"].startswith("cpu0")
+    assert "generate" in usage
+
+
+def test_what_compiling_needs_is_named(alone: dict[str, str]) -> None:
+    commands = [["plan", "M", "-d", "cpu0"], ["compile", "M", "-d", "cpu0", "-o", "P"], ["build", "P"]]
+    found = splitc_several([*commands, *([command[0], "--help"] for command in commands)], alone)
+    for refused, usage in zip(found[:3], found[3:]):
+        assert refused.returncode == 2
+        assert "pip install onnx onnx-ir onnx-shape-inference sympy" in " ".join(refused.stderr.split())
+        assert usage.returncode == 0
+        assert " ".join(usage.stdout.split()).startswith("Usage: ")
+
+
+@pytest.mark.parametrize("arguments", [["plan", "M", "-d", "cpu0"]])
+def test_what_compiling_needs_ends_the_process(start: list[str], alone: dict[str, str], arguments: list[str]) -> None:
+    splitc_process(*arguments, start=start, env=alone, code=2)
 
 
 def test_help_loads_nothing_that_compiles() -> None:

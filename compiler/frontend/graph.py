@@ -16,10 +16,12 @@ import onnx_ir.passes.common as passes
 from splitc.compiler.frontend.binding import Fixed, bind_inputs
 from splitc.compiler.frontend.loading import load_model
 from splitc.compiler.frontend.optional import mark_optional, source_of
+from splitc.compiler.frontend.origins import mark_origins
 from splitc.compiler.model_errors import ModelError
 from splitc.compiler.operators.operator import Operator
 from splitc.compiler.operators.registry import operator_of
-from splitc.runtime.manifest import Source, hash_file
+from splitc.runtime.manifest import Source
+from splitc.runtime.package_files import hash_file
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ def open_graph(path: Path, settings: Mapping[str, Any] = MappingProxyType({})) -
     annotated = {value.name: value.shape for value in values if value.name and value.shape is not None}
     reads = {node: tuple(node_reads(node)) for node in model.graph}
     optional = tuple(value for value in optional if source_of(value) is not None)
+    mark_origins(model.graph)
     return Graph(path, model, reads, annotated, passed, fixed, optional)
 
 

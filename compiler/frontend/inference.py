@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import onnx
 import onnx_ir as ir
@@ -18,14 +17,9 @@ from splitc.compiler.operators.registry import REGISTRY
 
 logger = logging.getLogger(__name__)
 
-
-registry.collect()  # imports its rules, which it would do when first used
-for _operator in REGISTRY.values():
-    _domain, _, _name = _operator.name.rpartition(".")
-    if _operator.shapes is not None and not registry.has(_domain, _name):
-        registry.register(_domain, _name)(_operator.shapes)
-
 Rule = Callable[[Any, ir.Node], None]
+# Where a node says that its shapes were observed.
+_OBSERVED = "splitc.observed"
 
 
 def infer_shapes_and_types(model: ir.Model) -> frozenset[str]:
@@ -33,23 +27,28 @@ def infer_shapes_and_types(model: ir.Model) -> frozenset[str]:
 
     Returns the operators of which ONNX Runtime was asked, since no rule for them is known, or theirs did not do.
     """
-    find_rule = registry.get
-    observed: set[str] = set()
-
-    def find(domain: str, operator: str, version: int) -> Rule | None:
-        rule = find_rule(domain, operator, version)
-        if rule is None and domain in ("", "ai.onnx"):
-            if _is_defined(operator, version):
-                return None  # by other operators, and inferred by these
-            # ONNX Runtime had some operators, LayerNormalization for one, before ONNX did.
-            rule = find_rule(domain, operator, onnx.defs.onnx_opset_version())
-        return _forgiving(rule, observed)
-
-    with mock.patch.object(registry, "get", find):
-        infer_symbolic_shapes(model, warn_on_missing=False)
+    nodes = list(model.graph.all_nodes())
+    for node in nodes:
+        node.meta.pop(_OBSERVED, None)
+        _register_missing(node, model.opset_imports.get(node.domain, 1))
+    infer_symbolic_shapes(model, warn_on_missing=False)
     if any(value.dtype is None for node in model.graph for value in node.outputs if value.name):
         _add_types(model)
-    return frozenset(observed)
+    return frozenset(operator_name(node) for node in nodes if _OBSERVED in node.meta)
+
+
+def _register_missing(node: ir.Node, version: int) -> None:
+    """Give the library a rule for an operator of which it has none in this version."""
+    domain, name = node.domain, node.op_type
+    if registry.get(domain, name, version) is not None:
+        return
+    rule = None
+    if domain in ("", "ai.onnx"):
+        if _is_defined(name, version):
+            return  # by other operators, and inferred by these
+        # ONNX Runtime had some operators, LayerNormalization for one, before ONNX did.
+        rule = registry.get(domain, name, onnx.defs.onnx_opset_version())
+    registry.register(domain, name, version)(_forgiving(rule))
 
 
 def _is_defined(operator: str, version: int) -> bool:
@@ -61,11 +60,10 @@ def _is_defined(operator: str, version: int) -> bool:
     return True
 
 
-def _forgiving(rule: Rule | None, observed: set[str]) -> Rule:
+def _forgiving(rule: Rule | None) -> Rule:
     """The rule of an operator, such that a node that it can't make sense of is observed, or left unknown.
 
     That may be a branch that is invalid with the sizes at hand, or a use of the operator that the rule does not know.
-    Operators that are observed are added to `observed`.
     """
 
     def infer(context: Any, node: ir.Node) -> None:
@@ -77,8 +75,9 @@ def _forgiving(rule: Rule | None, observed: set[str]) -> Rule:
                 logger.info("no shape for %s node '%s': %s", node.op_type, node.name, error)
         made = observe(node)
         if made is not None:
-            observed.add(operator_name(node))
-            for value, (shape, dtype) in zip((value for value in node.outputs if value.name), made):
+            node.meta[_OBSERVED] = True
+            values = (value for value in node.outputs if value.name)
+            for value, (shape, dtype) in zip(values, made, strict=True):
                 context.set_shape_and_dtype(value, context.name_anonymous_dims_in_shape(ir.Shape(shape)), dtype)
 
     return infer
@@ -91,3 +90,17 @@ def _add_types(model: ir.Model) -> None:
     for value in (value for node in model.graph for value in node.outputs):
         if value.dtype is None:
             value.type = types.get(value.name)
+
+
+def _complete_library() -> None:
+    """Add the shape functions that the library lacks, and make all of its rules forgiving: a later one counts."""
+    for operator in REGISTRY.values():
+        domain, _, name = operator.name.rpartition(".")
+        if operator.shapes is not None and not registry.has(domain, name):
+            registry.register(domain, name)(operator.shapes)
+    for domain, name, versions in list(registry.iter_supported()):
+        for version in versions:
+            registry.register(domain, name, version)(_forgiving(registry.get(domain, name, version)))
+
+
+_complete_library()

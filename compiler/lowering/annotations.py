@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from splitc.compiler.frontend.origins import origin_of
 from splitc.compiler.sharding.sharded_model import ShardedModel
 
 # The first IR version that has them. A model of an older one is not raised to it: not all engines read it.
@@ -16,8 +17,8 @@ def annotate(graph: ir.Graph, split: ShardedModel, rank: int, stage: int) -> Non
     shards = split.shards(rank)
     for node in graph:
         for value in dict.fromkeys(v for v in (*node.inputs, *node.outputs) if v is not None):
-            original = split.values.get(value.name or "")
-            axes = (split.axes(original) if original is not None else None) or ()
+            origin = origin_of(value)
+            axes = (split.axes(origin) if origin is not None else None) or ()
             for number in (number for number, axis in enumerate(axes) if shards.is_split(axis)):
                 node.shard(
                     value,

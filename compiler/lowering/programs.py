@@ -11,7 +11,7 @@ from splitc.compiler.lowering.segments import Segment
 from splitc.compiler.planning.rank_plan import RankPlan
 from splitc.compiler.planning.split import RankProgram
 from splitc.runtime.manifest import Part, State
-from splitc.runtime.ranks.loop import Receive, Reduce, Run, Send, Step
+from splitc.runtime.steps import Receive, Reduce, Run, Send, Step
 
 
 def stage_program(

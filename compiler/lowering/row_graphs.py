@@ -13,6 +13,7 @@ import onnx_ir as ir
 from splitc.compiler.analysis.blocks import Block
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.origins import origin_of, stand_for
 from splitc.compiler.lowering.rank_graph import rank_graph
 from splitc.compiler.lowering.segments import Segment, cut_segments
 from splitc.compiler.lowering.stage_graph import stage_graph
@@ -20,6 +21,8 @@ from splitc.compiler.sharding.products import Product
 from splitc.compiler.sharding.slices import SlicedProducts
 
 EXCHANGE = "Exchange"
+# Where an exchange says what it stands for.
+_PRODUCT = "splitc.product"
 
 
 def slice_name(product: Product, rank: int) -> str:
@@ -29,22 +32,18 @@ def slice_name(product: Product, rank: int) -> str:
 
 def find_rounds(graph: Graph, stage: Stage, products: Sequence[Product]) -> tuple[tuple[Product, ...], ...]:
     """The products that can be multiplied at the same time, in as few rounds as can be."""
-    by_name = {product.result.name or "": product for product in products}
     main = _exchange_products(graph, stage, products, lambda _: [0])
-    pieces = cut_segments(main, _names(main), EXCHANGE)
-    rounds = [tuple(by_name[node.name or ""] for node in piece.joints) for piece in pieces]
+    rounds = [tuple(node.meta[_PRODUCT] for node in segment.joints) for segment in _cut(main)]
     return tuple(each for each in rounds if each)
 
 
 def main_segments(split: SlicedProducts, stage: Stage) -> list[Segment]:
-    """What the main rank runs of a stage between the rounds; its joints are exchanges, named as what they stand for."""
-    products = list(split.products.values())
-    main = _exchange_products(split.graph, stage, products, split.ranks)
-    return cut_segments(main, _names(main), EXCHANGE)
+    """What the main rank runs of a stage between the rounds; its joints are exchanges."""
+    return _cut(_exchange_products(split.graph, stage, list(split.products.values()), split.ranks))
 
 
-def _names(graph: ir.Graph) -> set[str]:
-    return {value.name or "" for value in graph.outputs}
+def _cut(graph: ir.Graph) -> list[Segment]:
+    return cut_segments(graph, {value.name or "" for value in graph.outputs}, EXCHANGE)
 
 
 def _exchange_products(
@@ -52,17 +51,16 @@ def _exchange_products(
 ) -> ir.Graph:
     """The stage's graph with an exchange in the place of each product, and what puts its columns together."""
     result = stage_graph(graph, stage)
-    whole = {value.name: value for node in stage.nodes for value in node.outputs}
-    for value in (value for node in result for value in node.outputs):  # pieces declare what passes between them
-        value.type = value.type or (whole[value.name].type if value.name in whole else None)
-    by_name = {product.result.name or "": product for product in products}
-    made = {value.name: value for value in result.inputs}
+    for value in (value for node in result for value in node.outputs):  # segments declare what passes between them
+        origin = origin_of(value)
+        value.type = value.type or (origin.type if origin is not None else None)
+    by_node = {product.node: product for product in products}
+    made = {origin_of(value): value for value in result.inputs}
     for node in list(result):
-        product = by_name.get(node.outputs[0].name or "")
-        if product is not None:
-            takes = [made[value.name] for value in product.takes]
-            node = _exchange(result, node, takes, product, ranks(product))
-        made.update({value.name: value for value in node.outputs})
+        replaced = origin_of(node)
+        if replaced is not None and (product := by_node.get(replaced)) is not None:
+            node = _exchange(result, node, [made[value] for value in product.takes], product, ranks(product))
+        made.update({origin_of(value): value for value in node.outputs})
     return result
 
 
@@ -73,7 +71,8 @@ def _exchange(
     old = node.outputs[0]
     name = old.name or ""
     exchange = ir.node(EXCHANGE, takes, num_outputs=len(ranks), name=name)
-    for rank, part in zip(ranks, exchange.outputs):
+    exchange.meta[_PRODUCT] = product
+    for rank, part in zip(ranks, exchange.outputs, strict=True):
         part.name, part.type = slice_name(product, rank), product.result.type
     joined = ir.node("Concat", exchange.outputs, {"axis": product.axis}, name=f"{name}/columns")
     whole = joined.outputs[0]
@@ -81,6 +80,7 @@ def _exchange(
     old.replace_all_uses_with(whole, replace_graph_outputs=True)
     graph.remove(node, safe=True)
     whole.name, whole.type, whole.shape = name, old.type, old.shape
+    stand_for(whole, product.result)
     return joined
 
 

@@ -11,7 +11,7 @@ from splitc.compiler.lowering.programs import names
 from splitc.compiler.lowering.row_graphs import main_segments, slice_graph, slice_name
 from splitc.compiler.planning.split import RankProgram
 from splitc.compiler.sharding.slices import SlicedProducts
-from splitc.runtime.ranks.loop import Receive, Run, Send, Step
+from splitc.runtime.steps import Receive, Run, Send, Step
 
 
 def main_program(sliced: SlicedProducts, stage: Stage) -> RankProgram:

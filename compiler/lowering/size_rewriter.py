@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from splitc.compiler.frontend.origins import hand_over
+from splitc.compiler.lowering.editor import Editor
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis
 from splitc.compiler.operators.operation import Axes, Operation, Sizes
@@ -27,14 +29,13 @@ Array = npt.NDArray[Any]
 class SizeRewriter:
     """Goes over the nodes of one rank's graph, in order.
 
-    `read` has, for each shape vector with sizes of parts, the axis that each entry is the size of. `constant` makes an
-    initializer of an array.
+    `read` has, for each shape vector with sizes of shards, the axis that each entry is the size of.
     """
 
     shards: Shards
     axes_of: Callable[[ir.Value], Axes]
     length_of: Callable[[ir.Value], int]
-    constant: Callable[[Array], ir.Value]
+    editor: Editor
     read: dict[ir.Value, Sizes] = field(default_factory=dict)
     _whole: dict[ir.Value, ir.Value] = field(default_factory=dict)
 
@@ -117,8 +118,8 @@ class SizeRewriter:
         producer.graph.append(last)
         last.replace_input_with(0, self.globalize(last, value))
         result = last.outputs[0]
-        result.name, value.name = value.name, f"{value.name}/part"
-        result.type, result.shape = value.type, value.shape
+        hand_over(value, result, "part")
+        result.shape = value.shape
         return result
 
     def localize(self, node: ir.Node, value: ir.Value, sizes: Sizes) -> ir.Value:
@@ -127,7 +128,7 @@ class SizeRewriter:
         if tensor is not None:
             old = tensor.numpy()
             new = self._constant_sizes(np.atleast_1d(old), sizes, operator_of(node).takes_places)
-            return value if np.array_equal(np.atleast_1d(old), new) else self.constant(new.reshape(old.shape))
+            return value if np.array_equal(np.atleast_1d(old), new) else self.editor.constant(new.reshape(old.shape))
         entries = self._entries(value)
         wanted = list(sizes)[: len(entries)]
         corrections = [self._ratio(have, want) for have, want in zip(entries, wanted)]
@@ -181,7 +182,7 @@ class SizeRewriter:
         dtype = value.dtype.numpy() if value.dtype is not None else np.dtype(np.int64)
 
         def vector(numbers: Sequence[int]) -> ir.Value:
-            return self.constant(np.array(numbers[0] if scalar else numbers, dtype))
+            return self.editor.constant(np.array(numbers[0] if scalar else numbers, dtype))
 
         fixed = [bool(each) and each[1] == 0 for each in corrections]  # type: ignore[index]  # bool guards it
         times = [each[0] if each and each[1] else 1 for each in corrections]
@@ -195,16 +196,14 @@ class SizeRewriter:
             result = self._emit(node, "Where", [divides, result, value])
         if any(fixed):
             numbers = [each[0] if each and not each[1] else 0 for each in corrections]
-            mask = self.constant(np.array(fixed[0] if scalar else fixed))
+            mask = self.editor.constant(np.array(fixed[0] if scalar else fixed))
             result = self._emit(node, "Where", [mask, vector(numbers), result])
         return result
 
     def _emit(self, before: ir.Node, kind: str, inputs: Sequence[ir.Value], **attributes: Any) -> ir.Value:
-        node = ir.node(kind, inputs, attributes)
-        assert before.graph is not None
-        before.graph.insert_before(before, node)
-        node.outputs[0].type = ir.TensorType(ir.DataType.BOOL) if kind == "Equal" else inputs[-1].type
-        return node.outputs[0]
+        made = self.editor.before(before, kind, *inputs, **attributes)
+        made.type = ir.TensorType(ir.DataType.BOOL) if kind == "Equal" else inputs[-1].type
+        return made
 
     def _rewrite_attribute(self, node: ir.Node, name: str, sizes: Sizes) -> None:
         attribute = node.attributes.get(name)

@@ -7,6 +7,7 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.stages import Stage, borrowed_sizes, find_size
 from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.origins import stand_for
 
 
 def stage_graph(graph: Graph, stage: Stage) -> ir.Graph:
@@ -67,6 +68,7 @@ def _compute_borrowed(result: ir.Graph, stage: Stage) -> None:
         joined = ir.node("Concat", pieces, {"axis": 0})
         nodes.append(joined)
         joined.outputs[0].type = ir.TensorType(ir.DataType.INT64)
+        stand_for(joined.outputs[0], original)
         placeholder.replace_all_uses_with(joined.outputs[0], replace_graph_outputs=True)
         if joined.outputs[0].is_graph_output():
             renamed[joined.outputs[0]] = original.name or ""

@@ -14,7 +14,7 @@ from splitc.compiler.modes.mode import Way
 from splitc.compiler.modes.table import MODES, find_mode
 from splitc.compiler.planning.clock import Clock, Prediction, rank_speed
 from splitc.compiler.planning.plan import Alternative, Plan
-from splitc.compiler.planning.request import Request
+from splitc.compiler.planning.plan_request import Request
 from splitc.compiler.planning.resources import Resources
 from splitc.runtime.devices import threads_for
 from splitc.runtime.errors import DoesNotFitError, MisuseError

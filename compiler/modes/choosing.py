@@ -12,7 +12,7 @@ from splitc.compiler.model_errors import CannotSplitError
 from splitc.compiler.modes.auto import plan_auto
 from splitc.compiler.modes.table import AUTO, FALLBACKS, MODES, find_mode
 from splitc.compiler.planning.plan import Plan
-from splitc.compiler.planning.request import OBJECTIVES, Request
+from splitc.compiler.planning.plan_request import OBJECTIVES, Request
 from splitc.compiler.planning.resources import BlockTimer, Resources, check_shares, find_budgets
 from splitc.runtime.devices import Device, parse_devices
 from splitc.runtime.engines.kinds import choose_engine

@@ -20,8 +20,8 @@ from splitc.compiler.planning.assembly import assemble
 from splitc.compiler.planning.clock import Clock, Prediction
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import PlanFile
+from splitc.compiler.planning.plan_request import Request
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
-from splitc.compiler.planning.request import Request
 from splitc.compiler.planning.resources import Resources
 from splitc.compiler.planning.split import RankProgram
 from splitc.compiler.planning.stage_search import Assignment, Target

@@ -12,8 +12,8 @@ from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.range_memory import RangeMemory
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.planning.clock import Clock, Prediction
+from splitc.compiler.planning.plan_request import Request
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan, Rematerialized
-from splitc.compiler.planning.request import Request
 from splitc.compiler.planning.resources import as_shares
 from splitc.compiler.planning.stage_search import Assignment, StageCosts, Target, plan_stages
 from splitc.runtime.errors import DoesNotFitError

@@ -11,12 +11,13 @@ from splitc.compiler.frontend.asked_shapes import Shape
 from splitc.compiler.modes.table import find_mode
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import SCHEMA, read_plan
-from splitc.compiler.planning.request import ROW_MIN, Request
+from splitc.compiler.planning.plan_request import ROW_MIN, Request
 from splitc.compiler.planning.resources import Resources
 from splitc.compiler.planning.stage_search import Assignment
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.manifest import State, hash_file
+from splitc.runtime.manifest import State
+from splitc.runtime.package_files import hash_file
 
 # As many blocks as no model has: asks for the finest ones.
 ALL = 1 << 30

@@ -26,8 +26,8 @@ from splitc.compiler.planning.assembly import assemble, check_memory
 from splitc.compiler.planning.clock import JITTER, Clock, Prediction
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import PlanFile, check_file_shares
+from splitc.compiler.planning.plan_request import Request
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
-from splitc.compiler.planning.request import Request
 from splitc.compiler.planning.resources import Budget, Resources, as_shares
 from splitc.compiler.planning.split import RankProgram
 from splitc.compiler.planning.stage_search import Assignment

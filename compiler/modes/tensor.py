@@ -15,7 +15,8 @@ from splitc.compiler.analysis.stages import divide_blocks
 from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.lowering.annotations import IR_VERSION, annotate
 from splitc.compiler.lowering.programs import kept_states, names, stage_program
-from splitc.compiler.lowering.rank_graph import COLLECTIVE, rank_graph
+from splitc.compiler.lowering.rank_forms import COLLECTIVE
+from splitc.compiler.lowering.rank_graph import rank_graph
 from splitc.compiler.lowering.segments import Segment, cut_segments
 from splitc.compiler.model_errors import CannotSplitError
 from splitc.compiler.modes.mode import Mode, Way
@@ -24,8 +25,8 @@ from splitc.compiler.planning.assembly import assemble, check_memory
 from splitc.compiler.planning.clock import JITTER, SHARD, Clock, Prediction
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import PlanFile, check_file_shares
+from splitc.compiler.planning.plan_request import Request
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan, Rematerialized
-from splitc.compiler.planning.request import Request
 from splitc.compiler.planning.resources import Budget, Resources
 from splitc.compiler.planning.split import RankProgram
 from splitc.compiler.planning.stage_search import Assignment, Target

@@ -19,18 +19,8 @@ from splitc.runtime.devices import parse_devices
 from splitc.runtime.engines.kinds import MODULES, TENSORRT
 from splitc.runtime.errors import MisuseError, PackageError
 from splitc.runtime.gpus import list_gpus
-from splitc.runtime.manifest import (
-    FILE_NAME,
-    Build,
-    BuildOptions,
-    EngineFile,
-    Manifest,
-    Rank,
-    describe_files,
-    encode,
-    read_manifest,
-    verify_files,
-)
+from splitc.runtime.manifest import FILE_NAME, Build, BuildOptions, EngineFile, Manifest, Rank, encode, read_manifest
+from splitc.runtime.package_files import describe_files, verify_files
 
 # Told the number of engines that are built, with a fraction for the one under way, and how many there are.
 Building = Callable[[float, int], None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.asked_shapes import Shape
 from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes
 from splitc.compiler.lowering.programs import names
-from splitc.compiler.lowering.rank_graph import COLLECTIVE
+from splitc.compiler.lowering.rank_forms import COLLECTIVE
 from splitc.compiler.model_errors import ModelError
 from splitc.compiler.planning.split import RankProgram
 from splitc.runtime.collectives.host import connect
@@ -36,8 +35,6 @@ class ShapeEngine:
     """A piece of a rank's graph that makes shapes of shapes, and remembers what it was given."""
 
     optional: frozenset[str] = frozenset()
-    # Shape inference replaces functions while it runs: one at a time.
-    _lock = threading.Lock()
 
     def __init__(self, graph: ir.Graph) -> None:
         self._model = ir.Model(graph.clone(), ir_version=10)
@@ -49,9 +46,6 @@ class ShapeEngine:
         self.outputs = names(graph.outputs)
         self.given: dict[str, Known] = {}
 
-    def connect(self, communicator: Any) -> None:
-        pass
-
     def run(self, values: Mapping[str, Any], into: Mapping[str, Any]) -> dict[str, Any]:
         self.given = {name: values[name] for name in self.inputs}
         shapes = {name: each.shape for name, each in self.given.items() if each.shape is not None}
@@ -60,8 +54,7 @@ class ShapeEngine:
                 f"the size of '{unknown[0]}' depends on data, or can't be inferred, and TensorRT engines are built for "
                 "known sizes of what passes between them: use --engine onnxruntime"
             )
-        with self._lock:
-            bound = bind_shapes(self._model, shapes, {name: each.numbers for name, each in self.given.items()})
+        bound = bind_shapes(self._model, shapes, {name: each.numbers for name, each in self.given.items()})
         return {name: _known(name, bound) for name in self.outputs}
 
 

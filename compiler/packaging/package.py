@@ -17,7 +17,7 @@ from splitc.compiler.frontend.made_up import choose_fill
 from splitc.compiler.frontend.optional import make_overridable
 from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.lowering.programs import names
-from splitc.compiler.lowering.rank_graph import COLLECTIVE
+from splitc.compiler.lowering.rank_forms import COLLECTIVE
 from splitc.compiler.model_errors import ModelError
 from splitc.compiler.packaging.build_graphs import fit_to_build
 from splitc.compiler.packaging.building import Building, BuildSettings, check_buildable, finish_package
@@ -35,6 +35,7 @@ from splitc.runtime.engines.kinds import MODULES, ONNXRUNTIME, need_installed
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.fills import check_fills
 from splitc.runtime.onnx_types import KNOWN
+from splitc.runtime.package_files import describe_files
 from splitc.runtime.version import VERSION
 
 WEIGHTS = ("copy", "link")
@@ -94,7 +95,7 @@ def compile_model(
                 warn(f"{folder.parent} can't hold hard links to the model's data, so rank {number} has a copy")
             ranks.append(_rank(rank, program, written))
         files = [path for path in folder.rglob("*") if path.is_file()]
-        manifest = _manifest(plan, ranks, m.describe_files(folder, files, links), threads, build.options, fills)
+        manifest = _manifest(plan, ranks, describe_files(folder, files, links), threads, build.options, fills)
         (folder / m.FILE_NAME).write_bytes(m.encode(manifest))
         _try(plan, folder, manifest, verify, warn, say)
         if plan.engine in MODULES and not build.later:

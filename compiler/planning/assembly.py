@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.planning.plan import Plan
+from splitc.compiler.planning.plan_request import Request
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
-from splitc.compiler.planning.request import Request
 from splitc.compiler.planning.split import Split
 from splitc.compiler.sharding.report import WeightFate, warn_of_little
 from splitc.runtime.engines.kinds import ONNXRUNTIME, choose_engine

@@ -13,8 +13,9 @@ from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.memory import state_names
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.planning.rank_plan import RankPlan
+from splitc.runtime.device_profiles import Link
 from splitc.runtime.devices import Device, cache_bytes, cores
-from splitc.runtime.machine import Link, Machine
+from splitc.runtime.machine import Machine
 
 # Seconds to start an engine, beside what it computes (on GPUs as part of a CUDA graph); to feed it an array or give
 # one; and to cut or join one of which ranks have shards.

@@ -14,7 +14,7 @@ from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.compiler.sharding.report import AxisFate
 from splitc.runtime.manifest import Part, Sizes
-from splitc.runtime.ranks.loop import Step
+from splitc.runtime.steps import Step
 
 
 @dataclass(frozen=True)

@@ -40,17 +40,6 @@ class ShardedModel:
         """The axes of a value of the model."""
         return self.axis_map.axes.get(value)
 
-    @cached_property
-    def nodes(self) -> Mapping[str, ir.Node]:
-        """The model's nodes by the name of their first output."""
-        return {node.outputs[0].name or "": node for node in self.graph.nodes}
-
-    @cached_property
-    def values(self) -> Mapping[str, ir.Value]:
-        """The model's inputs and what its nodes make, by name."""
-        made = (value for node in self.graph.nodes for value in node.outputs)
-        return {value.name or "": value for value in (*self.graph.graph.inputs, *made)}
-
     def counts(self, rank: int, operation: Operation) -> bool:
         """Whether the rank contracts anything of its own at a node, and not just copies of another rank's units."""
         return self.shards(rank).counts(operation.contracted)

@@ -1,27 +1,39 @@
-"""The transport that a session's devices need."""
+"""The collectives that a session's devices need."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
-from splitc.runtime.collectives import Transport
-from splitc.runtime.collectives.host import connect
+from splitc.runtime.collectives import Collectives
 from splitc.runtime.devices import Device
 from splitc.runtime.engines import Backend
+from splitc.runtime.entries import load_entry
 
 
-def connect_devices(devices: Sequence[Device], backends: Sequence[Backend]) -> Sequence[Transport]:
-    """One end a rank: values are handed on as they are between CPU devices, and copied from, to and between GPUs."""
-    ends = connect(len(devices))
-    if all(device.kind == "cpu" for device in devices):
-        return ends
-    from splitc.runtime.collectives.gpu_peers import GpuTransport, check_copies, let_copy
-    from splitc.runtime.engines.gpu_backend import Gpu
+@dataclass(frozen=True)
+class Connection:
+    """A way in which ranks are connected: between which kinds of devices, and the function that does it.
 
-    gpus = {backend.index: backend for backend in backends if isinstance(backend, Gpu)}
-    with ThreadPoolExecutor(1) as pool:  # CuPy's current device and stream are a thread's: the caller's stay
-        links = pool.submit(let_copy, gpus).result()
-        by_host = pool.submit(check_copies, gpus).result()
-    places = [backend.index if isinstance(backend, Gpu) else None for backend in backends]
-    return [GpuTransport(end, backend, places, links - by_host, by_host) for end, backend in zip(ends, backends)]
+    The function `connect` takes the ranks' devices and backends, and returns one end a rank.
+    """
+
+    devices: frozenset[str]
+    connect: str
+
+
+# The first that serves all of the devices is taken.
+CONNECTIONS = (
+    # Ranks that are threads: values are handed on as they are.
+    Connection(frozenset({"cpu"}), "splitc.runtime.collectives.host:connect_devices"),
+    # Ranks that are threads: values are copied from, to and between GPUs. Their engines are connected by NCCL.
+    Connection(frozenset({"cpu", "cuda"}), "splitc.runtime.collectives.gpu_collectives:connect_devices"),
+)
+
+
+def connect_devices(devices: Sequence[Device], backends: Sequence[Backend]) -> Sequence[Collectives]:
+    """One end a rank, of the first way that serves the devices."""
+    kinds = {device.kind for device in devices}
+    way = next(way for way in CONNECTIONS if kinds <= way.devices)
+    ends: Sequence[Collectives] = load_entry(way.connect)(devices, backends)
+    return ends

@@ -8,36 +8,42 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
-from splitc.runtime.ranks.loop import Failure, Reduce
+from splitc.runtime.devices import Device
+from splitc.runtime.engines import Backend
+from splitc.runtime.failures import Failure, attempt
+from splitc.runtime.steps import Reduce
 
 Channels = dict[tuple[int, int], "SimpleQueue[tuple[str | None, Any]]"]
 
 
 @dataclass
 class Meeting:
-    """Where the ranks of a group hand in their parts. The last one to come brings them together, for all."""
+    """Where the ranks of a group hand in a value each. The last one to come makes the result, which all get."""
 
     ranks: Sequence[int]
     lock: threading.Lock = field(default_factory=threading.Lock)
-    parts: dict[int, tuple[Reduce, Any]] = field(default_factory=dict)
+    values: dict[int, Any] = field(default_factory=dict)
     results: dict[int, SimpleQueue[Any]] = field(default_factory=dict)
     aborted: Failure | None = None
 
     def __post_init__(self) -> None:
         self.results = {rank: SimpleQueue() for rank in self.ranks}
 
-    def reduce(self, rank: int, step: Reduce, parts: Any, accumulate: Callable[[str, Any, Any], None]) -> Any:
+    def meet(self, rank: int, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        """What `combine` makes of all values, in the order of the ranks; the first Failure among them, if any."""
         with self.lock:
             if self.aborted is not None:
                 return self.aborted
-            self.parts[rank] = (step, parts)
-            last = len(self.parts) == len(self.ranks)
+            self.values[rank] = value
+            last = len(self.values) == len(self.ranks)
             if last:
-                handed_in, self.parts = self.parts, {}
+                handed_in, self.values = self.values, {}
         if last:
-            wholes = self._bring_together([handed_in[each] for each in self.ranks], accumulate)
+            ordered = [handed_in[each] for each in self.ranks]
+            failed = next((each for each in ordered if isinstance(each, Failure)), None)
+            result = attempt(lambda: combine(ordered)) if failed is None else failed
             for each in self.ranks:
-                self.results[each].put(wholes)
+                self.results[each].put(result)
         return self.results[rank].get()
 
     def abort(self, failure: Failure) -> None:
@@ -45,21 +51,6 @@ class Meeting:
             self.aborted = failure
         for results in self.results.values():
             results.put(failure)
-
-    def _bring_together(
-        self, handed_in: Sequence[tuple[Reduce, Any]], accumulate: Callable[[str, Any, Any], None]
-    ) -> Any:
-        """The first rank's parts with those of the others in them; what a rank that failed handed in, if any."""
-        failed = next((parts for _, parts in handed_in if not isinstance(parts, list)), None)
-        if failed is not None:
-            return failed
-        step, totals = handed_in[0]
-        if any(other != step for other, _ in handed_in):
-            raise RuntimeError(f"ranks do not reduce the same values: {[other for other, _ in handed_in]}")
-        for _, parts in handed_in[1:]:
-            for total, part in zip(totals, parts):
-                accumulate(step.operation, total, part)
-        return totals
 
 
 @dataclass
@@ -71,18 +62,18 @@ class Hub:
     failure: Failure | None = None
 
 
-class LocalTransport:
+class HostCollectives:
     """The end that belongs to `rank`."""
+
+    capturable = False
+    by_host: frozenset[tuple[int, int]] = frozenset()
 
     def __init__(self, rank: int, hub: Hub) -> None:
         self.rank = rank
         self.hub = hub
 
-    def leave(self) -> None:
+    def close(self) -> None:
         pass
-
-    def join(self, group: Sequence[int]) -> Any:
-        raise RuntimeError("engines on CPU devices exchange nothing while they run")
 
     def send(self, target: int, name: str, value: Any) -> None:
         self.hub.channels[self.rank, target].put((name, value))
@@ -105,16 +96,37 @@ class LocalTransport:
         for meeting in list(self.hub.meetings.values()):
             meeting.abort(failure)
 
-    def reduce(self, step: Reduce, parts: Any, accumulate: Callable[[str, Any, Any], None]) -> Any:
-        group = tuple(step.ranks)
+    def all_gather(self, ranks: Sequence[int], value: Any) -> Any:
+        return self._meet(ranks, value, list)
+
+    def all_reduce(self, step: Reduce, parts: Any, accumulate: Callable[[str, Any, Any], None]) -> Any:
+        def add_up(handed_in: list[tuple[Reduce, list[Any]]]) -> list[Any]:
+            """The first rank's parts with those of the others in them."""
+            if any(other != step for other, _ in handed_in):
+                raise RuntimeError(f"ranks do not reduce the same values: {[other for other, _ in handed_in]}")
+            totals = handed_in[0][1]
+            for _, others in handed_in[1:]:
+                for total, part in zip(totals, others, strict=True):
+                    accumulate(step.operation, total, part)
+            return totals
+
+        return self._meet(step.ranks, parts if isinstance(parts, Failure) else (step, parts), add_up)
+
+    def _meet(self, ranks: Sequence[int], value: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        group = tuple(ranks)
         # Made by whoever comes first: dict.setdefault is atomic.
         meeting = self.hub.meetings.get(group) or self.hub.meetings.setdefault(group, Meeting(group))
         if self.hub.failure is not None:  # a meeting made after the end would not know of it
             return self.hub.failure
-        return meeting.reduce(self.rank, step, parts, accumulate)
+        return meeting.meet(self.rank, value, combine)
 
 
-def connect(ranks: int) -> list[LocalTransport]:
+def connect(ranks: int) -> list[HostCollectives]:
     """The ends of a new set of channels, one a rank."""
     hub = Hub({(source, target): SimpleQueue() for source in range(ranks) for target in range(ranks)})
-    return [LocalTransport(rank, hub) for rank in range(ranks)]
+    return [HostCollectives(rank, hub) for rank in range(ranks)]
+
+
+def connect_devices(devices: Sequence[Device], backends: Sequence[Backend]) -> list[HostCollectives]:
+    """The ends of ranks on CPU devices."""
+    return connect(len(devices))

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Sequence
-from pathlib import Path
-
 from splitc.runtime.devices import Device
 from splitc.runtime.engines import Backend
-from splitc.runtime.engines.kinds import MODULES, ONNXRUNTIME, PACKAGES
-from splitc.runtime.errors import PackageError
-from splitc.runtime.gpus import list_gpus
-from splitc.runtime.manifest import Build, BuildOptions, Manifest
+from splitc.runtime.engines.engine_kind import BackendOptions
+from splitc.runtime.engines.kinds import find_kind
+from splitc.runtime.entries import load_entry
+from splitc.runtime.manifest import Build, BuildOptions
 
 
 def make_backend(
@@ -21,53 +17,7 @@ def make_backend(
 
     Raises PackageError where the GPU, or a library, is missing.
     """
-    # Imported here: a machine needs only what its package needs.
-    if engine in MODULES:
-        from splitc.runtime.engines.tensorrt_gpu import TensorrtBackend
-
-        options = build.options if build is not None else BuildOptions()
-        return TensorrtBackend(engine, device.index, options, cuda_graphs)
-    if device.kind == "cuda":
-        from splitc.runtime.engines.onnxruntime_gpu import OnnxRuntimeGpuBackend
-
-        return OnnxRuntimeGpuBackend(device.index, cuda_graphs)
-    from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
-
-    return OnnxRuntimeBackend(threads)
-
-
-def check_built_here(package: Path, manifest: Manifest, devices: Sequence[Device]) -> None:
-    """Raise PackageError, naming both, unless the package's engines were built for this TensorRT and these GPUs."""
-    if manifest.engine == ONNXRUNTIME or manifest.build is None:
-        return
-    again = f"splitc build {package}"
-    if any(engine.source is None for rank in manifest.ranks for engine in rank.engines):
-        again = f"splitc compile {manifest.source.name} -o {package} --force --engine {manifest.engine} ..."
-    built, options = manifest.build.built, manifest.build.options
-    if built is None:
-        raise PackageError(f"the engines of {package} are not built yet: run '{again}'")
-    version = _installed_version(manifest.engine)
-    if version is None:
-        raise PackageError(
-            f"{package} has engines of {manifest.engine} {built.version}, which is not installed: "
-            f"pip install {PACKAGES[manifest.engine]}=={built.version}"
-        )
-    if version != built.version and not options.version_compatible:
-        raise PackageError(
-            f"{package} was built with {manifest.engine} {built.version}, and this machine has {version}: "
-            f"build it again with '{again}'"
-        )
-    for gpu in (gpu for gpu in list_gpus() if Device("cuda", gpu.index) in devices):
-        same = gpu.compute_capability == built.compute_capability and gpu.name == built.gpu
-        if built.gpu is not None and not same and not options.hardware_compatible:
-            raise PackageError(
-                f"{package} was built for {built.gpu} (compute capability {built.compute_capability}), and cuda"
-                f"{gpu.index} is {gpu.name} ({gpu.compute_capability}): build it again with '{again}'"
-            )
-
-
-def _installed_version(engine: str) -> str | None:
-    try:
-        return str(importlib.import_module(MODULES[engine]).__version__)
-    except ImportError:
-        return None
+    kind = find_kind(engine)
+    options = BackendOptions(kind, device, threads, BuildOptions() if build is None else build.options, cuda_graphs)
+    backend: Backend = load_entry(kind.backends[device.kind]).create(options)
+    return backend

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from splitc.runtime.engines.gpu_array import GpuArray
 from splitc.runtime.errors import EngineError
 from splitc.runtime.gpus import need_cupy
-
-if TYPE_CHECKING:
-    from splitc.runtime.engines.gpu_backend import GpuArray
 
 # CUDA's type for each of numpy's, and the one to compute in.
 TYPES = {

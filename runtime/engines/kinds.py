@@ -2,18 +2,61 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Sequence
 
 from splitc.runtime.devices import Device
+from splitc.runtime.engines.engine_kind import EngineKind
 from splitc.runtime.errors import MisuseError
 
 ONNXRUNTIME, TENSORRT, TENSORRT_RTX = "onnxruntime", "tensorrt", "tensorrt-rtx"
-ENGINES = (ONNXRUNTIME, TENSORRT, TENSORRT_RTX)
+_TENSORRT_BACKENDS = {"cuda": "splitc.runtime.engines.tensorrt_gpu:TensorrtBackend"}
+_TABLE = (
+    EngineKind(
+        name=ONNXRUNTIME,
+        title="ONNX Runtime",
+        on_gpus="ONNX Runtime's CUDA provider",
+        module="onnxruntime",
+        package="onnxruntime-gpu",
+        backends={
+            "cpu": "splitc.runtime.engines.onnxruntime_cpu:OnnxRuntimeBackend",
+            "cuda": "splitc.runtime.engines.onnxruntime_gpu:OnnxRuntimeGpuBackend",
+        },
+        is_built=False,
+        priority=0,
+    ),
+    EngineKind(
+        name=TENSORRT,
+        title="TensorRT",
+        on_gpus=TENSORRT,
+        module="tensorrt",
+        package="tensorrt",
+        backends=_TENSORRT_BACKENDS,
+        is_built=True,
+        priority=1,
+        collectives_since=(10, 16),  # DistCollective
+    ),
+    EngineKind(
+        name=TENSORRT_RTX,
+        title="TensorRT-RTX",
+        on_gpus=TENSORRT_RTX,
+        module="tensorrt_rtx",
+        package="tensorrt-rtx-cu13",
+        backends=_TENSORRT_BACKENDS,
+        is_built=True,
+        collectives_since=(),  # all releases that Python has
+    ),
+)
+KINDS = {kind.name: kind for kind in _TABLE}
 # The Python module of those that are built, and the package that brings it.
-MODULES = {TENSORRT: "tensorrt", TENSORRT_RTX: "tensorrt_rtx"}
-PACKAGES = {TENSORRT: "tensorrt", TENSORRT_RTX: "tensorrt-rtx-cu13"}
+MODULES = {kind.name: kind.module for kind in _TABLE if kind.is_built}
+PACKAGES = {kind.name: kind.package for kind in _TABLE if kind.is_built}
+
+
+def find_kind(name: str) -> EngineKind:
+    """The kind of that name. Raises MisuseError where there is none."""
+    if name not in KINDS:
+        raise MisuseError(f"unknown engine '{name}': there are {', '.join(KINDS)}")
+    return KINDS[name]
 
 
 def choose_engine(asked: str | None, devices: Sequence[Device]) -> str:
@@ -22,43 +65,39 @@ def choose_engine(asked: str | None, devices: Sequence[Device]) -> str:
     Raises MisuseError for an unknown kind, and for one that does not run on the devices.
     """
     if asked is None:
-        gpus = all(device.kind == "cuda" for device in devices)
-        return TENSORRT if gpus and is_installed(TENSORRT) else ONNXRUNTIME
-    if asked not in ENGINES:
-        raise MisuseError(f"unknown engine '{asked}': there are {', '.join(ENGINES)}")
-    others = [str(device) for device in devices if device.kind != "cuda"]
-    if asked != ONNXRUNTIME and others:
+        return next(
+            kind.name
+            for kind in _by_priority()
+            if all(device.kind in kind.backends for device in devices) and kind.is_installed
+        )
+    kind = find_kind(asked)
+    if others := [str(device) for device in devices if device.kind not in kind.backends]:
         raise MisuseError(f"--engine {asked} runs on GPUs (cuda0, ...), and {others[0]} is none: use onnxruntime there")
     return asked
 
 
+def _by_priority() -> list[EngineKind]:
+    """The kinds that a package may get where nobody asks for one, the best first."""
+    return sorted((kind for kind in _TABLE if kind.priority is not None), key=lambda kind: -(kind.priority or 0))
+
+
 def describe_engine(engine: str) -> str:
-    """What runs GPUs' engines of the kind, and why it is not TensorRT."""
-    if engine != ONNXRUNTIME:
-        return engine
-    why = "" if is_installed(TENSORRT) else " (TensorRT is not installed)"
-    return f"ONNX Runtime's CUDA provider{why}"
+    """What runs engines of the kind on GPUs, and why it is not a better one."""
+    kind, best = find_kind(engine), _by_priority()[0]
+    passed_over = kind.priority is not None and kind != best and not best.is_installed
+    return kind.on_gpus + (f" ({best.title} is not installed)" if passed_over else "")
 
 
 def is_installed(engine: str) -> bool:
     """Whether this machine can build and run engines of the kind."""
-    return engine not in MODULES or importlib.util.find_spec(MODULES[engine]) is not None
+    return find_kind(engine).is_installed
 
 
 def has_collectives(engine: str) -> bool:
-    """Whether the engines that are built here can exchange values with other ranks' while they run.
-
-    TensorRT's DistCollective came with version 10.16; all releases of TensorRT-RTX that Python has know it.
-    """
-    if engine == TENSORRT_RTX:
-        return True
-    if engine != TENSORRT or not is_installed(engine):
-        return False
-    major, minor = importlib.import_module(MODULES[engine]).__version__.split(".")[:2]
-    return (int(major), int(minor)) >= (10, 16)
+    """Whether the engines that are built here can exchange values with other ranks' while they run."""
+    return find_kind(engine).has_collectives
 
 
 def need_installed(engine: str) -> None:
     """Raise MisuseError, naming the package that is missing, where engines of the kind can't be built or run."""
-    if not is_installed(engine):
-        raise MisuseError(f"{engine} is not installed: pip install {PACKAGES[engine]}")
+    find_kind(engine).need_installed()

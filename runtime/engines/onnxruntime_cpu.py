@@ -16,6 +16,7 @@ import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from splitc.runtime.arrays import accumulate_arrays, number_type
+from splitc.runtime.engines.engine_kind import BackendOptions
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.onnx_types import CODES, NAMES
 
@@ -51,6 +52,8 @@ def open_session(path: Path, threads: int) -> ort.InferenceSession:
 class OnnxRuntimeEngine:
     """One ONNX file in a session of its own. Values are OrtValues, which pass between sessions without a copy."""
 
+    capture_blocker: str | None = None
+
     def __init__(self, name: str, session: ort.InferenceSession, options: ort.RunOptions) -> None:
         self._name = name
         self._session = session
@@ -58,9 +61,6 @@ class OnnxRuntimeEngine:
         self.inputs = [value.name for value in session.get_inputs()]
         self.optional = frozenset(value.name for value in session.get_overridable_initializers())
         self.outputs = [value.name for value in session.get_outputs()]
-
-    def connect(self, communicator: Any) -> None:
-        raise RuntimeError("ONNX Runtime's engines exchange nothing while they run")
 
     def run(self, values: Mapping[str, Any], into: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
         if not self.optional.isdisjoint(values):
@@ -84,7 +84,7 @@ class OnnxRuntimeEngine:
             raise EngineError(f"{self._name} failed: {error}") from error
         binding.clear_binding_inputs()  # each output keeps its binding, which would keep the states before these
         # What was bound is handed back itself: another OrtValue on its memory would not keep that.
-        return {name: into.get(name, value) for name, value in zip(self.outputs, binding.get_outputs())}
+        return {name: into.get(name, value) for name, value in zip(self.outputs, binding.get_outputs(), strict=True)}
 
 
 def run_overridden(
@@ -95,7 +95,7 @@ def run_overridden(
     options = ort.RunOptions()
     options.add_run_config_entry("gpu_graph_id", "-1")  # or a session for GPUs would capture what it is given once
     try:
-        return dict(zip(outputs, session.run_with_ort_values(outputs, dict(values), options)))
+        return dict(zip(outputs, session.run_with_ort_values(outputs, dict(values), options), strict=True))
     except ERRORS as error:
         raise EngineError(f"{name} failed: {error}") from error
 
@@ -106,10 +106,16 @@ class OnnxRuntimeBackend:
     asynchronous = False
 
     def __init__(self, threads: int) -> None:
+        self.notes: list[str] = []
         self._threads = threads
         self._options = ort.RunOptions()
         # Without any entry ONNX Runtime 1.31 looks for this one in vain, by way of an exception: 40 microseconds a run.
         self._options.add_run_config_entry("gpu_graph_id", "-1")
+
+    @classmethod
+    def create(cls, options: BackendOptions) -> OnnxRuntimeBackend:
+        """The backend of a CPU device."""
+        return cls(options.threads)
 
     def attach(self) -> None:
         pass
@@ -123,7 +129,7 @@ class OnnxRuntimeBackend:
     def fetch(self, values: Mapping[str, Any]) -> Callable[[], dict[str, npt.NDArray[np.generic]]]:
         return partial(self.download, values)
 
-    def settle(self, value: ort.OrtValue, before: ort.OrtValue | None) -> ort.OrtValue:
+    def persist_state(self, value: ort.OrtValue, before: ort.OrtValue | None) -> ort.OrtValue:
         return value
 
     def wait_all(self) -> None:
@@ -140,6 +146,9 @@ class OnnxRuntimeBackend:
 
     def upload(self, array: npt.NDArray[Any]) -> ort.OrtValue:
         return host_value(array)
+
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> ort.OrtValue:
+        return host_value(np.zeros(shape, number_type(dtype)))
 
     def download(self, values: Mapping[str, Any]) -> dict[str, npt.NDArray[np.generic]]:
         return {name: host_array(value) for name, value in values.items()}

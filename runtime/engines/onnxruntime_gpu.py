@@ -17,14 +17,16 @@ import numpy as np
 import onnxruntime as ort
 
 from splitc.runtime.arrays import number_type
-from splitc.runtime.engines.gpu_backend import Gpu, GpuArray
+from splitc.runtime.engines.engine_kind import BackendOptions
+from splitc.runtime.engines.gpu_array import GpuArray
+from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS, host_array, host_value, run_overridden
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.gpus import need_cupy
 from splitc.runtime.onnx_types import CODES, read_type
 
 PROVIDER = "CUDAExecutionProvider"
-# Sizes of inputs whose outputs' shapes an engine remembers.
+# Previously seen shapes of inputs whose outputs' shapes an engine remembers.
 REMEMBERED = 64
 # KiB of scratch space that a session's cuBLAS takes, and how often.
 WORKSPACE = ":4096:1"
@@ -37,39 +39,36 @@ class OnnxRuntimeGpuEngine:
         self,
         name: str,
         session: ort.InferenceSession,
-        gpu: Gpu,
+        gpu: GpuDevice,
         options: ort.RunOptions,
         sizes_only: Collection[str] = (),
-        why_plain: str | None = None,
+        capture_blocker: str | None = None,
     ) -> None:
         self._name = name
-        self.why_plain = why_plain
+        self.capture_blocker = capture_blocker
         self._session = session
         self._gpu = gpu
         self._options = options
         self.inputs = [value.name for value in session.get_inputs()]
         self.optional = frozenset(value.name for value in session.get_overridable_initializers())
         self.outputs = [value.name for value in session.get_outputs()]
-        places = zip(session.get_inputs(), session.get_input_memory_infos())
+        places = zip(session.get_inputs(), session.get_input_memory_infos(), strict=True)
         on_host = {value.name for value, place in places if "cuda" not in place.name.lower()}
         self._on_host = on_host.difference(sizes_only)
         self._sizes_on_host = on_host.intersection(sizes_only)
         if self._on_host:
-            self.why_plain = f"{name} takes '{min(self._on_host)}' on the host"
+            self.capture_blocker = f"{name} takes '{min(self._on_host)}' on the host"
         self._types = {value.name: read_type(value.type) for value in session.get_outputs()}
-        # The outputs' shapes, in their order, for inputs' shapes that came.
+        # The outputs' shapes, in their order, for previously seen shapes of its inputs.
         self._shapes: dict[Any, list[tuple[int, ...]]] = {}
-
-    def connect(self, communicator: Any) -> None:
-        raise RuntimeError("ONNX Runtime's engines exchange nothing while they run")
 
     def run(self, values: Mapping[str, Any], into: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
         if not self.optional.isdisjoint(values):
             return self._run_overridden(values, into)
         binding = self._session.io_binding()
-        sizes = tuple(values[name].shape for name in self.inputs)
+        shapes = tuple(values[name].shape for name in self.inputs)
         if self._gpu.tape is not None:
-            into = {**into, **self._room(sizes, into)}
+            into = {**into, **self._room(shapes, into)}
         # ONNX Runtime would copy these to the host itself, waiting for the stream with the interpreter's lock held:
         # the stream may wait for another rank, whose thread needs that lock.
         on_host = self._gpu.download({name: values[name] for name in self.inputs if name in self._on_host})
@@ -90,12 +89,13 @@ class OnnxRuntimeGpuEngine:
         except ERRORS as error:
             raise EngineError(f"{self._name} failed on cuda{self._gpu.index}: {error}") from error
         given = binding.get_outputs()
-        if sizes not in self._shapes:
+        if shapes not in self._shapes:
             if len(self._shapes) == REMEMBERED:
                 del self._shapes[next(iter(self._shapes))]
-            self._shapes[sizes] = [tuple(value.shape()) for value in given]
+            self._shapes[shapes] = [tuple(value.shape()) for value in given]
         return {
-            name: into[name] if name in into else self._own(name, value) for name, value in zip(self.outputs, given)
+            name: into[name] if name in into else self._own(name, value)
+            for name, value in zip(self.outputs, given, strict=True)
         }
 
     def _run_overridden(self, values: Mapping[str, GpuArray], into: Mapping[str, GpuArray]) -> dict[str, GpuArray]:
@@ -107,11 +107,11 @@ class OnnxRuntimeGpuEngine:
             self._gpu.copy_over(value, made[name])
         return {**made, **into}
 
-    def _room(self, sizes: Any, into: Collection[str]) -> dict[str, GpuArray]:
+    def _room(self, shapes: Any, into: Collection[str]) -> dict[str, GpuArray]:
         """Memory of ours for all other outputs: what ONNX Runtime's arena has now, it gives to others after the run."""
-        if sizes not in self._shapes:
-            raise EngineError(f"{self._name} has not run with these sizes before")
-        known = zip(self.outputs, self._shapes[sizes])
+        if shapes not in self._shapes:
+            raise EngineError(f"{self._name} has not run with these shapes before")
+        known = zip(self.outputs, self._shapes[shapes], strict=True)
         return {name: self._gpu.empty(shape, self._types[name]) for name, shape in known if name not in into}
 
     def _own(self, name: str, value: ort.OrtValue) -> GpuArray:
@@ -127,7 +127,7 @@ class OnnxRuntimeGpuEngine:
         return "cuda", self._gpu.index, kind, value.shape, value.pointer
 
 
-class OnnxRuntimeGpuBackend(Gpu):
+class OnnxRuntimeGpuBackend(GpuDevice):
     """ONNX Runtime's CUDA provider on one GPU."""
 
     def __init__(self, index: int, cuda_graphs: bool = True) -> None:
@@ -137,6 +137,11 @@ class OnnxRuntimeGpuBackend(Gpu):
         # What follows on the stream waits for it there; the host need not.
         self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         self._options.add_run_config_entry("gpu_graph_id", "-1")  # what is captured is captured by us
+
+    @classmethod
+    def create(cls, options: BackendOptions) -> OnnxRuntimeGpuBackend:
+        """The backend of a GPU. Raises PackageError where it, or CuPy, is missing."""
+        return cls(options.device.index, options.cuda_graphs)
 
     def load(self, path: Path, source: Path | None = None, sizes_only: Collection[str] = ()) -> OnnxRuntimeGpuEngine:
         _load_libraries()
@@ -150,14 +155,14 @@ class OnnxRuntimeGpuBackend(Gpu):
             "user_compute_stream": str(self.stream.ptr),
             "use_tf32": "0",  # what the graph computes in float32 has all its digits
         }
-        session, why_plain = self._open_capturable(path, options, provider)
+        session, capture_blocker = self._open_capturable(path, options, provider)
         if PROVIDER not in session.get_providers():  # it goes without a word
             raise PackageError(
                 f"ONNX Runtime dropped its {PROVIDER}, and would have run on the CPU: it wants CUDA and cuDNN of the "
                 "versions that it was built for (pip install 'onnxruntime-gpu[cuda,cudnn]'), and onnxruntime and "
                 "onnxruntime-gpu must not both be installed"
             )
-        return OnnxRuntimeGpuEngine(path.name, session, self, self._options, sizes_only, why_plain)
+        return OnnxRuntimeGpuEngine(path.name, session, self, self._options, sizes_only, capture_blocker)
 
     def _open_capturable(
         self, path: Path, options: ort.SessionOptions, provider: Mapping[str, str]
@@ -168,13 +173,13 @@ class OnnxRuntimeGpuBackend(Gpu):
         that would be used for something else when a graph is replayed. It has no code for that, so what loads without
         graphs, and only so, is taken for it.
         """
-        why_plain = None
+        capture_blocker = None
         if self._cuda_graphs:
             try:
                 return self._open(path, options, {**provider, "enable_cuda_graph": "1"}), None
             except PackageError as error:
-                why_plain = f"{path.name} loads only without them ({error.__cause__})"
-        return self._open(path, options, provider), why_plain
+                capture_blocker = f"{path.name} loads only without them ({error.__cause__})"
+        return self._open(path, options, provider), capture_blocker
 
     def _open(self, path: Path, options: ort.SessionOptions, provider: Mapping[str, str]) -> ort.InferenceSession:
         providers = [(PROVIDER, dict(provider)), "CPUExecutionProvider"]

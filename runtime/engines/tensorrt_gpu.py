@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from splitc.runtime.engines.gpu_backend import Gpu, GpuArray
-from splitc.runtime.engines.kinds import MODULES, need_installed
+from splitc.runtime.engines import CollectiveEngine
+from splitc.runtime.engines.engine_kind import BackendOptions, EngineKind
+from splitc.runtime.engines.gpu_array import GpuArray
+from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.manifest import BuildOptions
 
@@ -23,7 +25,7 @@ MOST_GRAPHS = 32
 TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "FP8": "float8_e4m3fn"}
 
 
-class TensorrtEngine:
+class TensorrtEngine(CollectiveEngine):
     """One engine and its context. Its scratch memory is the backend's, which all engines of a rank use in turn."""
 
     optional: frozenset[str] = frozenset()  # TensorRT has none
@@ -42,7 +44,7 @@ class TensorrtEngine:
             raise PackageError(
                 f"{name} gives '{given[0]}', a list of sizes, on the host, where no other engine takes it"
             )
-        self.why_plain = f"{name} takes a list of sizes on the host" if self._on_host else None
+        self.capture_blocker: str | None = f"{name} takes a list of sizes on the host" if self._on_host else None
         self.context = _make_context(trt, engine)
         if self.context is None:
             raise PackageError(f"TensorRT can't make a context for {name} on cuda{backend.index}: {backend.said()}")
@@ -59,7 +61,7 @@ class TensorrtEngine:
         new = ctypes.pythonapi.PyCapsule_New
         new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
         self._capture = False  # to capture what waits for other ranks has been seen to hang
-        self.why_plain = f"{self._name} waits for other ranks while it runs"
+        self.capture_blocker = f"{self._name} waits for other ranks while it runs"
         if not self.context.set_communicator(new(communicator.comm, b"ncclComm_t", None)):
             raise PackageError(f"{self._name} does not take its communicator: {self._backend.said()}")
 
@@ -67,15 +69,15 @@ class TensorrtEngine:
         given = {name: self._fit(name, values[name]) for name in self.inputs}
         lists = self._backend.download({name: given[name] for name in self.inputs if name in self._on_host})
         arrays = {name: np.ascontiguousarray(array) for name, array in lists.items()}
-        sizes = (*(value.shape for value in given.values()), *(array.tobytes() for array in arrays.values()))
-        if sizes not in self._shapes:
+        key = (*(value.shape for value in given.values()), *(array.tobytes() for array in arrays.values()))
+        if key not in self._shapes:
             self._bind(given, arrays)
-            self._shapes[sizes] = self._infer()
-        shapes = self._shapes[sizes]
+            self._shapes[key] = self._infer()
+        shapes = self._shapes[key]
         made = {n: into[n] if n in into else self._backend.empty(shapes[n], self._types[n]) for n in self.outputs}
         scratch = self._backend.lend_scratch(self)
         pointers = tuple(value.pointer for value in (*given.values(), *made.values()))
-        self._launch((sizes, scratch, pointers), lambda: self._bind({**given, **made}, arrays))
+        self._launch((key, scratch, pointers), lambda: self._bind({**given, **made}, arrays))
         self._backend.keep(arrays)
         return made
 
@@ -134,7 +136,7 @@ class TensorrtEngine:
         except (EngineError, self._backend.cuda.runtime.CUDARuntimeError) as error:
             self._capture = False
             self._backend.notes.append(
-                f"{self._name} can't be captured as a CUDA graph, and is launched plainly: {error}"
+                f"{self._name} can't be captured as a CUDA graph, and is launched eagerly: {error}"
             )
             return None
         return graph
@@ -148,14 +150,14 @@ class TensorrtEngine:
         return value if value.dtype == self._types[name] else self._backend.cast(value, self._types[name])
 
 
-class TensorrtBackend(Gpu):
+class TensorrtBackend(GpuDevice):
     """TensorRT, or TensorRT-RTX, on one GPU."""
 
-    def __init__(self, kind: str, index: int, options: BuildOptions, cuda_graphs: bool = True) -> None:
+    def __init__(self, kind: EngineKind, index: int, options: BuildOptions, cuda_graphs: bool = True) -> None:
         super().__init__(index)
         self.cuda_graphs = cuda_graphs
-        need_installed(kind)
-        self.trt: ModuleType = importlib.import_module(MODULES[kind])
+        kind.need_installed()
+        self.trt: ModuleType = importlib.import_module(kind.module)
         self._options = options
         self._errors: list[str] = []
         self._logger = _make_logger(self.trt, self._errors)
@@ -165,6 +167,11 @@ class TensorrtBackend(Gpu):
         self._runtime.engine_host_code_allowed = options.version_compatible  # such engines hold code for the host
         self._scratch: GpuArray | None = None
         self._most_scratch = 0
+
+    @classmethod
+    def create(cls, options: BackendOptions) -> TensorrtBackend:
+        """The backend of a GPU. Raises PackageError where it, or CuPy, is missing, MisuseError where TensorRT is."""
+        return cls(options.kind, options.device.index, options.build, options.cuda_graphs)
 
     def load(self, path: Path, source: Path | None = None, sizes_only: Collection[str] = ()) -> TensorrtEngine:
         engine = self._runtime.deserialize_cuda_engine(path.read_bytes())

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,6 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.sampling import Sampling, choose_token
 from splitc.runtime.manifest import Manifest, Tensor
 from splitc.runtime.sequence import StateSequence
-from splitc.runtime.session import Session
 from splitc.runtime.units import format_shape
 
 Array = npt.NDArray[Any]
@@ -23,8 +22,22 @@ Array = npt.NDArray[Any]
 PROMPT_CHUNK = 512
 
 
+class ModelRunner(Protocol):
+    """What generation needs of a session."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the package says of itself."""
+
+    def run(self, feeds: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
+        """Run the model once."""
+
+    def start(self, capacity: int | None = None) -> StateSequence:
+        """Open a sequence whose states stay on the ranks."""
+
+
 @dataclass(frozen=True)
-class Roles:
+class LanguageSignature:
     """What the inputs and the output of a language model are for, by name; some models lack a mask or positions."""
 
     ids: str
@@ -43,8 +56,8 @@ class Timings:
     seconds: float = 0.0
 
 
-def find_roles(manifest: Manifest) -> Roles:
-    """The inputs of a language model, by their roles: token ids are the indices.
+def find_signature(manifest: Manifest) -> LanguageSignature:
+    """Find the inputs of a language model and its logits by what they are for: token ids are the indices.
 
     Raises MisuseError for a model whose inputs are others.
     """
@@ -63,7 +76,7 @@ def find_roles(manifest: Manifest) -> Roles:
     named = [tensor for tensor in outputs if "logits" in tensor.name.lower()] or outputs
     if not named:
         raise MisuseError(f"can't generate with {manifest.source.name}: it has no output of logits")
-    return Roles(ids[0].name, _one(masks), _one(positions), named[0].name)
+    return LanguageSignature(ids[0].name, _one(masks), _one(positions), named[0].name)
 
 
 def _of_role(inputs: Sequence[Tensor], role: str) -> list[Tensor]:
@@ -79,14 +92,14 @@ def _one(tensors: Sequence[Tensor]) -> str | None:
 
 
 def generate(
-    session: Session,
+    session: ModelRunner,
     prompt: Sequence[int],
     *,
     max_new_tokens: int = 100,
     sampling: Sampling = Sampling(),
     stop_tokens: Collection[int] = (),
     prompt_chunk: int = PROMPT_CHUNK,
-    prefill: Session | None = None,
+    prefill: ModelRunner | None = None,
     timings: Timings | None = None,
 ) -> Iterator[int]:
     """Tokens that follow the prompt, as they come, up to one of the stop tokens, which is not among them.
@@ -96,15 +109,15 @@ def generate(
     gets all tokens again for each new one. `timings` is filled on the way.
     Raises MisuseError for an empty prompt, or a model that is no language model.
     """
-    roles = find_roles(session.manifest)
+    signature = find_signature(session.manifest)
     if not len(prompt):
         raise MisuseError("the prompt has no tokens")
-    role = next(tensor.role for tensor in session.inputs if tensor.name == roles.ids)
+    role = next(tensor.role for tensor in session.manifest.inputs if tensor.name == signature.ids)
     if role is not None and role.rows and (unknown := [token for token in prompt if not 0 <= token < role.rows]):
         raise MisuseError(f"the prompt has the token {unknown[0]}, and the model has a vocabulary of {role.rows}")
     timings = timings if timings is not None else Timings()
     room = None if prefill is not None else len(prompt) + max_new_tokens
-    feeder = Feeder(session.manifest, roles, room)
+    feeder = Feeder(session.manifest, signature, room)
     generator = np.random.default_rng(sampling.seed)
     stateful = bool(session.manifest.states)
     chunk = feeder.chunk(len(prompt), prompt_chunk if stateful else len(prompt))
@@ -127,7 +140,7 @@ def generate(
             if number + 1 < max_new_tokens:
                 start = time.perf_counter()
                 new = tokens[-1:] if stateful else tokens
-                logits = run(feeder.feeds(new, len(tokens)))[roles.logits][0, -1]
+                logits = run(feeder.feeds(new, len(tokens)))[signature.logits][0, -1]
                 timings.tokens, timings.seconds = number + 1, timings.seconds + time.perf_counter() - start
     finally:
         if sequence is not None:
@@ -141,29 +154,31 @@ def _read_prompt(
     logits: Array = np.empty(0)
     for first in range(0, len(tokens), chunk):
         piece = tokens[first : first + chunk]
-        logits = run(feeder.feeds(piece, first + len(piece)))[feeder.roles.logits][0, -1]
+        logits = run(feeder.feeds(piece, first + len(piece)))[feeder.signature.logits][0, -1]
     return logits
 
 
-def _prefill(prefill: Session, sequence: StateSequence, manifest: Manifest, tokens: Sequence[int]) -> npt.NDArray[Any]:
+def _prefill(
+    prefill: ModelRunner, sequence: StateSequence, manifest: Manifest, tokens: Sequence[int]
+) -> npt.NDArray[Any]:
     """Send the prompt through another package, and hand its caches to the sequence; returns the last logits."""
-    roles = find_roles(prefill.manifest)
-    outputs = prefill.run(Feeder(prefill.manifest, roles).feeds(tokens, len(tokens)))
+    signature = find_signature(prefill.manifest)
+    outputs = prefill.run(Feeder(prefill.manifest, signature).feeds(tokens, len(tokens)))
     if missing := [state.output for state in manifest.states if state.output not in outputs]:
         raise MisuseError(
             f"the prefill package ({prefill.manifest.source.name}) does not make {missing[0]}, which "
             f"{manifest.source.name} wants to go on from"
         )
     sequence.load({state.input: outputs[state.output] for state in manifest.states})
-    logits: Array = outputs[roles.logits][0, -1]
+    logits: Array = outputs[signature.logits][0, -1]
     return logits
 
 
 class Feeder:
     """Makes the feeds of one step, in the number types of the model's inputs."""
 
-    def __init__(self, manifest: Manifest, roles: Roles, room: int | None = None) -> None:
-        self.roles = roles
+    def __init__(self, manifest: Manifest, signature: LanguageSignature, room: int | None = None) -> None:
+        self.signature = signature
         self._inputs = {tensor.name: tensor for tensor in manifest.inputs}
         # Caches that are written in place have room for all tokens from the beginning, and so has their mask: no size
         # changes from token to token then.
@@ -171,7 +186,7 @@ class Feeder:
 
     def chunk(self, prompt: int, wanted: int) -> int:
         """How many tokens of the prompt go through at once. Raises MisuseError for a model of a fixed longer length."""
-        shape = self._inputs[self.roles.ids].shape
+        shape = self._inputs[self.signature.ids].shape
         fixed = None if shape is None else shape[1]
         if isinstance(fixed, int) and fixed != 1:
             raise MisuseError(f"can't generate with a model that takes {fixed} tokens at a time, no more and no less")
@@ -179,11 +194,11 @@ class Feeder:
 
     def feeds(self, new: Sequence[int], total: int) -> dict[str, Array]:
         """For `new` tokens, the last of `total`."""
-        made = {self.roles.ids: np.array([new])}
-        if self.roles.mask is not None:
-            made[self.roles.mask] = self._mask(self._inputs[self.roles.mask], len(new), total)
-        if self.roles.positions is not None:
-            made[self.roles.positions] = np.arange(total - len(new), total)[None]
+        made = {self.signature.ids: np.array([new])}
+        if self.signature.mask is not None:
+            made[self.signature.mask] = self._mask(self._inputs[self.signature.mask], len(new), total)
+        if self.signature.positions is not None:
+            made[self.signature.positions] = np.arange(total - len(new), total)[None]
         return {name: array.astype(self._inputs[name].dtype) for name, array in made.items()}
 
     def _mask(self, tensor: Tensor, new: int, total: int) -> Array:
@@ -194,7 +209,7 @@ class Feeder:
         if not _may_have(tensor, 2):
             raise MisuseError(f"can't generate with a mask of {format_shape(tensor.shape)} ('{tensor.name}')")
         length = None if tensor.shape is None else tensor.shape[1]
-        ids = self._inputs[self.roles.ids]
+        ids = self._inputs[self.signature.ids]
         if tensor.shape == ids.shape and length is not None:
             return np.ones((1, new))
         room = length if isinstance(length, int) else self._room or total

@@ -1,4 +1,4 @@
-"""A rank's program: a list of steps, and the loop that runs them for one request.
+"""The loop that runs a rank's program for one request.
 
 Values are whatever the rank's backend makes of arrays (`splitc.runtime.engines`); the loop only passes them on.
 """
@@ -6,77 +6,16 @@ Values are whatever the rank's backend makes of arrays (`splitc.runtime.engines`
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
-from msgspec import Struct
-
-from splitc.runtime.collectives import Transport
+from splitc.runtime.collectives import Exchange
 from splitc.runtime.engines import Engine
-
-
-class Receive(Struct, frozen=True, tag="receive"):
-    """Take `value` from the rank `source`."""
-
-    value: str
-    source: int
-
-
-class Run(Struct, frozen=True, tag="run"):
-    """Run the rank's engine of this number on the values that it names, and keep what it returns."""
-
-    engine: int
-
-
-class Send(Struct, frozen=True, tag="send"):
-    """Give `value` to the rank `target`."""
-
-    value: str
-    target: int
-
-
-class Reduce(Struct, frozen=True, tag="reduce"):
-    """Bring together what the ranks `ranks` each have under the names `parts`; all get the results, named `wholes`.
-
-    `operation` is `sum`, or `max` for the greatest, element by element.
-    """
-
-    operation: str
-    parts: list[str]
-    wholes: list[str]
-    ranks: list[int]
-
-
-Step = Receive | Run | Send | Reduce
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Stands for a value that was not computed, so that ranks further on are released rather than left to wait."""
-
-    error: BaseException
-
-
-def attempt(work: Callable[[], Any]) -> Any:
-    """What the work returns; a Failure where it raises, for other ranks that wait for what comes of it."""
-    try:
-        return work()
-    except Exception as error:  # whatever it is, it belongs to the request
-        _let_go(error)
-        return Failure(error)
-
-
-def _let_go(error: BaseException | None) -> None:
-    """Free what the frames hold that the error came through: a device's memory, and its engines, belong to its thread,
-    and the error goes wherever the caller takes it.
-    """
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__
+from splitc.runtime.failures import Failure, attempt
+from splitc.runtime.steps import Receive, Reduce, Run, Send, Step
 
 
 @dataclass(frozen=True)
@@ -123,7 +62,7 @@ class Program:
 
 def execute(
     program: Program,
-    transport: Transport,
+    exchange: Exchange,
     feeds: Callable[[], Mapping[str, Any]],
     accumulate: Callable[[str, Any, Any], None],
     into: Mapping[str, Any] = MappingProxyType({}),
@@ -147,18 +86,18 @@ def execute(
     for number, step in enumerate(program.steps):
         start = time.perf_counter()
         if isinstance(step, Receive):
-            values[step.value] = received = attempt(partial(transport.receive, step.source, step.value))
+            values[step.value] = received = attempt(partial(exchange.receive, step.source, step.value))
             if isinstance(received, Failure):
                 failure = failure or received
         elif isinstance(step, Send):
-            failure = _send(transport, step, failure or values[step.value])
+            failure = _send(exchange, step, failure or values[step.value])
         elif isinstance(step, Reduce):
             parts = failure or [values[name] for name in step.parts]
-            wholes = transport.reduce(step, parts, accumulate)
+            wholes = exchange.all_reduce(step, parts, accumulate)
             if isinstance(wholes, Failure):
                 failure = failure or wholes
             else:
-                values.update(zip(step.wholes, wholes))
+                values.update(zip(step.wholes, wholes, strict=True))
         elif failure is None:
             made = attempt(partial(_run, program.engines[step.engine], values, into))
             if isinstance(made, Failure):
@@ -173,27 +112,16 @@ def execute(
     return values, spans
 
 
-def overlap(programs: Sequence[Sequence[Step]]) -> bool:
-    """Whether a request can begin while the one before is further on: a rank that needs nothing of another one."""
-    needs: list[set[int]] = []
-    for program in programs:
-        sources = {step.source for step in program if isinstance(step, Receive)}
-        needs.append(sources.union(*(step.ranks for step in program if isinstance(step, Reduce))))
-    for _ in programs:
-        needs = [own.union(*(needs[rank] for rank in own)) for own in needs]
-    return any(set(range(len(programs))) - {rank} - own for rank, own in enumerate(needs))
-
-
 def _run(engine: Engine, values: Mapping[str, Any], into: Mapping[str, Any]) -> dict[str, Any]:
     own = {name: into[name] for name in engine.outputs if name in into}
     given = {name: values[name] for name in engine.optional.intersection(values)}
     return engine.run({**{name: values[name] for name in engine.inputs}, **given}, own)
 
 
-def _send(transport: Transport, step: Send, value: Any) -> Failure | None:
+def _send(exchange: Exchange, step: Send, value: Any) -> Failure | None:
     """Send a value, or a Failure where that can't be. Returns the Failure that was sent."""
-    failed = attempt(partial(transport.send, step.target, step.value, value))
+    failed = attempt(partial(exchange.send, step.target, step.value, value))
     if isinstance(failed, Failure):  # nothing was sent, and the other rank must not wait for it
         value = failed
-        transport.send(step.target, step.value, value)
+        exchange.send(step.target, step.value, value)
     return value if isinstance(value, Failure) else None

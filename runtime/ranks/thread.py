@@ -6,89 +6,25 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import numpy.typing as npt
 
-from splitc.runtime.arrays import is_zeros, zeros
-from splitc.runtime.collectives import Transport
-from splitc.runtime.engines import Backend
-from splitc.runtime.errors import SplitcError
-from splitc.runtime.manifest import Rank, State
+from splitc.runtime.arrays import Zeros
+from splitc.runtime.collectives import Collectives, CommunicatorMaker
+from splitc.runtime.engines import Backend, CollectiveEngine, LoadedEngine
+from splitc.runtime.errors import PackageError
+from splitc.runtime.failures import Failure, attempt
+from splitc.runtime.manifest import EngineFile, Rank, State
+from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.parts import cut_part, cut_places, part_shape
-from splitc.runtime.ranks.loop import Failure, Program, Span, attempt, execute
-from splitc.runtime.tools.rank_memory import RankMemory
+from splitc.runtime.ranks.loop import Program, Span, execute
+from splitc.runtime.ranks.request import NEVER, InFlightRequest, Served, closed_before
 
 Array = npt.NDArray[Any]
-
-
-@dataclass(frozen=True)
-class Served:
-    """A request on one rank: when it began and ended there, in seconds of time.perf_counter, and its steps."""
-
-    start: float
-    end: float
-    spans: Sequence[Span]
-
-
-NEVER = Served(0.0, 0.0, ())
-
-
-def closed_before() -> SplitcError:
-    """What a request gets that was cancelled."""
-    return SplitcError("the session was closed before this request ran")
-
-
-@dataclass(eq=False)
-class Request:
-    """One run on its way through the ranks, each of which adds its part; the last one calls `done`.
-
-    `sequence` is the number of the stateful sequence that it belongs to, `first` the states that it begins with;
-    with `room` there is room in them for what is to come, so that they are written in place.
-    `outputs` and `served` are by rank.
-    """
-
-    feeds: Mapping[str, Array]
-    waiting: int
-    done: Callable[[Request], None]
-    sequence: int | None = None
-    first: Mapping[str, Array] = field(default_factory=dict)
-    room: bool = False
-    outputs: dict[int, dict[str, Array]] = field(default_factory=dict)
-    served: dict[int, Served] = field(default_factory=dict)
-    error: BaseException | None = None
-    submitted: float = field(default_factory=time.perf_counter)
-    replayed: bool = False
-    started: bool = False
-    cancelled: bool = False
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def begin(self) -> bool:
-        """Whether to run it. All ranks get the same answer: once one has begun, it is too late to cancel."""
-        with self.lock:
-            self.started = self.started or not self.cancelled
-            return self.started
-
-    def cancel(self) -> None:
-        """Do not run it, unless a rank has begun."""
-        with self.lock:
-            self.cancelled = True
-
-    def finish(self, rank: int, outputs: Mapping[str, Array], served: Served, error: BaseException | None) -> None:
-        """What came of it on one rank; only the first time counts."""
-        with self.lock:
-            if rank in self.outputs:
-                return
-            self.outputs[rank] = dict(outputs)
-            self.served[rank] = served
-            self.error = self.error or error
-            self.waiting -= 1
-            if self.waiting:
-                return
-        self.done(self)
 
 
 class Worker(threading.Thread):
@@ -97,7 +33,7 @@ class Worker(threading.Thread):
     `requests` are run in their order; what else the thread is to do comes with them, as a function.
     `broken` is called when the thread itself fails, not just a request.
     `resident` has the output for each input that is a state; `sequences` hold the states.
-    `why_plain` says, once it is loaded, what keeps its work from being captured as a CUDA graph, if anything does.
+    `capture_blocker` says, once it is loaded, why its work can't be captured as a CUDA graph, if that is so.
     """
 
     def __init__(
@@ -107,11 +43,11 @@ class Worker(threading.Thread):
         states: Sequence[State],
         package: Path,
         backend: Backend,
-        transport: Transport,
+        collectives: Collectives,
         broken: Callable[[BaseException], None],
     ) -> None:
         super().__init__(name=f"splitc rank {number} ({rank.device})", daemon=True)
-        self.requests: SimpleQueue[Request | Callable[[], None] | None] = SimpleQueue()
+        self.requests: SimpleQueue[InFlightRequest | Callable[[], None] | None] = SimpleQueue()
         self.backend = backend
         self.number = number
         self._rank = rank
@@ -120,10 +56,10 @@ class Worker(threading.Thread):
         self._in_place = [state for state in stays if state.in_place]
         self._package = package
         self.ready: Future[None] = Future()
-        self.why_plain: str | None = None
+        self.capture_blocker: str | None = None
         self._parts = {part.name: part for part in rank.parts}
         self._overrides = {each.value: each for each in rank.overrides}
-        self.transport = transport
+        self.collectives = collectives
         self._broken = broken
         # So that a device that works by itself has the next request to do while one waits for what it did.
         self._finisher = ThreadPoolExecutor(1) if backend.asynchronous else None
@@ -146,14 +82,14 @@ class Worker(threading.Thread):
             self.sequences.clear()
             if self._finisher is not None:
                 self._finisher.shutdown()
-            self.transport.leave()
+            self.collectives.close()
             self.backend.detach()
             del self._program
 
     def _serve_next(self) -> bool:
         """Run what comes next. Returns whether there was something; nothing of it stays here."""
         request = self.requests.get()
-        if isinstance(request, Request):
+        if isinstance(request, InFlightRequest):
             if request.begin():
                 self._serve(request)
             else:
@@ -171,12 +107,20 @@ class Worker(threading.Thread):
             source = self._package / file.source if file.source is not None else None
             engines.append(self.backend.load(self._package / file.path, source, file.sizes_only))
         self.backend.reserve(self._rank.activation_bytes + 2 * self._rank.cache_bytes)
-        for file, engine in zip(self._rank.engines, engines):
+        for file, engine in zip(self._rank.engines, engines, strict=True):
             if file.group:
-                engine.connect(self.transport.join(file.group))
-        self.why_plain = next((why for each in engines if (why := getattr(each, "why_plain", None))), None)
+                self._connect(engine, file)
+        self.capture_blocker = next((why for each in engines if (why := each.capture_blocker)), None)
         self._loaded = self.backend.used_bytes()
         return Program(self._rank.program, engines, [*self._rank.outputs, *self._rank.keeps])
+
+    def _connect(self, engine: LoadedEngine, file: EngineFile) -> None:
+        """Let an engine exchange values with those of its group while it runs. Raises PackageError where it can't."""
+        if not isinstance(engine, CollectiveEngine) or not isinstance(self.collectives, CommunicatorMaker):
+            raise PackageError(
+                f"{file.path} exchanges values with other ranks while it runs, which it can't on this device"
+            )
+        engine.connect(self.collectives.create_communicator(file.group))
 
     def device_memory(self) -> RankMemory | None:
         """What the rank's own device holds more than before it was loaded; None where that is the host's memory.
@@ -189,7 +133,7 @@ class Worker(threading.Thread):
         rank, before = self._rank, self._before
         return RankMemory(rank.device, self._loaded - before, now - before, rank.weights_bytes, rank.total_bytes)
 
-    def _serve(self, request: Request) -> None:
+    def _serve(self, request: InFlightRequest) -> None:
         start = time.perf_counter()
         fetch = attempt(lambda: self._run_request(request))
         if self._finisher is None:
@@ -197,7 +141,7 @@ class Worker(threading.Thread):
         else:
             self._finisher.submit(self._finish, request, start, fetch)
 
-    def _finish(self, request: Request, start: float, fetch: Any) -> None:
+    def _finish(self, request: InFlightRequest, start: float, fetch: Any) -> None:
         """Give the request what came of it; `fetch` waits for its outputs."""
         made, spans = (fetch, ()) if isinstance(fetch, Failure) else (attempt(fetch[0]), fetch[1])
         served = Served(start, time.perf_counter(), spans)
@@ -208,18 +152,18 @@ class Worker(threading.Thread):
         if any(file.group for file in self._rank.engines):
             self._broken(made.error)  # the other ranks' engines wait for this one's on their GPUs, and would for ever
 
-    def _run_request(self, request: Request) -> tuple[Callable[[], dict[str, Array]], list[Span]]:
+    def _run_request(self, request: InFlightRequest) -> tuple[Callable[[], dict[str, Array]], list[Span]]:
         """Run the program. Returns what waits for the outputs."""
         states = self.sequences.get(request.sequence, {})
-        values, spans = self.execute(request, states, lambda name: self.backend.upload(self.cut(name, request)))
+        values, spans = self.execute(request, states, partial(self._upload, request))
         if request.sequence is not None:
-            kept = {n: self.backend.settle(values[output], states.get(n)) for n, output in self.resident.items()}
+            kept = {n: self.backend.persist_state(values[output], states.get(n)) for n, output in self.resident.items()}
             if not states or any(kept[name] is not states[name] for name in kept):  # recordings know the states by it
                 self.sequences[request.sequence] = kept
         return self.backend.fetch({name: values[name] for name in self.given(request)}), spans
 
     def execute(
-        self, request: Request, states: Mapping[str, Any], upload: Callable[[str], Any]
+        self, request: InFlightRequest, states: Mapping[str, Any], upload: Callable[[str], Any]
     ) -> tuple[dict[str, Any], list[Span]]:
         """Run the program on the states that stay on this rank, and on what `upload` makes of inputs."""
         into: dict[str, Any] = {}
@@ -231,9 +175,9 @@ class Worker(threading.Thread):
                 into.update({state.output: fed[state.input] for state in self._in_place})
             return fed
 
-        return execute(self._program, self.transport, feeds, self.backend.accumulate, into)
+        return execute(self._program, self.collectives, feeds, self.backend.accumulate, into)
 
-    def given(self, request: Request) -> list[str]:
+    def given(self, request: InFlightRequest) -> list[str]:
         """The outputs that the rank gives the request, rather than keep as a state."""
         kept = set(self.resident.values()) if request.sequence is not None else set[str]()
         return [name for name in self._rank.outputs if name not in kept]
@@ -242,12 +186,27 @@ class Worker(threading.Thread):
         """Let the states of a sequence go."""
         self.sequences.pop(sequence, None)
 
-    def cut(self, name: str, request: Request) -> Array:
-        """This rank's part of an input, or of an optional one, by the name of its weight."""
+    def _upload(self, request: InFlightRequest, name: str) -> Any:
+        """A value of the backend for an input: what a state begins as, or what is fed."""
+        if name not in request.initial:
+            return self.backend.upload(self.cut_feed(name, request))
+        initial = self.cut_initial(name, request)
+        return (
+            self.backend.zeros(initial.shape, initial.dtype)
+            if isinstance(initial, Zeros)
+            else self.backend.upload(initial)
+        )
+
+    def cut_initial(self, name: str, request: InFlightRequest) -> Array | Zeros:
+        """This rank's part of what a state begins as."""
+        whole, part = request.initial[name], self._parts.get(name)
+        if part is None:
+            return whole
+        return Zeros(part_shape(whole.shape, part), whole.dtype) if isinstance(whole, Zeros) else cut_part(whole, part)
+
+    def cut_feed(self, name: str, request: InFlightRequest) -> Array:
+        """This rank's part of a feed, by the name of the input, or of the weight that an optional input replaces."""
         if name in self._overrides:
             return cut_places(request.feeds[self._overrides[name].input], self._overrides[name].places)
-        array = request.first[name] if name in request.first else request.feeds[name]
-        part = self._parts.get(name)
-        if part is None:
-            return array
-        return zeros(part_shape(array.shape, part), array.dtype) if is_zeros(array) else cut_part(array, part)
+        array, part = request.feeds[name], self._parts.get(name)
+        return array if part is None else cut_part(array, part)

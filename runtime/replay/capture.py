@@ -12,16 +12,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from splitc.runtime.collectives.gpu_peers import GpuTransport
-from splitc.runtime.engines.gpu_backend import Gpu, Tape
-from splitc.runtime.ranks.loop import Failure, attempt
+from splitc.runtime.collectives import Collectives
+from splitc.runtime.engines.gpu_array import Tape
+from splitc.runtime.engines.gpu_device import GpuDevice
+from splitc.runtime.failures import Failure, attempt
 
 
 @dataclass(frozen=True)
 class Captured:
     """A graph, which the GPU launches, and events before and after it."""
 
-    gpu: Gpu
+    gpu: GpuDevice
     graph: Any
     begin: Any
     end: Any
@@ -41,18 +42,18 @@ class Captured:
 
 
 def capture(
-    gpu: Gpu, transport: GpuTransport, everyone: Sequence[int], tape: Tape, give: Callable[[], None]
+    gpu: GpuDevice, collectives: Collectives, everyone: Sequence[int], tape: Tape, give: Callable[[], None]
 ) -> Captured | None:
     """Capture what `give` gives the rank's stream, while all others do the same; the first one gets the graph.
 
     `tape` gets the memory on the host that the graph copies to and from. Raises on all ranks what one of them failed
     with.
     """
-    leads = transport.rank == everyone[0]
-    _agreed(transport.meet(everyone, attempt(gpu.prepare)))
-    start = _agreed(transport.meet(everyone, attempt(partial(_begin, gpu)) if leads else None))[0]
-    ends = transport.meet(everyone, attempt(partial(_give, gpu, tape, give, start)))
-    graph = transport.meet(everyone, attempt(partial(_end, gpu, ends)) if leads else None)
+    leads = collectives.rank == everyone[0]
+    _agreed(collectives.all_gather(everyone, attempt(gpu.prepare)))
+    start = _agreed(collectives.all_gather(everyone, attempt(partial(_begin, gpu)) if leads else None))[0]
+    ends = collectives.all_gather(everyone, attempt(partial(_give, gpu, tape, give, start)))
+    graph = collectives.all_gather(everyone, attempt(partial(_end, gpu, ends)) if leads else None)
     _agreed(ends)
     _agreed(graph)
     gpu.recorded = True
@@ -70,13 +71,13 @@ def _agreed(met: Any) -> Any:
     return met
 
 
-def _begin(gpu: Gpu) -> Any:
+def _begin(gpu: GpuDevice) -> Any:
     # Engines may take memory while they are captured, which CUDA allows in this mode only.
     gpu.stream.begin_capture(gpu.cuda.runtime.streamCaptureModeRelaxed)
     return gpu.record()
 
 
-def _give(gpu: Gpu, tape: Tape, give: Callable[[], None], start: Any) -> Any:
+def _give(gpu: GpuDevice, tape: Tape, give: Callable[[], None], start: Any) -> Any:
     """Returns the event of the end of what the rank's stream was given."""
     gpu.stream.wait_event(start)
     gpu.tape = tape
@@ -87,7 +88,7 @@ def _give(gpu: Gpu, tape: Tape, give: Callable[[], None], start: Any) -> Any:
         gpu.tape = None
 
 
-def _end(gpu: Gpu, ends: Any) -> Any:
+def _end(gpu: GpuDevice, ends: Any) -> Any:
     """The graph. To be called whatever came of the capture."""
     if not isinstance(ends, Failure):
         for end in ends:

@@ -14,9 +14,10 @@ import numpy.typing as npt
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.feeds import check_feeds
 from splitc.runtime.futures import in_order
-from splitc.runtime.ranks.loop import Receive, Reduce, Replay, Run
-from splitc.runtime.ranks.thread import Served
+from splitc.runtime.ranks.loop import Replay
+from splitc.runtime.ranks.request import Served
 from splitc.runtime.session import Session
+from splitc.runtime.steps import Receive, Reduce, Run
 from splitc.runtime.tools.unsplit import fixed_feeds
 
 

@@ -25,22 +25,12 @@ from splitc.runtime.collectives.host import connect
 from splitc.runtime.engines import Backend
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.errors import SplitcError
+from splitc.runtime.failures import Failure
 from splitc.runtime.manifest import Rank, read_manifest
+from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.parts import cut_part
-from splitc.runtime.ranks.loop import Failure, Program, Receive, Reduce, Send, execute
-
-
-class RankMemory(msgspec.Struct, frozen=True):
-    """Resident bytes of a rank's process above what it had before: with its engines loaded, and at its peak.
-
-    The peak counts loading, and one run on the given feeds with their shapes.
-    """
-
-    device: str
-    loaded: int
-    peak: int
-    predicted_weights: int
-    predicted_total: int
+from splitc.runtime.ranks.loop import Program, execute
+from splitc.runtime.steps import Receive, Reduce, Send
 
 
 def measure_memory(package: Path, threads: int, feeds: Mapping[str, npt.NDArray[Any]]) -> list[RankMemory]:
@@ -93,7 +83,7 @@ def _run_together(
 ) -> dict[str, npt.NDArray[Any]]:
     """What the ranks send each other in one run."""
     backend = OnnxRuntimeBackend(threads)
-    transports = connect(len(ranks))
+    ends = connect(len(ranks))
     programs = []
     for rank in ranks:
         sent = [step.value for step in rank.program if isinstance(step, Send)]
@@ -102,7 +92,7 @@ def _run_together(
     def run(number: int) -> dict[str, npt.NDArray[Any]]:
         program = programs[number]
         fed = partial(_cut_feeds, ranks[number], feeds, backend)
-        values, _ = execute(program, transports[number], fed, backend.accumulate)
+        values, _ = execute(program, ends[number], fed, backend.accumulate)
         return dict(backend.download({name: values[name] for name in program.outputs}))
 
     with ThreadPoolExecutor(len(ranks)) as pool:
@@ -134,7 +124,7 @@ def _peak() -> int:
 
 
 class Alone:
-    """A transport for one rank by itself: what others would send lies in `arrays`, what it sends is kept.
+    """The exchange of one rank by itself: what others would send lies in `arrays`, what it sends is kept.
 
     For a collective it takes its own part: the numbers are others then, the bytes are the same.
     """
@@ -144,15 +134,6 @@ class Alone:
         self._backend = backend
         self.sent: dict[str, npt.NDArray[Any]] = {}
 
-    def leave(self) -> None:
-        pass
-
-    def join(self, group: Sequence[int]) -> Any:
-        raise RuntimeError("a rank by itself has nobody to exchange values with")
-
-    def abort(self, error: BaseException) -> None:
-        pass
-
     def send(self, target: int, name: str, value: Any) -> None:
         if not isinstance(value, Failure):
             self.sent[name] = self._backend.download({name: value})[name]
@@ -160,7 +141,7 @@ class Alone:
     def receive(self, source: int, name: str) -> Any:
         return self._backend.upload(self._arrays[name])
 
-    def reduce(self, step: Reduce, parts: Any, accumulate: Callable[[str, Any, Any], None]) -> Any:
+    def all_reduce(self, step: Reduce, parts: Any, accumulate: Callable[[str, Any, Any], None]) -> Any:
         return parts
 
 
@@ -170,11 +151,11 @@ def _measure_rank(rank: Rank, package: Path, threads: int, inputs: Path, outputs
     before = _resident()
     engines = [backend.load(package / engine.path) for engine in rank.engines]
     loaded = _resident()
-    transport = Alone(arrays, backend)
+    alone = Alone(arrays, backend)
     feeds = partial(_cut_feeds, rank, arrays, backend)
-    execute(Program(rank.program, engines, rank.outputs), transport, feeds, backend.accumulate)
+    execute(Program(rank.program, engines, rank.outputs), alone, feeds, backend.accumulate)
     peak = _peak()
-    _write_arrays(outputs, transport.sent)
+    _write_arrays(outputs, alone.sent)
     return RankMemory(rank.device, max(0, loaded - before), max(0, peak - before), rank.weights_bytes, rank.total_bytes)
 
 

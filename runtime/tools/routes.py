@@ -7,7 +7,7 @@ from itertools import permutations
 
 from splitc.runtime.devices import DeviceStatus, parse_devices
 from splitc.runtime.manifest import Manifest
-from splitc.runtime.ranks.loop import Reduce, Send
+from splitc.runtime.steps import Reduce, Send
 
 # What `DeviceStatus.peers` says, in words.
 WAYS = {"peer": "directly", "host": "through the host's pinned memory"}

@@ -10,8 +10,9 @@ import msgspec
 
 from splitc.runtime.files import written_whole
 from splitc.runtime.manifest import Rank
-from splitc.runtime.ranks.loop import Receive, Reduce, Replay, Run, Span
-from splitc.runtime.ranks.thread import Served
+from splitc.runtime.ranks.loop import Replay, Span
+from splitc.runtime.ranks.request import Served
+from splitc.runtime.steps import Receive, Reduce, Run
 
 # For each request what each rank did.
 Timeline = Sequence[Mapping[int, Served]]

@@ -21,7 +21,7 @@ import onnxruntime as ort
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
 from splitc.runtime.engines.onnxruntime_cpu import open_session
-from splitc.runtime.generate.tokens import Feeder, find_roles
+from splitc.runtime.generate.tokens import Feeder, find_signature
 from splitc.runtime.manifest import Manifest
 
 # Tokens at either end whose median is taken.
@@ -30,8 +30,8 @@ ENDS = 20
 
 def plain_loop(model: ort.InferenceSession, manifest: Manifest, prompt: list[int], count: int) -> tuple[list[int], Any]:
     """Greedy tokens and the seconds of each: presents are bound as pasts, and only the logits are read."""
-    roles = find_roles(manifest)
-    feeder = Feeder(manifest, roles)
+    signature = find_signature(manifest)
+    feeder = Feeder(manifest, signature)
     inputs = {tensor.name: tensor for tensor in manifest.inputs}
     cache: dict[str, Any] = {}
     for state in manifest.states:
@@ -53,7 +53,7 @@ def plain_loop(model: ort.InferenceSession, manifest: Manifest, prompt: list[int
         model.run_with_iobinding(binding)
         results = dict(zip(outputs, binding.get_outputs()))
         cache = {state.input: results[state.output] for state in manifest.states}
-        new = [int(results[roles.logits].numpy()[0, -1].argmax())]
+        new = [int(results[signature.logits].numpy()[0, -1].argmax())]
         tokens += new
         seconds.append(time.perf_counter() - start)
     return tokens[len(prompt) :], np.array(seconds)

@@ -41,7 +41,9 @@ def test_no_import_runs_against_the_order() -> None:
         f"{module} imports {other}"
         for module, others in imports_of(COMPILER).items()
         for other in others
-        if module != ROOF and other.startswith("splitc.compiler.") and ORDER.index(room(other)) > ORDER.index(room(module))
+        if module != ROOF
+        and other.startswith("splitc.compiler.")
+        and ORDER.index(room(other)) > ORDER.index(room(module))
     ]
     assert against == []
 

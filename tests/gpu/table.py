@@ -251,11 +251,11 @@ class _Steps:
 
     def run_plainly(self) -> float:
         """As `run`, without CUDA graphs."""
-        recordings, self.session._recordings = self.session._recordings, None
+        recordings, self.session._admission.recordings = self.session._admission.recordings, None
         try:
             return self.run()
         finally:
-            self.session._recordings = recordings
+            self.session._admission.recordings = recordings
 
     def host_share(self) -> float:
         """The part of a step in which no GPU is at work; not a number where steps are not replayed."""

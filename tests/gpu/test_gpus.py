@@ -20,7 +20,8 @@ from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
 from splitc.runtime.collectives.connect import connect_devices
 from splitc.runtime.devices import parse_devices
-from splitc.runtime.engines.gpu_backend import Gpu, Tape
+from splitc.runtime.engines.gpu_array import Tape
+from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.errors import EngineError
 from splitc.runtime.gpus import list_gpus
 from splitc.runtime.replay.capture import capture
@@ -154,7 +155,7 @@ def test_caches_that_grow(tmp_path: Path) -> None:
 @pytest.mark.parametrize("operation", ["sum", "max"])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int8", "uint8", "int32", "int64"])
 def test_arrays_of_several_gpus_are_combined(operation: str, dtype: str) -> None:
-    gpus = [Gpu(index) for index in range(GPUS)]
+    gpus = [GpuDevice(index) for index in range(GPUS)]
     connect_devices(parse_devices([f"{GPUS}xcuda"]), gpus)  # type: ignore[arg-type]
     for size in (1, 7, 8, 4096, 100_003):
         arrays = [np.random.default_rng(index).integers(0, 20, size).astype(dtype) for index in range(GPUS)]
@@ -171,7 +172,7 @@ def test_arrays_of_several_gpus_are_combined(operation: str, dtype: str) -> None
 
 
 def test_capture_of_nothing_leaves_streams_as_they_were() -> None:
-    gpu = Gpu(0)
+    gpu = GpuDevice(0)
     (end,) = connect_devices(parse_devices(["cuda0"]), [gpu])  # type: ignore[list-item]
     gpu.attach()
 

@@ -46,6 +46,14 @@ class Stream:
             task()
             self.done += 1
 
+    def __enter__(self) -> Stream:
+        self._before = getattr(current, "stream", None)
+        self.use()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        current.stream = self._before
+
     def put(self, task: Callable[[], object]) -> None:
         if self.graph is not None:
             self.graph.work.setdefault(self.ptr, []).append(task)
@@ -136,6 +144,9 @@ class Event:
         if self.graph is not None:
             self.graph.events.append(self)
         stream.put(self._happen)
+
+    def synchronize(self) -> None:
+        self.happened.wait()
 
     def _happen(self) -> None:
         self.time = STREAMS[self.stream].done
@@ -264,8 +275,10 @@ def make(devices: int = DEVICES) -> types.SimpleNamespace:
         MemoryPool=MemoryPool,
         # Milliseconds: each thing that a stream does takes a microsecond of this clock.
         get_elapsed_time=lambda begin, end: (end.time - begin.time) / 1e3,
+        memory=types.SimpleNamespace(OutOfMemoryError=MemoryError),
         alloc=Memory,
         alloc_pinned_memory=lambda size: np.full(size, POISON, np.uint8).view(Pinned),
         runtime=runtime,
     )
-    return types.SimpleNamespace(cuda=cuda)
+    # Arrays of CuPy's own, which are not splitc's: with numpy, at once.
+    return types.SimpleNamespace(cuda=cuda, ones=np.ones, empty_like=np.empty_like, matmul=np.matmul, copyto=np.copyto)

@@ -15,7 +15,8 @@ import pytest
 
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime.devices import Device
-from splitc.runtime.engines.gpu_backend import Gpu, GpuArray
+from splitc.runtime.engines.gpu_array import GpuArray
+from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.errors import EngineError
 from tests.helpers import fake_cupy
@@ -25,15 +26,13 @@ class HostEngine:
     """An ONNX Runtime engine on the CPU, that is enqueued on a fake stream and works in the stream's time."""
 
     optional: frozenset[str] = frozenset()
+    capture_blocker: str | None = None
 
-    def __init__(self, gpu: Gpu, path: Path) -> None:
+    def __init__(self, gpu: GpuDevice, path: Path) -> None:
         self._gpu = gpu
         self._backend = OnnxRuntimeBackend(1)
         self._engine = self._backend.load(path)
         self.inputs, self.outputs = self._engine.inputs, self._engine.outputs
-
-    def connect(self, communicator: Any) -> None:
-        raise AssertionError
 
     def run(self, values: Mapping[str, Any], into: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
         shapes = self._shapes(values)
@@ -64,7 +63,7 @@ class HostEngine:
         return {name: (array.shape, str(array.dtype)) for name, array in found.items()}
 
 
-class FakeBackend(Gpu):
+class FakeBackend(GpuDevice):
     """Loads HostEngines on a GPU that is not there. The engine of `failing` fails in the run of that number."""
 
     failing: tuple[int, int] | None = None
@@ -94,9 +93,10 @@ def _fail_in(engine: HostEngine, number: int) -> None:
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     cupy = fake_cupy.make()
     monkeypatch.setattr("splitc.runtime.gpus.find_cupy", lambda: cupy)
-    monkeypatch.setattr("splitc.runtime.engines.gpu_backend.need_cupy", lambda: cupy)
-    monkeypatch.setattr("splitc.runtime.engines.gpu_backend.combine", fake_cupy.combine)
-    monkeypatch.setattr("splitc.runtime.engines.gpu_backend.copy", fake_cupy.copy)
+    monkeypatch.setattr("splitc.runtime.engines.gpu_device.need_cupy", lambda: cupy)
+    monkeypatch.setattr("splitc.runtime.tools.device_speeds.need_cupy", lambda: cupy)
+    monkeypatch.setattr("splitc.runtime.engines.gpu_device.combine", fake_cupy.combine)
+    monkeypatch.setattr("splitc.runtime.engines.gpu_device.copy", fake_cupy.copy)
 
     def make_backend(engine: str, device: Device, threads: int, build: object, cuda_graphs: bool) -> object:
         return FakeBackend(device.index) if device.kind == "cuda" else OnnxRuntimeBackend(threads)

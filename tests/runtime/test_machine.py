@@ -1,24 +1,33 @@
+"""What is known of a machine, measured or not."""
+
+from __future__ import annotations
+
 from pathlib import Path
 
 import pytest
 
+from splitc.runtime.device_profiles import CPU, HOPPER, MIXED_SUM, Link, find_profile
 from splitc.runtime.devices import parse_devices
-from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
-from splitc.runtime.machine import TYPICAL_COPY, Link, Machine, _fit, known_machine, measure_machine
-from tests.helpers.fake_gpus import FakeBackend
+from splitc.runtime.machine import Machine, MeasuredSpeed, keep_machine, known_machine
+
+CPU0, CPU5, GPU = parse_devices(["cpu0", "cpu5", "cuda1"])
 
 
-def test_measured_links_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_measured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert known_machine() == Machine()
-    cpu0, cpu5 = parse_devices(["cpu0", "cpu5"])
-    assert known_machine().copy(cpu0, cpu5) == TYPICAL_COPY["cpu"]
-    machine = measure_machine([cpu0, cpu5])
+    machine = Machine(copies={"cpu-cpu": Link(1.0, 2.0)}, speeds={"cuda1": MeasuredSpeed(1e12)})
+    keep_machine(machine)
     assert known_machine() == machine
-    assert machine.copy(cpu5, cpu0) == machine.copies["cpu-cpu"] != TYPICAL_COPY["cpu"]
-    assert all(each.copy > 0 and each.reduce > 0 for each in machine.measured["cpu-cpu"])
-    large, small = machine.measured["cpu-cpu"][-1], machine.measured["cpu-cpu"][0]
-    assert large.reduce > small.reduce, "to sum 16 MiB takes longer than to sum 1 KiB"
+    assert machine.copy(CPU5, CPU0) == Link(1.0, 2.0)
+    assert machine.speed(GPU) == MeasuredSpeed(1e12, None)
+
+
+def test_what_was_not_measured_is_typical() -> None:
+    assert Machine().copy(CPU0, CPU5) == CPU.copy
+    assert Machine().sum(GPU, GPU) == HOPPER.sum
+    assert Machine().sum(GPU, CPU0) == MIXED_SUM
+    assert Machine().speed(CPU0) == MeasuredSpeed(None, None)
 
 
 def test_damaged_cache_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,29 +37,16 @@ def test_damaged_cache_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert known_machine() == Machine()
 
 
-@pytest.mark.parametrize("link", [Link(1e-5, 1e-10), Link(3e-6, 0.0), Link(2e-4, 5e-9)])
-def test_line_is_found(link: Link) -> None:
-    found = _fit([(size, link.seconds(size)) for size in (1024, 65536, 1 << 20, 1 << 24)])
-    assert found.latency == pytest.approx(link.latency, rel=1e-6)
-    assert found.per_byte == pytest.approx(link.per_byte, rel=1e-6, abs=1e-18)
-
-
-@pytest.mark.usefixtures("gpus")
-def test_gpus_are_measured_as_they_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_of_before_speeds_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(
-        "splitc.runtime.machine.make_backend",
-        lambda engine, device, threads: FakeBackend(device.index) if device.kind == "cuda" else OnnxRuntimeBackend(1),
-    )
-    # Each is exactly as long as the others, so that a few do; Python plays the GPUs, and takes its time.
-    monkeypatch.setattr("splitc.runtime.machine.RUNS", 10)
-    monkeypatch.setattr("splitc.runtime.machine.WARMUP", 1)
-    devices = parse_devices(["cuda0", "cuda1", "cpu0"])
-    found = measure_machine(devices).measured
-    assert set(found) == {"cuda0-cuda1", "cpu-cuda0", "cpu-cuda1"}
-    # By the clock of GPUs that are not there, each thing that a stream does takes a microsecond. A sum is four: to
-    # say where the own part is, to wait for both, to add. There and back again is three: to say, to wait, to copy.
-    for each in found["cuda0-cuda1"]:
-        assert 4e-6 <= each.reduce < 6e-6
-        assert 1.5e-6 <= each.copy < 2e-6
-    assert all(each.copy > 1e-6 for each in found["cpu-cuda0"])
+    (tmp_path / "splitc").mkdir()
+    (tmp_path / "splitc" / "machine.json").write_text('{"copies": {"cpu-cpu": {"latency": 1.0, "per_byte": 2.0}}}')
+    assert known_machine() == Machine(copies={"cpu-cpu": Link(1.0, 2.0)})
+
+
+@pytest.mark.parametrize(
+    ("name", "capability"), [("NVIDIA H200", None), ("another", "9.0"), ("another", "12.0"), ("another", None)]
+)
+def test_profile_is_found_by_name_then_by_capability_else_any(name: str, capability: str | None) -> None:
+    assert find_profile("cuda", name, capability) == HOPPER
+    assert find_profile("cpu", name, capability) == CPU

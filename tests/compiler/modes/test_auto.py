@@ -18,10 +18,11 @@ from splitc.compiler.planning.assembly import SESSION_BYTES
 from splitc.compiler.planning.plan import Alternative, Plan
 from splitc.compiler.planning.plan_file import write_plan
 from splitc.runtime import Session
+from splitc.runtime.device_profiles import Link
 from splitc.runtime.errors import DoesNotFitError, MisuseError
-from splitc.runtime.machine import Link, Machine
+from splitc.runtime.machine import Machine
 from tests.conftest import assert_close, decoder_feeds, run_whole
-from tests.test_cli import splitc
+from tests.helpers.command import splitc
 
 # Links that cost nothing, and links on which nothing is worth sending.
 FREE, SLOW = Link(0.0, 0.0), Link(10.0, 0.0)
@@ -135,7 +136,7 @@ def test_many_engines_on_a_gpu_are_counted(decoder: Path) -> None:
         return [rank.memory.engines for rank in plan_model(decoder, [device], request).ranks]
 
     assert engines("2xcpu", "tensor") == engines("2xcuda", "layer") == [0, 0]
-    sums = plan_model(decoder, ["2xcpu"], Request(split_mode="tensor")).collectives
+    sums = plan_model(decoder, ["2xcpu"], Request(split_mode="tensor")).split.collectives
     assert engines("2xcuda", "tensor") == [sums * SESSION_BYTES] * 2
     main, helper = engines("2xcuda", "row")
     assert main == 2 * (helper + SESSION_BYTES)

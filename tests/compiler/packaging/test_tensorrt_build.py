@@ -20,13 +20,14 @@ from splitc.compiler.packaging.building import BuildSettings, build_package
 from splitc.compiler.packaging.refusals import describe_refusals
 from splitc.compiler.packaging.tensorrt_build import BuildError
 from splitc.runtime.devices import parse_devices
-from splitc.runtime.engines.backends import check_built_here
+from splitc.runtime.engines.built_here import check_built_here
 from splitc.runtime.engines.kinds import choose_engine
 from splitc.runtime.errors import MisuseError, PackageError
-from splitc.runtime.manifest import BuildOptions, Manifest, read_manifest, verify_files
-from splitc.runtime.ranks.loop import Reduce
+from splitc.runtime.manifest import BuildOptions, Manifest, read_manifest
+from splitc.runtime.package_files import verify_files
+from splitc.runtime.steps import Reduce
 from tests.conftest import DECODER, decoder_feeds
-from tests.test_cli import splitc
+from tests.helpers.command import splitc
 
 RTX = pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX builds engines without a GPU")
 KIND = "tensorrt-rtx"

@@ -9,21 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from splitc.runtime.collectives.host import LocalTransport, connect
+from splitc.runtime.collectives.host import HostCollectives, connect
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
-from splitc.runtime.ranks.loop import Program, Reduce, Run, execute
-from tests.runtime.ranks.test_loop import FunctionEngine, fail
+from splitc.runtime.ranks.loop import Program, execute
+from splitc.runtime.steps import Reduce, Run
+from tests.helpers.engines import FunctionEngine, fail
 
 RANKS = 4
 
 
-def together(work: Callable[[int, LocalTransport], Any], ranks: int = RANKS) -> list[Any]:
+def together(work: Callable[[int, HostCollectives], Any], ranks: int = RANKS) -> list[Any]:
     """What `work` gives on each rank, in a thread of its own."""
     results: list[Any] = [None] * ranks
 
-    def run(rank: int, transport: LocalTransport) -> None:
+    def run(rank: int, ends: HostCollectives) -> None:
         try:
-            results[rank] = work(rank, transport)
+            results[rank] = work(rank, ends)
         except Exception as error:
             results[rank] = error
 
@@ -42,10 +43,10 @@ def test_all_ranks_get_the_same(operation: str, function: Any) -> None:
     arrays = np.random.default_rng(0).standard_normal((RANKS, 3, 1000)).astype(np.float32)
     step = Reduce(operation, ["a", "b"], ["A", "B"], list(range(RANKS)))
 
-    def work(rank: int, transport: LocalTransport) -> Any:
+    def work(rank: int, ends: HostCollectives) -> Any:
         for _ in range(50):
             parts = [backend.upload(arrays[rank].copy()), backend.upload(arrays[rank, :1].copy())]
-            wholes = transport.reduce(step, parts, backend.accumulate)
+            wholes = ends.all_reduce(step, parts, backend.accumulate)
         return [backend.download({"": each})[""].copy() for each in wholes]
 
     results = together(work)
@@ -58,11 +59,11 @@ def test_all_ranks_get_the_same(operation: str, function: Any) -> None:
 def test_groups_do_not_wait_for_each_other() -> None:
     backend = OnnxRuntimeBackend(1)
 
-    def work(rank: int, transport: LocalTransport) -> float:
+    def work(rank: int, ends: HostCollectives) -> float:
         group = [0, 1] if rank < 2 else [2, 3]
         for _ in range(20 if rank < 2 else 3):
             parts = [backend.upload(np.full(1, rank, np.float32))]
-            (whole,) = transport.reduce(Reduce("sum", ["a"], ["A"], group), parts, backend.accumulate)
+            (whole,) = ends.all_reduce(Reduce("sum", ["a"], ["A"], group), parts, backend.accumulate)
         return float(backend.download({"": whole})[""][0])
 
     assert together(work) == [1.0, 1.0, 5.0, 5.0]
@@ -75,13 +76,13 @@ def test_rank_that_fails_does_not_leave_the_others_waiting() -> None:
     def part(x: np.ndarray[Any, Any]) -> Any:
         return backend.upload(x.copy())
 
-    def work(rank: int, transport: LocalTransport) -> Any:
+    def work(rank: int, ends: HostCollectives) -> Any:
         outcomes = []
         for attempt in range(3):
             engine = FunctionEngine(["x"], "a", fail if rank == 2 and attempt == 1 else part)
             program = Program([Run(0), step], [engine], ["A"])
             try:
-                values, _ = execute(program, transport, lambda: {"x": np.ones(1, np.float32)}, backend.accumulate)
+                values, _ = execute(program, ends, lambda: {"x": np.ones(1, np.float32)}, backend.accumulate)
                 outcomes.append(float(backend.download(values)["A"][0]))
             except ValueError as error:
                 outcomes.append(str(error))

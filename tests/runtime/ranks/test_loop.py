@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 
 from splitc.runtime.collectives.host import connect
 from splitc.runtime.errors import EngineError
-from splitc.runtime.ranks.loop import Failure, Program, Receive, Run, Send, attempt, execute
-
-
-class FunctionEngine:
-    """An engine that calls a function of its inputs, in order."""
-
-    optional: frozenset[str] = frozenset()
-
-    def __init__(self, inputs: Sequence[str], output: str, function: Callable[..., Any]) -> None:
-        self.inputs, self.outputs, self._function = list(inputs), [output], function
-
-    def run(self, values: Mapping[str, Any], into: Mapping[str, Any]) -> dict[str, Any]:
-        return {self.outputs[0]: self._function(*(values[name] for name in self.inputs))}
+from splitc.runtime.failures import Failure, attempt
+from splitc.runtime.ranks.loop import Program, execute
+from splitc.runtime.steps import Receive, Run, Send
+from tests.helpers.engines import FunctionEngine, fail
 
 
 def accumulate(operation: str, total: list[int], part: list[int]) -> None:
     total[0] = {"sum": sum, "max": max}[operation]((total[0], part[0]))
-
-
-def fail(*_: Any) -> Any:
-    raise ValueError("out of memory")
 
 
 def test_value_is_received_computed_and_sent() -> None:

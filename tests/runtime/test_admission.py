@@ -20,29 +20,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler import compile_model, plan_model
 from splitc.runtime import Session
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeEngine
 from splitc.runtime.errors import EngineError, FeedError, MisuseError, SplitcError
 from splitc.runtime.ranks.thread import Worker
-from splitc.runtime.replay.recording import Recordings
+from splitc.runtime.replay.recordings import Recordings
 from tests.conftest import LAYER, Arrays, assert_close, decoder_feeds, listen_to_interrupts, run_whole, until
+from tests.helpers.packages import compile_mode
 
-MODES = {
-    "layer": ("3xcpu", Request()),
-    "row": ("3xcpu", Request(split_mode="row", row_min=16)),
-    "tensor": ("2xcpu", Request(split_mode="tensor")),
-    "tensor in layers": ("4xcpu", Request(split_mode="tensor", pipeline_stages=2)),
-}
+STREAMED = ["layer", "row", "tensor", "tensor in layers"]
 
 
-@pytest.fixture(params=MODES, scope="module")
-def package_of(request: pytest.FixtureRequest, decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(params=STREAMED)
+def package_of(request: pytest.FixtureRequest, decoder: Path) -> Path:
     """A package in each split mode, and in two at once."""
-    devices, asked = MODES[request.param]
-    package = tmp_path_factory.mktemp("package") / "package"
-    compile_model(plan_model(decoder, [devices], asked), package)
-    return package
+    return compile_mode(decoder, request.param)
 
 
 @pytest.fixture
@@ -233,11 +226,11 @@ def test_closing_waits_for_nobody_who_orders_requests(package: Path, monkeypatch
     """A request that is to be replayed waits for those that are not: here for one that never ends."""
     gate = threading.Event()
     monkeypatch.setattr(OnnxRuntimeEngine, "run", lambda *_: gate.wait(60))
-    monkeypatch.setattr("splitc.runtime.session.PATIENCE", 0.5)
+    monkeypatch.setattr("splitc.runtime.admission.PATIENCE", 0.5)
     session = Session(package)
     hanging = session.submit(decoder_feeds())
-    session._overlap = False
-    session._recordings = Recordings([], session._check_usable)
+    session._admission._overlap = False
+    session._admission.recordings = Recordings([], session._admission.check_usable)
     monkeypatch.setattr(Recordings, "takes", lambda *_: "key")
     refused: list[BaseException] = []
 
@@ -249,7 +242,7 @@ def test_closing_waits_for_nobody_who_orders_requests(package: Path, monkeypatch
 
     waiting = threading.Thread(target=submit, daemon=True)
     waiting.start()
-    until(session._order.locked)
+    until(session._admission._order.locked)
     closing = threading.Thread(target=session.close, daemon=True)
     closing.start()
     closing.join(10)
@@ -269,16 +262,18 @@ def test_refused_feeds_take_no_place(package: Path) -> None:
         session.run(decoder_feeds())
 
 
-def test_interrupt_in_mid_run_ends_the_program(package: Path) -> None:
+def test_interrupt_in_mid_run_ends_the_program(package: Path, tmp_path: Path) -> None:
     """Ctrl-C while requests stream through: the program is gone within seconds, threads and all."""
+    np.savez(tmp_path / "in.npz", **decoder_feeds())
     program = textwrap.dedent(
         f"""
+        import numpy as np
         from splitc.runtime import Session
-        from tests.conftest import decoder_feeds
 
+        feeds = dict(np.load({str(tmp_path / "in.npz")!r}))
         with Session({str(package)!r}) as session:
             print("running", flush=True)
-            for _ in session.map(decoder_feeds() for _ in iter(int, 1)):
+            for _ in session.map(feeds for _ in iter(int, 1)):
                 pass
         """
     )

@@ -16,16 +16,16 @@ from models.llama import Size, build
 from models.llama_fused import build as build_fused
 from models.writer import save
 from splitc.runtime import Session
-from splitc.runtime.collectives.gpu_peers import slices
-from splitc.runtime.engines.gpu_backend import GpuArray
+from splitc.runtime.device_profiles import HOPPER
 from splitc.runtime.errors import EngineError
-from splitc.runtime.ranks.loop import Receive, Reduce, Replay, Send, overlap
-from splitc.runtime.ranks.thread import Request
-from splitc.runtime.replay.recording import Recording, Recordings
+from splitc.runtime.ranks.loop import Replay
+from splitc.runtime.ranks.request import InFlightRequest
+from splitc.runtime.replay.recording import Recording, record
+from splitc.runtime.replay.recordings import Recordings
 from tests.conftest import DECODER, assert_close, decoder_feeds, run_whole
 from tests.helpers import fake_cupy
 from tests.helpers.fake_gpus import FakeBackend, package
-from tests.runtime.test_sequences import write_lstm
+from tests.helpers.recurrent import write_lstm
 
 pytestmark = pytest.mark.usefixtures("gpus")
 
@@ -64,7 +64,8 @@ def test_sizes_that_came_before_are_replayed(decoder: Path, mode: str, devices: 
 
 
 def test_large_sums_are_made_in_slices(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("splitc.runtime.collectives.gpu_peers.LARGE", 1)
+    profile = replace(HOPPER, two_step_bytes=1)
+    monkeypatch.setattr("splitc.runtime.engines.gpu_device.find_profile", lambda *_: profile)
     combined = []
     combine = fake_cupy.combine
 
@@ -72,7 +73,7 @@ def test_large_sums_are_made_in_slices(decoder: Path, monkeypatch: pytest.Monkey
         combined.append(size)
         combine(operation, parts, whole, size)
 
-    monkeypatch.setattr("splitc.runtime.engines.gpu_backend.combine", watch)
+    monkeypatch.setattr("splitc.runtime.engines.gpu_device.combine", watch)
     devices = ["cuda0", "cuda1", "cuda2"]
     with Session(package(decoder, "tensor", 3), devices=devices, in_flight=4) as session:
         many = [shifted(decoder_feeds(2, 3, 5), number) for number in range(8)]
@@ -80,15 +81,6 @@ def test_large_sums_are_made_in_slices(decoder: Path, monkeypatch: pytest.Monkey
             assert_close(outputs, run_whole(decoder, feeds))
         assert is_replayed(session, decoder_feeds(2, 3, 5))
     assert max(combined) < 2 * 3 * DECODER.hidden
-
-
-def test_slices_are_all_of_an_array() -> None:
-    for size, count in ((1, 3), (1000, 3), (1024, 4), (7, 4)):
-        found = slices(GpuArray(1 << 20, (size,), "float16", None), count)
-        assert sum(each.shape[0] for each in found) == size
-        assert [each.pointer for each in found] == [
-            (1 << 20) + 2 * sum(before.shape[0] for before in found[:number]) for number in range(count)
-        ]
 
 
 def test_nothing_is_replayed_where_nobody_wants_it(decoder: Path) -> None:
@@ -115,7 +107,7 @@ def test_closing_waits_for_no_recording(decoder: Path, monkeypatch: pytest.Monke
         raise EngineError("too late")
 
     monkeypatch.setattr("splitc.runtime.replay.recording.capture", hang)
-    monkeypatch.setattr("splitc.runtime.session.PATIENCE", 0.5)
+    monkeypatch.setattr("splitc.runtime.admission.PATIENCE", 0.5)
     session = Session(package(decoder, "layer", 2), devices=["cuda0", "cuda1"])
     session.run(decoder_feeds())
     future = ThreadPoolExecutor(1).submit(session.run, decoder_feeds())
@@ -156,7 +148,7 @@ def test_states_are_where_the_graph_left_them(
                     }
                     taken = {tensor.name: feeds[tensor.name] for tensor in session.inputs if tensor.name in feeds}
                     found.append(sequence.run(taken)["logits"])
-            assert session._recordings is None or len(session._recordings._kept) == 2
+            assert session._admission.recordings is None or len(session._admission.recordings._kept) == 2
         return found
 
     with Session(place) as on_cpu, Session(place, devices=["cuda0", "cuda1"]) as session:
@@ -175,11 +167,11 @@ def test_recurrent_states_go_on_from_replays_to_plain_runs_and_begin_as_zeros(tm
     steps = [np.random.default_rng(number).random((1, 2, 6), np.float32) for number in range(9)]
     place = package(model, "layer", 1)
     with Session(place) as on_cpu, Session(place, devices=["cuda0"]) as session:
-        recordings = session._recordings
+        recordings = session._admission.recordings
         for _ in range(3):  # the second sequence has the first one's states, and others are in the same places
             with session.start() as sequence, on_cpu.start() as expected:
                 for number, step in enumerate(steps):
-                    session._recordings = None if number in (5, 6) else recordings
+                    session._admission.recordings = None if number in (5, 6) else recordings
                     np.testing.assert_allclose(
                         sequence.run({"x": step})["y"], expected.run({"x": step})["y"], atol=1e-6
                     )
@@ -210,16 +202,15 @@ def test_states_that_grow_are_not_replayed(decoder: Path) -> None:
 
 def test_recordings_in_use_stay(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More kinds of requests than recordings in turns: some are replayed, and none recorded again and again."""
-    monkeypatch.setattr("splitc.runtime.replay.recording.MOST", 2)
-    monkeypatch.setattr("splitc.runtime.replay.recording.IDLE", 8)
+    monkeypatch.setattr("splitc.runtime.replay.recordings.MOST", 2)
+    monkeypatch.setattr("splitc.runtime.replay.recordings.IDLE", 8)
     made = []
-    record = Recordings._record
 
-    def note(self: Recordings, *given: Any) -> Recording:
+    def note(*given: Any) -> Recording:
         made.append(given)
-        return record(self, *given)
+        return record(*given)
 
-    monkeypatch.setattr(Recordings, "_record", note)
+    monkeypatch.setattr("splitc.runtime.replay.recordings.record", note)
     with Session(package(decoder, "layer", 2), devices=["cuda0", "cuda1"]) as session:
         for _ in range(5):
             for past in range(3):
@@ -239,7 +230,7 @@ def test_engine_that_can_not_be_captured_runs_plainly_and_is_named(
 
     def load_plain(self: FakeBackend, path: Path, source: Any = None, sizes_only: Any = ()) -> Any:
         engine = load(self, path, source)
-        engine.why_plain = f"{path.name} has nodes on the CPU"  # type: ignore[attr-defined]
+        engine.capture_blocker = f"{path.name} has nodes on the CPU"  # type: ignore[attr-defined]
         return engine
 
     monkeypatch.setattr(FakeBackend, "load", load_plain)
@@ -273,26 +264,17 @@ def test_graph_that_fails_ends_in_an_error(decoder: Path, monkeypatch: pytest.Mo
 def test_gpus_without_access_to_each_other_run_plainly(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cupy = fake_cupy.make()
     cupy.cuda.runtime.deviceCanAccessPeer = lambda one, other: 0
-    monkeypatch.setattr("splitc.runtime.engines.gpu_backend.need_cupy", lambda: cupy)
+    monkeypatch.setattr("splitc.runtime.engines.gpu_device.need_cupy", lambda: cupy)
     with Session(package(decoder, "layer", 2), devices=["cuda0", "cuda1"]) as session:
         assert [is_replayed(session, decoder_feeds()) for _ in range(3)] == [False] * 3
 
 
-def test_requests_overlap_where_a_rank_needs_nothing_of_another() -> None:
-    together = Reduce("sum", ["a"], ["b"], [0, 1])
-    assert overlap([[Send("a", 1)], [Receive("a", 0)]])
-    assert not overlap([[Send("a", 1), Receive("b", 1)], [Receive("a", 0), Send("b", 0)]])
-    assert not overlap([[together], [together]])
-    assert overlap([[together, Send("b", 2)], [together], [Receive("b", 0)]])
-    assert not overlap([[]])
-
-
-def watch(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+def watch(monkeypatch: pytest.MonkeyPatch) -> list[InFlightRequest]:
     """A list to which each request is added that is replayed."""
-    replayed: list[Request] = []
+    replayed: list[InFlightRequest] = []
     play = Recordings.play
 
-    def note(self: Recordings, request: Request, recording: Recording) -> None:
+    def note(self: Recordings, request: InFlightRequest, recording: Recording) -> None:
         replayed.append(request)
         play(self, request, recording)
 

@@ -6,13 +6,14 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from splitc.runtime.arrays import accumulate_arrays, is_zeros, number_type
+from splitc.runtime.arrays import accumulate_arrays, number_type
+from splitc.runtime.device_profiles import find_profile
+from splitc.runtime.engines.gpu_array import GpuArray, Tape
 from splitc.runtime.engines.kernels import combine, copy
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.gpus import need_cupy
@@ -30,46 +31,17 @@ WORTH = 5e-4
 # Seconds that a rank waits for its GPU when it ends.
 CLOSING = 5.0
 # GPUs whose streams did not come to an end.
-_STUCK: list[Gpu] = []
+_STUCK: list[GpuDevice] = []
 # cudaErrorNotReady.
 NOT_READY = 600
 # Smaller pieces of memory are taken as they are asked for.
 LARGE = 1 << 20
-# Bytes up to which a recording copies by a kernel: an H200 begins one 2 to 4 microseconds after another GPU's kernel,
-# and a copy that is not a kernel takes 10 more before and after it.
-SMALL = 1 << 20
 
 
-@dataclass(frozen=True, eq=False)
-class GpuArray:
-    """An array in a GPU's memory at the address `pointer`, which `owner` keeps. `dtype` is numpy's name."""
-
-    pointer: int
-    shape: tuple[int, ...]
-    dtype: str
-    owner: Any
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * number_type(self.dtype).itemsize
-
-
-@dataclass(eq=False)
-class Tape:
-    """A rank's part of a recorded request: memory on the host that is copied to the GPU when the request begins, and
-    from it when it ends, by the names of inputs and outputs. What is `kept` is needed until all is captured: whatever
-    else a graph uses is the GPU's private memory, which no one else gets.
-    """
-
-    inputs: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
-    outputs: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
-    kept: list[Any] = field(default_factory=list)
-
-
-class Gpu:
+class GpuDevice:
     """A rank's GPU. To be made anywhere, and then used by one thread, which calls `attach` first.
 
-    `notes` are what a user should know of it.
+    `profile` is what is known of its kind. `notes` are what a user should know of it.
     While a request is recorded as a CUDA graph, `tape` is this rank's part of that; `recorded` says that one ever was.
     `interrupted` tells, while the thread waits, why it should not wait any longer.
     Raises PackageError where there is no such GPU.
@@ -91,6 +63,9 @@ class Gpu:
             raise PackageError(f"there is no cuda{index}: this machine has {count} GPUs (see 'splitc devices')")
         self.interrupted: Callable[[], BaseException | None] = lambda: None
         self.notes: list[str] = []
+        properties = self.cuda.runtime.getDeviceProperties(index)
+        capability = f"{properties['major']}.{properties['minor']}"
+        self.profile = find_profile("cuda", properties["name"].decode(), capability)
         with self.device:
             self.stream = self.cuda.Stream(non_blocking=True)
         self._kept: deque[tuple[Any, tuple[Any, ...]]] = deque()
@@ -124,9 +99,11 @@ class Gpu:
 
     def upload(self, array: npt.NDArray[Any]) -> GpuArray:
         """The array on the GPU, copied behind what the stream has to do."""
-        if not is_zeros(array):
-            return self.stage(array)[0]
-        target = self.empty(array.shape, str(array.dtype))
+        return self.stage(array)[0]
+
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> GpuArray:
+        """Zeros on the GPU, which nothing is copied for."""
+        target = self.empty(shape, dtype)
         self.clear(target)
         return target
 
@@ -155,22 +132,22 @@ class Gpu:
             return dict
         if self.tape is not None:
             raise EngineError(f"{', '.join(values)}: the host reads that while the request runs")
-        landed, made = self.land(values), self.record()
+        copied, made = self.copy_to_pinned(values), self.record()
 
         def wait() -> dict[str, npt.NDArray[np.generic]]:
             self.wait(made)
-            return {name: array.copy() for name, array in landed.items()}
+            return {name: array.copy() for name, array in copied.items()}
 
         return wait
 
-    def land(self, values: Mapping[str, GpuArray]) -> dict[str, npt.NDArray[np.generic]]:
+    def copy_to_pinned(self, values: Mapping[str, GpuArray]) -> dict[str, npt.NDArray[np.generic]]:
         """Pinned memory on the host that the arrays are copied to, behind what the stream has to do."""
-        landed = {}
+        copied = {}
         for name, value in values.items():
-            landed[name] = self._pinned(value.shape, number_type(value.dtype))
-            self._copy(landed[name].ctypes.data, value.pointer, value.nbytes, self.cuda.runtime.memcpyDeviceToHost)
-        self.keep(*landed.values())  # also when a wait ends in an error, and the copies are still to come
-        return landed
+            copied[name] = self._pinned(value.shape, number_type(value.dtype))
+            self._copy(copied[name].ctypes.data, value.pointer, value.nbytes, self.cuda.runtime.memcpyDeviceToHost)
+        self.keep(*copied.values())  # also when a wait ends in an error, and the copies are still to come
+        return copied
 
     def copy_from(self, value: GpuArray, other: int) -> GpuArray:
         """An array of the GPU `other` on this one. Without peer access the driver takes it through the host."""
@@ -184,7 +161,7 @@ class Gpu:
         self.keep(value)
         return target
 
-    def settle(self, value: GpuArray, before: GpuArray | None) -> GpuArray:
+    def persist_state(self, value: GpuArray, before: GpuArray | None) -> GpuArray:
         """Recordings know states by their addresses, and write to memory of engines' own pools."""
         if value is before or not self.recorded:
             return value
@@ -284,7 +261,7 @@ class Gpu:
         return np.frombuffer(pinned, np.uint8, size).view(dtype).reshape(shape)
 
     def _copy(self, target: int, source: int, size: int, kind: int) -> None:
-        if 0 < size <= SMALL and self.tape is not None:
+        if 0 < size <= self.profile.kernel_copy_bytes and self.tape is not None:
             copy(target, source, size)
         elif size:
             self.cuda.runtime.memcpyAsync(target, source, size, kind, self.stream.ptr)

@@ -70,7 +70,7 @@ def test_states_stay_on_the_gpus(decoder: Path) -> None:
 
 
 def test_hang_ends_in_an_error(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("splitc.runtime.engines.gpu_backend.PATIENCE", 1.0)
+    monkeypatch.setattr("splitc.runtime.engines.gpu_device.PATIENCE", 1.0)
     stuck = threading.Event()
     with Session(package(decoder, "layer", 2), devices=["cuda0", "cuda1"]) as session:
         stream = session._workers[1].backend.stream  # type: ignore[attr-defined]

@@ -1,0 +1,40 @@
+"""Which value or node of the model a clone stands for: its metadata say so, and onnx_ir copies these with it."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import onnx_ir as ir
+
+_ORIGIN = "splitc.origin"
+
+T = TypeVar("T", ir.Node, ir.Value)
+
+
+def mark_origins(graph: ir.Graph) -> None:
+    """Let the graph's inputs, its nodes and what these make be their own origins, in place."""
+    for value in graph.inputs:
+        value.meta[_ORIGIN] = value
+    for node in graph:
+        node.meta[_ORIGIN] = node
+        for value in node.outputs:
+            value.meta[_ORIGIN] = value
+
+
+def origin_of(clone: T) -> T | None:
+    """What a node or value stands for; None for one that a pass has added."""
+    origin: T | None = clone.meta.get(_ORIGIN)
+    return origin
+
+
+def stand_for(value: ir.Value, origin: ir.Value | None) -> None:
+    """Let a value stand for one of the model from now on."""
+    if origin is not None:
+        value.meta[_ORIGIN] = origin
+
+
+def hand_over(old: ir.Value, new: ir.Value, suffix: str) -> None:
+    """Give a new value the name and the type of an old one, and what that stood for; the old name gets a suffix."""
+    new.name, new.type = old.name, old.type
+    old.name = f"{old.name}/{suffix}"
+    stand_for(new, old.meta.pop(_ORIGIN, None))

@@ -1,0 +1,136 @@
+"""Operators that a rank computes in another form than the model does, since it has a shard of what they read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from splitc.compiler.frontend.origins import hand_over
+from splitc.compiler.lowering.editor import Editor
+from splitc.compiler.operators import axes as ax
+from splitc.compiler.operators.axes import Factor
+from splitc.compiler.operators.operation import Operation
+from splitc.compiler.operators.registry import operator_of
+from splitc.compiler.sharding.shards import Shards
+
+# The node that stands for a sum over the ranks: TensorRT's convention.
+COLLECTIVE = "DistCollective"
+
+
+def all_reduce(operation: str, ranks: int) -> dict[str, Any]:
+    """Attributes of a collective node over so many ranks."""
+    return {"collective_operation": "all_reduce", "reduce_op": operation, "root": -1, "nb_rank": ranks}
+
+
+def leave_out(editor: Editor, shards: Shards, node: ir.Node, operation: Operation) -> None:
+    """Make zeros of what a node would sum over that another rank has, where it sums over units of its own too."""
+    for leaf in ax.leaves(operation.contracted):
+        if not shards.counts((leaf,)) or shards.counts((leaf,), all):
+            continue
+        number, place = _find_leaf(operation, leaf)
+        data, axes = node.inputs[number], operation.input(number)
+        assert data is not None and data.dtype is not None
+        shape = (-1, *[1] * (len(axes) - place - 1))
+        kept = editor.constant(shards.counted(axes[place]).reshape(shape))
+        zero = operation.zero
+        given = node.inputs[zero] if zero is not None and operation.has(zero) else None
+        masked = editor.before(node, "Where", kept, data, given or editor.scalar(0, data))
+        masked.type = data.type
+        node.replace_input_with(number, masked)
+
+
+def _find_leaf(operation: Operation, leaf: Factor) -> tuple[int, int]:
+    """The first input, and its axis, that has what a node sums over."""
+    return next(
+        (number, place)
+        for number, axes in enumerate(operation.inputs)
+        for place, axis in enumerate(axes or ())
+        if leaf in ax.leaves(axis)
+    )
+
+
+def say_lengths(editor: Editor, shards: Shards, node: ir.Node, operation: Operation) -> None:
+    """A Split into equal lengths which are not equal on the rank says them."""
+    axis = node.attributes.get_int("axis", 0)
+    sizes = [shards.size(axes[axis]) for axes in operation.outputs if axes is not None]
+    if len(set(sizes)) == 1:
+        return
+    node.attributes.pop("num_outputs", None)
+    if editor.graph.opset_imports.get("", 17) < 13:
+        node.attributes["split"] = ir.AttrInt64s("split", sizes)
+    else:
+        node.resize_inputs(2)
+        node.replace_input_with(1, editor.constant(np.array(sizes, np.int64)))
+
+
+def look_up(editor: Editor, shards: Shards, node: ir.Node, operation: Operation) -> ir.Value:
+    """Pick the rows that the rank has, and zeros for the others: a partial value.
+
+    A list says for each row of the whole table where it would be in the rank's shard. To look an index up in it means
+    what it did in the table: below 0 it counts from the end, and one that is out of bounds fails.
+    """
+    (atom,) = ax.leaves(operation.contracted)
+    own, indices, rows = shards.ranges[atom], node.inputs[1], node.outputs[0]
+    assert indices is not None and indices.dtype is not None and rows.dtype is not None
+    kind = indices.dtype.numpy()
+    places = np.clip(np.arange(atom.size) - own.start, -1, own.size).astype(kind)
+    shifted = editor.before(node, "Gather", editor.constant(places), indices)
+    zero, last = editor.constant(np.array(0, kind)), editor.constant(np.array(own.size - 1, kind))
+    inside = editor.before(node, "Clip", shifted, zero, last)
+    found = editor.before(node, "Equal", shifted, inside)
+    mask = editor.before(node, "Unsqueeze", found, editor.constant(np.array([-1], np.int64)))
+    node.replace_input_with(1, inside)
+    return editor.wrap(rows, "Where", [mask, rows, editor.scalar(0, rows)], "any")
+
+
+def quantize_together(editor: Editor, ranks: int, node: ir.Node) -> None:
+    """DynamicQuantizeLinear of a shard, with the scale and zero point of the whole value (as ONNX defines them)."""
+    data, outputs = node.inputs[0], node.outputs
+    assert data is not None
+    number = np.float32
+
+    def op(kind: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
+        made = editor.before(node, kind, *inputs, **attributes)
+        made.type = ir.TensorType(ir.DataType.FLOAT)
+        return made
+
+    zero, last = editor.constant(np.array(0, number)), editor.constant(np.array(255, number))
+    one, shape = editor.constant(np.array(1, number)), editor.constant(np.array([1], np.int64))
+    ends = [op("ReduceMax", each, keepdims=0) for each in (data, op("Neg", data))]
+    partial = op("Concat", *(op("Reshape", end, shape) for end in ends), axis=0)
+    whole = op(COLLECTIVE, partial, **all_reduce("max", ranks))
+    # Ranks must agree on these names.
+    partial.name, whole.name = f"{outputs[0].name}/range/part", f"{outputs[0].name}/range"
+    first, second = (editor.constant(np.array(index, np.int64)) for index in (0, 1))
+    top = op("Max", op("Gather", whole, first, axis=0), zero)
+    bottom = op("Max", op("Gather", whole, second, axis=0), zero)
+    extent = op("Add", top, bottom)
+    scale = op("Where", op("Equal", extent, zero), one, op("Div", extent, last))
+    places = op("Round", op("Min", op("Div", bottom, scale), last))
+    point = op("Cast", places, to=ir.DataType.UINT8)
+    quantized = op("QuantizeLinear", data, scale, point)
+    for old, new in zip(outputs, (quantized, scale, point), strict=True):
+        hand_over(old, new, "unused")
+        old.replace_all_uses_with(new, replace_graph_outputs=True)
+
+
+def add_less(editor: Editor, node: ir.Node, once: frozenset[int], contracts: bool) -> ir.Value:
+    """Leave out the inputs `once` of an addition, or of a product that adds them: another rank adds them to the sum.
+
+    `contracts` says that the node sums over a sharded axis itself. Returns the value in the place of its result.
+    """
+    operator = operator_of(node)
+    if contracts:
+        inputs = [None if number in once else value for number, value in enumerate(node.inputs)]
+        while inputs and inputs[-1] is None:
+            inputs.pop()
+        gone = {operator.factors.get(number) for number in once}
+        attributes = [attribute for name, attribute in node.attributes.items() if name not in gone]
+        return editor.replace(node, ir.Node(node.domain, node.op_type, inputs, attributes, name=node.name))
+    kept = {number: value for number, value in enumerate(node.inputs) if number not in once}
+    if len(kept) > 1:
+        return editor.replace(node, ir.node(node.op_type, list(kept.values())))
+    ((number, value),) = kept.items()
+    return editor.replace(node, ir.node("Neg" if number in operator.negates else "Identity", [value]))

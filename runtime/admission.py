@@ -1,0 +1,163 @@
+"""Requests on their way into a session's ranks, and how they end when it breaks or is closed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import Any
+
+import numpy.typing as npt
+
+from splitc.runtime.arrays import Zeros
+from splitc.runtime.errors import SplitcError
+from splitc.runtime.manifest import Manifest
+from splitc.runtime.ranks.request import NEVER, InFlightRequest
+from splitc.runtime.ranks.workers import Workers
+from splitc.runtime.replay.recording import Recording
+from splitc.runtime.replay.recordings import Recordings
+from splitc.runtime.steps import overlap
+
+Array = npt.NDArray[Any]
+
+# Seconds between two looks whether a session is broken or closed.
+BROKEN = 0.1
+# Seconds that a session waits, when it is closed, for requests under way; then their engines are stopped.
+PATIENCE = 10.0
+
+
+class Admission:
+    """Gives requests to the ranks, at most `in_flight` at a time, or replays them.
+
+    `recordings` are None where nothing is to be replayed.
+    """
+
+    def __init__(self, workers: Workers, manifest: Manifest, in_flight: int, replay: bool) -> None:
+        self._workers = workers
+        self._places = threading.BoundedSemaphore(in_flight)
+        self._overlap = overlap([rank.program for rank in manifest.ranks])
+        self._optional = {tensor.name for tensor in manifest.optional}
+        self.recordings = Recordings(list(workers), self.check_usable) if replay else None
+        self._closed = False
+        self._closing = threading.Lock()
+        self._failure: BaseException | None = None
+        # Requests don't know their futures, which give them: outputs would go when the garbage collector comes by, and
+        # it counts objects, not bytes.
+        self._under_way: dict[InFlightRequest, Future[InFlightRequest]] = {}
+        # All ranks must see requests in one order, whoever submits them: values of two requests have the same names.
+        self._order = threading.Lock()
+
+    def submit(
+        self,
+        arrays: Mapping[str, Array],
+        sequence: int | None,
+        initial: Mapping[str, Array | Zeros],
+        room: bool,
+        here: bool,
+    ) -> Future[InFlightRequest]:
+        """Start a run; see `Session.submit_request`. Waits for a place. Raises SplitcError where the session ended."""
+        self._places.acquire()
+        request = InFlightRequest(arrays, len(self._workers), self._done, sequence, initial, room)
+        future: Future[InFlightRequest] = Future()
+        with self._order:
+            try:
+                self.check_usable()
+                recording = self._find_recording(request)
+            except BaseException:
+                self._places.release()
+                raise
+            self._under_way[request] = future
+            if recording is None:
+                self._workers.put(request)
+        if recording is not None:
+            play = partial(recording[0].play, request, recording[1])
+            if here:
+                play()
+            else:
+                self._workers[0].requests.put(play)
+        return future
+
+    def _find_recording(self, request: InFlightRequest) -> tuple[Recordings, Recording] | None:
+        """The recording to replay the request with, if it is to be replayed.
+
+        Where requests overlap, only those that find nothing else under way are. What is replayed and what is eager
+        never run together: both work on the same streams.
+        """
+        if self.recordings is None:
+            return None
+        others = list(self._under_way)
+        if request.initial:
+            self.recordings.adopt(request)
+        # What replaces weights goes another way than what is recorded.
+        key = None if not self._optional.isdisjoint(request.feeds) else self.recordings.takes(request)
+        recording = None
+        if key is not None and not (self._overlap and others):
+            self._wait_for([other for other in others if not other.replayed])
+            recording = self.recordings.find(request, key)
+        if recording is None:
+            self._wait_for([other for other in others if other.replayed])
+            self.recordings.behind = True
+            return None
+        request.replayed = True
+        return self.recordings, recording
+
+    def _wait_for(self, requests: Sequence[InFlightRequest]) -> None:
+        """Wait for requests to end. Raises SplitcError when the session breaks, or is closed."""
+        futures = [future for request in requests if (future := self._under_way.get(request)) is not None]
+        while wait(futures, BROKEN).not_done:
+            self.check_usable()
+
+    def _done(self, request: InFlightRequest) -> None:
+        future = self._under_way.pop(request)
+        self._places.release()
+        if request.error is not None:
+            future.set_exception(request.error)
+        else:
+            future.set_result(request)
+
+    def check_usable(self) -> None:
+        """Raise SplitcError where the session is broken or closed."""
+        if self._closed or self._failure is not None:
+            raise self._unusable()
+
+    def _unusable(self) -> SplitcError:
+        if self._failure is not None:
+            return SplitcError(f"the session is broken: {type(self._failure).__name__}: {self._failure}")
+        return SplitcError("the session is closed")
+
+    def fail(self, error: BaseException) -> None:
+        """A rank has died: nobody may wait for it any more."""
+        self._failure = self._failure or error
+        self._workers.abort(error)
+        with self._order:
+            waiting = list(self._under_way)
+        for request in waiting:
+            for number in range(len(self._workers)):
+                request.finish(number, {}, NEVER, self._unusable())
+
+    def forget(self, sequence: int) -> None:
+        """Let the states of a sequence go."""
+        with self._order:
+            if self.recordings is not None:
+                self.recordings.forget(sequence)
+            for worker in self._workers:
+                worker.requests.put(partial(worker.forget, sequence))
+
+    def close(self) -> None:
+        """End the ranks, in bounded time. What has begun is completed, or stopped; what has not is cancelled."""
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True  # before all else: who waits while he orders requests looks at it
+        with self._order:
+            for request in list(self._under_way):  # they end meanwhile
+                request.cancel()
+            if self.recordings is not None:
+                self.recordings.end(PATIENCE)
+            self._workers.put(None)
+        if not self._workers.join(PATIENCE):
+            self._workers.stop()
+            self.fail(SplitcError("the session was closed while this request ran"))
+            self._workers.join(1.0)
+        self._workers.clear()

@@ -1,0 +1,42 @@
+"""Devices, and what was measured of them, on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from splitc.runtime.cli.terminal import out, table
+from splitc.runtime.devices import DeviceStatus
+from splitc.runtime.gpus import INSTALL, find_cupy
+from splitc.runtime.machine import Machine
+from splitc.runtime.units import format_bytes, format_seconds
+
+
+def print_devices(found: Sequence[DeviceStatus]) -> None:
+    """The devices of a machine, and how GPUs reach each other."""
+    rows = table("device", "what", "capability", "memory", "free", "copies", right=("memory", "free"))
+    for device in found:
+        sizes = map(format_bytes, (device.total_bytes, device.free_bytes))
+        copies = ", ".join(f"{other} {how}" for other, how in device.peers.items())
+        rows.add_row(device.name, device.description, device.compute_capability or "", *sizes, copies)
+    out.print(rows)
+    if not find_cupy():
+        out.print(f"No GPUs are looked for. {INSTALL}.")
+
+
+def print_links(machine: Machine) -> None:
+    """What was measured between each pair of devices."""
+    sizes = [format_bytes(each.bytes) for each in next(iter(machine.measured.values()))]
+    rows = table("measured", "", *sizes, right=sizes)
+    for name, found in machine.measured.items():
+        rows.add_row(name, "copy", *(format_seconds(each.copy) for each in found))
+        rows.add_row("", "sum", *(format_seconds(each.reduce) for each in found))
+    out.print(rows)
+
+
+def print_speeds(machine: Machine) -> None:
+    """What each device was measured to do in a second."""
+    rows = table("measured", "floating point operations", "memory", right=("floating point operations", "memory"))
+    for name, speed in machine.speeds.items():
+        flops = "" if speed.flops is None else f"{speed.flops / 1e12:.3g} TFLOP/s"
+        rows.add_row(name, flops, "" if speed.bytes is None else f"{speed.bytes / 1e9:.3g} GB/s")
+    out.print(rows)

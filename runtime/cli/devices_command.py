@@ -1,0 +1,34 @@
+"""The command devices."""
+
+from __future__ import annotations
+
+import typer
+
+from splitc.runtime.cli.device_tables import print_devices, print_links, print_speeds
+from splitc.runtime.cli.shared_options import JSON
+from splitc.runtime.cli.terminal import print_json
+from splitc.runtime.devices import list_devices, parse_devices
+from splitc.runtime.machine import known_machine
+from splitc.runtime.tools.link_times import measure_machine
+
+
+def devices(
+    measure: bool = typer.Option(
+        False,
+        "--measure",
+        help="Measure copies and sums between each pair, and each one's speed, and keep that for the planner.",
+    ),
+    as_json: bool = JSON,
+) -> None:
+    """List the devices of this machine, with their memory."""
+    found = list_devices()
+    gpus = [device.name for device in found if device.name.startswith("cuda")]
+    machine = measure_machine(parse_devices(["cpu0", "cpu1", *gpus])) if measure else known_machine()
+    if as_json:
+        print_json(machine if measure else found)
+        return
+    print_devices(found)
+    if machine.measured:
+        print_links(machine)
+    if machine.speeds:
+        print_speeds(machine)

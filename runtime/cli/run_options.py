@@ -1,0 +1,55 @@
+"""What commands have in common that run a package: how they load it, what they feed it, and what memory it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from splitc.runtime.arrays import Array, load_arrays
+from splitc.runtime.cli.shared_options import CUDA_GRAPH, DEVICE, THREADS, VERIFY
+from splitc.runtime.cli.terminal import print_warning
+from splitc.runtime.errors import EngineError, MisuseError
+from splitc.runtime.fills import make_inputs, parse_fills
+from splitc.runtime.memory_use import RankMemory
+from splitc.runtime.session import Session
+from splitc.runtime.tools.rank_memory import measure_memory
+
+Load = Callable[..., Session]
+
+
+def loading(
+    device: list[str] = DEVICE,
+    cuda_graph: bool = CUDA_GRAPH,
+    threads: int | None = THREADS,
+    verify: bool = VERIFY,
+) -> Load:
+    """How a command loads a package."""
+    return partial(Session, devices=device, cuda_graphs=cuda_graph, threads=threads, verify=verify)
+
+
+@contextmanager
+def open_feeds(session: Session, inputs: Path | None, seed: int, fills: list[str]) -> Iterator[dict[str, Array]]:
+    """Arrays for the session from a file, or made up; with those, an engine's failure says what may be wrong."""
+    if inputs:
+        if fills:
+            raise MisuseError("--fill makes up inputs, and --inputs gives them: leave one of them away")
+        yield load_arrays(inputs)
+        return
+    try:
+        yield make_inputs(session.inputs, seed, parse_fills(fills))
+    except EngineError as error:
+        raise EngineError(
+            f"{error}\nThe inputs were made up in the sizes that the package was planned for; these may not fit "
+            "together. Give --inputs, --fill, or compile with --shapes for every input."
+        ) from error
+
+
+def measure_ranks(session: Session, feeds: dict[str, Array]) -> list[RankMemory]:
+    """The memory of each rank: of GPUs what they hold now, after runs; of CPU devices in a process of its own each."""
+    for source, target in session.by_host:
+        print_warning(f"copies from {source} to {target} come out wrong on this machine: they go through the host")
+    for note in session.notes:
+        print_warning(note)
+    return session.device_memory() or measure_memory(session.package, session.threads, feeds)

@@ -1,0 +1,80 @@
+"""Outputs, memory and times of a package, on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from splitc.runtime.cli.terminal import out, table
+from splitc.runtime.memory_use import RankMemory
+from splitc.runtime.tools.bench import BenchResult
+from splitc.runtime.tools.compare import Difference
+from splitc.runtime.tools.trace import draw_timeline
+from splitc.runtime.units import format_bytes, format_seconds
+
+# Outputs that `check` lists one by one, the worst first; a decoder has two for each layer.
+LISTED = 12
+
+
+def differences_table(found: Sequence[Difference]) -> Table:
+    """How far each output is off, the worst first."""
+    numbers = ("largest error", "relative", "expected", "got")
+    rows = table("output", *numbers[:2], "at", *numbers[2:], "", right=numbers)
+    worst = sorted(found, key=lambda difference: (difference.passed, -difference.relative))
+    listed = [difference for number, difference in enumerate(worst) if number < LISTED or not difference.passed]
+    for difference in listed:
+        verdict = "[green]agrees[/]" if difference.passed else f"[bold red]differs[/] {difference.problem or ''}"
+        errors = (f"{difference.absolute:.2e}", f"{difference.relative:.2e}")
+        values = (f"{difference.expected:.6g}", f"{difference.actual:.6g}")
+        rows.add_row(difference.name, *errors, ",".join(map(str, difference.where)), *values, verdict)
+    if len(found) > len(listed):
+        rows.add_row(f"... and {len(found) - len(listed)} more that agree")
+    return rows
+
+
+def print_memory(found: Sequence[RankMemory]) -> None:
+    """Each rank's memory, measured beside the prediction."""
+    sizes = ("weights", "loaded", "predicted", "peak")
+    rows = table("rank", *sizes, right=sizes)
+    for number, rank in enumerate(found):
+        numbers = (rank.predicted_weights, rank.loaded, rank.predicted_total, rank.peak)
+        rows.add_row(f"{number} {rank.device}", *map(format_bytes, numbers))
+    out.print(rows)
+    out.print("weights and predicted are the plan's; loaded and peak were measured, the engine's own memory included.")
+
+
+# Who works while one request runs.
+AT_WORK = {
+    "layer": "one rank works while the others wait",
+    "row": "the main rank works, and the others multiply with it",
+    "tensor": "all ranks work on it at once",
+}
+
+
+def print_bench(result: BenchResult, split_mode: str) -> None:
+    """A package's times, and what its ranks did."""
+    numbers = ("latency", "90 %", "rate", "package / unsplit")
+    rows = table("", "threads", *numbers, right=numbers)
+    own = result.latency
+    threads = f"{len(result.ranks)} x {result.threads}"
+    rows.add_row("package", threads, format_seconds(own.median), format_seconds(own.p90), f"{result.rate:.1f}/s")
+    for other in result.baselines:
+        seconds = map(format_seconds, (other.latency.median, other.latency.p90))
+        rows.add_row("unsplit", str(other.threads), *seconds, f"{1 / other.latency.median:.1f}/s", f"{other.ratio:.3f}")
+    out.print(rows)
+    columns = ("busy", "waiting", "overhead", "at work")
+    rows = table("rank", *columns, right=columns)
+    for number, rank in enumerate(result.ranks):
+        times = map(format_seconds, (rank.busy, rank.waiting, rank.overhead))
+        rows.add_row(f"{number} {rank.device}", *times, f"{rank.utilization:.0%}")
+    out.print(rows)
+    if result.in_flight > 1:
+        out.print(
+            f"{own.runs} runs, {result.in_flight} in flight: {result.against_one:.2f} times the rate of one at a time; "
+            "package / unsplit is time a request."
+        )
+    else:
+        out.print(f"Medians of {own.runs} runs, one request at a time: {AT_WORK[split_mode]}.")
+    for number, line in enumerate(draw_timeline(len(result.ranks), result.timeline[-4 * result.in_flight :])):
+        out.print(f"rank {number} [cyan]{line}[/]")

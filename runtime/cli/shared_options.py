@@ -1,0 +1,31 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+import typer
+
+PACKAGE = typer.Argument(help="The package's folder.", metavar="PACKAGE")
+JSON = typer.Option(False, "--json", help="Print the result as JSON on standard output.")
+THREADS = typer.Option(
+    None, "--threads", min=1, help="Threads of each CPU device. Default: the package's, else the cores divided."
+)
+VERIFY = typer.Option(True, "--verify/--no-verify", help="Compare the files' hashes with the manifest before loading.")
+INPUTS = typer.Option(
+    None, "--inputs", help="Arrays by input name: .npz, a folder of .npy, or polygraphy's JSON. Default: made up."
+)
+DEVICE = typer.Option(
+    [], "--device", "-d", help="Run on these devices instead of the package's: one for each rank, repeatable."
+)
+CUDA_GRAPH = typer.Option(
+    True, "--cuda-graph/--no-cuda-graph", help="Replay previously seen shapes as CUDA graphs, on GPUs."
+)
+MEASURE = typer.Option(
+    True, "--memory/--no-memory", help="Measure each rank's memory, in a process of its own, beside the prediction."
+)
+SEED = typer.Option(0, "--seed", help="Seed of made-up inputs.")
+FILL = typer.Option(
+    [],
+    "--fill",
+    metavar="NAME=HOW",
+    help="Make up an input so, repeatable: ones, zeros, normal, arange, randint:0:32000. Default: by what it is for.",
+)

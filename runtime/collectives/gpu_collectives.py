@@ -1,0 +1,133 @@
+"""Ranks that are threads of one process, some or all of them on GPUs: arrays go from GPU to GPU, ordered by events.
+
+The host waits for no GPU here. Groups of GPUs that have access to each other's memory sum by themselves
+(`peer_all_reduce`); others, and those with CPU devices, sum on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import permutations
+from typing import Any
+
+import numpy as np
+
+from splitc.runtime.arrays import accumulate_arrays
+from splitc.runtime.collectives import CommunicatorMaker
+from splitc.runtime.collectives.host import HostCollectives, connect
+from splitc.runtime.collectives.nccl import NcclCommunicators
+from splitc.runtime.collectives.peer_access import check_copies, enable_peer_access
+from splitc.runtime.collectives.peer_all_reduce import PeerAllReduce
+from splitc.runtime.devices import Device
+from splitc.runtime.engines import Backend
+from splitc.runtime.engines.gpu_device import GpuDevice
+from splitc.runtime.failures import Failure, attempt
+from splitc.runtime.steps import Reduce
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """An array on its way from a GPU, which is there once `ready` has happened; or its copy on the host."""
+
+    value: Any
+    gpu: int
+    ready: Any
+
+
+class GpuCollectives(HostCollectives, CommunicatorMaker):
+    """The end of a rank. `places` are the GPUs of all ranks, None for a CPU device.
+
+    `links` are the pairs of GPUs of which the first has access to the second's memory. Pairs in `by_host` exchange
+    arrays through the host, since copies between them are not to be trusted.
+    """
+
+    def __init__(
+        self,
+        host: HostCollectives,
+        backend: Backend,
+        places: Sequence[int | None],
+        links: Collection[tuple[int, int]],
+        by_host: frozenset[tuple[int, int]],
+    ) -> None:
+        super().__init__(host.rank, host.hub)
+        self._backend = backend
+        self._gpu = backend if isinstance(backend, GpuDevice) else None
+        self._places = places
+        self._links = links
+        self.by_host = by_host
+        self.capturable = self._are_peers(range(len(places)))
+        self._communicators = NcclCommunicators(host.rank, host.all_gather)
+        self._peers: PeerAllReduce | None = None
+        if self._gpu is not None:
+            self._peers = PeerAllReduce(self._gpu, host.rank, host.all_gather)
+            self._gpu.interrupted = self._why_stop
+
+    def create_communicator(self, group: Sequence[int]) -> Any:
+        return self._communicators.create(group)
+
+    def close(self) -> None:
+        self._communicators.abort()
+
+    def send(self, target: int, name: str, value: Any) -> None:
+        super().send(target, name, value if isinstance(value, Failure) else self._give(value, self._places[target]))
+
+    def receive(self, source: int, name: str) -> Any:
+        value = super().receive(source, name)
+        return value if isinstance(value, Failure) else self._take(value)
+
+    def _give(self, value: Any, target: int | None) -> Any:
+        if self._gpu is None:
+            return np.asarray(self._backend.download({"": value})[""])
+        if target is None or (self._gpu.index, target) in self.by_host:
+            return self._gpu.download({"": value})[""]
+        return Parcel(value, self._gpu.index, self._gpu.record())
+
+    def _take(self, value: Any) -> Any:
+        if not isinstance(value, Parcel):
+            return self._backend.upload(value)
+        assert self._gpu is not None, "what goes to a CPU device goes through the host"
+        self._gpu.stream.wait_event(value.ready)
+        # Also on one GPU: the sender's stream gets its memory back when this copy is done, not when all reads are.
+        return self._gpu.copy_from(value.value, value.gpu)
+
+    def all_reduce(self, step: Reduce, parts: Any, accumulate: Callable[[str, Any, Any], None]) -> Any:
+        if self._peers is not None and self._are_peers(step.ranks):
+            return self._peers.run(step, parts)
+        if self._gpu is None and all(self._places[rank] is None for rank in step.ranks):
+            return super().all_reduce(step, parts, accumulate)
+        return self._all_reduce_on_host(step, parts)
+
+    def _all_reduce_on_host(self, step: Reduce, parts: Any) -> Any:
+        """All ranks bring their parts to the host, and the wholes to their devices."""
+        if not isinstance(parts, Failure):
+            arrays = attempt(lambda: self._backend.download({str(number): part for number, part in enumerate(parts)}))
+            parts = arrays if isinstance(arrays, Failure) else list(arrays.values())
+        wholes = super().all_reduce(step, parts, accumulate_arrays)
+        return wholes if isinstance(wholes, Failure) else [self._backend.upload(whole) for whole in wholes]
+
+    def _are_peers(self, ranks: Sequence[int]) -> bool:
+        """Whether all of the ranks are on GPUs that can read each other's memory."""
+        gpus = {self._places[rank] for rank in ranks}
+        return None not in gpus and all(pair in self._links for pair in permutations(gpus, 2))
+
+    def _why_stop(self) -> BaseException | None:
+        """Why this rank's GPU may never finish the request."""
+        if self.hub.failure is None:
+            return None
+        self.close()
+        return self.hub.failure.error
+
+
+def connect_devices(devices: Sequence[Device], backends: Sequence[Backend]) -> list[GpuCollectives]:
+    """The ends of ranks of which some or all are on GPUs. Arrays are copied from, to and between these."""
+    gpus = {backend.index: backend for backend in backends if isinstance(backend, GpuDevice)}
+    with ThreadPoolExecutor(1) as pool:  # CuPy's current device and stream are a thread's: the caller's stay
+        links = pool.submit(enable_peer_access, gpus).result()
+        by_host = pool.submit(check_copies, gpus).result()
+    places = [backend.index if isinstance(backend, GpuDevice) else None for backend in backends]
+    return [
+        GpuCollectives(host, backend, places, links - by_host, by_host)
+        for host, backend in zip(connect(len(devices)), backends, strict=True)
+    ]

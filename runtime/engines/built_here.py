@@ -1,0 +1,43 @@
+"""Whether a package's engines were built for the machine at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from splitc.runtime.devices import Device
+from splitc.runtime.engines.kinds import find_kind
+from splitc.runtime.errors import PackageError
+from splitc.runtime.gpus import list_gpus
+from splitc.runtime.manifest import Manifest
+
+
+def check_built_here(package: Path, manifest: Manifest, devices: Sequence[Device]) -> None:
+    """Raise PackageError, naming both, unless the package's engines were built for this library and these GPUs."""
+    kind = find_kind(manifest.engine)
+    if not kind.is_built or manifest.build is None:
+        return
+    again = f"splitc build {package}"
+    if any(engine.source is None for rank in manifest.ranks for engine in rank.engines):
+        again = f"splitc compile {manifest.source.name} -o {package} --force --engine {manifest.engine} ..."
+    built, options = manifest.build.built, manifest.build.options
+    if built is None:
+        raise PackageError(f"the engines of {package} are not built yet: run '{again}'")
+    version = kind.version
+    if version is None:
+        raise PackageError(
+            f"{package} has engines of {manifest.engine} {built.version}, which is not installed: "
+            f"pip install {kind.package}=={built.version}"
+        )
+    if version != built.version and not options.version_compatible:
+        raise PackageError(
+            f"{package} was built with {manifest.engine} {built.version}, and this machine has {version}: "
+            f"build it again with '{again}'"
+        )
+    for gpu in (gpu for gpu in list_gpus() if Device("cuda", gpu.index) in devices):
+        same = gpu.compute_capability == built.compute_capability and gpu.name == built.gpu
+        if built.gpu is not None and not same and not options.hardware_compatible:
+            raise PackageError(
+                f"{package} was built for {built.gpu} (compute capability {built.compute_capability}), and cuda"
+                f"{gpu.index} is {gpu.name} ({gpu.compute_capability}): build it again with '{again}'"
+            )

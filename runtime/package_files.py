@@ -1,0 +1,48 @@
+"""The files of a package: their hashes, and whether they are what the manifest says."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from splitc.runtime.errors import PackageError
+from splitc.runtime.manifest import File
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def describe_files(package: Path, paths: Iterable[Path], links: Iterable[Path] = ()) -> list[File]:
+    """Entries for files of the package, read in parallel (hashing leaves the interpreter's lock)."""
+    ordered, unread = sorted(paths), frozenset(links)
+    with ThreadPoolExecutor() as pool:
+        hashes = list(pool.map(lambda path: None if path in unread else hash_file(path), ordered))
+    return [
+        File(path.relative_to(package).as_posix(), path.stat().st_size, digest)
+        for path, digest in zip(ordered, hashes, strict=True)
+    ]
+
+
+def verify_files(package: Path, files: Iterable[File]) -> None:
+    """Compare the package's files with the manifest. Raises PackageError naming the first that differs, and how."""
+
+    def verify(file: File) -> None:
+        path = package / file.path
+        if not path.is_file():
+            raise PackageError(f"{path} is missing: the package is incomplete, compile the model again")
+        size = path.stat().st_size
+        if size != file.bytes:
+            raise PackageError(f"{path} has {size:,} bytes, its manifest says {file.bytes:,}: compile the model again")
+        if file.sha256 is not None and hash_file(path) != file.sha256:
+            raise PackageError(f"{path} was changed since it was compiled (its SHA-256 differs from the manifest's)")
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(verify, files))

@@ -1,0 +1,83 @@
+"""One request on its way through the ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy.typing as npt
+
+from splitc.runtime.arrays import Zeros
+from splitc.runtime.errors import SplitcError
+from splitc.runtime.ranks.loop import Span
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A request on one rank: when it began and ended there, in seconds of time.perf_counter, and its steps."""
+
+    start: float
+    end: float
+    spans: Sequence[Span]
+
+
+NEVER = Served(0.0, 0.0, ())
+
+
+def closed_before() -> SplitcError:
+    """What a request gets that was cancelled."""
+    return SplitcError("the session was closed before this request ran")
+
+
+@dataclass(eq=False)
+class InFlightRequest:
+    """One run on its way through the ranks, each of which adds its part; the last one calls `done`.
+
+    `sequence` is the number of the stateful sequence that it belongs to, `initial` the states that this begins with;
+    with `room` there is room in them for what is to come, so that they are written in place.
+    `outputs` and `served` are by rank.
+    """
+
+    feeds: Mapping[str, Array]
+    waiting: int
+    done: Callable[[InFlightRequest], None]
+    sequence: int | None = None
+    initial: Mapping[str, Array | Zeros] = field(default_factory=dict)
+    room: bool = False
+    outputs: dict[int, dict[str, Array]] = field(default_factory=dict)
+    served: dict[int, Served] = field(default_factory=dict)
+    error: BaseException | None = None
+    submitted: float = field(default_factory=time.perf_counter)
+    replayed: bool = False
+    started: bool = False
+    cancelled: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin(self) -> bool:
+        """Whether to run it. All ranks get the same answer: once one has begun, it is too late to cancel."""
+        with self.lock:
+            self.started = self.started or not self.cancelled
+            return self.started
+
+    def cancel(self) -> None:
+        """Do not run it, unless a rank has begun."""
+        with self.lock:
+            self.cancelled = True
+
+    def finish(self, rank: int, outputs: Mapping[str, Array], served: Served, error: BaseException | None) -> None:
+        """What came of it on one rank; only the first time counts."""
+        with self.lock:
+            if rank in self.outputs:
+                return
+            self.outputs[rank] = dict(outputs)
+            self.served[rank] = served
+            self.error = self.error or error
+            self.waiting -= 1
+            if self.waiting:
+                return
+        self.done(self)

@@ -1,0 +1,158 @@
+"""Measure how fast values get from device to device."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from splitc.runtime.collectives import Collectives
+from splitc.runtime.collectives.connect import connect_devices
+from splitc.runtime.device_profiles import Link
+from splitc.runtime.devices import Device
+from splitc.runtime.engines import Backend
+from splitc.runtime.engines.backends import make_backend
+from splitc.runtime.engines.gpu_array import Tape
+from splitc.runtime.engines.kinds import ONNXRUNTIME
+from splitc.runtime.machine import Machine, MeasuredLink, keep_machine, pair_name
+from splitc.runtime.replay.capture import capture
+from splitc.runtime.steps import Reduce
+from splitc.runtime.tools.device_speeds import measure_speeds
+
+# Bytes of the values that are sent: what costs time by itself, and what costs time by its size.
+MESSAGE_BYTES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)
+WARMUP, RUNS = 5, 25
+# Seconds below which nothing is told apart from nothing.
+SHORTEST = 1e-7
+
+
+def measure_machine(devices: Sequence[Device]) -> Machine:
+    """Measure each device and each pair of devices, and keep that. Raises PackageError for a GPU that can't be used."""
+    measured = {pair_name(*two): _measure_pair(two) for two in combinations(devices, 2)}
+    machine = Machine(
+        {name: _fit([(each.bytes, each.copy) for each in found]) for name, found in measured.items()},
+        {name: _fit([(each.bytes, each.reduce) for each in found]) for name, found in measured.items()},
+        measured,
+        measure_speeds(devices),
+    )
+    keep_machine(machine)
+    return machine
+
+
+def _fit(points: Sequence[tuple[int, float]]) -> Link:
+    """The line through the measured times that errs least in proportion; neither part is below 0."""
+    sizes, seconds = (np.array(each, dtype=float) for each in zip(*points, strict=True))
+    rows = np.stack([np.ones_like(sizes), sizes], axis=1) / seconds[:, None]
+    (latency, per_byte), *_ = np.linalg.lstsq(rows, np.ones_like(seconds), rcond=None)
+    if latency < 0 or per_byte < 0:
+        return Link(float(seconds.min()), max(0.0, float((seconds[-1] - seconds.min()) / sizes[-1])))
+    return Link(float(latency), float(per_byte))
+
+
+def _measure_pair(devices: Sequence[Device]) -> list[MeasuredLink]:
+    backends = [make_backend(ONNXRUNTIME, device, 1) for device in devices]
+    ends = connect_devices(devices, backends)
+    capturable = all(end.capturable for end in ends)
+    measure = _measure_replayed if capturable else _measure_waiting
+    return [measure(backends, ends, np.zeros(size // 4, np.float32)) for size in MESSAGE_BYTES]
+
+
+def _measure_waiting(backends: Sequence[Backend], ends: Sequence[Collectives], array: Any) -> MeasuredLink:
+    """Devices whose hosts' threads wait for each other."""
+    pauses: list[float] = []
+
+    def pause() -> None:
+        start = time.perf_counter()
+        _be_busy()
+        pauses.append(time.perf_counter() - start)
+
+    # There and back again, each time to one who has been waiting: half of it is one way.
+    there = _time_both(backends, lambda rank, value: _bounce(rank, ends[rank], value, pause), array)
+    on_the_way = median(max(SHORTEST, whole - pause) for whole, pause in zip(there, pauses[WARMUP:], strict=True))
+    together = _time_both(backends, lambda rank, value: _sum(ends[rank], backends[rank], value), array)
+    return MeasuredLink(array.nbytes, on_the_way / 2, median(together))
+
+
+def _measure_replayed(backends: Sequence[Any], ends: Sequence[Any], array: Any) -> MeasuredLink:
+    """GPUs that have access to each other's memory, which replay what they do: as a part of that."""
+    sums = _time_replayed(backends, ends, lambda rank, value: _sum(ends[rank], backends[rank], value), array)
+    there = _time_replayed(backends, ends, lambda rank, value: _bounce(rank, ends[rank], value), array)
+    return MeasuredLink(array.nbytes, there / 2, sums)
+
+
+def _time_replayed(backends: Sequence[Any], ends: Sequence[Any], work: Callable[[int, Any], Any], array: Any) -> float:
+    """Median seconds of the work, of which a graph does RUNS in a row."""
+
+    def run(rank: int) -> Any:
+        gpu = backends[rank]
+        gpu.attach()
+
+        def give() -> None:
+            value = gpu.empty(array.shape, str(array.dtype))
+            for _ in range(RUNS):
+                value = work(rank, value)
+
+        work(rank, gpu.upload(array))  # eagerly, so that its kernel is there
+        return capture(gpu, ends[rank], range(len(ends)), Tape(), give)
+
+    with ThreadPoolExecutor(len(ends)) as pool:
+        captured, *_ = pool.map(run, range(len(ends)))
+    seconds: list[float] = [captured.play() / RUNS for _ in range(WARMUP + RUNS)]
+    return median(seconds[WARMUP:])
+
+
+# What a rank does while the other one waits, as if it ran an engine: the other's core goes to sleep meanwhile, and a
+# hand-over between cores that are awake takes a tenth of the time. Hashing leaves the interpreter's lock.
+_WORK = bytes(1 << 19)
+
+
+def _be_busy() -> None:
+    hashlib.sha256(_WORK).digest()
+
+
+def _bounce(rank: int, end: Collectives, value: Any, pause: Callable[[], None] = lambda: None) -> Any:
+    """Rank 0 sends the value, and rank 1 sends it back after a `pause`."""
+    if rank == 0:
+        end.send(1, "x", value)
+        return end.receive(1, "x")
+    value = end.receive(0, "x")
+    pause()
+    end.send(0, "x", value)
+    return value
+
+
+def _sum(end: Collectives, backend: Backend, value: Any) -> Any:
+    """Both ranks hand the value in; rank 1 does so first, and waits for rank 0."""
+    return end.all_reduce(Reduce("sum", ["x"], ["x"], [0, 1]), [value], backend.accumulate)[0]
+
+
+def _time_both(backends: Sequence[Backend], work: Callable[[int, Any], Any], array: Any) -> list[float]:
+    """Seconds of the work, from when the busy rank 0 begins with it until both ranks have its result."""
+    starts: list[float] = []
+    ends: list[list[float]] = [[], []]
+
+    def run(rank: int) -> None:
+        backend = backends[rank]
+        backend.attach()
+        value = backend.upload(array)
+        for _ in range(WARMUP + RUNS):
+            if rank == 0:
+                _be_busy()
+                starts.append(time.perf_counter())
+            value = work(rank, value)
+            backend.wait_all()
+            ends[rank].append(time.perf_counter())
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [max(first, second) - start for start, first, second in zip(starts, *ends, strict=True)][WARMUP:]

@@ -1,0 +1,118 @@
+"""Generated tokens are those of the unsplit model in a plain loop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+from typer.testing import CliRunner
+
+from models.llama import Size, build
+from models.llama_fused import build as build_fused
+from models.writer import save
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.runtime import Session
+from splitc.runtime.cli.commands import app
+from splitc.runtime.errors import MisuseError, SplitcError
+from splitc.runtime.generate.tokens import Timings
+from tests.conftest import DECODER, LAYER
+from tests.helpers.greedy import plain_loop
+from tests.helpers.packages import MODES, compile_mode
+
+PROMPT = [5, 17, 33, 2, 90, 41, 8]
+
+
+@pytest.fixture(params=MODES)
+def package_of(request: pytest.FixtureRequest, decoder: Path) -> Path:
+    """A package in each split mode."""
+    return compile_mode(decoder, request.param)
+
+
+@pytest.mark.parametrize("chunk", [512, 3])
+def test_200_tokens_are_those_of_a_plain_loop(package_of: Path, decoder: Path, chunk: int) -> None:
+    with Session(package_of, threads=1) as session:
+        assert len(session.resident_states) == 2 * DECODER.layers
+        timings = Timings()
+        found = list(session.generate(PROMPT, max_new_tokens=200, prompt_chunk=chunk, timings=timings))
+    assert found == plain_loop(decoder, PROMPT, 200)
+    assert (timings.prompt_tokens, timings.tokens) == (len(PROMPT), 199)
+
+
+def test_prompt_through_a_package_of_its_own(package: Path, decoder: Path, tmp_path: Path) -> None:
+    """The same model without caches to go on from: what exporters write as the model for the prompt."""
+    model = ir.load(decoder)
+    for value in [value for value in model.graph.inputs if (value.name or "").startswith("past")]:
+        (join,) = [use.node for use in value.uses()]
+        present, new = join.outputs[0], ir.node("Identity", [join.inputs[1]]).outputs[0]
+        new.name, new.type, new.shape, present.name = present.name, present.type, present.shape, "unused"
+        model.graph.insert_before(join, new.producer())
+        present.replace_all_uses_with(new, replace_graph_outputs=True)
+        model.graph.remove(join, safe=True)
+        model.graph.inputs.remove(value)
+    ir.save(model, decoder.with_name("prefill.onnx"))
+    request = Request(
+        split_mode="layer", shapes={"input_ids": (1, 7), "attention_mask": (1, 7), "position_ids": (1, 7)}
+    )
+    compile_model(plan_model(decoder.with_name("prefill.onnx"), ["2xcpu"], request), tmp_path / "prefill")
+    with Session(package) as session, Session(tmp_path / "prefill") as prefill:
+        assert list(session.generate(PROMPT, max_new_tokens=30, prefill=prefill)) == plain_loop(decoder, PROMPT, 30)
+    found = CliRunner().invoke(app, ["generate", str(package), "--prompt-ids", "1,2", "--prefill", str(package)])
+    assert isinstance(found.exception, SplitcError)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", "hello"], "needs a --tokenizer"),
+        (["--prompt-ids", "1,a"], "can't read --prompt-ids 1,a"),
+        (["--prompt-ids", "1,5000"], "the token 5000, and the model has a vocabulary of 96"),
+        (["--prompt-ids", "1", "--temperature", "-1"], "temperature -1"),
+        (["--prompt-ids", "1", "--tokenizer", "nowhere"], "no such tokenizer"),
+        ([], "give the prompt as --prompt"),
+    ],
+)
+def test_misuse_of_generate_is_said(package: Path, arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["generate", str(package), *arguments])
+    assert isinstance(result.exception, MisuseError)
+    assert message in str(result.exception)
+
+
+def test_generate_on_the_command_line(package: Path, decoder: Path) -> None:
+    prompt = ",".join(map(str, PROMPT))
+    result = CliRunner().invoke(app, ["generate", str(package), "--prompt-ids", prompt, "-n", "8"])
+    assert result.exit_code == 0
+    expected = plain_loop(decoder, PROMPT, 8)
+    assert result.stdout.split()[:8] == [str(token) for token in expected]
+    stopped = CliRunner().invoke(app, ["generate", str(package), "--prompt-ids", prompt, "--stop", str(expected[2])])
+    assert stopped.stdout.split()[: expected.index(expected[2])] == [
+        str(t) for t in expected[: expected.index(expected[2])]
+    ]
+
+
+SMALL = Size(layers=2, hidden=64, heads=4, kv_heads=2, feed_forward=96, vocabulary=50)
+
+
+def tokens_of(model: ir.Model, folder: Path, count: int, **options: Any) -> list[int]:
+    path = folder / "model.onnx"
+    save(model, path)
+    compile_model(plan_model(path, ["2xcpu"], LAYER), folder / "package")
+    with Session(folder / "package") as session:
+        return list(session.generate([3, 1, 4, 1, 5], max_new_tokens=count, **options))
+
+
+def test_caches_with_room_give_the_tokens_of_caches_that_grow(tmp_path: Path) -> None:
+    """Whether the room is the graph's, or ours: masks are as long as the caches from the beginning then."""
+    growing = tokens_of(build(SMALL), tmp_path / "growing", 20)
+    assert tokens_of(build(replace(SMALL, capacity=32)), tmp_path / "fixed", 20) == growing
+    assert len(set(growing)) > 3
+    fused = build_fused(SMALL)
+    whole = tokens_of(fused, tmp_path / "fused", 20)
+    assert tokens_of(build_fused(SMALL), tmp_path / "pieces", 20, prompt_chunk=1) == whole
+
+
+def test_full_cache_is_said(tmp_path: Path) -> None:
+    with pytest.raises(MisuseError, match="the model has room for 8 tokens, and the sequence comes to 9"):
+        tokens_of(build(replace(SMALL, capacity=8)), tmp_path, 20)

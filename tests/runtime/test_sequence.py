@@ -1,0 +1,143 @@
+"""Stateful sequences: states stay on their ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from splitc.compiler import compile_model, plan_model
+from splitc.runtime import Session
+from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
+from splitc.runtime.errors import EngineError, MisuseError, SplitcError
+from tests.conftest import LAYER, assert_close, decoder_feeds, run_whole, until
+from tests.helpers.greedy import plain_loop
+from tests.helpers.packages import MODES, compile_mode
+from tests.helpers.recurrent import write_lstm
+
+PROMPT = [5, 17, 33, 2, 90, 41, 8]
+
+
+@pytest.fixture(params=MODES)
+def package_of(request: pytest.FixtureRequest, decoder: Path) -> Path:
+    """A package in each split mode."""
+    return compile_mode(decoder, request.param)
+
+
+def test_states_do_not_go_to_the_caller(package_of: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Session(package_of, threads=1) as session, session.start() as sequence:
+        feeds = decoder_feeds(1, 4, 0)
+        fed = {name: array for name, array in feeds.items() if not name.startswith("past")}
+        sequence.run(fed)
+        moved: list[int] = []
+        for name in ("upload", "download"):
+            known = getattr(OnnxRuntimeBackend, name)
+
+            def count(self: Any, value: Any, name: str = name, known: Any = known) -> Any:
+                result = known(self, value)
+                moved.extend(each.nbytes for each in ([value] if name == "upload" else result.values()))
+                return result
+
+            monkeypatch.setattr(OnnxRuntimeBackend, name, count)
+        outputs = sequence.run({**fed, "attention_mask": np.ones((1, 8), np.int64)})
+        assert list(outputs) == ["logits"]
+        ranks = len(session.manifest.ranks)
+        assert sum(moved) <= outputs["logits"].nbytes + 3 * ranks * 8 * 8, "only what is fed and the logits move"
+
+
+def test_sequences_do_not_disturb_each_other(package_of: Path, decoder: Path) -> None:
+    prompts = [PROMPT, PROMPT[::-1], PROMPT[2:]]
+    with Session(package_of, threads=1) as session:
+        streams = [session.generate(prompt, max_new_tokens=20) for prompt in prompts]
+        found = [list(tokens) for tokens in zip(*zip(*streams))]
+    assert found == [plain_loop(decoder, prompt, 20) for prompt in prompts]
+
+
+def test_sequence_ends_with_its_first_failure(package_of: Path) -> None:
+    feeds = {name: array for name, array in decoder_feeds(1, 4, 0).items() if not name.startswith("past")}
+    wrong = {**feeds, "attention_mask": np.ones((1, 3), np.int64)}
+    with Session(package_of, threads=1) as session:
+        sequence = session.start()
+        sequence.run(feeds)
+        with pytest.raises(EngineError):
+            sequence.run(wrong)
+        with pytest.raises(SplitcError, match="states are lost: start another one"):
+            sequence.run(feeds)
+        sequence.close()
+        with session.start() as another:
+            another.run(feeds)
+        until(lambda: not any(worker.sequences for worker in session._workers))
+
+
+def test_loaded_states_may_change_later(package_of: Path, decoder: Path) -> None:
+    feeds = decoder_feeds(1, 2, 5)
+    states = {name: array.copy() for name, array in feeds.items() if name.startswith("past")}
+    with Session(package_of, threads=1) as session, session.start() as sequence:
+        sequence.load(states)
+        for array in states.values():
+            array[...] = 0
+        found = sequence.run({name: array for name, array in feeds.items() if name not in states})
+    assert_close(found, {"logits": run_whole(decoder, feeds)["logits"]}, 2e-5)
+
+
+@pytest.mark.parametrize("runs", [0, 1])
+def test_closed_sequence_refuses(package: Path, runs: int) -> None:
+    feeds = {name: array for name, array in decoder_feeds(1, 4, 0).items() if not name.startswith("past")}
+    with Session(package, threads=1) as session:
+        sequence = session.start()
+        for _ in range(runs):
+            sequence.run(feeds)
+        sequence.close()
+        sequence.close()
+        with pytest.raises(SplitcError, match="this sequence is closed"):
+            sequence.run(feeds)
+        with pytest.raises(SplitcError, match="this sequence is closed"):
+            sequence.load({})
+        until(lambda: not any(worker.sequences for worker in session._workers))
+
+
+def test_states_of_a_first_run_that_failed_go_too(package_of: Path) -> None:
+    feeds = {name: array for name, array in decoder_feeds(1, 4, 0).items() if not name.startswith("past")}
+    with Session(package_of, threads=1) as session:
+        engine = session._workers[-1]._program.engines[-1]
+
+        def fail(*_: Any) -> Any:
+            raise EngineError("on purpose")
+
+        engine.run = fail  # type: ignore[method-assign]
+        with session.start() as sequence, pytest.raises(EngineError, match="on purpose"):
+            sequence.run(feeds)
+        until(lambda: not any(worker.sequences for worker in session._workers))
+
+
+def test_recurrent_states_are_states_too(tmp_path: Path) -> None:
+    """They stay, and begin as zeros."""
+    model = tmp_path / "model.onnx"
+    write_lstm(model)
+    compile_model(plan_model(model, ["cpu0"], LAYER), tmp_path / "package")
+    whole = ort.InferenceSession(str(model))
+    steps = [np.random.default_rng(number).random((1 + number, 2, 6), np.float32) for number in range(4)]
+    h = c = np.zeros((1, 2, 5), np.float32)
+    with Session(tmp_path / "package") as session, session.start() as sequence:
+        assert {(state.input, state.output, state.grows) for state in session.resident_states} == {
+            ("h", "hn", None),
+            ("c", "cn", None),
+        }
+        for step in steps:
+            expected, h, c = whole.run(None, {"x": step, "h": h, "c": c})
+            np.testing.assert_allclose(sequence.run({"x": step})["y"], expected, atol=1e-6)
+
+
+def test_model_without_states_has_no_sequences(tmp_path: Path) -> None:
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[n,4] x) => (int64[m] y) { y = Shape(x) }'
+    ir.save(ir.from_onnx_text(text), tmp_path / "model.onnx")
+    compile_model(plan_model(tmp_path / "model.onnx", ["cpu0"], LAYER), tmp_path / "package")
+    with Session(tmp_path / "package") as session:
+        with pytest.raises(MisuseError, match="has no states"):
+            session.start()
+        with pytest.raises(MisuseError, match=r"can't generate with model\.onnx: it takes x"):
+            list(session.generate([1]))

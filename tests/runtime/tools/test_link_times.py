@@ -1,0 +1,63 @@
+"""How fast values get from device to device, as measured on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from splitc.runtime.device_profiles import CPU, Link
+from splitc.runtime.devices import parse_devices
+from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
+from splitc.runtime.machine import known_machine
+from splitc.runtime.tools.link_times import _fit, measure_machine
+from tests.helpers.fake_gpus import FakeBackend
+
+
+def test_measured_links_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cpu0, cpu5 = parse_devices(["cpu0", "cpu5"])
+    machine = measure_machine([cpu0, cpu5])
+    assert known_machine() == machine
+    assert machine.copy(cpu5, cpu0) == machine.copies["cpu-cpu"] != CPU.copy
+    assert all(each.copy > 0 and each.reduce > 0 for each in machine.measured["cpu-cpu"])
+    large, small = machine.measured["cpu-cpu"][-1], machine.measured["cpu-cpu"][0]
+    assert large.reduce > small.reduce, "to sum 16 MiB takes longer than to sum 1 KiB"
+    assert set(machine.speeds) == {"cpu"}
+    speed = machine.speed(cpu5)
+    assert speed.flops is not None and speed.bytes is not None and speed.flops > 0 and speed.bytes > 0
+
+
+@pytest.mark.parametrize("link", [Link(1e-5, 1e-10), Link(3e-6, 0.0), Link(2e-4, 5e-9)])
+def test_line_is_found(link: Link) -> None:
+    found = _fit([(size, link.seconds(size)) for size in (1024, 65536, 1 << 20, 1 << 24)])
+    assert found.latency == pytest.approx(link.latency, rel=1e-6)
+    assert found.per_byte == pytest.approx(link.per_byte, rel=1e-6, abs=1e-18)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_gpus_are_measured_as_they_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(
+        "splitc.runtime.tools.link_times.make_backend",
+        lambda engine, device, threads: FakeBackend(device.index) if device.kind == "cuda" else OnnxRuntimeBackend(1),
+    )
+    # Each is exactly as long as the others, so that a few do; Python plays the GPUs, and takes its time.
+    monkeypatch.setattr("splitc.runtime.tools.link_times.RUNS", 10)
+    monkeypatch.setattr("splitc.runtime.tools.link_times.WARMUP", 1)
+    # One that is captured as a kernel, and one that is captured as a copy.
+    monkeypatch.setattr("splitc.runtime.tools.link_times.MESSAGE_BYTES", (1 << 10, 1 << 21))
+    monkeypatch.setattr("splitc.runtime.tools.device_speeds.GPU_SIDE", 64)
+    monkeypatch.setattr("splitc.runtime.tools.device_speeds.GPU_BYTES", 1 << 16)
+    devices = parse_devices(["cuda0", "cuda1", "cpu0"])
+    machine = measure_machine(devices)
+    found = machine.measured
+    assert set(machine.speeds) == {"cuda0", "cuda1", "cpu"}
+    assert all(each.flops and each.bytes for each in machine.speeds.values())
+    assert set(found) == {"cuda0-cuda1", "cpu-cuda0", "cpu-cuda1"}
+    # By the clock of GPUs that are not there, each thing that a stream does takes a microsecond. A sum is four: to
+    # say where the own part is, to wait for both, to add. There and back again is three: to say, to wait, to copy.
+    for each in found["cuda0-cuda1"]:
+        assert 4e-6 <= each.reduce < 6e-6
+        assert 1.5e-6 <= each.copy < 2e-6
+    assert all(each.copy > 1e-6 for each in found["cpu-cuda0"])
