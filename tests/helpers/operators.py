@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.nodes import operator_name
+from splitc.compiler.operators.registry import REGISTRY
 from tests.helpers.blocks import FLOAT, Block, check_split
 
 Middle = Callable[[Block, ir.Value], ir.Value]
@@ -41,6 +42,11 @@ def check_operator(graphs: Mapping[str, Tiny], name: str, folder: Path) -> None:
     """Check the graph of the operator of this name, which must be in it."""
     assert name in {operator_name(node) for node in graphs[name].build().model().graph}
     graphs[name].check(folder)
+
+
+def having(field: str) -> list[str]:
+    """The operators of whose entry a field is set."""
+    return [name for name, operator in REGISTRY.items() if getattr(operator, field)]
 
 
 def sandwich(

@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from splitc.compiler.analysis.costs import node_flops
 from tests.helpers.attention import (
     HEAD,
     HEADS,
@@ -23,7 +24,7 @@ from tests.helpers.attention import (
     project_back,
 )
 from tests.helpers.blocks import SHARES, Block
-from tests.helpers.operators import Tiny, check_operator, number, softmax, stored
+from tests.helpers.operators import Tiny, check_operator, having, number, softmax, stored
 
 
 def attention_operator(flat: bool) -> Block:
@@ -176,3 +177,17 @@ def test_operator(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_form(form: str, tmp_path: Path) -> None:
     FORMS[form].check(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in GRAPHS if name in having("flops") and name != "com.microsoft.Attention"]
+)
+def test_flops(name: str) -> None:
+    """Queries times keys and scores times values, over what is new and what is in the cache."""
+    domain, _, kind = name.rpartition(".")
+    values = [ir.Value(name=each) for each in ("q", "k", "v", "past")]
+    node = ir.node(kind, values, domain=domain, num_outputs=2)
+    node.outputs[0].name, node.outputs[1].name = "y", "present"
+    new, size = 5, HEADS * HEAD
+    shapes = dict.fromkeys("qkvy", (2, new, size)) | {"past": (2, HEADS, 3, HEAD), "present": (2, HEADS, 8, HEAD)}
+    assert node_flops(node, shapes) == 2 * (2 * 2 * new * 8 * size)

@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 
 from splitc.compiler.analysis.costs import node_flops
-from tests.helpers.blocks import FLOAT, SHARES, Block, check_split, sharded
+from tests.helpers.blocks import FLOAT, SHARES, Block, check_rows, check_split, sharded
 from tests.helpers.operators import (
     HIDDEN,
     INNER,
@@ -264,3 +264,8 @@ def test_unit_that_a_rank_lacks_is_a_copy_that_does_not_count(tmp_path: Path) ->
     )
     (ranges,) = sharded(plan).ranges.values()
     assert [each.counts for each in ranges].count(True) == 2
+
+
+def test_columns_of_an_integer_product_to_floats_are_sliced(tmp_path: Path) -> None:
+    """By row: the matrix, and the scales and zero points of its columns."""
+    check_rows(integer_products_to_floats(), tmp_path, "AB", rounds=2)
