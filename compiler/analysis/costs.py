@@ -13,6 +13,7 @@ from splitc.compiler.frontend.asked_shapes import Shape
 from splitc.compiler.frontend.graph import Graph, subgraphs
 from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes, shape_of, tensor_bytes
 from splitc.compiler.operators.registry import operator_of
+from splitc.runtime.device_profiles import find_profile
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,13 @@ class Speed:
         return f"{self.flops / 1e9:.0f} GFLOP/s and {self.bytes / 1e9:.0f} GB/s"
 
 
-# Orders of magnitude, for the shares of time that stages take; a profile measures instead. One core of a server's CPU,
-# and what half precision reaches on a data center's GPU of 2022.
-NOMINAL = {"cpu": Speed(1.5e11, 2.5e10), "cuda": Speed(4e14, 3e12)}
+def nominal_speed(kind: str) -> Speed:
+    """The speed of one core, or of a GPU, as its profile has it: orders of magnitude, for the shares of time of stages.
+
+    A profile of the model itself measures instead.
+    """
+    profile = find_profile(kind)
+    return Speed(profile.flops, profile.bytes)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ _MARK = "splitc.optional"
 
 
 @dataclass(frozen=True)
-class Source:
+class OptionalOrigin:
     """What an initializer is of an optional input: along each axis in `places` these elements, else all of it.
 
     `declared` is the shape that the model gives the input, which may be less fixed than that of its default.
@@ -47,7 +47,7 @@ def mark_optional(model: ir.Model) -> tuple[ir.Value, ...]:
     given = [value for value in model.graph.inputs if value.is_initializer()]
     optional = given if model.ir_version >= FIRST_IR_VERSION else []
     for value in optional:
-        value.meta[_MARK] = Source(value.name or "", value.shape)
+        value.meta[_MARK] = OptionalOrigin(value.name or "", value.shape)
     passes.RemoveInitializersFromInputsPass()(model)
     return tuple(optional)
 
@@ -57,9 +57,9 @@ def unmark(value: ir.Value) -> None:
     value.meta.pop(_MARK, None)
 
 
-def source_of(value: ir.Value | None) -> Source | None:
+def source_of(value: ir.Value | None) -> OptionalOrigin | None:
     """What an initializer is of an optional input, or None."""
-    source: Source | None = value.meta.get(_MARK) if value is not None else None
+    source: OptionalOrigin | None = value.meta.get(_MARK) if value is not None else None
     return source
 
 
@@ -71,7 +71,7 @@ def optional_inputs(graph: ir.Graph) -> list[ir.Value]:
 def mark_part(part: ir.Value, whole: ir.Value, places: Mapping[int, npt.NDArray[np.int64]]) -> None:
     """Say that a new initializer has of another one these elements along these axes."""
     if (source := source_of(whole)) is not None:
-        part.meta[_MARK] = Source(source.input, source.declared, places)
+        part.meta[_MARK] = OptionalOrigin(source.input, source.declared, places)
 
 
 @contextmanager

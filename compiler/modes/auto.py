@@ -132,7 +132,7 @@ def _try(
         plan = mode.plan(analyses.get(mode.stages(wanted, way.devices)), taken, wanted)
     except (ModelError, DoesNotFitError, MisuseError) as error:
         return Alternative(option.name, option.mode, way.devices, refused=_in_short(error)), None
-    found = predict(plan, machine, request.threads, _measured(plan.analysis, taken, request))
+    found = predict(plan, machine, request.threads, _measured(plan.analysis, taken, request, machine))
     return _describe(option, plan, found), plan
 
 
@@ -151,11 +151,11 @@ def _in_short(error: Exception) -> str:
     return re.split(r"[:;]", str(error), maxsplit=1)[0]
 
 
-def _measured(analysis: Analysis, resources: Resources, request: Request) -> float:
+def _measured(analysis: Analysis, resources: Resources, request: Request, machine: Machine) -> float:
     """What the blocks were measured to take over what is estimated for them; 1 where nothing is measured."""
     if not request.profile:
         return 1.0
-    speed = rank_speed(resources.devices[0], threads_for(resources.devices, request.threads), 1)
+    speed = rank_speed(resources.devices[0], threads_for(resources.devices, request.threads), 1, machine)
     nodes = [node for block in analysis.partition.blocks for node in block.nodes]
     estimated = sum(analysis.costs.seconds(node, speed) for node in nodes)
     return sum(resources.block_seconds(analysis)) / max(estimated, 1e-9)

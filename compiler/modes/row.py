@@ -13,7 +13,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from splitc.compiler.analysis.costs import NOMINAL
+from splitc.compiler.analysis.costs import nominal_speed
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.memory import StageMemory, stage_memory
 from splitc.compiler.analysis.stages import Stage, divide_blocks
@@ -23,7 +23,7 @@ from splitc.compiler.lowering.row_programs import helper_program, main_program
 from splitc.compiler.model_errors import CannotSplitError
 from splitc.compiler.modes.mode import Mode, Way
 from splitc.compiler.planning.assembly import assemble, check_memory
-from splitc.compiler.planning.clock import JITTER, Clock, Prediction
+from splitc.compiler.planning.clock import Clock, Prediction
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import PlanFile, check_file_shares
 from splitc.compiler.planning.plan_request import Request
@@ -91,7 +91,7 @@ class RowSplit:
         for products in self.sliced.rounds:
             nodes = [product.node for product in products]
             slowest = max(clock.seconds(rank, nodes, len(ranks), partial(self._share, rank.part)) for rank in ranks)
-            total += slowest * (1 + JITTER) * max(1.0, clock.crowd(len(ranks)))
+            total += clock.meeting(slowest) * max(1.0, clock.crowd(len(ranks)))
             total += 2 * (link.latency + clock.cold(main) + clock.start(main))
         # What comes back is copied once more, to where it is put together.
         results = (product.result for product in self.sliced.products.values())
@@ -285,7 +285,7 @@ def _sum(size: Callable[[ir.Value], int], values: Iterable[ir.Value]) -> int:
 
 def _rank_seconds(analysis: Analysis, resources: Resources, split: SlicedProducts) -> list[float]:
     """Each rank's time a run: of the model's time products take a part, and of those each rank by its columns."""
-    speed, costs = NOMINAL[resources.devices[0].kind], analysis.costs
+    speed, costs = nominal_speed(resources.devices[0].kind), analysis.costs
     whole = sum(resources.block_seconds(analysis))
     estimated = sum(costs.seconds(node, speed) for node in analysis.graph.nodes) or 1.0
     found = [0.0] * len(resources.devices)

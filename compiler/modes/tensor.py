@@ -22,7 +22,7 @@ from splitc.compiler.model_errors import CannotSplitError
 from splitc.compiler.modes.mode import Mode, Way
 from splitc.compiler.modes.pipeline import choose_stages, predict_pipeline, rematerialized, stage_cuts
 from splitc.compiler.planning.assembly import assemble, check_memory
-from splitc.compiler.planning.clock import JITTER, SHARD, Clock, Prediction
+from splitc.compiler.planning.clock import Clock, Prediction
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import PlanFile, check_file_shares
 from splitc.compiler.planning.plan_request import Request
@@ -35,6 +35,7 @@ from splitc.compiler.sharding.held import held_shards
 from splitc.compiler.sharding.partial import chosen_atoms
 from splitc.compiler.sharding.report import AxisFate, WeightFate, axis_fates, sharded_weights
 from splitc.compiler.sharding.sharded_model import ShardedModel, shard_model
+from splitc.runtime.device_profiles import HOST
 from splitc.runtime.engines.kinds import has_collectives
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.manifest import Part
@@ -86,7 +87,7 @@ class TensorSplit:
         link = clock.sum(first, second)
         size, count = self.exchanged_bytes(()) / stages, self.collectives / stages
         sums = (len(members) - 1) * (count * link.latency + size * link.per_byte)
-        return slowest * (1 + JITTER) + sums + (count + 1) * clock.start(first) + self._joining(clock) / stages
+        return clock.meeting(slowest) + sums + (count + 1) * clock.start(first) + self._joining(clock) / stages
 
     def _share(self, part: int, node: ir.Node) -> float:
         """The share of a node's work that one rank of a group has."""
@@ -100,7 +101,7 @@ class TensorSplit:
         ends = (value for value in (*graph.inputs, *graph.outputs) if value.name not in clock.states)
         cut = [value for value in ends if self.sharded.shards(0).splits(self.sharded.axes(value))]
         size = sum(map(self.analysis.costs.value_bytes, cut))
-        return len(cut) * SHARD + clock.copying(clock.ranks[0], size)
+        return len(cut) * HOST.part + clock.copying(clock.ranks[0], size)
 
     def program(self, ranks: Sequence[RankPlan], number: int, engine: str) -> RankProgram:
         rank, sharded = ranks[number], self.sharded

@@ -11,14 +11,10 @@ from splitc.compiler.planning.plan_request import Request
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.planning.split import Split
 from splitc.compiler.sharding.report import WeightFate, warn_of_little
+from splitc.runtime.device_profiles import find_profile
 from splitc.runtime.engines.kinds import ONNXRUNTIME, choose_engine
 from splitc.runtime.errors import DoesNotFitError
 from splitc.runtime.units import format_bytes
-
-# Bytes that each of ONNX Runtime's sessions on a GPU takes beside weights and activations, for its libraries and their
-# scratch space, as measured on H200s with version 1.31 at the peak of a decoder in tensor mode (20 MiB when it is
-# loaded). Those of a rank's only one are left to the headroom.
-SESSION_BYTES = 42 << 20
 
 
 def assemble(
@@ -49,10 +45,11 @@ def assemble(
 
 
 def _with_sessions(rank: RankPlan, engine: str, split: Split) -> RankPlan:
-    """The rank with the memory of its engines' libraries, where it has many of them on a GPU."""
+    """The rank with the memory of its engines' libraries on a GPU. Those of an only engine are left to the headroom."""
     if engine != ONNXRUNTIME or rank.device.kind != "cuda":
         return rank
-    return replace(rank, memory=replace(rank.memory, engines=split.more_sessions(rank) * SESSION_BYTES))
+    size = split.more_sessions(rank) * find_profile(rank.device.kind).engine_bytes
+    return replace(rank, memory=replace(rank.memory, engines=size))
 
 
 def plan_warnings(analysis: Analysis, ranks: Sequence[RankPlan]) -> list[str]:

@@ -8,29 +8,14 @@ from functools import cached_property
 
 import onnx_ir as ir
 
-from splitc.compiler.analysis.costs import NOMINAL, Speed
+from splitc.compiler.analysis.costs import Speed, nominal_speed
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.memory import state_names
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.planning.rank_plan import RankPlan
-from splitc.runtime.device_profiles import Link
+from splitc.runtime.device_profiles import HOST, Link, find_profile
 from splitc.runtime.devices import Device, cache_bytes, cores
 from splitc.runtime.machine import Machine
-
-# Seconds to start an engine, beside what it computes (on GPUs as part of a CUDA graph); to feed it an array or give
-# one; and to cut or join one of which ranks have shards.
-START, ARRAY, SHARD = {"cpu": 4e-5, "cuda": 2e-6}, 5e-6, 1e-5
-# How much of another thread's work, or another core's bandwidth, is gained by using it for one operator: threads wait
-# for each other, and the cores of a CPU share its memory.
-THREAD_GAIN, BANDWIDTH_GAIN = 0.9, 0.15
-# What takes fewer seconds is not spread over threads.
-SMALL = 2e-5
-# Seconds of a kernel that has next to nothing to do, on an H200; and what a hand-over between GPUs takes there beyond
-# what the link was measured to take, when they have had other things to do meanwhile.
-KERNEL, COLD = {"cpu": 0.0, "cuda": 2e-6}, {"cpu": 0.0, "cuda": 5e-6}
-# CPU devices that work at once keep this share of their speed where they wait for memory. Where ranks meet again and
-# again, the slower of them is waited for: so much of the time between two meetings.
-CROWDED, JITTER = 0.9, 0.1
 
 
 @dataclass(frozen=True)
@@ -66,15 +51,17 @@ class Clock:
         self, rank: RankPlan, nodes: Iterable[ir.Node], at_once: int, share: Callable[[ir.Node], float] = all_of_it
     ) -> float:
         """The time that a rank takes for its share of the nodes, while so many ranks are at work."""
-        speed, one = (rank_speed(rank.device, threads, at_once, self._is_cached) for threads in (self.threads, 1))
+        speed, one = (
+            rank_speed(rank.device, threads, at_once, self.machine, self._is_cached) for threads in (self.threads, 1)
+        )
         costs = self.analysis.costs
         total = 0.0
         for node in nodes:
             if node in costs.graph.folded or not (own := share(node)):
                 continue
-            least = KERNEL[rank.device.kind] if not operator_of(node).view else 0.0
+            least = find_profile(rank.device.kind).kernel if not operator_of(node).view else 0.0
             alone = own * costs.seconds(node, one)
-            total += max(least, alone if alone < SMALL else own * costs.seconds(node, speed))
+            total += max(least, alone if alone < HOST.single_thread else own * costs.seconds(node, speed))
         return self.measured * total
 
     @cached_property
@@ -89,12 +76,12 @@ class Clock:
 
     def start(self, rank: RankPlan) -> float:
         """The time to start an engine of a rank."""
-        return START[rank.device.kind]
+        return find_profile(rank.device.kind).engine_start
 
     def feeding(self, rank: RankPlan) -> float:
         """The time to feed a rank its arrays and to take what it gives; states stay where they are."""
         ends = (*rank.stage.feeds, *rank.stage.outputs)
-        return ARRAY * sum(value.name not in self.states for value in ends)
+        return HOST.array * sum(value.name not in self.states for value in ends)
 
     @cached_property
     def states(self) -> frozenset[str]:
@@ -103,7 +90,7 @@ class Clock:
 
     def cold(self, rank: RankPlan) -> float:
         """What a hand-over from a rank takes beyond its link's measured time."""
-        return COLD[rank.device.kind]
+        return find_profile(rank.device.kind).cold_link
 
     def copy(self, one: RankPlan, other: RankPlan) -> Link:
         """The link between two ranks."""
@@ -113,24 +100,41 @@ class Clock:
         """A sum over two ranks."""
         return self.machine.sum(one.device, other.device)
 
+    def meeting(self, seconds: float) -> float:
+        """The time between two meetings of ranks that each take so many seconds: the slowest is waited for."""
+        return seconds * (1 + HOST.jitter)
+
     def copying(self, rank: RankPlan, size: int) -> float:
         """The time to copy so many bytes within a rank's memory."""
-        return 2 * size / rank_speed(rank.device, self.threads, 1).bytes
+        return 2 * size / rank_speed(rank.device, self.threads, 1, self.machine).bytes
 
 
-def rank_speed(device: Device, threads: int, at_once: int, cached: bool = False) -> Speed:
-    """The speed of one of so many ranks that work at once.
+def rank_speed(device: Device, threads: int, at_once: int, machine: Machine, cached: bool = False) -> Speed:
+    """The speed of one of so many ranks that work at once, as it was measured on the machine, or as the profile has it.
 
     CPU devices share the cores, and their memory, unless what they read is in the cache.
     """
-    one = NOMINAL[device.kind]
+    one = _unshared_speed(device, machine)
     if device.kind != "cpu":
         return one
     threads = min(threads, cores())
     at_once = min(at_once, cores() // threads)
-    computing = 1 + THREAD_GAIN * (threads - 1)
+    computing = _gain(HOST.thread_gain, threads)
     if cached:
         return Speed(one.flops * computing, one.bytes * computing)
-    crowded = CROWDED if at_once > 1 else 1.0
-    reading = (1 + BANDWIDTH_GAIN * (threads * at_once - 1)) / at_once
+    crowded = HOST.crowded if at_once > 1 else 1.0
+    reading = _gain(HOST.bandwidth_gain, threads * at_once) / at_once
     return Speed(one.flops * computing * crowded, one.bytes * reading)
+
+
+def _gain(share: float, count: int) -> float:
+    """How many times faster so many threads are than one, each but the first of which gains this share."""
+    return 1 + share * (count - 1)
+
+
+def _unshared_speed(device: Device, machine: Machine) -> Speed:
+    """The speed of a GPU, or of one core. What is measured of a CPU is that of all cores."""
+    nominal, measured = nominal_speed(device.kind), machine.speed(device)
+    count = cores() if device.kind == "cpu" else 1
+    flops = measured.flops / _gain(HOST.thread_gain, count) if measured.flops else nominal.flops
+    return Speed(flops, measured.bytes / _gain(HOST.bandwidth_gain, count) if measured.bytes else nominal.bytes)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from splitc.compiler.analysis.costs import NOMINAL
+from splitc.compiler.analysis.costs import nominal_speed
 from splitc.compiler.analysis.facts import Analysis
 from splitc.runtime.devices import Device, free_bytes, memory_of
 from splitc.runtime.errors import MisuseError
@@ -35,7 +35,7 @@ class Resources:
         """The time of each block on the first device."""
         if self.timer is not None:
             return self.timer(analysis, self.devices, self.threads)
-        speed, costs = NOMINAL[self.devices[0].kind], analysis.costs
+        speed, costs = nominal_speed(self.devices[0].kind), analysis.costs
         return [sum(costs.seconds(node, speed) for node in block.nodes) for block in analysis.partition.blocks]
 
     def take(self, places: Sequence[int]) -> Resources:

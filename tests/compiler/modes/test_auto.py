@@ -14,11 +14,10 @@ from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.modes.auto import choose, predict
 from splitc.compiler.modes.replanning import plan_from_file
-from splitc.compiler.planning.assembly import SESSION_BYTES
 from splitc.compiler.planning.plan import Alternative, Plan
 from splitc.compiler.planning.plan_file import write_plan
 from splitc.runtime import Session
-from splitc.runtime.device_profiles import Link
+from splitc.runtime.device_profiles import HOPPER, Link
 from splitc.runtime.errors import DoesNotFitError, MisuseError
 from splitc.runtime.machine import Machine
 from tests.conftest import assert_close, decoder_feeds, run_whole
@@ -137,9 +136,9 @@ def test_many_engines_on_a_gpu_are_counted(decoder: Path) -> None:
 
     assert engines("2xcpu", "tensor") == engines("2xcuda", "layer") == [0, 0]
     sums = plan_model(decoder, ["2xcpu"], Request(split_mode="tensor")).split.collectives
-    assert engines("2xcuda", "tensor") == [sums * SESSION_BYTES] * 2
+    assert engines("2xcuda", "tensor") == [sums * HOPPER.engine_bytes] * 2
     main, helper = engines("2xcuda", "row")
-    assert main == 2 * (helper + SESSION_BYTES)
+    assert main == 2 * (helper + HOPPER.engine_bytes)
 
 
 def test_model_inside_control_flow_runs_on_one_device(tmp_path: Path) -> None:
