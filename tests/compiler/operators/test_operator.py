@@ -25,7 +25,8 @@ from splitc.compiler.lowering.rank_forms import COLLECTIVE
 from splitc.compiler.lowering.rank_graph import rank_graph
 from splitc.compiler.lowering.segments import cut_segments
 from splitc.compiler.nodes import operator_name
-from splitc.compiler.planning.clock import KERNEL, Clock
+from splitc.compiler.planning.clock import Clock
+from splitc.runtime.device_profiles import find_profile
 from splitc.runtime.devices import Device
 from splitc.runtime.machine import Machine
 from tests.compiler.operators import test_indexing, test_linear, test_quantized
@@ -203,7 +204,7 @@ def test_view_takes_no_kernel(name: str, tmp_path: Path) -> None:
     rank = replace(plan.ranks[0], device=Device("cuda", 0))
     clock = Clock(plan.analysis, [rank], Machine(), 1)
     took = clock.seconds(rank, nodes_of(plan.analysis.graph.graph, name), 1)
-    assert (took < KERNEL["cuda"]) == (name != "Neg")
+    assert (took < find_profile("cuda").kernel) == (name != "Neg")
 
 
 @pytest.mark.parametrize("name", having("unpacks"))

@@ -17,6 +17,7 @@ from tests.helpers.blocks import SHARES, Block
 from tests.helpers.operators import (
     HIDDEN,
     INNER,
+    PLACES,
     TWO,
     Middle,
     Tiny,
@@ -96,8 +97,8 @@ def norms(kind: str, *weights: str, opset: int = 17, shares: Sequence[Sequence[f
 def embedded() -> Block:
     """Tables and norm in one operator, whole; what comes after is split."""
     b = Block()
-    ids = b.indices("ids", [[0, 29], [7, 15]], ["n", "t"]), b.indices("kinds", [[0, 1], [1, 1]], ["n", "t"])
-    ids = tuple(b.op("Cast", each, to=ir.DataType.INT32) for each in ids)
+    given = b.indices("ids", [[0, 29], [7, 15]], ["n", "t"]), b.indices("kinds", [[0, 1], [1, 1]], ["n", "t"])
+    ids = [b.op("Cast", each, to=ir.DataType.INT32) for each in given]
     tables = b.w("words", 30, HIDDEN), b.w("places", 8, HIDDEN), b.w("segments", 2, HIDDEN)
     x = b.ops(
         "com.microsoft.EmbedLayerNormalization", *ids, *tables, b.w("scale", HIDDEN), b.w("shift", HIDDEN), outputs=2
@@ -120,9 +121,8 @@ def channels(b: Block, image: ir.Value) -> ir.Value:
     return b.op("MaxPool", b.op("InstanceNormalization", own, b.w("s2", INNER), b.w("b2", INNER)), kernel_shape=[1])
 
 
-def instance_normed(b: Block, image: ir.Value) -> ir.Value:
-    size = 5 if image.producer().op_type != "Transpose" else INNER
-    return b.op("InstanceNormalization", image, b.w(f"scale{size}", size), b.w(f"shift{size}", size))
+def instance_normed(channels: int) -> Middle:
+    return lambda b, v: b.op("InstanceNormalization", v, *(b.w(f"{n}{channels}", channels) for n in ("scale", "shift")))
 
 
 def of_channels(middle: Middle) -> Middle:
@@ -174,7 +174,7 @@ GRAPHS: dict[str, Tiny] = {
     "com.microsoft.EmbedLayerNormalization": Tiny(embedded, "AB", {"words", "places"}, sums=1),
     "BatchNormalization": sandwich(of_channels(batch_normed), split={"scale", "shift", "mean", "variance"}),
     "InstanceNormalization": sandwich(
-        of_channels(instance_normed), needs=instance_normed, split={"scale24", "shift24"}
+        of_channels(instance_normed(INNER)), needs=instance_normed(PLACES), split={"scale24", "shift24"}
     ),
     "GroupNormalization": group_normed(INNER, 21),
     "MeanVarianceNormalization": sandwich(

@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.compiler.packaging import tensorrt_build as tensorrt
 from splitc.compiler.packaging.building import BuildSettings, build_package
 from splitc.compiler.packaging.refusals import describe_refusals
 from splitc.compiler.packaging.tensorrt_build import BuildError
@@ -150,7 +149,7 @@ def test_process_that_dies_is_named(decoder: Path, tmp_path: Path, monkeypatch: 
             os.kill(process.pid, signal.SIGKILL)
         return process
 
-    monkeypatch.setattr(tensorrt.subprocess, "Popen", start_and_kill)
+    monkeypatch.setattr(subprocess, "Popen", start_and_kill)
     with pytest.raises(BuildError, match=r"ended by SIGKILL \(out of host memory, most likely\).*rank0/stage0.onnx"):
         compile_here(decoder, tmp_path / "package", "layer")
     assert not list(tmp_path.iterdir())
