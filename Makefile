@@ -15,7 +15,7 @@ test: lint
 lint: $(VENV)/test.done
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	MYPYPATH=$(VENV)/types $(BIN)/mypy -p splitc.compiler -p splitc.runtime
+	MYPYPATH=$(VENV)/types:. $(BIN)/mypy -p splitc.compiler -p splitc.runtime -p tests -p models
 
 # The folders' names are not the packages' (compiler is splitc.compiler): mypy finds them through links.
 $(VENV)/%.done: pyproject.toml

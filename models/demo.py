@@ -16,6 +16,7 @@ from rich.markup import escape
 from models.minilm import build, encode, fetch
 from models.writer import save
 from splitc.runtime import Session
+from splitc.runtime.arrays import save_arrays
 
 CACHE = Path(".cache")
 SENTENCES = (
@@ -37,7 +38,7 @@ def main() -> None:
     model, package, inputs = CACHE / "minilm.onnx", CACHE / "minilm-package", CACHE / "sentences.npz"
     save(build(folder), model)
     feeds = encode(folder, SENTENCES)
-    np.savez(inputs, **feeds)
+    save_arrays(inputs, feeds)
 
     shape = "x".join(map(str, feeds["input_ids"].shape))
     shapes = [f"--shapes={name}:{shape}" for name in feeds]

@@ -71,8 +71,9 @@ def save_sparse(model: ir.Model, path: Path) -> None:
     for value in model.graph.initializers.values():
         tensor = value.const_value
         assert tensor is not None and value.dtype is not None
+        shape, name = ir.Shape(tensor.shape.numpy()), value.name or ""
         value.const_value = ir.ExternalTensor(
-            data, offset, tensor.nbytes, value.dtype, shape=tensor.shape, name=value.name or "", base_dir=path.parent
+            data, offset, tensor.nbytes, value.dtype, shape=shape, name=name, base_dir=path.parent
         )
         offset += tensor.nbytes
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,11 +91,12 @@ class Decoder:
 
     def build(self) -> ir.Model:
         w, size = self.writer, self.size
-        new, total = (1, size.capacity) if size.capacity else ("sequence", "past + sequence")
+        new: int | str = 1 if size.capacity else "sequence"
+        total: int | str = size.capacity or "past + sequence"
         ids = w.input("input_ids", ir.DataType.INT64, ["batch", new])
         mask = w.input("attention_mask", ir.DataType.INT64, ["batch", total])
         positions = w.input("position_ids", ir.DataType.INT64, ["batch", new])
-        cache = ["batch", size.kv_heads, size.capacity or "past", size.head]
+        cache: list[int | str] = ["batch", size.kv_heads, size.capacity or "past", size.head]
         past = [
             [w.input(f"past_key_values.{layer}.{part}", size.dtype, cache) for part in ("key", "value")]
             for layer in range(size.layers)

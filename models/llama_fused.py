@@ -38,7 +38,7 @@ class FusedDecoder(Decoder):
         w, size = self.writer, self.size
         ids = w.input("input_ids", ir.DataType.INT64, ["batch", "sequence"])
         mask = w.input("attention_mask", ir.DataType.INT64, ["batch", "total"])
-        cache = ["batch", size.kv_heads, "past", size.head]
+        cache: list[int | str] = ["batch", size.kv_heads, "past", size.head]
         past = [
             [w.input(f"past_key_values.{layer}.{part}", size.dtype, cache) for part in ("key", "value")]
             for layer in range(size.layers)

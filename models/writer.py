@@ -67,7 +67,9 @@ class Writer:
 
     def weight(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
         """An initializer of this name, as it stands in a checkpoint."""
-        value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor)
+        value = ir.Value(
+            name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy()), const_value=tensor
+        )
         self._weights[name] = value
         return value
 

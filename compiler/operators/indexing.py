@@ -86,11 +86,25 @@ def scatter_elements(op: Operation) -> None:
     data, indices, updates, output = op.input(0), op.input(1), op.input(2), op.output()
     op.relate_all(data, output)
     op.whole([output[axis]], "it is written to by index")
-    same = op.node.op_type == "ScatterElements" and len(indices) == len(data)
-    for place in range(len(data) if same else 0):
+    for place, axes in enumerate(zip(indices, updates, output)):
+        if place != axis and len({ax.size_of(each) for each in axes}) == 1:
+            op.relate(axes[0], axes[2])
+            op.relate(axes[1], axes[2])
+        elif place != axis:
+            op.whole(axes, "it is written to in part")
+
+
+def tensor_scatter(op: Operation) -> None:
+    """The cache and what is written to it are alike, but along the axis that is written along."""
+    data, updates, output = op.input(0), op.input(1), op.output()
+    axis = op.number("axis", -2) % len(data)
+    op.relate_all(data, output)
+    for place in range(len(data)):
         if place != axis:
-            op.broadcast([indices[place]], [output[place]])
-            op.broadcast([updates[place]], [output[place]])
+            op.relate(updates[place], output[place])
+    op.whole([output[axis], updates[axis]], "it is written to by index")
+    if op.has(2):
+        op.relate(op.input(2)[0], output[0])
 
 
 def block_rows_shape(context: Any, node: ir.Node) -> None:
@@ -114,5 +128,5 @@ OPERATORS = (
     Operator("com.microsoft.GatherBlockQuantized", gather_blocks, shapes=block_rows_shape, lookups=((1, 0),)),
     Operator("ScatterElements", scatter_elements, positions=(1,)),
     Operator("ScatterND", scatter_nd, positions=(1,)),
-    Operator("TensorScatter", scatter_elements, positions=(2,)),
+    Operator("TensorScatter", tensor_scatter, positions=(2,)),
 )

@@ -12,6 +12,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def plain_loop(model: ort.InferenceSession, manifest: Manifest, prompt: list[int
     cache: dict[str, Any] = {}
     for state in manifest.states:
         tensor = inputs[state.input]
-        sizes = [0 if axis == state.grows else size for axis, size in enumerate(tensor.shape)]
+        sizes = [0 if axis == state.grows else size for axis, size in enumerate(tensor.shape or ())]
         shape = [size if isinstance(size, int) else 1 for size in sizes]
         cache[state.input] = ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, tensor.dtype))
     tokens, new, seconds = list(prompt), list(prompt), []
@@ -88,11 +89,11 @@ def main() -> None:
         manifest = sessions["layer"].manifest
         wholes = {threads: open_session(options.model, threads) for threads in sorted({1, options.threads})}
         runs: dict[str, Callable[[], tuple[list[int], Any]]] = {
-            f"unsplit, {threads} threads": lambda whole=whole: plain_loop(whole, manifest, prompt, options.tokens)
+            f"unsplit, {threads} threads": partial(plain_loop, whole, manifest, prompt, options.tokens)
             for threads, whole in wholes.items()
         }
         for mode, session in sessions.items():
-            runs[f"{mode}, {options.threads} x 1"] = lambda s=session: package_loop(s, prompt, options.tokens)
+            runs[f"{mode}, {options.threads} x 1"] = partial(package_loop, session, prompt, options.tokens)
         found: dict[str, list[Any]] = {name: [] for name in runs}
         tokens: dict[str, list[int]] = {}
         for _ in range(options.rounds):

@@ -39,9 +39,8 @@ class Block(Writer):
 
     def random(self, name: str, *shape: int) -> npt.NDArray[Any]:
         generator = np.random.default_rng(zlib.crc32(name.encode()))
-        return generator.standard_normal(shape, dtype=np.float32) / np.float32(
-            max(1.0, shape[-2] if len(shape) > 1 else 1) ** 0.5
-        )
+        size = max(1.0, shape[-2] if len(shape) > 1 else 1)
+        return np.asarray(generator.standard_normal(shape, dtype=np.float32) / np.float32(size**0.5))
 
     def data(self, name: str, shape: Sequence[int], symbols: Sequence[Any] | None = None) -> ir.Value:
         """An input of random numbers; `symbols` is the shape that the model says, where it is not fixed."""

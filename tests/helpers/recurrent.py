@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.helpers.blocks import Block, save
+from models.writer import save
+from tests.helpers.blocks import Block
 
 
 def write_lstm(model: Path) -> None:

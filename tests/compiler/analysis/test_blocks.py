@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -18,7 +19,7 @@ from splitc.compiler.analysis.facts import Analysis, analyze
 from splitc.compiler.frontend.asked_shapes import AskedShapes
 
 MakeModel = Callable[[ir.Model], Path]
-CONFIG = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 5, "layer_norm_eps": 1e-12}
+CONFIG: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 5, "layer_norm_eps": 1e-12}
 
 
 @pytest.fixture

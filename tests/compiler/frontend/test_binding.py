@@ -12,7 +12,6 @@ import pytest
 from typer.testing import CliRunner
 
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.compiler.cli import app
 from splitc.compiler.frontend.graph import open_graph
 from splitc.compiler.model_errors import ModelError
 from splitc.compiler.modes.replanning import plan_from_file
@@ -22,6 +21,7 @@ from splitc.runtime.errors import MisuseError, OutputsDifferError
 from splitc.runtime.manifest import read_manifest
 from splitc.runtime.settings import parse_settings
 from tests.conftest import Arrays, assert_close, run_whole
+from tests.helpers.app import app
 
 WriteModel = Callable[[str], Path]
 

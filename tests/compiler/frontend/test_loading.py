@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -14,10 +15,10 @@ from typer.testing import CliRunner
 
 from models.writer import Writer, save
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.compiler.cli import app
 from splitc.compiler.frontend.loading import load_model
 from splitc.compiler.model_errors import ModelError
 from splitc.compiler.packaging.self_check import check_loads
+from tests.helpers.app import app
 
 WriteModel = Callable[[str], Path]
 
@@ -245,7 +246,7 @@ def test_type_that_the_provider_lacks_is_refused(mode: str, tmp_path: Path) -> N
     model.graph.node.append(helper.make_node("Relu", ["c"], ["i"], "whole"))
     model.graph.node.append(helper.make_node("Cast", ["i"], ["y"], to=TensorProto.FLOAT))
     (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
-    least = {"row_min": 8} if mode == "row" else {}
+    least: dict[str, Any] = {"row_min": 8} if mode == "row" else {}
     with pytest.raises(ModelError, match=r"Could not find an implementation for Relu\(14\) node with name 'whole'"):
         compile_model(
             plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode=mode, **least)), tmp_path / "package"

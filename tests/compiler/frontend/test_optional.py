@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -53,7 +54,7 @@ def others(values: dict[str, np.ndarray], seed: int) -> Arrays:
 
 def split(model: Path, package: Path, feeds: Arrays, mode: str, shares: tuple[int, ...]) -> Plan:
     shapes = {name: array.shape for name, array in feeds.items()}
-    least = {"row_min": 2} if mode == "row" else {}
+    least: dict[str, Any] = {"row_min": 2} if mode == "row" else {}
     request = Request(shapes=shapes, split_mode=mode, tensor_split=shares, memory=["1GiB"], **least)
     plan = plan_model(model, [f"{len(shares)}xcpu"], request)
     compile_model(plan, package, force=True)

@@ -11,8 +11,8 @@ import onnx_ir as ir
 import pytest
 from typer.testing import CliRunner
 
+from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.compiler.cli import app
 from splitc.compiler.model_errors import ModelError
 from splitc.compiler.modes.replanning import plan_from_file
 from splitc.compiler.operators import registry
@@ -23,7 +23,8 @@ from splitc.runtime.errors import DoesNotFitError, MisuseError, OutputsDifferErr
 from splitc.runtime.manifest import read_manifest
 from splitc.runtime.steps import Reduce
 from tests.conftest import DECODER, assert_close, decoder_feeds, run_whole
-from tests.helpers.blocks import COMPLETE, RUNTIME, Block, save, sharded
+from tests.helpers.app import app
+from tests.helpers.blocks import COMPLETE, RUNTIME, Block, sharded
 
 TENSOR = Request(split_mode="tensor")
 

@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.compiler.frontend.graph import ModelError
+from splitc.compiler.model_errors import ModelError
 from splitc.runtime import FeedError, Session
 from splitc.runtime.arrays import load_arrays, number_type, save_arrays
 from splitc.runtime.fills import make_inputs

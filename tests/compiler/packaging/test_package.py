@@ -185,7 +185,13 @@ def test_one_file_a_weight_in_folders_below(decoder: Path, tmp_path: Path) -> No
         name = f"part {number % 3}/ü/{number}.bin"
         (tmp_path / name).write_bytes(tensor.tobytes())
         value.const_value = ir.ExternalTensor(
-            name, 0, tensor.nbytes, tensor.dtype, shape=tensor.shape, name=value.name or "", base_dir=tmp_path
+            name,
+            0,
+            tensor.nbytes,
+            tensor.dtype,
+            shape=ir.Shape(tensor.shape.numpy()),
+            name=value.name or "",
+            base_dir=tmp_path,
         )
     ir.save(model, tmp_path / "model.onnx")
     feeds = decoder_feeds()

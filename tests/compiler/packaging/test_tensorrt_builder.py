@@ -150,7 +150,7 @@ def test_process_that_dies_is_named(decoder: Path, tmp_path: Path, monkeypatch: 
             os.kill(process.pid, signal.SIGKILL)
         return process
 
-    monkeypatch.setattr(tensorrt.subprocess, "Popen", start_and_kill)
+    monkeypatch.setattr(subprocess, "Popen", start_and_kill)
     with pytest.raises(BuildError, match=r"ended by SIGKILL \(out of host memory, most likely\).*rank0/stage0.onnx"):
         compile_here(decoder, tmp_path / "package", "layer")
     assert not list(tmp_path.iterdir())

@@ -10,10 +10,11 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from models.writer import save
 from splitc.compiler import Plan, Request, plan_model
 from splitc.runtime.manifest import read_manifest
-from splitc.runtime.ranks.loop import Receive, Run, Send
-from tests.helpers.blocks import FLOAT, Block, check_rows, save, sliced
+from splitc.runtime.steps import Receive, Run, Send
+from tests.helpers.blocks import FLOAT, Block, check_rows, sliced
 
 # Sides of the matrices. Columns come in fours where they are quantized in blocks.
 ROWS, COLUMNS = 32, 24

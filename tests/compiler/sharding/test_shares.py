@@ -17,7 +17,7 @@ from splitc.compiler.sharding.shares import assign_units, largest_remainder
 
 def choice(*sizes: int, partner: int = 0) -> Choice:
     chosen = tuple(Factor(size) for size in sizes)
-    inner = (Factor(partner),) if partner else ()
+    inner: tuple[Factor, ...] = (Factor(partner),) if partner else ()
     # One byte a unit.
     candidates = tuple(Candidate(atom, {ir.Value(name="weight"): atom.size}, 1, 1) for atom in (*chosen, *inner))
     partners = {chosen[0]: inner[0]} if partner else {}
@@ -50,7 +50,7 @@ def test_total_keeps_to_the_shares(seed: int) -> None:
     generator = np.random.default_rng(seed)
     shares = generator.uniform(0.5, 3, generator.integers(2, 6))
     sizes = generator.integers(len(shares), 40, 30)
-    found = np.array(counts(sizes, shares))
+    found = np.array(counts(sizes.tolist(), shares.tolist()))
     wanted = sizes.sum() * shares / shares.sum()
     assert (found.sum(axis=1) == sizes).all()
     assert np.abs(found.sum(axis=0) - wanted).max() < 3

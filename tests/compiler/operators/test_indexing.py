@@ -1,0 +1,152 @@
+"""Picking and placing by index; tables whose rows lie on several ranks, and are looked up in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from splitc.runtime import EngineError, Session
+from tests.helpers.blocks import SHARES, Block, check_split
+from tests.helpers.operators import INNER, Middle, Tiny, check_operator, sandwich, stored
+
+ROWS, COLUMNS, MANY = 30, 12, 24
+
+
+def picked_rows(b: Block, v: ir.Value) -> ir.Value:
+    return b.op("Gather", v, b.ints(4, 1, 0), axis=1)
+
+
+def picked_columns(b: Block, v: ir.Value) -> ir.Value:
+    return b.op("Gather", v, b.ints(*reversed(range(INNER))), axis=-1)
+
+
+def largest_first(axis: int) -> Middle:
+    """Sorted along an axis, by indices."""
+
+    def middle(b: Block, v: ir.Value) -> ir.Value:
+        order = b.ops("TopK", v, b.ints(INNER if axis == -1 else 5), outputs=2, axis=axis)[1]
+        return b.op("GatherElements", v, order, axis=axis)
+
+    return middle
+
+
+def picked_by_element(b: Block, v: ir.Value) -> ir.Value:
+    return b.op("GatherND", v, b.constant([[0], [1], [1]], np.int64))
+
+
+def picked_one_by_one(b: Block, v: ir.Value) -> ir.Value:
+    rows = [[[n, t, i] for i in reversed(range(INNER))] for n in (0, 1) for t in (0, 1)]
+    return b.op("GatherND", v, b.constant(rows, np.int64))
+
+
+def scattered_rows(b: Block, v: ir.Value) -> ir.Value:
+    zeros = b.op("ConstantOfShape", b.op("Shape", v), value=ir.tensor([0.0]))
+    updates = b.op("Gather", v, b.ints(1, 0), axis=0)
+    return b.op("ScatterND", zeros, b.constant([[0], [1]], np.int64), updates)
+
+
+def scattered_one_by_one(b: Block, v: ir.Value) -> ir.Value:
+    return b.op("ScatterND", v, b.constant([[0, 0, 3], [1, 2, 20]], np.int64), b.constant([1, 2], np.float32))
+
+
+def scattered_by_element(b: Block, v: ir.Value) -> ir.Value:
+    spots = b.op("Expand", b.constant([[[2]]], np.int64), b.op("Concat", b.shape(v, 0), b.ints(1, INNER), axis=0))
+    first = b.op("Slice", v, b.ints(0), b.ints(1), b.ints(1))
+    return b.op("ScatterElements", v, spots, first, axis=1)
+
+
+def scattered_along(b: Block, v: ir.Value) -> ir.Value:
+    return b.op("ScatterElements", v, b.constant([[[2]]], np.int64), b.constant([[[1]]], np.float32), axis=-1)
+
+
+def scattered_in_part(b: Block, v: ir.Value) -> ir.Value:
+    """One element of one column: no row of all of them."""
+    return b.op("ScatterElements", v, b.constant([[[2]]], np.int64), b.constant([[[1]]], np.float32), axis=1)
+
+
+def written_to_a_cache(b: Block, v: ir.Value) -> ir.Value:
+    """A place for each column, along the last axis but one, as is said where the axis is not."""
+    news = b.op("MatMul", b.data("new", (2, 1, 4)), b.w("W", 4, INNER))
+    return b.op("TensorScatter", v, news, b.ints(2, 1))
+
+
+def written_along(b: Block, v: ir.Value) -> ir.Value:
+    return b.op("TensorScatter", v, b.op("Slice", v, b.ints(0), b.ints(1), b.ints(2)), b.ints(2, 20), axis=2)
+
+
+def tied_table_of_few_bits() -> Block:
+    """As onnxruntime-genai writes it: packed for a product, and reshaped for lookups, with one scale for each block."""
+    b = Block()
+    ids = b.indices("ids", [[0, 29, -1], [7, -30, 15]], ["n", "t"])
+    packed = stored(b, "table", ROWS, 2, 16, kind=np.uint8)
+    scales = b.w("scales", ROWS, 2)
+    rows = b.op("Reshape", packed, b.ints(ROWS, 32))
+    how = {"bits": 4, "block_size": 32}
+    hidden = b.op("com.microsoft.GatherBlockQuantized", rows, ids, scales, gather_axis=0, quantize_axis=1, **how)
+    logits = b.op("com.microsoft.MatMulNBits", b.op("Tanh", hidden), packed, scales, K=64, N=ROWS, **how)
+    b.give(logits, shape=["n", "t", ROWS])
+    return b
+
+
+GRAPHS: dict[str, Tiny] = {
+    "Gather": sandwich(picked_rows, needs=picked_columns, whole="C", split="D", sums=2, shares=SHARES),
+    "GatherElements": sandwich(largest_first(1), needs=largest_first(-1)),
+    "GatherND": sandwich(picked_by_element, needs=picked_one_by_one, whole="C", split="D", sums=2, shares=SHARES),
+    "com.microsoft.GatherBlockQuantized": Tiny(tied_table_of_few_bits, {"table", "scales"}, sums=1, shares=SHARES),
+    "ScatterND": sandwich(scattered_rows, needs=scattered_one_by_one, shares=SHARES),
+    "ScatterElements": sandwich(scattered_by_element, needs=scattered_along, shares=SHARES),
+    "TensorScatter": sandwich(written_to_a_cache, needs=written_along, split="W", opset=24),
+}
+FORMS = {
+    "scattered in part": sandwich(scattered_by_element, needs=scattered_in_part),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_operator(name: str, tmp_path: Path) -> None:
+    check_operator(GRAPHS, name, tmp_path)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_form(form: str, tmp_path: Path) -> None:
+    FORMS[form].check(tmp_path)
+
+
+def test_tied_table_is_split_by_rows_and_its_lookup_summed(tmp_path: Path) -> None:
+    b = Block()
+    ids = b.indices("ids", [[0, 29, -1], [7, -30, 15]], ["n", "t"])
+    table = b.w("table", ROWS, COLUMNS)
+    hidden = b.op("Gather", table, ids, axis=0)
+    b.give(b.op("MatMul", b.op("Tanh", hidden), b.op("Transpose", table, perm=[1, 0])), shape=["n", "t", ROWS])
+    check_split(b, tmp_path, {"table"}, sums=1)
+    with Session(tmp_path / "package") as session, pytest.raises(EngineError, match="out of data bounds"):
+        session.run({"ids": np.array([[0, 30]])})
+
+
+def test_large_table_that_is_computed_from_weights(tmp_path: Path) -> None:
+    """Dequantized before it is looked up in; smaller ones are not worth a sum."""
+    b = Block(opset=21)
+    ids = b.indices("ids", [[0, 29, -1], [7, 1 << 16, 15]], ["n", "t"])
+    numbers = np.random.default_rng(0).integers(-99, 99, (1 << 17, 512), dtype=np.int8)
+    table = b.op("DequantizeLinear", b.weight("table", ir.tensor(numbers)), b.w("scales", 1 << 17), axis=0)
+    inner = b.op("Relu", b.op("MatMul", b.op("Softmax", b.op("Gather", table, ids, axis=0)), b.w("A", 512, MANY)))
+    b.give(b.op("Softmax", b.op("MatMul", inner, b.w("B", MANY, 512))), shape=["n", "t", 512])
+    check_split(b, tmp_path, {"table", "scales", "A", "B"}, [(1, 2)], sums=2)
+
+
+def test_table_that_is_looked_up_in_and_made_of_parts_is_whole(tmp_path: Path) -> None:
+    """Rows of which some are multiplied with apart from the others, as tables of several codebooks are."""
+    b = Block()
+    ids = b.indices("ids", [[0, 29], [7, 15]], ["n", "t"])
+    table = b.w("table", ROWS, COLUMNS)
+    hidden = b.op("Tanh", b.op("Gather", table, ids, axis=0))
+    logits = b.op("MatMul", hidden, b.op("Transpose", table, perm=[1, 0]))
+    first, second = b.ops("Split", logits, b.ints(10, 20), outputs=2, axis=-1)
+    b.give(b.op("Softmax", first), "first", ["n", "t", 10])
+    b.give(b.op("Relu", second), "second", ["n", "t", 20])
+    inner = b.op("Relu", b.op("MatMul", hidden, b.w("A", COLUMNS, MANY)))  # something that can be split
+    b.give(b.op("Softmax", b.op("MatMul", inner, b.w("B", MANY, COLUMNS))), "third", ["n", "t", COLUMNS])
+    check_split(b, tmp_path, {"A", "B"}, whole={"table"})

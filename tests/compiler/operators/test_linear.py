@@ -1,0 +1,271 @@
+"""Products: matrices, einsum, convolutions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from splitc.compiler.analysis.costs import node_flops
+from tests.helpers.blocks import FLOAT, SHARES, Block, check_rows, check_split, sharded
+from tests.helpers.operators import (
+    HIDDEN,
+    INNER,
+    Tiny,
+    as_float,
+    as_image,
+    check_operator,
+    number,
+    sandwich,
+    stored,
+    through,
+)
+
+
+def start(b: Block, *shape: int, axis: int = -1) -> ir.Value:
+    """An input with a norm, which needs an axis whole."""
+    return b.op("Softmax", b.data("x", shape or (2, 5, HIDDEN)), axis=axis)
+
+
+def einsum() -> Block:
+    b = Block()
+    heads = b.op("Reshape", b.op("MatMul", start(b), b.w("A", 12, INNER)), b.ints(0, 0, 4, 6))
+    joined = b.op("Einsum", b.op("Einsum", heads, equation="nthd->nhtd"), b.w("E", 4, 6, 12), equation="nhtd,hdf->ntf")
+    b.give(b.op("Softmax", joined))
+    return b
+
+
+def gemm() -> Block:
+    """In all its forms."""
+    b = Block()
+    x = b.op("Softmax", b.data("x", (5, 12), ["t", 12]))
+    inner = b.op("Gemm", x, b.w("A", INNER, 12), b.w("a", INNER), transB=1, alpha=0.5, beta=2.0)
+    turned = b.op("Transpose", b.op("Relu", inner), perm=[1, 0])
+    b.give(b.op("Gemm", turned, b.w("B", INNER, 12), b.w("b", 12), transA=1, beta=0.5), shape=["t", 12])
+    return b
+
+
+def weight_on_the_left_transposed_or_batched() -> Block:
+    b = Block()
+    x = b.op("Softmax", b.data("x", (2, 12, 5), ["n", 12, "t"]), axis=1)
+    inner = b.op("MatMul", b.w("A", INNER, 12), x)
+    batched = b.op("MatMul", b.op("Transpose", inner, perm=[0, 2, 1]), b.w("B", 1, INNER, 12))
+    last = b.op("MatMul", b.op("Softmax", batched), b.op("Transpose", b.w("C", INNER, 12), perm=[1, 0]))
+    b.give(b.op("MatMul", b.op("Relu", last), b.w("D", INNER, 12)))
+    return b
+
+
+def quantized(b: Block, v: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """The value in 8 bits, its scale and its zero point."""
+    scale, zero = number(b, 0.05), b.constant(128, np.uint8)
+    return b.op("QuantizeLinear", v, scale, zero), scale, zero
+
+
+def integer_products() -> Block:
+    """With fixed scales."""
+    b = Block()
+
+    def product(v: ir.Value, name: str, *shape: int) -> ir.Value:
+        left, _, zero = quantized(b, v)
+        whole = b.op("MatMulInteger", left, stored(b, name, *shape), zero, stored(b, f"{name}.zeros", shape[-1]))
+        return b.op("Mul", as_float(b, whole), number(b, 0.001))
+
+    b.give(product(b.op("Relu", product(start(b), "A", 12, INNER)), "B", INNER, 12))
+    return b
+
+
+def integer_products_to_floats() -> Block:
+    """With a scale and a zero point for each column, and a bias that is added once."""
+    b = Block()
+
+    def product(v: ir.Value, name: str, *shape: int) -> ir.Value:
+        left, scale, zero = quantized(b, v)
+        scales = b.op("Mul", b.w(f"{name}.scales", shape[-1]), number(b, 0.02))
+        zeros = stored(b, f"{name}.zeros", shape[-1])
+        more = (scale, scales, zero, zeros, b.w(f"{name}.bias", shape[-1]))
+        return b.op("com.microsoft.MatMulIntegerToFloat", left, stored(b, name, *shape), *more)
+
+    b.give(product(b.op("Relu", product(start(b), "A", 12, INNER)), "B", INNER, 12))
+    return b
+
+
+def fused_products() -> Block:
+    b = Block()
+    inner = b.op("com.microsoft.FusedMatMul", start(b), b.w("A", INNER, 12), transB=1, alpha=0.5)
+    turned = b.op("Transpose", b.op("Relu", inner), perm=[0, 2, 1])
+    last = b.op("com.microsoft.FusedMatMul", turned, b.w("B", INNER, 12), transA=1)
+    b.give(b.op("Softmax", last))
+    return b
+
+
+def convolutions() -> Block:
+    b = Block()
+    x = b.op("Softmax", b.data("x", (2, 6, 8, 8), ["n", 6, "h", "w"]), axis=1)
+    wide = b.op("Relu", b.op("Conv", x, b.w("A", INNER, 6, 3, 3), b.w("a", INNER), pads=[1] * 4))
+    grouped = b.op("Conv", wide, b.w("G", INNER, 3, 3, 3), group=8, pads=[1] * 4)
+    back = b.op("Conv", b.op("Sigmoid", grouped), b.w("B", 6, INNER, 1, 1), b.w("b", 6))
+    b.give(b.op("Softmax", b.op("Add", x, back), axis=1), shape=["n", 6, "h", "w"])
+    return b
+
+
+def transposed_convolutions() -> Block:
+    """Column-parallel, by groups, then row-parallel."""
+    b = Block()
+    x = start(b, 2, 6, 4, 4, axis=1)
+    wide = b.op("Relu", b.op("ConvTranspose", x, b.w("C", 6, INNER, 2, 2), b.w("c", INNER), strides=[2, 2]))
+    grouped = b.op("ConvTranspose", wide, b.w("G", INNER, 3, 1, 1), group=8)
+    b.give(
+        b.op("ConvTranspose", b.op("Tanh", grouped), b.w("D", INNER, 6, 2, 2), b.w("d", 6)), shape=["n", 6, "h", "w"]
+    )
+    return b
+
+
+def integer_convolutions() -> Block:
+    b = Block()
+
+    def product(v: ir.Value, name: str, *shape: int) -> ir.Value:
+        left, _, zero = quantized(b, v)
+        whole = b.op("ConvInteger", left, stored(b, name, *shape, kind=np.uint8), zero, b.constant(120, np.uint8))
+        return b.op("Mul", as_float(b, whole), number(b, 0.001))
+
+    x = start(b, 2, 6, 4, 4, axis=1)
+    b.give(product(b.op("Relu", product(x, "A", INNER, 6, 3, 3)), "B", 6, INNER, 1, 1), shape=["n", 6, "h", "w"])
+    return b
+
+
+def quantized_convolution(b: Block, v: ir.Value) -> ir.Value:
+    def convolved(b: Block, image: ir.Value) -> ir.Value:
+        weight = stored(b, "Q", INNER, INNER, 1), number(b, 0.01), b.constant(0, np.int8)
+        result = number(b, 0.05), b.constant(128, np.uint8)
+        return b.op("DequantizeLinear", b.op("QLinearConv", *quantized(b, image), *weight, *result), *result)
+
+    return as_image(b, v, convolved)
+
+
+GRAPHS: dict[str, Tiny] = {
+    "MatMul": Tiny(weight_on_the_left_transposed_or_batched, "ABCD", sums=2, shares=SHARES),
+    "MatMulInteger": Tiny(integer_products, "AB", sums=1, shares=SHARES),
+    "com.microsoft.MatMulIntegerToFloat": Tiny(
+        integer_products_to_floats,
+        {"A", "A.scales", "A.zeros", "A.bias", "B"},
+        {"B.scales", "B.zeros", "B.bias"},
+        sums=1,
+    ),
+    "com.microsoft.FusedMatMul": Tiny(fused_products, "AB", sums=1),
+    "Gemm": Tiny(gemm, {"A", "a", "B"}, {"b"}, sums=1, shares=SHARES),
+    "Einsum": Tiny(einsum, "AE", sums=1, shares=SHARES),
+    "Conv": Tiny(convolutions, "AaGB", "b", sums=1, shares=SHARES),
+    "ConvTranspose": Tiny(transposed_convolutions, "CcGD", "d", sums=1, shares=SHARES),
+    "ConvInteger": Tiny(integer_convolutions, "AB", sums=1),
+    "QLinearConv": sandwich(through("Relu"), needs=quantized_convolution, whole="CDQ"),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_operator(name: str, tmp_path: Path) -> None:
+    check_operator(GRAPHS, name, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "attributes", "shapes", "flops"),
+    [
+        ("MatMul", {}, [(2, 5, 12), (12, 24), (2, 5, 24)], 2 * 10 * 12 * 24),
+        ("MatMulInteger", {}, [(5, 12), (12, 24), (5, 24)], 2 * 5 * 12 * 24),
+        ("com.microsoft.FusedMatMul", {"transB": 1}, [(5, 12), (24, 12), (5, 24)], 2 * 5 * 12 * 24),
+        ("Gemm", {}, [(5, 12), (12, 24), (5, 24)], 2 * 5 * 12 * 24),
+        ("Gemm", {"transA": 1}, [(12, 5), (12, 24), (5, 24)], 2 * 5 * 12 * 24),
+        ("Conv", {"group": 2}, [(1, 6, 8), (4, 3, 3), (1, 4, 6)], 2 * 4 * 6 * 3 * 3),
+        ("ConvInteger", {}, [(1, 6, 8), (4, 6, 3), (1, 4, 6)], 2 * 4 * 6 * 6 * 3),
+        ("QLinearConv", {}, [(1, 6, 8), (), (), (4, 6, 3), (1, 4, 6)], 2 * 4 * 6 * 6 * 3),
+        ("ConvTranspose", {}, [(1, 6, 8), (6, 4, 3), (1, 4, 10)], 2 * 6 * 8 * 4 * 3),
+        ("QLinearMatMul", {}, [(5, 12), (), (), (12, 24), (5, 24)], 2 * 5 * 12 * 24),
+        ("com.microsoft.MatMulNBits", {"K": 32, "N": 24}, [(5, 32), (24, 2, 8), (48,), (5, 24)], 2 * 5 * 32 * 24),
+        ("com.microsoft.Attention", {}, [(1, 5, 12), (12, 72), (72,), (1, 5, 24)], 2 * 5 * 12 * 72 + 4 * 5 * 24 * 5),
+    ],
+)
+def test_flops(kind: str, attributes: dict[str, int], shapes: list[tuple[int, ...]], flops: int) -> None:
+    """A multiplication and an addition for each number of the result and each one that is summed over."""
+    *inputs, _ = (ir.Value(name=f"x{place}") for place in range(len(shapes)))
+    domain, _, name = kind.rpartition(".")
+    node = ir.node(name, inputs, attributes, domain=domain)
+    node.outputs[0].name = "y"
+    names = [*(value.name or "" for value in inputs), "y"]
+    assert node_flops(node, dict(zip(names, shapes))) == flops
+
+
+@pytest.mark.parametrize("inner", [INNER, 2])
+def test_integer_product_with_a_scale_found_at_run_time(inner: int, tmp_path: Path) -> None:
+    """What ONNX Runtime's quantize_dynamic writes: the ranks find the scale of the whole together."""
+    b = Block()
+    x = b.op("Softmax", b.data("x", (2, 5, 12), ["n", "t", 12]))
+    generator = np.random.default_rng(0)
+
+    def product(v: ir.Value, name: str, *shape: int) -> ir.Value:
+        quantized, scale, zero = b.ops("DynamicQuantizeLinear", v, outputs=3)
+        weight = b.weight(name, ir.tensor(generator.integers(-100, 100, shape, dtype=np.int8)))
+        whole = b.op("Cast", b.op("MatMulInteger", quantized, weight, zero, b.constant(0, np.int8)), to=FLOAT)
+        return b.op("Mul", whole, b.op("Mul", scale, b.w(f"{name}.scale", 1)))
+
+    hidden = b.op("Relu", b.op("Add", product(x, "A", 12, inner), b.w("bias", inner)))
+    b.give(b.op("Add", x, product(hidden, "B", inner, 12)))
+    plans = check_split(b, tmp_path, {"A", "bias", "B"}, sums=1)
+    assert all(sharded(plan).choice.sums.count == 2 for plan in plans)
+
+
+def test_experts_as_batched_products(tmp_path: Path) -> None:
+    """Each expert is sliced; what says how much each counts is whole."""
+    b = Block()
+    x = b.data("x", (2, 5, 12), ["n", "t", 12])
+    chances = b.op("Softmax", b.op("MatMul", x, b.w("router", 12, 3)), axis=-1)
+    inner = b.op("Relu", b.op("MatMul", b.op("Unsqueeze", x, b.ints(1)), b.w("up", 3, 12, INNER)))
+    outer = b.op("MatMul", inner, b.w("down", 3, INNER, 12))
+    by_expert = b.op("Unsqueeze", b.op("Transpose", chances, perm=[0, 2, 1]), b.ints(3))
+    b.give(b.op("Add", x, b.op("ReduceSum", b.op("Mul", outer, by_expert), b.ints(1), keepdims=0)))
+    (plan, *_) = check_split(b, tmp_path, {"up", "down"}, whole={"router"}, sums=1)
+    (value,) = sharded(plan).choice.sums.summed
+    producer = value.producer()
+    assert producer is not None
+    assert producer.op_type == "ReduceSum", "the sum is after the experts are added up, where it is smallest"
+
+
+def test_head_alone_is_split_and_its_result_joined(tmp_path: Path) -> None:
+    b = Block()
+    ids = b.indices("ids", [[0, 29], [7, 15]], ["n", "t"])
+    hidden = b.op("Softmax", b.op("Gather", b.w("table", 30, 12), ids, axis=0))
+    b.give(b.op("MatMul", hidden, b.w("head", 12, 30)), shape=["n", "t", 30])
+    check_split(b, tmp_path, {"head"}, whole={"table"}, sums=0)
+
+
+def test_weight_that_only_control_flow_reads_is_whole(tmp_path: Path) -> None:
+    b = Block()
+    x = b.data("x", (2, 5, 12), ["n", "t", 12])
+    weight = b.w("A", 12, 12)
+    inner = ir.node("MatMul", [x, weight])
+    inner.outputs[0].name = "inner"
+    branch = ir.Graph([], inner.outputs, nodes=[inner], name="branch")
+    other = ir.node("Identity", [x])
+    other.outputs[0].name = "other"
+    condition = b.op("Greater", b.op("ReduceSum", x, keepdims=0), b.constant(0, np.float32))
+    chosen = b.op(
+        "If", condition, then_branch=branch, else_branch=ir.Graph([], other.outputs, nodes=[other], name="same")
+    )
+    b.give(
+        b.op("MatMul", b.op("Relu", b.op("MatMul", b.op("Softmax", chosen), b.w("B", 12, INNER))), b.w("C", INNER, 12))
+    )
+    check_split(b, tmp_path, {"B", "C"}, sums=1)
+
+
+def test_unit_that_a_rank_lacks_is_a_copy_that_does_not_count(tmp_path: Path) -> None:
+    """An axis of two on four ranks: two of them run with a copy of another's unit, and add nothing to the sum."""
+    (plan,) = check_split(
+        sandwich(through("Relu"), wide=2, narrow=2).build(), tmp_path, {"A", "B"}, [(1, 1, 1, 1)], sums=1
+    )
+    (ranges,) = sharded(plan).ranges.values()
+    assert [each.counts for each in ranges].count(True) == 2
+
+
+def test_columns_of_an_integer_product_to_floats_are_sliced(tmp_path: Path) -> None:
+    """By row: the matrix, and the scales and zero points of its columns."""
+    check_rows(integer_products_to_floats(), tmp_path, "AB", rounds=2)

@@ -1,0 +1,278 @@
+"""What an entry says of its operator's costs, sizes and splits, by what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from models.writer import save
+from splitc.compiler import Request, plan_model
+from splitc.compiler.analysis.costs import Costs, Speed
+from splitc.compiler.analysis.facts import analyze
+from splitc.compiler.frontend.asked_shapes import AskedShapes
+from splitc.compiler.frontend.folding import fold_shapes
+from splitc.compiler.frontend.graph import open_graph
+from splitc.compiler.frontend.shapes import infer_shapes
+from splitc.compiler.frontend.states import find_states
+from splitc.compiler.lowering.rank_forms import COLLECTIVE
+from splitc.compiler.lowering.rank_graph import rank_graph
+from splitc.compiler.lowering.segments import cut_segments
+from splitc.compiler.nodes import operator_name
+from splitc.compiler.planning.clock import Clock
+from splitc.runtime.device_profiles import find_profile
+from splitc.runtime.devices import Device
+from splitc.runtime.machine import Machine
+from tests.compiler.operators import test_indexing, test_linear, test_quantized
+from tests.helpers.blocks import FLOAT, INT, Block, sharded
+from tests.helpers.operators import HIDDEN, Middle, having, sandwich, through
+
+
+def nodes_of(graph: ir.Graph, name: str) -> list[ir.Node]:
+    return [node for node in graph if operator_name(node) == name]
+
+
+# Folding
+
+OF_TWO = ["Add", "Sub", "Mul", "Mod", "Max", "Min", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"]
+OF_ONE = ["Abs", "Neg", "Identity", "Cast", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd", "Shape", "Size"]
+A, B, YES, NO, HALF = [7, -3, 4], [2, 4, -5], [True, False], [True, True], np.array([1.5, 4.0], np.float32)
+FOLDED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        ["Add", "Sub", "Mul", "Mod", "Max", "Min", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"], (A, B)
+    ),
+    **dict.fromkeys(
+        ["Abs", "Neg", "Identity", "Cast", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd", "Shape", "Size"], (A,)
+    ),
+    **dict.fromkeys(["Ceil", "Floor", "Sqrt"], (HALF,)),
+    **dict.fromkeys(["And", "Or", "Xor"], (YES, NO)),
+    "Not": (YES,),
+    "Div": ([8, 9, 15], [2, 4, 5]),
+    "Where": ([True, False, True], A, B),
+    "Range": (2, 11, 3),
+    "Gather": (A, [2, 0]),
+    "Reshape": ([1, 2, 3, 4], [2, -1]),
+    "Flatten": ([[1, 2], [3, 4]],),
+    "Squeeze": ([[1, 2]], [0]),
+    "Unsqueeze": (A, [0, 2]),
+    "Transpose": ([[1, 2], [3, 4]],),
+    "Expand": ([[1], [2]], [1, 3]),
+    "Tile": (A, [2]),
+    "ConstantOfShape": ([2, 3],),
+    "Concat": (A, B),
+    "Split": ([1, 2, 3, 4],),
+    "Slice": (A, [-2], [2**31], [0]),
+}
+ATTRIBUTES: dict[str, Mapping[str, Any]] = {
+    "Cast": {"to": FLOAT},
+    "Concat": {"axis": 0},
+    "ConstantOfShape": {"value": ir.tensor([7])},
+    "Flatten": {"axis": 2},
+    "Shape": {"start": -1},
+    **{name: {"axes": [0], "keepdims": 0} for name in ("ReduceMax", "ReduceMin", "ReduceProd")},
+}
+
+
+def test_each_operator_that_folds_is_tried() -> None:
+    assert FOLDED.keys() == set(having("folds"))
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_folds(name: str) -> None:
+    """To what ONNX Runtime computes of the same numbers."""
+    b = Block()
+    inputs = [b.weight(f"x{place}", ir.tensor(np.asarray(each))) for place, each in enumerate(FOLDED[name])]
+    made = b.ops(name, *inputs, outputs=2 if name == "Split" else 1, **ATTRIBUTES.get(name, {}))
+    model = b.model()
+    assert fold_shapes(model.graph) == 1
+    for place, value in enumerate(made):
+        assert value.const_value is not None
+        folded = value.const_value.numpy()
+        value.type, value.const_value = ir.TensorType(ir.DataType.from_numpy(folded.dtype)), None
+        model.graph.outputs.append(value)
+        content = ir.to_proto(model).SerializeToString()
+        expected = ort.InferenceSession(content, providers=["CPUExecutionProvider"]).run(None, {})[place]
+        assert folded.dtype == expected.dtype
+        np.testing.assert_array_equal(folded, expected)
+
+
+@pytest.mark.parametrize("name", [*having("expands"), "Add"])
+def test_what_expands_is_handed_over_and_other_sizes_are_computed_again(name: str) -> None:
+    """By the segments of a rank's graph."""
+    x = ir.Value(name="x", type=ir.TensorType(FLOAT), shape=ir.Shape(["n", 4]))
+    constants = [
+        ir.Value(name=key, type=ir.TensorType(INT), shape=ir.Shape([]), const_value=ir.tensor(1, name=key))
+        for key in ("one", "step")
+    ]
+    sizes = ir.node("Shape", [x])
+    others = {"Range": [*constants], "ConstantOfShape": []}.get(name, constants[:1])
+    made = ir.node(name, [sizes.outputs[0], *others])
+    before = ir.node("Reader", [x, made.outputs[0]])
+    joint = ir.node(COLLECTIVE, [before.outputs[0]])
+    after = ir.node("Reader", [joint.outputs[0], made.outputs[0]])
+    nodes = [sizes, made, before, joint, after]
+    for place, node in enumerate(nodes):
+        node.outputs[0].name = f"v{place}"
+    graph = ir.Graph([x], after.outputs, nodes=nodes, initializers=constants, opset_imports={"": 17})
+    counts = [len(nodes_of(segment.graph, name)) for segment in cut_segments(graph, ["v4"], COLLECTIVE)]
+    assert counts == ([1, 0] if name != "Add" else [1, 1])
+
+
+PASSED: dict[str, Middle] = {
+    "Identity": through("Identity"),
+    "Cast": through("Cast", to=INT),
+    "Gather": lambda b, sizes: b.op("Gather", sizes, b.ints(0, 1, 2)),
+    "Reshape": lambda b, sizes: b.op("Reshape", sizes, b.ints(-1)),
+    "Squeeze": lambda b, sizes: b.op("Squeeze", b.op("Unsqueeze", sizes, b.ints(0)), b.ints(0)),
+    "Unsqueeze": lambda b, sizes: b.op("Squeeze", b.op("Unsqueeze", sizes, b.ints(1)), b.ints(1)),
+    "Concat": lambda b, sizes: b.op("Concat", *(b.op("Gather", sizes, b.ints(place)) for place in range(3)), axis=0),
+    "Slice": lambda b, sizes: b.op("Slice", sizes, b.ints(0), b.ints(3)),
+}
+# Those that are told sizes as inputs themselves, which corrects what they read.
+TOLD_SIZES = {"Reshape", "Slice"}
+
+
+@pytest.mark.parametrize("name", having("passes_sizes"))
+def test_sizes_of_a_shard_are_passed_on(name: str, tmp_path: Path) -> None:
+    """From a Shape to a Reshape, and are not made those of the whole between them, which takes arithmetic."""
+
+    def middle(b: Block, v: ir.Value) -> ir.Value:
+        return b.op("Reshape", b.op("Tanh", v), PASSED[name](b, b.op("Shape", v)))
+
+    sandwich(middle).check(tmp_path)
+    plan = plan_model(tmp_path / "block.onnx", ["2xcpu"], Request(split_mode="tensor"))
+    graph = rank_graph(sharded(plan), plan.ranks[1].stage, 1)
+    assert nodes_of(graph, name)
+    assert bool(nodes_of(graph, "Mod")) == (name in TOLD_SIZES)
+
+
+# Costs
+
+
+def costs_of(block: Block, folder: Path) -> Costs:
+    save(block.model(), folder / "model.onnx")
+    shapes = {name: array.shape for name, array in block.feeds.items()}
+    return analyze(folder / "model.onnx", AskedShapes(shapes), 1).costs
+
+
+PARTS: dict[str, Middle] = {
+    "Gather": lambda b, v: b.op("Gather", v, b.ints(1, 2)),
+    "GatherElements": lambda b, v: b.op("GatherElements", v, b.constant([[0] * HIDDEN], np.int64)),
+    "GatherND": lambda b, v: b.op("GatherND", v, b.constant([[0], [1]], np.int64)),
+    "Slice": lambda b, v: b.op("Slice", v, b.ints(0), b.ints(2)),
+    "Shape": through("Shape"),
+    "ReduceSum": lambda b, v: b.op("ReduceSum", v, b.ints(0)),
+}
+
+
+@pytest.mark.parametrize("name", [*having("reads_part"), "ReduceSum"])
+def test_time_of_what_reads_a_part(name: str, tmp_path: Path) -> None:
+    """A longer table takes no longer, where it is not read whole."""
+    seconds = []
+    for rows in (20, 2000):
+        b = Block()
+        made = PARTS[name](b, b.data("x", (rows, HIDDEN)))
+        b.give(b.op("Neg", made), dtype=INT if name == "Shape" else FLOAT, shape=["?"] * (1 if name == "Shape" else 2))
+        costs = costs_of(b, tmp_path)
+        (node,) = nodes_of(costs.graph.graph, name)
+        seconds.append(costs.seconds(node, Speed(1e30, 1.0)))
+    assert (seconds[0] == seconds[1]) == (name != "ReduceSum")
+
+
+VIEWS: dict[str, Middle] = {
+    "Identity": through("Identity"),
+    "Reshape": lambda b, v: b.op("Reshape", v, b.ints(0, -1)),
+    "Flatten": through("Flatten"),
+    "Squeeze": lambda b, v: b.op("Squeeze", v, b.ints(1)),
+    "Unsqueeze": lambda b, v: b.op("Unsqueeze", v, b.ints(1)),
+    "Neg": through("Neg"),
+}
+
+
+@pytest.mark.parametrize("name", [*having("view"), "Neg"])
+def test_view_takes_no_kernel(name: str, tmp_path: Path) -> None:
+    b = Block()
+    b.give(b.op("Relu", VIEWS[name](b, b.op("Tanh", b.data("x", (2, 1, HIDDEN))))), shape=None)
+    save(b.model(), tmp_path / "model.onnx")
+    plan = plan_model(tmp_path / "model.onnx", ["cpu0"])
+    rank = replace(plan.ranks[0], device=Device("cuda", 0))
+    clock = Clock(plan.analysis, [rank], Machine(), 1)
+    took = clock.seconds(rank, nodes_of(plan.analysis.graph.graph, name), 1)
+    assert (took < find_profile("cuda").kernel) == (name != "Neg")
+
+
+@pytest.mark.parametrize("name", having("unpacks"))
+def test_weight_that_is_unpacked_is_kept_as_it_is(name: str, tmp_path: Path) -> None:
+    """It is computed from weights alone, and still in each run."""
+    tiny = test_quantized.GRAPHS[name]
+    save(tiny.build().model(), tmp_path / "model.onnx")
+    graph = open_graph(tmp_path / "model.onnx")
+    nodes = set(nodes_of(graph.graph, name))
+    assert nodes
+    assert nodes <= graph.constant
+    assert not nodes & graph.folded
+
+
+# Splits
+
+
+@pytest.mark.parametrize("name", [*having("in_place"), "com.microsoft.MultiHeadAttention"])
+def test_state_that_is_written_over(name: str, tmp_path: Path) -> None:
+    b = Block()
+    width, head = 4 * 16, 16
+    query, key, value = (b.data(part, (1, 5, width), ["n", "t", width]) for part in ("query", "key", "value"))
+    pasts = [b.data(f"past_{n}", (1, 4, 3, head), ["n", 4, "p", head]) for n in "kv"]
+    inputs: list[ir.Value | None] = [query, key, value]
+    if name in having("in_place"):
+        inputs += [*pasts, b.constant([7], np.int32), b.constant(8, np.int32)]
+        heads = {"num_heads": 4, "kv_num_heads": 4}
+    else:
+        inputs += [None, None, None, *pasts]
+        heads = {"num_heads": 4}
+    out, *presents = b.ops(name, *inputs, outputs=3, **heads)
+    b.give(b.op("MatMul", out, b.w("o", width, HIDDEN)), shape=["n", "t", HIDDEN])
+    for present, part in zip(presents, "kv"):
+        b.give(present, f"present_{part}", ["n", 4, "s", head])
+    save(b.model(), tmp_path / "model.onnx")
+    graph = open_graph(tmp_path / "model.onnx")
+    infer_shapes(graph.model)
+    states = find_states(graph)
+    assert [state.input for state in states] == ["past_k", "past_v"]
+    assert [state.in_place for state in states] == [name in having("in_place")] * 2
+
+
+@pytest.mark.parametrize("name", having("factors"))
+def test_factor_of_an_input_goes_with_it(name: str, tmp_path: Path) -> None:
+    """One rank adds the bias times beta; the other has neither."""
+    tiny = test_linear.GRAPHS[name]
+    save(tiny.build().model(), tmp_path / "model.onnx")
+    plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="tensor"))
+    products = [nodes_of(rank_graph(sharded(plan), plan.ranks[rank].stage, rank), name)[-1] for rank in (0, 1)]
+    given = [(len(node.inputs), "beta" in node.attributes) for node in products]
+    assert given == [(3, True), (2, False)]
+
+
+@pytest.mark.parametrize("name", having("shapes"))
+def test_shapes(name: str, tmp_path: Path) -> None:
+    """As ONNX Runtime makes them."""
+    graphs = {**test_indexing.GRAPHS, **test_linear.GRAPHS, **test_quantized.GRAPHS}
+    b = graphs[name].build()
+    model = b.model()
+    assert infer_shapes(model) == frozenset()
+    made = [node.outputs[0] for node in nodes_of(model.graph, name)]
+    inferred = [(value.dtype, value.shape) for value in made]
+    model.graph.outputs.extend(value for value in made if not value.is_graph_output())
+    names = [value.name for value in made]
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    for array, (dtype, shape) in zip(session.run(names, b.feeds), inferred, strict=True):
+        assert dtype == ir.DataType.from_numpy(array.dtype)
+        assert shape is not None
+        assert len(shape) == array.ndim
+        sizes = {"n": 2, "t": array.shape[1]}
+        assert [each if isinstance(each, int) else sizes[str(each.value)] for each in shape] == list(array.shape)

@@ -1,0 +1,152 @@
+"""Quantized weights and values, with their scales and zero points."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from tests.helpers.blocks import SHARES, Block, check_split
+from tests.helpers.operators import HIDDEN, INNER, Middle, Tiny, check_operator, number, sandwich, softmax, stored
+
+
+def rounded_activation(domain: str = "") -> Middle:
+    """Quantized and unpacked, with one scale."""
+
+    def middle(b: Block, v: ir.Value) -> ir.Value:
+        scale, zero = number(b, 0.05), b.constant(3, np.int8)
+        return b.op(f"{domain}DequantizeLinear", b.op(f"{domain}QuantizeLinear", v, scale, zero), scale, zero)
+
+    return middle
+
+
+def rounded_by_column(b: Block, v: ir.Value) -> ir.Value:
+    scales, zeros = b.op("Exp", b.w("scales", INNER)), stored(b, "zeros", INNER)
+    kind = "com.microsoft.{}Linear"
+    return b.op(
+        kind.format("Dequantize"), b.op(kind.format("Quantize"), v, scales, zeros, axis=2), scales, zeros, axis=2
+    )
+
+
+def scales_by_column_and_block() -> Block:
+    b = Block(opset=21)
+    x = softmax(b, b.data("x", (2, 5, 12), ["n", "t", 12]))
+    by_column = b.op("DequantizeLinear", stored(b, "A", 12, INNER), b.w("a", INNER), axis=1)
+    by_block = b.op("DequantizeLinear", stored(b, "B", INNER, 12), b.w("b", 6, 12), axis=0, block_size=4)
+    b.give(b.op("MatMul", b.op("Relu", b.op("MatMul", x, by_column)), by_block))
+    return b
+
+
+def scales_by_column() -> Block:
+    """In ONNX Runtime's domain."""
+    b = Block()
+    x = softmax(b, b.data("x", (2, 5, 12), ["n", "t", 12]))
+
+    def unpacked(name: str, *shape: int, axis: int) -> ir.Value:
+        scales, zeros = b.w(f"{name}.scales", shape[axis]), stored(b, f"{name}.zeros", shape[axis])
+        return b.op("com.microsoft.DequantizeLinear", stored(b, name, *shape), scales, zeros, axis=axis)
+
+    inner = b.op("MatMul", x, unpacked("A", 12, INNER, axis=1))
+    b.give(softmax(b, b.op("MatMul", b.op("Relu", inner), unpacked("B", INNER, 12, axis=0))))
+    return b
+
+
+def scale_found_at_run_time(b: Block, v: ir.Value) -> ir.Value:
+    return b.op("DequantizeLinear", *b.ops("DynamicQuantizeLinear", v, outputs=3))
+
+
+def rounded_product(name: str, rows: int, columns: int) -> Middle:
+    """QLinearMatMul, with a scale for each column of the weight."""
+
+    def middle(b: Block, v: ir.Value) -> ir.Value:
+        scale, zero = number(b, 0.05), b.constant(128, np.uint8)
+        weight = (
+            stored(b, name, rows, columns),
+            b.op("Exp", b.w(f"{name}.scales", columns)),
+            stored(b, f"{name}.zeros", columns),
+        )
+        result = number(b, 2), b.constant(128, np.uint8)
+        left = b.op("QuantizeLinear", v, scale, zero)
+        return b.op("DequantizeLinear", b.op("QLinearMatMul", left, scale, zero, *weight, *result), *result)
+
+    return middle
+
+
+def rounded_products() -> Block:
+    """The first is column-parallel. The second needs its rows whole, as its result is rounded, and not its columns."""
+    b = Block()
+    x = softmax(b, b.data("x", (2, 5, HIDDEN), ["n", "t", HIDDEN]))
+    inner = rounded_product("A", HIDDEN, INNER)(b, x)
+    x = softmax(b, b.op("MatMul", inner, b.w("B", INNER, HIDDEN)))
+    b.give(softmax(b, rounded_product("D", INNER, HIDDEN)(b, b.op("MatMul", x, b.w("C", HIDDEN, INNER)))))
+    return b
+
+
+def few_bits(zeros: bool) -> Block:
+    """MatMulNBits: whole blocks of 16, and pairs of blocks where zero points share a byte."""
+    b = Block()
+
+    def product(x: ir.Value, name: str, size: int, columns: int) -> ir.Value:
+        inputs = [stored(b, name, columns, size // 16, 8, kind=np.uint8), b.w(f"{name}.scales", columns * size // 16)]
+        if zeros:
+            inputs.append(stored(b, f"{name}.zeros", columns * size // 32, kind=np.uint8))
+        return b.op("com.microsoft.MatMulNBits", x, *inputs, K=size, N=columns, bits=4, block_size=16)
+
+    x = softmax(b, b.data("x", (2, 5, 32), ["n", "t", 32]))
+    b.give(product(b.op("Relu", product(x, "A", 32, 128)), "B", 128, 32))
+    return b
+
+
+GRAPHS: dict[str, Tiny] = {
+    "DequantizeLinear": Tiny(scales_by_column_and_block, "AaBb", sums=1, shares=SHARES),
+    "QuantizeLinear": sandwich(rounded_activation(), shares=SHARES),
+    "com.microsoft.DequantizeLinear": Tiny(
+        scales_by_column, {"A", "A.scales", "A.zeros", "B", "B.scales", "B.zeros"}, sums=1
+    ),
+    "com.microsoft.QuantizeLinear": sandwich(rounded_by_column, split={"scales", "zeros"}),
+    "DynamicQuantizeLinear": sandwich(scale_found_at_run_time),
+    "QLinearMatMul": Tiny(rounded_products, {"A", "A.scales", "A.zeros", "B"}, {"C", "D"}),
+    "com.microsoft.MatMulNBits": Tiny(
+        lambda: few_bits(False), {"A", "A.scales", "B", "B.scales"}, sums=1, shares=SHARES
+    ),
+}
+FORMS: dict[str, Tiny] = {
+    "zero points of 4 bits": Tiny(lambda: few_bits(True), {"A", "A.scales", "B", "B.scales"}, sums=1, shares=SHARES),
+    "one scale": sandwich(rounded_activation("com.microsoft.")),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_operator(name: str, tmp_path: Path) -> None:
+    check_operator(GRAPHS, name, tmp_path)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_form(form: str, tmp_path: Path) -> None:
+    FORMS[form].check(tmp_path)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_blocks_that_do_not_divide_what_they_are_of(bits: int, zeros: bool, flat: bool, tmp_path: Path) -> None:
+    """The last block is filled up: the columns can be split all the same, with their scales and zero points."""
+    b = Block()
+    size, columns, blocks = 40, 64, 3
+    generator = np.random.default_rng(bits)
+
+    def stored(name: str, *shape: int) -> ir.Value:
+        return b.weight(name, ir.tensor(generator.integers(0, 255, shape, dtype=np.uint8)))
+
+    bytes_ = math.ceil(blocks * bits / 8)
+    inputs = [stored("A", columns, blocks, 16 * bits // 8)]
+    inputs.append(b.w("A.scales", columns * blocks) if flat else b.w("A.scales", columns, blocks))
+    if zeros:
+        inputs.append(stored("A.zeros", columns * bytes_) if flat else stored("A.zeros", columns, bytes_))
+    x = b.op("Softmax", b.data("x", (2, 5, size), ["n", "t", size]))
+    y = b.op("com.microsoft.MatMulNBits", x, *inputs, K=size, N=columns, bits=bits, block_size=16)
+    b.give(b.op("MatMul", b.op("Relu", y), b.w("B", columns, 32)))
+    check_split(b, tmp_path, {"A", "A.scales", "B"} | ({"A.zeros"} if zeros else set()), sums=1)

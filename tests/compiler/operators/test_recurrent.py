@@ -1,0 +1,45 @@
+"""Recurrent networks as one operator: whole on every rank, at their cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+
+from splitc.compiler.analysis.costs import node_flops
+from tests.helpers.blocks import Block
+from tests.helpers.operators import BATCH, INNER, PLACES, Middle, Tiny, check_operator, sandwich, through
+
+GATES = {"GRU": 3, "LSTM": 4, "RNN": 1}
+
+
+def recurrent(kind: str) -> Middle:
+    """Over the places, with as many hidden units as columns."""
+
+    def middle(b: Block, v: ir.Value) -> ir.Value:
+        rows = GATES[kind] * INNER
+        weights = b.w("W", 1, rows, INNER), b.w("R", 1, rows, INNER)
+        made = b.op(kind, b.op("Transpose", v, perm=[1, 0, 2]), *weights, hidden_size=INNER)
+        return b.op("Transpose", b.op("Squeeze", made, b.ints(1)), perm=[1, 0, 2])
+
+    return middle
+
+
+GRAPHS: dict[str, Tiny] = {kind: sandwich(through("Relu"), needs=recurrent(kind)) for kind in GATES}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_operator(name: str, tmp_path: Path) -> None:
+    check_operator(GRAPHS, name, tmp_path)
+
+
+@pytest.mark.parametrize("kind", GATES)
+def test_flops(kind: str) -> None:
+    """Each step of each row is multiplied with the gates' input and recurrent weights."""
+    gates = GATES[kind]
+    values = [ir.Value(name=name) for name in "xwr"]
+    node = ir.node(kind, values, {"hidden_size": 6})
+    node.outputs[0].name = "y"
+    shapes = {"x": (PLACES, BATCH, 4), "w": (1, gates * 6, 4), "r": (1, gates * 6, 6), "y": (PLACES, 1, BATCH, 6)}
+    assert node_flops(node, shapes) == 2 * PLACES * BATCH * gates * 6 * (4 + 6)

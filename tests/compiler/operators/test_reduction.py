@@ -1,0 +1,222 @@
+"""Operators that go along an axis need it whole, and let the others through; sums contract theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from splitc.compiler.operators import axes as ax
+from splitc.compiler.operators.operation import Operation
+from splitc.compiler.operators.registry import relate_axes
+from tests.helpers.blocks import SHARES, Block
+from tests.helpers.operators import (
+    HIDDEN,
+    INNER,
+    PLACES,
+    TWO,
+    Middle,
+    Tiny,
+    as_float,
+    as_image,
+    by_heads,
+    check_operator,
+    sandwich,
+    softmax,
+    through,
+)
+
+REDUCTIONS = "ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMin ReduceProd ReduceSumSquare"
+POOLS = {"AveragePool": {"kernel_shape": [3]}, "LpPool": {"kernel_shape": [3]}, "MaxPool": {"kernel_shape": [3]}}
+
+
+def reduced(kind: str, axis: int) -> Middle:
+    """What is reduced along an axis, from each element."""
+
+    def middle(b: Block, v: ir.Value) -> ir.Value:
+        return b.op("Sub", v, b.op(kind, b.op("Sigmoid", v), axes=[axis], keepdims=1))
+
+    return middle
+
+
+def summed(axis: int) -> Middle:
+    return lambda b, v: b.op("Mul", v, b.op("ReduceSum", v, b.ints(axis), keepdims=1))
+
+
+def averaged_elsewhere(b: Block, v: ir.Value) -> ir.Value:
+    return b.op("Sub", v, b.op("ReduceMean", v, axes=[1]))
+
+
+def best(kind: str, axis: int) -> Middle:
+    """The place of an extreme."""
+    return lambda b, v: b.op("Mul", v, as_float(b, b.op(kind, v, axis=axis, keepdims=1)))
+
+
+def along(kind: str, axis: int) -> Middle:
+    return lambda b, v: b.op(kind, v, axis=axis)
+
+
+def running_sum(axis: int) -> Middle:
+    return lambda b, v: b.op("CumSum", v, b.constant(axis, np.int64))
+
+
+def largest(count: int, axis: int) -> Middle:
+    return lambda b, v: b.ops("TopK", v, b.ints(count), outputs=2, axis=axis)[0]
+
+
+def normed(kind: str, *weights: str, heads: bool = True) -> Middle:
+    """A norm of each head's three numbers, or of all."""
+
+    def middle(b: Block, v: ir.Value) -> ir.Value:
+        return b.op(kind, v, *(b.w(f"{name}, {heads}", 3 if heads else INNER) for name in weights))
+
+    return (lambda b, v: by_heads(b, v, middle)) if heads else middle
+
+
+def skipped(kind: str, *weights: str, heads: bool = True) -> Middle:
+    """As `normed`, of the sum with something else. It takes no more than three axes: heads are next to places."""
+
+    def middle(b: Block, v: ir.Value) -> ir.Value:
+        apart = b.op("Reshape", v, b.ints(0, -1, 3)) if heads else v
+        made = b.op(kind, apart, b.op("Tanh", apart), *(b.w(f"{n}, {heads}", 3 if heads else INNER) for n in weights))
+        return b.op("Reshape", made, b.op("Shape", v)) if heads else made
+
+    return middle
+
+
+def norms(kind: str, *weights: str, opset: int = 17, shares: Sequence[Sequence[float]] = TWO) -> Tiny:
+    """Of heads, which lets them through, and of all."""
+    make = skipped if "Skip" in kind else normed
+    return sandwich(make(kind, *weights), needs=make(kind, *weights, heads=False), opset=opset, shares=shares)
+
+
+def embedded() -> Block:
+    """Tables and norm in one operator, whole; what comes after is split."""
+    b = Block()
+    given = b.indices("ids", [[0, 29], [7, 15]], ["n", "t"]), b.indices("kinds", [[0, 1], [1, 1]], ["n", "t"])
+    ids = [b.op("Cast", each, to=ir.DataType.INT32) for each in given]
+    tables = b.w("words", 30, HIDDEN), b.w("places", 8, HIDDEN), b.w("segments", 2, HIDDEN)
+    x = b.ops(
+        "com.microsoft.EmbedLayerNormalization", *ids, *tables, b.w("scale", HIDDEN), b.w("shift", HIDDEN), outputs=2
+    )[0]
+    inner = b.op("Relu", b.op("MatMul", x, b.w("A", HIDDEN, INNER)))
+    b.give(softmax(b, b.op("MatMul", inner, b.w("B", INNER, HIDDEN))))
+    return b
+
+
+def batch_normed(b: Block, image: ir.Value) -> ir.Value:
+    variance = b.weight("variance", ir.tensor(np.ones(INNER, np.float32)))
+    return b.op("BatchNormalization", image, *(b.w(name, INNER) for name in ("scale", "shift", "mean")), variance)
+
+
+def channels(b: Block, image: ir.Value) -> ir.Value:
+    """Each by itself: a norm, a convolution, a norm, a pool."""
+    own = b.op(
+        "Conv", batch_normed(b, image), b.w("depthwise", INNER, 1, 3), b.w("bias", INNER), group=INNER, pads=[1, 1]
+    )
+    return b.op("MaxPool", b.op("InstanceNormalization", own, b.w("s2", INNER), b.w("b2", INNER)), kernel_shape=[1])
+
+
+def instance_normed(channels: int) -> Middle:
+    return lambda b, v: b.op("InstanceNormalization", v, *(b.w(f"{n}{channels}", channels) for n in ("scale", "shift")))
+
+
+def of_channels(middle: Middle) -> Middle:
+    """Of [n, channels, places]: the inner axis are the channels."""
+    return lambda b, v: as_image(b, v, middle)
+
+
+def group_normed(size: int, opset: int) -> Tiny:
+    def build() -> Block:
+        b = Block(opset)
+        x = b.op("Softmax", b.data("x", (2, 6, 8), ["n", 6, "t"]), axis=1)
+        wide = b.op("Conv", x, b.w("A", INNER, 6, 1))
+        normed = b.op("GroupNormalization", wide, b.w("s", size), b.w("o", size), num_groups=8)
+        b.give(b.op("Conv", b.op("Relu", normed), b.w("B", 6, INNER, 1)), shape=["n", 6, "t"])
+        return b
+
+    return Tiny(build, sums=1, shares=SHARES)
+
+
+def pooled(kind: str, **attributes: Any) -> Middle:
+    return lambda b, v: b.op(kind, v, **attributes)
+
+
+def pooled_to_one(kind: str) -> Middle:
+    """All places of a channel in one, from each."""
+    return lambda b, v: b.op("Sub", v, b.op(kind, v))
+
+
+GRAPHS: dict[str, Tiny] = {
+    **{name: sandwich(reduced(name, 1), needs=reduced(name, 2)) for name in REDUCTIONS.split()},
+    "ReduceSum": sandwich(summed(1), needs=summed(2), whole="", split="CD", sums=3, shares=SHARES),
+    "ReduceMean": sandwich(averaged_elsewhere, needs=reduced("ReduceMean", 2), shares=SHARES),
+    "GlobalAveragePool": sandwich(
+        of_channels(pooled_to_one("GlobalAveragePool")), needs=pooled_to_one("GlobalAveragePool")
+    ),
+    "ArgMax": sandwich(best("ArgMax", 1), needs=best("ArgMax", 2)),
+    "ArgMin": sandwich(best("ArgMin", 1), needs=best("ArgMin", 2)),
+    **{
+        name: sandwich(along(name, 1), needs=along(name, 2))
+        for name in ("Softmax", "LogSoftmax", "Hardmax", "LpNormalization")
+    },
+    "CumSum": sandwich(running_sum(1), needs=running_sum(2), shares=SHARES),
+    "TopK": sandwich(largest(2, 1), needs=largest(INNER, 2), shares=SHARES),
+    "LayerNormalization": norms("LayerNormalization", "scale", shares=SHARES),
+    "RMSNormalization": norms("RMSNormalization", "scale", opset=23),
+    "SimplifiedLayerNormalization": norms("SimplifiedLayerNormalization", "scale"),
+    "com.microsoft.SkipLayerNormalization": norms("com.microsoft.SkipLayerNormalization", "scale", "shift", "bias"),
+    "com.microsoft.SkipSimplifiedLayerNormalization": norms("com.microsoft.SkipSimplifiedLayerNormalization", "scale"),
+    "com.microsoft.EmbedLayerNormalization": Tiny(embedded, "AB", {"words", "places"}, sums=1),
+    "BatchNormalization": sandwich(of_channels(batch_normed), split={"scale", "shift", "mean", "variance"}),
+    "InstanceNormalization": sandwich(
+        of_channels(instance_normed(INNER)), needs=instance_normed(PLACES), split={"scale24", "shift24"}
+    ),
+    "GroupNormalization": group_normed(INNER, 21),
+    "MeanVarianceNormalization": sandwich(
+        through("Relu"), needs=lambda b, v: b.op("MeanVarianceNormalization", v, axes=[1])
+    ),
+    **{
+        name: sandwich(of_channels(pooled(name, **how)), needs=pooled(name, **how, pads=[1, 1]), narrow=INNER, opset=18)
+        for name, how in POOLS.items()
+    },
+    **{
+        name: sandwich(of_channels(pooled_to_one(name)), needs=pooled_to_one(name))
+        for name in ("GlobalMaxPool", "GlobalLpPool")
+    },
+}
+# ONNX Runtime has it in ONNX's domain alone; some exporters write it with its own.
+WITHOUT_KERNEL = {"com.microsoft.SimplifiedLayerNormalization"}
+FORMS: dict[str, Tiny] = {
+    "channels": sandwich(of_channels(channels), shares=SHARES),
+    "softmax before opset 13": sandwich(
+        lambda b, v: by_heads(b, v, along("Softmax", 3)), needs=along("Softmax", 1), opset=12
+    ),
+    "max": sandwich(reduced("ReduceMax", 1), shares=SHARES),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_operator(name: str, tmp_path: Path) -> None:
+    check_operator(GRAPHS, name, tmp_path)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_form(form: str, tmp_path: Path) -> None:
+    FORMS[form].check(tmp_path)
+
+
+@pytest.mark.parametrize("name", WITHOUT_KERNEL)
+def test_axes_of_a_norm_that_does_not_run(name: str) -> None:
+    """It lets through all axes but the last."""
+    data, scale, made = (tuple(map(ax.new_axis, shape)) for shape in ((5, 8, 3), (3,), (5, 8, 3)))
+    domain, _, kind = name.rpartition(".")
+    node = ir.node(kind, [ir.Value(name="x"), ir.Value(name="scale")], domain=domain)
+    relate_axes(Operation(node, [data, scale], [made], [None, None]))
+    assert [ax.leaves(axis) for axis in data[:2]] == [ax.leaves(axis) for axis in made[:2]]
+    pinned = [atom.pinned is not None for axes in (data, made) for axis in axes for atom in ax.atoms(axis)]
+    assert pinned == [False, False, True] * 2

@@ -1,0 +1,172 @@
+"""Operators that rearrange let axes through as factors; sizes that are said become a rank's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from tests.helpers.blocks import FLOAT, SHARES, Block
+from tests.helpers.operators import INNER, Middle, Tiny, as_float, as_image, check_operator, sandwich
+
+
+def gate(b: Block, v: ir.Value) -> ir.Value:
+    first, second = b.ops("Split", v, outputs=2, axis=-1)
+    return b.op("Mul", b.op("Sigmoid", first), second)
+
+
+def uneven_sections(b: Block, v: ir.Value) -> ir.Value:
+    first, second = b.ops("Split", v, b.ints(INNER, 8), outputs=2, axis=-1)
+    return b.op("Mul", first, b.op("ReduceMean", b.op("MatMul", second, b.w("C", 8, 12)), axes=[-1]))
+
+
+def gate_by_slices(b: Block, v: ir.Value) -> ir.Value:
+    first = b.op("Slice", v, b.ints(0), b.ints(INNER), b.ints(2))
+    second = b.op("Slice", v, b.ints(INNER), b.ints(2**63 - 1), b.ints(2), b.ints(1))
+    return b.op("Mul", b.op("Tanh", first), second)
+
+
+def negative_slices(b: Block, v: ir.Value) -> ir.Value:
+    first = b.op("Slice", v, b.ints(-2 * INNER), b.ints(-INNER), b.ints(-1))
+    second = b.op("Slice", v, b.ints(-INNER), b.ints(2 * INNER), b.ints(-1))
+    return b.op("Mul", first, second)
+
+
+def strided(b: Block, v: ir.Value) -> ir.Value:
+    even = b.op("Slice", v, b.ints(0), b.ints(2 * INNER), b.ints(2), b.ints(2))
+    odd = b.op("Slice", v, b.ints(1), b.ints(2 * INNER), b.ints(2), b.ints(2))
+    return b.op("Mul", even, odd)
+
+
+def to_heads_and_back(b: Block, v: ir.Value) -> ir.Value:
+    heads = b.op("Transpose", b.op("Reshape", v, b.ints(0, 0, 8, 3)), perm=[0, 2, 1, 3])
+    soft = b.op("Softmax", heads, axis=-1)
+    return b.op("Reshape", b.op("Transpose", soft, perm=[0, 2, 1, 3]), b.ints(0, 0, INNER))
+
+
+def merged_with_batch(b: Block, v: ir.Value) -> ir.Value:
+    """Batch and heads in one axis, whose size is computed from a Shape of the split value."""
+    heads = b.op("Transpose", b.op("Reshape", v, b.ints(0, 0, 8, 3)), perm=[0, 2, 1, 3])
+    merged = b.op("Mul", b.shape(heads, 0), b.shape(heads, 1))
+    flat = b.op("Reshape", heads, b.op("Concat", merged, b.shape(heads, 2), b.ints(3), axis=0))
+    target = b.op("Concat", b.shape(v, 0), b.ints(8), b.shape(v, 1), b.ints(3), axis=0)
+    apart = b.op("Reshape", b.op("Exp", b.op("Tanh", flat)), target)
+    return b.op("Reshape", b.op("Transpose", apart, perm=[0, 2, 1, 3]), b.op("Shape", v))
+
+
+def size_as_number(b: Block, v: ir.Value) -> ir.Value:
+    """A size of the split value that is used as a number must be that of the whole."""
+    size = b.op("Cast", b.op("Gather", b.op("Shape", v), b.constant(2, np.int64), axis=0), to=FLOAT)
+    return b.op("Div", v, b.op("Sqrt", size))
+
+
+def expanded(b: Block, v: ir.Value) -> ir.Value:
+    wide = b.op("Unsqueeze", b.op("Reshape", v, b.ints(0, 0, 4, 6)), b.ints(3))
+    repeated = b.op("Expand", wide, b.ints(1, 1, 1, 2, 1))
+    return b.op("Reshape", repeated, b.ints(0, 0, 2 * INNER))
+
+
+def tiled(b: Block, v: ir.Value) -> ir.Value:
+    return b.op("Tile", v, b.ints(1, 1, 2))
+
+
+def squeezed(b: Block, v: ir.Value) -> ir.Value:
+    return b.op("Squeeze", b.op("Relu", b.op("Unsqueeze", v, b.ints(1))), b.ints(1))
+
+
+def flattened(b: Block, v: ir.Value) -> ir.Value:
+    flat = b.op("Flatten", v, axis=2)
+    return b.op("Reshape", flat, b.op("Concat", b.shape(v, 0), b.ints(-1), b.ints(INNER), axis=0))
+
+
+def concatenated(b: Block, v: ir.Value) -> ir.Value:
+    return b.op("Concat", b.op("Relu", v), b.op("Neg", v), axis=-1)
+
+
+def padded_elsewhere(b: Block, v: ir.Value) -> ir.Value:
+    return b.op("Pad", v, b.ints(0, 1, 0, 0, 0, 0))
+
+
+def expanded_from_one(b: Block, v: ir.Value) -> ir.Value:
+    return b.op("Mul", v, b.op("Expand", b.w("row", INNER), b.op("Shape", v)))
+
+
+def filled(b: Block, v: ir.Value) -> ir.Value:
+    """Twos of the value's sizes."""
+    return b.op("Mul", v, b.op("ConstantOfShape", b.op("Shape", v), value=ir.tensor([2.0])))
+
+
+def padded_along(b: Block, v: ir.Value) -> ir.Value:
+    return b.op("Slice", b.op("Pad", v, b.ints(0, 0, 1, 0, 0, 0)), b.ints(0), b.ints(INNER), b.ints(2))
+
+
+def resized(b: Block, image: ir.Value) -> ir.Value:
+    """To twice as many places, by sizes of all axes."""
+    sizes = b.op("Concat", b.shape(image, 0), b.ints(INNER, 10), axis=0)
+    return b.op("Resize", image, None, None, sizes, mode="nearest")
+
+
+def stretched(kind: str) -> Middle:
+    """To twice as many along the last axis, by scales, of which every other one is taken."""
+
+    def middle(b: Block, v: ir.Value) -> ir.Value:
+        scales = b.constant([1, 1, 2], np.float32)
+        more = (scales,) if kind == "Upsample" else (None, scales)
+        return b.op("MaxPool", b.op(kind, v, *more), kernel_shape=[2], strides=[2])
+
+    return middle
+
+
+def of_channels(middle: Middle) -> Middle:
+    return lambda b, v: as_image(b, v, middle)
+
+
+def count_as_number(b: Block, v: ir.Value) -> ir.Value:
+    """How many elements the split value has must be that of the whole."""
+    return b.op("Div", v, b.op("Sqrt", as_float(b, b.op("Size", v))))
+
+
+GRAPHS: dict[str, Tiny] = {
+    "Reshape": sandwich(to_heads_and_back, shares=SHARES),
+    "Flatten": sandwich(flattened, shares=SHARES),
+    "Squeeze": sandwich(squeezed, shares=SHARES),
+    "Unsqueeze": sandwich(lambda b, v: b.op("Reshape", b.op("Unsqueeze", v, b.ints(1, 4)), b.op("Shape", v))),
+    "Transpose": sandwich(lambda b, v: b.op("Transpose", b.op("Tanh", b.op("Transpose", v)), perm=[2, 1, 0])),
+    "Expand": sandwich(expanded, narrow=2 * INNER, shares=SHARES),
+    "Tile": sandwich(tiled, narrow=2 * INNER, shares=SHARES),
+    "ConstantOfShape": sandwich(filled),
+    "Concat": sandwich(concatenated, narrow=2 * INNER, shares=SHARES),
+    "Split": sandwich(gate, wide=2 * INNER, shares=SHARES),
+    "Slice": sandwich(gate_by_slices, wide=2 * INNER, shares=SHARES),
+    "Pad": sandwich(padded_elsewhere, needs=padded_along, shares=SHARES),
+    "Resize": sandwich(of_channels(resized), needs=stretched("Resize")),
+    "Upsample": sandwich(of_channels(stretched("Upsample")), needs=stretched("Upsample"), opset=9),
+    "Shape": sandwich(size_as_number, shares=SHARES),
+    "Size": sandwich(count_as_number),
+}
+FORMS: dict[str, Tiny] = {
+    "gate, num_outputs": sandwich(
+        lambda b, v: b.op("Mul", *b.ops("Split", v, outputs=2, axis=2, num_outputs=2)),
+        wide=2 * INNER,
+        opset=20,
+        shares=SHARES,
+    ),
+    "sections of other sizes": sandwich(uneven_sections, wide=INNER + 8, sums=2, shares=SHARES),
+    "negative slices": sandwich(negative_slices, wide=2 * INNER, shares=SHARES),
+    "strided slices": sandwich(strided, wide=2 * INNER, shares=SHARES),
+    "batch and heads": sandwich(merged_with_batch, shares=SHARES),
+    "expand to the sizes of another": sandwich(expanded_from_one, split={"row"}),
+    "resize by scales": sandwich(of_channels(stretched("Resize"))),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_operator(name: str, tmp_path: Path) -> None:
+    check_operator(GRAPHS, name, tmp_path)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_form(form: str, tmp_path: Path) -> None:
+    FORMS[form].check(tmp_path)

@@ -1,0 +1,130 @@
+"""A tiny graph for an operator, which says what must become of its weights when it is split by tensor.
+
+Most are an operator in the middle of x A -> operator -> B, where the inner axis is to be split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+
+from splitc.compiler.nodes import operator_name
+from splitc.compiler.operators.registry import REGISTRY
+from tests.helpers.blocks import FLOAT, Block, check_split
+
+Middle = Callable[[Block, ir.Value], ir.Value]
+# The inner axis, and the other axes of what is in the middle.
+INNER, BATCH, PLACES, HIDDEN = 24, 2, 5, 12
+# Two ranks, with even shares and with uneven ones.
+TWO = ((1, 1), (3, 1))
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A graph, the weights that must be split and those that must be whole, and how many sums there are a run."""
+
+    build: Callable[[], Block]
+    split: Collection[str] = frozenset("AB")
+    whole: Collection[str] = ()
+    sums: int | None = 1
+    shares: Sequence[Sequence[float]] = TWO
+
+    def check(self, folder: Path) -> None:
+        """The parts make the whole with each of the shares."""
+        check_split(self.build(), folder, self.split, self.shares, self.whole, self.sums)
+
+
+def check_operator(graphs: Mapping[str, Tiny], name: str, folder: Path) -> None:
+    """Check the graph of the operator of this name, which must be in it."""
+    assert name in {operator_name(node) for node in graphs[name].build().model().graph}
+    graphs[name].check(folder)
+
+
+def having(field: str) -> list[str]:
+    """The operators of whose entry a field is set."""
+    return [name for name, operator in REGISTRY.items() if getattr(operator, field)]
+
+
+def sandwich(
+    middle: Middle,
+    *,
+    needs: Middle | None = None,
+    wide: int = INNER,
+    narrow: int = INNER,
+    opset: int = 17,
+    split: Collection[str] = (),
+    whole: Collection[str] = "CD",
+    sums: int | None = 1,
+    shares: Sequence[Sequence[float]] = TWO,
+) -> Tiny:
+    """x [n, 5, 12] A [12, wide] -> middle -> B [narrow, 12], with norms at both ends that need those axes whole.
+
+    `split` are weights in the middle that must be split as A and B are. What `needs` the axis whole stands between two
+    more products, whose weights, the `whole` ones of C and D, must be whole.
+    """
+
+    def build() -> Block:
+        b = Block(opset)
+        x = softmax(b, b.data("x", (BATCH, PLACES, HIDDEN), ["n", "t", HIDDEN]))
+        x = softmax(b, b.op("MatMul", middle(b, b.op("MatMul", x, b.w("A", HIDDEN, wide))), b.w("B", narrow, HIDDEN)))
+        if needs is not None:
+            inner = b.op("MatMul", x, b.w("C", HIDDEN, INNER))
+            x = softmax(b, b.op("MatMul", needs(b, inner), b.w("D", INNER, HIDDEN)))
+        b.give(x)
+        return b
+
+    return Tiny(build, {"A", "B", *split}, whole if needs is not None else (), sums, shares)
+
+
+def softmax(b: Block, v: ir.Value) -> ir.Value:
+    return b.op("Softmax", v, axis=-1)
+
+
+def number(b: Block, value: float) -> ir.Value:
+    return b.constant(value, np.float32)
+
+
+def through(kind: str, **attributes: object) -> Middle:
+    """The operator of that value alone."""
+    return lambda b, v: b.op(kind, v, **attributes)
+
+
+def chain(*kinds: str) -> Middle:
+    """Operators of one value, one after the other."""
+
+    def middle(b: Block, v: ir.Value) -> ir.Value:
+        for kind in kinds:
+            v = b.op(kind, v)
+        return v
+
+    return middle
+
+
+def spread(b: Block, v: ir.Value) -> ir.Value:
+    """As many as ten times as large, so that rounding leaves something."""
+    return b.op("Mul", v, number(b, 10))
+
+
+def by_heads(b: Block, v: ir.Value, middle: Middle) -> ir.Value:
+    """The operator of [n, t, 8, 3], the inner axis by heads, and back."""
+    return b.op("Reshape", middle(b, b.op("Reshape", v, b.ints(0, 0, 8, 3))), b.ints(0, 0, INNER))
+
+
+def as_image(b: Block, v: ir.Value, middle: Middle) -> ir.Value:
+    """The operator of [n, channels, places], and back."""
+    return b.op("Transpose", middle(b, b.op("Transpose", v, perm=[0, 2, 1])), perm=[0, 2, 1])
+
+
+def as_float(b: Block, v: ir.Value) -> ir.Value:
+    return b.op("Cast", v, to=FLOAT)
+
+
+def stored(b: Block, name: str, *shape: int, kind: type[np.integer] = np.int8) -> ir.Value:
+    """A weight of random whole numbers of 8 bits."""
+    generator = np.random.default_rng(len(name))
+    low, high = (0, 255) if kind is np.uint8 else (-100, 100)
+    return b.weight(name, ir.tensor(generator.integers(low, high, shape, dtype=kind)))
