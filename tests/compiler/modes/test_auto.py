@@ -17,8 +17,9 @@ from splitc.compiler.planning.plan import ENGINE_BYTES, Candidate, Plan
 from splitc.compiler.planning.plan_file import plan_from_file, write_plan
 from splitc.compiler.planning.prediction import predict
 from splitc.runtime import Session
+from splitc.runtime.device_profiles import Link
 from splitc.runtime.errors import DoesNotFitError, MisuseError
-from splitc.runtime.machine import Link, Machine
+from splitc.runtime.machine import Machine
 from tests.conftest import assert_close, decoder_feeds, run_whole
 from tests.helpers.command import splitc
 
