@@ -10,7 +10,7 @@ demo: $(VENV)/demo.done
 
 # The whole check: lint, types, tests.
 test: lint
-	$(BIN)/python -m pytest --numprocesses logical
+	$(BIN)/python -m pytest --numprocesses logical --dist worksteal
 
 lint: $(VENV)/test.done
 	$(BIN)/ruff check .

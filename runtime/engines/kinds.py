@@ -78,7 +78,9 @@ def choose_engine(asked: str | None, devices: Sequence[Device]) -> str:
 
 def _by_priority() -> list[EngineKind]:
     """The kinds that a package may get where nobody asks for one, the best first."""
-    return sorted((kind for kind in _TABLE if kind.priority is not None), key=lambda kind: -(kind.priority or 0))
+    return sorted(
+        (kind for kind in KINDS.values() if kind.priority is not None), key=lambda kind: -(kind.priority or 0)
+    )
 
 
 def describe_engine(engine: str) -> str:

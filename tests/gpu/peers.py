@@ -4,7 +4,7 @@
 
 Tensor parallelism is Megatron's, by hand, with torch.distributed, one process a GPU: projections by columns, then by
 rows, and two sums a layer. Steps of one token and prompts are captured as CUDA graphs, sums included.
-`device_map="auto"` is transformers' Llama dispatched over the GPUs by accelerate, which runs plainly. Needs PyTorch,
+`device_map="auto"` is transformers' Llama dispatched over the GPUs by accelerate, which runs eagerly. Needs PyTorch,
 transformers and accelerate.
 """
 
@@ -111,7 +111,7 @@ def _run_rank(rank: int, world: int, options: argparse.Namespace) -> None:
         def run(ids: torch.Tensor = ids, place: torch.Tensor = place, filled: int = start + count) -> None:
             model(ids, place, filled)
 
-        found[f"{name} plainly"] = _time(run)
+        found[f"{name} eagerly"] = _time(run)
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
             run()

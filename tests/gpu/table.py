@@ -86,11 +86,11 @@ def main() -> None:
 
 def _report(sessions: Mapping[str, Session], errors: Mapping[str, float], options: argparse.Namespace) -> None:
     """Time all sessions in turns, and print what came of it."""
-    rows = table("package", "error", "token", "x", "host", "plainly", "x", right=("error", "x"))
+    rows = table("package", "error", "token", "x", "host", "eager", "x", right=("error", "x"))
     steps = {name: _Steps(session, options) for name, session in sessions.items()}
     graphs = _in_turns({name: step.run for name, step in steps.items()})
     shares = {name: step.host_share() for name, step in steps.items()}
-    plainly = _in_turns({name: step.run_plainly for name, step in steps.items()})
+    eager = _in_turns({name: step.run_eagerly for name, step in steps.items()})
     for name, step in steps.items():
         step.sequence.close()
         rows.add_row(
@@ -98,7 +98,7 @@ def _report(sessions: Mapping[str, Session], errors: Mapping[str, float], option
             f"{errors[name]:.1e}",
             *_times(graphs, name),
             f"{100 * shares[name]:.1f}%",
-            *_times(plainly, name),
+            *_times(eager, name),
         )
     out.print(rows)
     floor = options.weights / BYTES
@@ -249,7 +249,7 @@ class _Steps:
             self.sequence.run(each)
         return (time.perf_counter() - start) / len(feeds)
 
-    def run_plainly(self) -> float:
+    def run_eagerly(self) -> float:
         """As `run`, without CUDA graphs."""
         recordings, self.session._admission.recordings = self.session._admission.recordings, None
         try:
@@ -312,7 +312,7 @@ def _prompt(session: Session, options: argparse.Namespace) -> float:
 
 
 def _prompt_again(session: Session, options: argparse.Namespace) -> float:
-    """Seconds for a prompt of a size that came before, in a cache that has room."""
+    """Seconds for a prompt of a previously seen length, in a cache that has room."""
     with session.start(capacity=2 * options.cache) as sequence:
         feeds = _tokens(session, options.prompt, 0, options)
         for _ in range(3):

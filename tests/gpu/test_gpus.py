@@ -65,7 +65,7 @@ def test_outputs_are_the_models(package: tuple[Path, Path]) -> None:
         many = [feeds(*sizes, seed) for seed in range(4) for sizes in ((1, 8), (5, 3), (1, 20), (1, 8))]
         for given, outputs in zip(many, session.map(many)):
             agree(whole(given), outputs)
-        for given in many:  # by now all sizes came before
+        for given in many:  # by now all shapes were seen before
             agree(whole(given), session.run(given))
         assert session.notes == []
 
@@ -142,7 +142,7 @@ def test_compile_compares_on_gpus_and_says_so(tmp_path: Path) -> None:
 
 
 def test_caches_that_grow(tmp_path: Path) -> None:
-    """Nodes on the CPU are said, and what they are part of runs plainly."""
+    """Nodes on the CPU are said, and what they are part of runs eagerly."""
     save(build(replace(SIZE, dtype=ir.DataType.FLOAT)), tmp_path / "model.onnx")
     asked = Request(split_mode="tensor", engine="onnxruntime")
     compile_model(plan_model(tmp_path / "model.onnx", [f"{GPUS}xcuda"], asked), tmp_path / "package")

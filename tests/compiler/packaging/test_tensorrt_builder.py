@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.compiler.packaging import tensorrt_builder as tensorrt
 from splitc.compiler.packaging.builder import BuildError
 from splitc.compiler.packaging.building import BuildSettings, build_package
 from splitc.compiler.packaging.refusals import describe_refusals

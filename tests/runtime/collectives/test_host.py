@@ -11,6 +11,7 @@ import pytest
 
 from splitc.runtime.collectives.host import HostCollectives, connect
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
+from splitc.runtime.failures import Failure
 from splitc.runtime.ranks.loop import Program, execute
 from splitc.runtime.steps import Reduce, Run
 from tests.helpers.engines import FunctionEngine, fail
@@ -89,3 +90,28 @@ def test_rank_that_fails_does_not_leave_the_others_waiting() -> None:
         return outcomes
 
     assert together(work) == [[4.0, "out of memory", 4.0]] * RANKS
+
+
+def test_all_gather_gives_all_what_each_handed_in() -> None:
+    def work(rank: int, ends: HostCollectives) -> Any:
+        return [ends.all_gather(range(RANKS), (rank, turn)) for turn in range(20)]
+
+    assert together(work) == [[[(rank, turn) for rank in range(RANKS)] for turn in range(20)]] * RANKS
+
+
+def test_failure_that_is_handed_in_is_what_all_get() -> None:
+    def work(rank: int, ends: HostCollectives) -> Any:
+        met = ends.all_gather(range(RANKS), Failure(ValueError("no memory")) if rank == 1 else rank)
+        return str(met.error)
+
+    assert together(work) == ["no memory"] * RANKS
+
+
+def test_sum_that_can_not_be_made_is_a_failure_of_all() -> None:
+    backend = OnnxRuntimeBackend(1)
+
+    def work(rank: int, ends: HostCollectives) -> Any:
+        step = Reduce("sum", ["a"], ["A"] if rank else ["B"], list(range(RANKS)))
+        return str(ends.all_reduce(step, [backend.upload(np.ones(1))], backend.accumulate).error)[:37]
+
+    assert together(work) == ["ranks do not reduce the same values: "] * RANKS

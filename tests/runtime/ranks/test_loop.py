@@ -1,4 +1,4 @@
-"""The loop that runs a rank's steps, with engines and a transport of the test's own."""
+"""The loop that runs a rank's steps, with engines of the tests' own."""
 
 from __future__ import annotations
 

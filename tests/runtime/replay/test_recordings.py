@@ -51,7 +51,7 @@ def is_replayed(session: Session, feeds: Mapping[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize(("mode", "devices"), PLACES)
-def test_sizes_that_came_before_are_replayed(decoder: Path, mode: str, devices: list[str]) -> None:
+def test_previously_seen_shapes_are_replayed(decoder: Path, mode: str, devices: list[str]) -> None:
     options = {"row_min": 16} if mode == "row" else {}
     with Session(package(decoder, mode, len(devices), **options), devices=devices) as session:
         for number in range(4):
@@ -90,8 +90,8 @@ def test_nothing_is_replayed_where_nobody_wants_it(decoder: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["layer", "tensor"])
-def test_replays_and_plain_runs_take_turns(decoder: Path, mode: str) -> None:
-    """Layer mode replays only what finds the stages idle; sizes that are new run plainly in between."""
+def test_replays_and_eager_runs_take_turns(decoder: Path, mode: str) -> None:
+    """Layer mode replays only what finds the stages idle; sizes that are new run eagerly in between."""
     with Session(package(decoder, mode, 2), devices=["cuda0", "cuda1"], in_flight=4) as session:
         many = [shifted(decoder_feeds(1, 1, 3 + number % 5), number) for number in range(30)]
         for feeds, outputs in zip(many, session.map(many)):
@@ -160,7 +160,7 @@ def test_states_are_where_the_graph_left_them(
         assert len(replays) == 2 * 8, "new sequences have the states of those that have ended, which graphs know"
 
 
-def test_recurrent_states_go_on_from_replays_to_plain_runs_and_begin_as_zeros(tmp_path: Path) -> None:
+def test_recurrent_states_go_on_from_replays_to_eager_runs_and_begin_as_zeros(tmp_path: Path) -> None:
     model = tmp_path / "lstm" / "model.onnx"
     model.parent.mkdir()
     write_lstm(model)
@@ -223,7 +223,7 @@ def test_recordings_in_use_stay(decoder: Path, monkeypatch: pytest.MonkeyPatch) 
         assert len(made) == 4, "those that are not in use any more make room"
 
 
-def test_engine_that_can_not_be_captured_runs_plainly_and_is_named(
+def test_engine_that_can_not_be_captured_runs_eagerly_and_is_named(
     decoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = FakeBackend.load
@@ -241,7 +241,7 @@ def test_engine_that_can_not_be_captured_runs_plainly_and_is_named(
 
 @pytest.mark.parametrize("mode", ["layer", "tensor"])
 def test_rank_that_fails_while_it_is_recorded(decoder: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The request runs plainly, all the same, and so do later ones; nobody waits for the rank that failed."""
+    """The request runs eagerly, all the same, and so do later ones; nobody waits for the rank that failed."""
     FakeBackend.failing = (1, 1)  # the second run of its engine, which is when it is recorded
     whole = run_whole(decoder, decoder_feeds())
     with Session(package(decoder, mode, 2), devices=["cuda0", "cuda1"]) as session:
@@ -261,7 +261,7 @@ def test_graph_that_fails_ends_in_an_error(decoder: Path, monkeypatch: pytest.Mo
             session.run(decoder_feeds())
 
 
-def test_gpus_without_access_to_each_other_run_plainly(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_without_access_to_each_other_run_eagerly(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cupy = fake_cupy.make()
     cupy.cuda.runtime.deviceCanAccessPeer = lambda one, other: 0
     monkeypatch.setattr("splitc.runtime.engines.gpu_device.need_cupy", lambda: cupy)
