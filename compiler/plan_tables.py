@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from rich.bar import Bar
 from rich.markup import escape
 
-from splitc.runtime.cli.tables import RANK_SIZES, ROUNDS, block_range, print_cuts, print_whole
+from splitc.runtime.cli.mode_words import words_of
+from splitc.runtime.cli.tables import RANK_SIZES, block_range, print_cuts, print_whole
 from splitc.runtime.cli.terminal import out, print_warning, table
 from splitc.runtime.engines.kinds import describe_engine
 from splitc.runtime.errors import MisuseError
@@ -87,7 +88,7 @@ def _print_split(plan: Plan) -> None:
         shares.append(f"{divided / max(1, held):.1%} of {what} ({format_bytes(held)})")
     out.print(f"weights split: {', '.join(shares)}; ", end="")
     size = format_bytes(plan.split.exchanged_bytes(plan.cuts))
-    out.print(f"{plan.split.collectives} {ROUNDS[plan.split_mode]}, {size} a run")
+    out.print(f"{plan.split.collectives} {words_of(plan.split_mode).exchanges}, {size} a run")
     whole = [(each.name, each.bytes - each.split, each.reason) for each in plan.weights if each.reason]
     print_whole(whole, plan.split_mode)
 

@@ -86,7 +86,7 @@ def scatter_elements(op: Operation) -> None:
     data, indices, updates, output = op.input(0), op.input(1), op.input(2), op.output()
     op.relate_all(data, output)
     op.whole([output[axis]], "it is written to by index")
-    for place, axes in enumerate(zip(indices, updates, output)):
+    for place, axes in enumerate(zip(indices, updates, output, strict=True)):
         if place != axis and len({ax.size_of(each) for each in axes}) == 1:
             op.relate(axes[0], axes[2])
             op.relate(axes[1], axes[2])

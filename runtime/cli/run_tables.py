@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from splitc.runtime.cli.mode_words import words_of
 from splitc.runtime.cli.terminal import out, table
 from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.tools.bench import BenchResult
@@ -44,14 +45,6 @@ def print_memory(found: Sequence[RankMemory]) -> None:
     out.print("weights and predicted are the plan's; loaded and peak were measured, the engine's own memory included.")
 
 
-# Who works while one request runs.
-AT_WORK = {
-    "layer": "one rank works while the others wait",
-    "row": "the main rank works, and the others multiply with it",
-    "tensor": "all ranks work on it at once",
-}
-
-
 def print_bench(result: BenchResult, split_mode: str) -> None:
     """A package's times, and what its ranks did."""
     numbers = ("latency", "90 %", "rate", "package / unsplit")
@@ -75,6 +68,6 @@ def print_bench(result: BenchResult, split_mode: str) -> None:
             "package / unsplit is time a request."
         )
     else:
-        out.print(f"Medians of {own.runs} runs, one request at a time: {AT_WORK[split_mode]}.")
+        out.print(f"Medians of {own.runs} runs, one request at a time: {words_of(split_mode).at_work}.")
     for number, line in enumerate(draw_timeline(len(result.ranks), result.timeline[-4 * result.in_flight :])):
         out.print(f"rank {number} [cyan]{line}[/]")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.markup import escape
 
+from splitc.runtime.cli.mode_words import words_of
 from splitc.runtime.cli.terminal import out, table
 from splitc.runtime.manifest import Build, Built, Manifest, Role
 from splitc.runtime.units import format_bytes, format_shape
@@ -17,6 +18,7 @@ def print_manifest(manifest: Manifest, routes: Mapping[str, Sequence[str]]) -> N
         f"[bold]{manifest.source.name}[/], split by {manifest.split_mode} into {len(manifest.ranks)} ranks "
         f"of {len(manifest.blocks)} blocks, {manifest.engine} engines, {manifest.number_type}"
     )
+    words = words_of(manifest.split_mode)
     if manifest.build is not None:
         out.print(_describe_build(manifest.build))
     rows = table("rank", "blocks", *RANK_SIZES, right=RANK_SIZES)
@@ -24,9 +26,9 @@ def print_manifest(manifest: Manifest, routes: Mapping[str, Sequence[str]]) -> N
         sizes = map(format_bytes, (rank.weights_bytes, rank.activation_bytes, rank.cache_bytes))
         rows.add_row(f"{number} {rank.device}", block_range(rank.blocks), *sizes)
     out.print(rows)
-    print_cuts([(cut.values, cut.bytes) for cut in manifest.cuts], manifest.split_mode == "row")
+    print_cuts([(cut.values, cut.bytes) for cut in manifest.cuts], words.is_radial)
     if manifest.collectives:
-        out.print(f"{manifest.collectives} {ROUNDS[manifest.split_mode]} a run")
+        out.print(f"{manifest.collectives} {words.exchanges} a run")
     print_whole([(each.name, each.bytes, each.reason) for each in manifest.unsplit], manifest.split_mode)
     for way, pairs in routes.items():
         out.print(f"between GPUs of this machine: {', '.join(pairs)} {way}")
@@ -62,8 +64,6 @@ def describe_built(built: Built) -> str:
 
 
 RANK_SIZES = ("weights", "activ.", "cache")
-# What brings the ranks of a mode together.
-ROUNDS = {"row": "round trips", "tensor": "collectives"}
 
 # Weights left whole that are listed one by one.
 WHOLE = 5
@@ -74,8 +74,7 @@ def print_whole(weights: Sequence[tuple[str, int, str]], split_mode: str) -> Non
     if not weights:
         return
     total = format_bytes(sum(size for _, size, _ in weights))
-    where = "the main device" if split_mode == "row" else "each rank"
-    out.print(f"whole on {where}: {total} in {len(weights)} weights, the largest:")
+    out.print(f"whole on {words_of(split_mode).whole}: {total} in {len(weights)} weights, the largest:")
     for name, size, reason in sorted(weights, key=lambda each: -each[1])[:WHOLE]:
         out.print(f"  {escape(name)} {format_bytes(size)}: {escape(reason)}")
 
