@@ -1,7 +1,7 @@
 """The graphs of a row split: the main rank's, in which an exchange stands for each product, and the slices of products.
 
 An exchange takes what its product reads and gives the columns of each rank, which are put together behind it. The main
-rank's graph is cut at its exchanges; between the pieces the ranks multiply.
+rank's graph is cut at its exchanges; between the segments the ranks multiply.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cut a rank's graph at what ranks do together, which no engine can: the program does that between the pieces."""
+"""Cut a rank's graph into segments, at what ranks do together: the rank's program does that between the segments."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from splitc.compiler.operators.registry import operator_of
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of a rank's graph, and the joints that follow it: nodes for what the ranks do together."""
+    """A part of a rank's graph between two joints, and the joints that follow it: nodes for what ranks do together."""
 
     graph: ir.Graph
     joints: tuple[ir.Node, ...]
 
 
 def cut_segments(graph: ir.Graph, outputs: Collection[str], joint: str) -> list[Segment]:
-    """The pieces of `graph` between its nodes of the kind `joint`, in order. Of its outputs only those named are given.
+    """The segments of `graph` between its nodes of the kind `joint`, in order. Only the `outputs` named are given.
 
-    A node goes into the last piece that is early enough for those that read it. What is computed from weights alone
-    is computed in each piece that needs it, where the engine folds it. So is what follows from the sizes of the graph's
-    inputs: it is a few numbers that engines have on the host, and would have to take from there.
+    A node goes into the last segment that is early enough for those that read it. What is computed from weights alone
+    is computed in each segment that needs it, where the engine folds it. So is what follows from the sizes of the
+    graph's inputs: it is a few numbers that engines have on the host, and would have to take from there.
     """
     repeated = _repeated_nodes(graph, joint)
-    # All ranks must come to the same pieces, so what this one does not give is only taken off then.
+    # All ranks must come to the same segments, so what this one does not give is taken off only then.
     levels = _levels(graph, repeated, joint)
     needed = _needed(graph, outputs, joint)
     count = 1 + max(levels.values(), default=0)
@@ -38,17 +38,17 @@ def cut_segments(graph: ir.Graph, outputs: Collection[str], joint: str) -> list[
         if node in levels and node in needed:
             members[levels[node]].append(node)
     given = {value for value in graph.outputs if value.name in outputs}
-    # The last piece that reads each value.
+    # The last segment that reads each value.
     last = {value: level for level, nodes in enumerate(members) for node in nodes for value in node_reads(node)}
-    pieces = []
+    segments = []
     for level, nodes in enumerate(members):
         own = [node for node in nodes if node.op_type != joint]
         joints = [node for node in nodes if node.op_type == joint]
         joined = {value for node in joints for value in node.inputs}
         gives = [v for n in own for v in n.outputs if last.get(v, 0) > level or v in joined or v in given]
         if own or joints:
-            pieces.append(Segment(_extract(graph, own, gives, repeated), tuple(joints)))
-    return pieces
+            segments.append(Segment(_extract(graph, own, gives, repeated), tuple(joints)))
+    return segments
 
 
 def _repeated_nodes(graph: ir.Graph, joint: str) -> frozenset[ir.Node]:
@@ -103,10 +103,10 @@ def _needed(graph: ir.Graph, outputs: Collection[str], joint: str) -> set[ir.Nod
 
 
 def _levels(graph: ir.Graph, repeated: Collection[ir.Node], joint: str) -> dict[ir.Node, int]:
-    """For each node that is not repeated the number of the piece that it goes into.
+    """For each node that is not repeated the number of its segment.
 
-    A joint has the number of the piece that it follows. Pieces are as few as can be; in them a node is as late as its
-    readers allow, but what is an output is made early, and so is not held up.
+    A joint has the number of the segment that it follows. Segments are as few as can be. A node is as late as its
+    readers allow, but what is an output is made early, so that it is not held up.
     """
     early: dict[ir.Node, int] = {}
     readers: dict[ir.Value, list[ir.Node]] = {}
@@ -150,8 +150,8 @@ def _extract(graph: ir.Graph, nodes: list[ir.Node], gives: list[ir.Value], repea
         opset_imports=graph.opset_imports,
         name=graph.name,
     )
-    piece = view.clone()
-    for value in (value for node in piece for value in node.outputs):
+    segment = view.clone()
+    for value in (value for node in segment for value in node.outputs):
         if not value.is_graph_output() and value.shape is None:
             value.type = None
-    return piece
+    return segment

@@ -1,7 +1,7 @@
-"""Sizes in a rank's graph: shape vectors that it computes from its own parts, and those that say sizes of its parts.
+"""Sizes in a rank's graph: shape vectors that it computes from its own shards, and those that give sizes of shards.
 
-A Shape node reads the sizes of the rank's part. Where they come to a node that takes sizes, they are compared with
-those that it should have, and corrected where they are others; anywhere else they are made those of the whole value.
+A Shape node reads the sizes of the rank's shard. Where such a size comes to a node that takes sizes, it is compared
+with the one that the node should have, and corrected where it is another. Anywhere else it is made the whole value's.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class SizeRewriter:
             self.read[node.outputs[0]] = sizes
 
     def _pass_on(self, node: ir.Node) -> Sizes | None:
-        """The entries of the node's result, where it hands on sizes of parts by constant places."""
+        """The entries of the node's result, where it hands on sizes of shards by constant places."""
         if not any(value in self.read for value in node.inputs if value is not None):
             return None
         if node.op_type == "Concat":
@@ -98,7 +98,7 @@ class SizeRewriter:
         return entries
 
     def _entries(self, value: ir.Value) -> Sizes:
-        """The axes that a shape vector's entries are the sizes of; nothing for those that are not read from a part."""
+        """The axes that a shape vector's entries are the sizes of; None for those that are not read from a shard."""
         return self.read.get(value) or [None] * self.length_of(value)
 
     def globalize(self, node: ir.Node, value: ir.Value) -> ir.Value:
@@ -136,20 +136,20 @@ class SizeRewriter:
             return value
         producer = value.producer()
         if producer is not None and producer.op_type == "Concat":
-            return self._localize_pieces(node, producer, wanted)
+            return self._localize_entries(node, producer, wanted)
         return self._correct(node, value, corrections)
 
-    def _localize_pieces(self, node: ir.Node, concat: ir.Node, wanted: Sizes) -> ir.Value:
-        pieces = []
+    def _localize_entries(self, node: ir.Node, concat: ir.Node, wanted: Sizes) -> ir.Value:
+        parts = []
         start = 0
-        for piece in concat.inputs:
-            assert piece is not None
-            length = self.length_of(piece)
-            pieces.append(self.localize(node, piece, wanted[start : start + length]))
+        for each in concat.inputs:
+            assert each is not None
+            length = self.length_of(each)
+            parts.append(self.localize(node, each, wanted[start : start + length]))
             start += length
-        if pieces == list(concat.inputs):
+        if parts == list(concat.inputs):
             return concat.outputs[0]
-        return self._emit(node, "Concat", pieces, axis=0)
+        return self._emit(node, "Concat", parts, axis=0)
 
     def _constant_sizes(self, old: Array, sizes: Sizes, positions: bool) -> Array:
         """Numbers that are sizes become the rank's. Others (-1, 0, 1 for a repeated axis) stay, but for positions."""

@@ -54,18 +54,18 @@ def _compute_borrowed(result: ir.Graph, stage: Stage) -> None:
     nodes: list[ir.Node] = []
     renamed: dict[ir.Value, str] = {}
     for original, placeholder in zip(stage.borrowed, result.inputs[len(inputs) :], strict=True):
-        pieces = []
+        entries = []
         for size in borrowed_sizes(original):
             if isinstance(size, int):
-                pieces.append(_constant(size, nodes))
+                entries.append(_constant(size, nodes))
                 continue
             place = find_size(size, inputs)
             assert place is not None
             shape = ir.node("Shape", [own[place[0]]])
-            piece = ir.node("Gather", [shape.outputs[0], _constant(place[1], nodes)])
-            nodes += [shape, piece]
-            pieces.append(piece.outputs[0])
-        joined = ir.node("Concat", pieces, {"axis": 0})
+            entry = ir.node("Gather", [shape.outputs[0], _constant(place[1], nodes)])
+            nodes += [shape, entry]
+            entries.append(entry.outputs[0])
+        joined = ir.node("Concat", entries, {"axis": 0})
         nodes.append(joined)
         joined.outputs[0].type = ir.TensorType(ir.DataType.INT64)
         stand_for(joined.outputs[0], original)

@@ -23,7 +23,7 @@ MOST = 1 << 30
 
 
 def fit_to_build(analysis: Analysis, programs: Sequence[RankProgram]) -> Iterator[RankProgram]:
-    """The ranks' programs with the sizes that their engines are built for, and their pieces prepared, in place.
+    """The ranks' programs with the sizes that their engines are built for, and their graphs prepared, in place.
 
     Raises ModelError where a size that an engine takes can't be known.
     """
@@ -36,11 +36,11 @@ def fit_to_build(analysis: Analysis, programs: Sequence[RankProgram]) -> Iterato
     }
     for program, own in zip(programs, sizes, strict=True):
         for graph, each in zip(program.graphs, own, strict=True):
-            prepare_piece(graph, each, blocks)
+            prepare_graph(graph, each, blocks)
         yield replace(program, sizes=tuple(own))
 
 
-def prepare_piece(graph: ir.Graph, sizes: Mapping[str, Sizes], blocks: Mapping[str, str]) -> None:
+def prepare_graph(graph: ir.Graph, sizes: Mapping[str, Sizes], blocks: Mapping[str, str]) -> None:
     """Fix the sizes of the graph's inputs that can't change, and name each node and its block, in place.
 
     What older TensorRTs misread is written in another way.

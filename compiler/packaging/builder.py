@@ -20,7 +20,7 @@ Building = Callable[[float, int], None]
 
 
 class BuildError(SplitcError):
-    """An engine can't take a piece of the model, or could not be built."""
+    """An engine can't take a node of the model, or could not be built."""
 
 
 class Job(Struct, frozen=True):

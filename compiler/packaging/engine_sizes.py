@@ -32,7 +32,7 @@ class Known:
 
 
 class ShapeEngine:
-    """A piece of a rank's graph that makes shapes of shapes, and remembers what it was given."""
+    """A segment of a rank's graph that makes shapes of shapes, and remembers what it was given."""
 
     optional: frozenset[str] = frozenset()
 

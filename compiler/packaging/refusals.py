@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.stages import Stage, divide_blocks
 from splitc.compiler.lowering.stage_graph import stage_graph
-from splitc.compiler.packaging.build_graphs import prepare_piece
+from splitc.compiler.packaging.build_graphs import prepare_graph
 from splitc.compiler.packaging.builder import Job, Refusal, find_builder
 from splitc.compiler.packaging.onnx_files import write_model_files
 from splitc.compiler.packaging.package_writer import PackageWriter
@@ -61,7 +61,7 @@ def _write(plan: Plan, stage: Stage, folder: Path) -> Job:
         if value.shape is None and bound is not None and value.name not in plan.analysis.costs.bound.uncertain:
             value.shape = ir.Shape([None] * len(bound))
     name = stage.blocks[0].name
-    prepare_piece(graph, {}, {value.name or "": name for node in graph for value in node.outputs})
+    prepare_graph(graph, {}, {value.name or "": name for node in graph for value in node.outputs})
     path = folder / "block.onnx"
     write_model_files({path: graph}, plan.analysis.graph.model, PackageWriter(folder))
     return Job(str(path), None, {}, name)

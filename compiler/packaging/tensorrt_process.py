@@ -181,7 +181,7 @@ def _keep_float32(trt: ModuleType, network: Any, job: Job) -> None:
 
 
 def _number_types(job: Job) -> set[ir.DataType | None]:
-    """The number types of what the piece takes, gives and holds."""
+    """The number types of what the graph takes, gives and holds."""
     graph = ir.load(job.source).graph
     return {value.dtype for value in (*graph.inputs, *graph.outputs, *graph.initializers.values())}
 

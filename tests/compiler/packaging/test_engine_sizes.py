@@ -12,7 +12,7 @@ import pytest
 
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.model_errors import ModelError
-from splitc.compiler.packaging.build_graphs import prepare_piece
+from splitc.compiler.packaging.build_graphs import prepare_graph
 from splitc.compiler.packaging.engine_sizes import engine_sizes
 from splitc.runtime import Session
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeEngine
@@ -105,7 +105,7 @@ def test_part_of_a_shape_is_sliced_for_parsers_that_give_all_of_it() -> None:
     }
     """
     model = ir.from_onnx_text(text)
-    prepare_piece(model.graph, {}, {})
+    prepare_graph(model.graph, {}, {})
     assert not [node for node in model.graph if node.op_type == "Shape" and node.attributes]
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
     found = [array.tolist() for array in session.run(None, {"x": np.zeros((2, 3, 5), np.float32)})]
