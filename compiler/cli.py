@@ -19,14 +19,15 @@ from splitc.runtime.cli.options import with_options
 from splitc.runtime.cli.shared_options import FILL, JSON
 from splitc.runtime.cli.tables import describe_built
 from splitc.runtime.cli.terminal import err, out, print_json, print_warning
-from splitc.runtime.engines.kinds import MODULES
+from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.fills import parse_fills
 from splitc.runtime.manifest import BuildOptions
 from splitc.runtime.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from splitc.compiler.packaging.building import Building, BuildSettings
+    from splitc.compiler.packaging.builder import Building
+    from splitc.compiler.packaging.building import BuildSettings
 
 # Options that only engines which are built have.
 TENSORRT: dict[str, Any] = {"rich_help_panel": "TensorRT"}
@@ -126,7 +127,7 @@ def plan(
     from splitc.compiler.planning.plan_file import to_file, write_plan
 
     decided = plan_model(model, device, request)
-    if decided.engine in MODULES:
+    if find_kind(decided.engine).is_built:
         from splitc.compiler.packaging.refusals import describe_refusals
 
         decided = replace(decided, warnings=(*decided.warnings, *describe_refusals(decided)))

@@ -57,7 +57,7 @@ def _check_array(array: Array, tensor: Tensor) -> None:
         have = format_shape(array.shape)
         raise FeedError(f"input '{tensor.name}' has shape {have}, and the model takes {format_shape(want)}")
     low, high = tensor.min_shape, tensor.max_shape
-    if low and high and any(not a <= size <= b for a, size, b in zip(low, array.shape, high)):
+    if low and high and any(not a <= size <= b for a, size, b in zip(low, array.shape, high, strict=False)):
         raise FeedError(
             f"input '{tensor.name}' has shape {format_shape(array.shape)}, and the engines were built for "
             f"{format_shape(low)} to {format_shape(high)} (--min-shapes and --max-shapes of 'splitc compile')"

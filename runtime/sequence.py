@@ -108,7 +108,7 @@ class StateSequence:
         sizes = {
             symbol: length
             for name, array in feeds.items()
-            for symbol, length in zip(inputs[name].shape or (), array.shape)
+            for symbol, length in zip(inputs[name].shape or (), array.shape, strict=False)
             if isinstance(symbol, str)
         }
         batch = max((array.shape[0] for array in feeds.values() if array.ndim), default=1)

@@ -219,7 +219,7 @@ def _measure(bounds: tuple[int, ...], segments: Sequence[tuple[str, ...]], width
     operators = [Counter(block) for block in blocks]
     common = Counter(Counter(blocks).most_common(1)[0][0])
     shared = [sum((common & block).values()) for block in operators]
-    likeness = [same / sum((common | block).values()) for same, block in zip(shared, operators)]
+    likeness = [same / sum((common | block).values()) for same, block in zip(shared, operators, strict=True)]
     kept = [index for index, like in enumerate(likeness) if like >= ALIKE_AT_ENDS]
     first, end = kept[0], kept[-1] + 1
     alike = [index for index in kept if likeness[index] >= ALIKE]
@@ -232,7 +232,7 @@ def _name_blocks(spine: Sequence[ir.Node], cuts: Sequence[int]) -> list[Block]:
     """Blocks between cuts, named as the exporter numbered them ("layers.3") where it did, else "block3"."""
     parts = [tuple(spine[start:end]) for start, end in itertools.pairwise(cuts)]
     names = _exporter_names(parts) or [f"block{index}" for index in range(len(parts))]
-    blocks = [Block(name, "block", part) for name, part in zip(names, parts)]
+    blocks = [Block(name, "block", part) for name, part in zip(names, parts, strict=True)]
     if cuts[0]:
         blocks.insert(0, Block("prologue", "prologue", tuple(spine[: cuts[0]])))
     if cuts[-1] < len(spine):

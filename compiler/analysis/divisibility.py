@@ -7,7 +7,8 @@ import math
 import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
-from splitc.compiler.frontend.graph import Graph, subgraphs
+from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.reads import subgraphs
 from splitc.compiler.model_errors import ModelError
 from splitc.compiler.nodes import describe_node
 

@@ -57,7 +57,7 @@ def liveness(
     dying = [{interval.value for interval in gap if interval.death == index} for index, gap in enumerate(crossing)]
     running = [
         before + sum(map(size, node.outputs)) * (not _is_in_place(node, last, size))
-        for before, node, last in zip(alive, nodes, dying)
+        for before, node, last in zip(alive, nodes, dying, strict=True)
     ]
     return Liveness(tuple(map(tuple, crossing)), tuple(alive), tuple(running))
 

@@ -49,7 +49,7 @@ def divide_blocks(graph: Graph, partition: Partition, ends: Sequence[int]) -> li
     """
     home = {
         node: number
-        for number, (start, end) in enumerate(zip([0, *ends], ends))
+        for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False))
         for block in partition.blocks[start:end]
         for node in block.nodes
     }
@@ -60,7 +60,7 @@ def divide_blocks(graph: Graph, partition: Partition, ends: Sequence[int]) -> li
         outputs[home.get(producer, 0)].append(value)
     stages = [
         _stage(graph, partition, home, number, partition.blocks[start:end], outputs[number])
-        for number, (start, end) in enumerate(zip([0, *ends], ends))
+        for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False))
     ]
     wanted = {value for stage in stages for value in stage.receives}
     return [

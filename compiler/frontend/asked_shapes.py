@@ -37,7 +37,7 @@ def check_order(smallest: Mapping[str, Shape], typical: Mapping[str, Shape], lar
     """Raise MisuseError unless each size of an input grows from the smallest to the largest shape."""
     for name, high in largest.items():
         low, middle = smallest[name], typical[name]
-        if any(not a <= b <= c for a, b, c in zip(low, middle, high)):
+        if any(not a <= b <= c for a, b, c in zip(low, middle, high, strict=False)):
             given = ", ".join(map(format_shape, (low, middle, high)))
             raise MisuseError(
                 f"the smallest, typical and largest shapes of '{name}' are {given}: these must not get smaller "

@@ -128,7 +128,7 @@ def _keeps_shape(own: ir.Shape | None, *others: ir.Shape | None) -> bool:
     """Whether a value has the same shape when it is broadcast together with others."""
     if own is None or any(other is None or len(other) > len(own) for other in others):
         return False
-    pairs = [pair for other in others for pair in zip(reversed(own), reversed(other or ()))]
+    pairs = [pair for other in others for pair in zip(reversed(own), reversed(other or ()), strict=False)]
     return all(size == 1 or (size == mine and (isinstance(mine, int) or mine.value)) for mine, size in pairs)
 
 

@@ -43,7 +43,7 @@ def _fold(node: ir.Node) -> bool:
     if all(value.const_value is not None for value in node.outputs) or not all(map(_is_short, node.outputs)):
         return False
     results = _evaluate(node)
-    for value, array in zip(node.outputs, results or ()):
+    for value, array in zip(node.outputs, results or (), strict=False):
         value.const_value = ir.tensor(array, name=value.name)
     return results is not None
 
@@ -71,7 +71,7 @@ def _evaluate(node: ir.Node) -> list[Array] | None:
     opset = node.graph.opset_imports.get("", 17) if node.graph is not None else 17
     evaluator = ReferenceEvaluator(ir.serde.serialize_node(node), opsets={"": opset})
     try:
-        results = evaluator.run(None, {value.name or "": array for value, array in zip(inputs, arrays)})
+        results = evaluator.run(None, {value.name or "": array for value, array in zip(inputs, arrays, strict=True)})
     except (IndexError, RuntimeError, TypeError, ValueError):
         # Invalid with these shapes, as in a branch that is not taken: then it is not known, and nothing is lost.
         return None
@@ -110,7 +110,7 @@ def take_branches(graph: ir.Graph) -> int:
         branch.remove(inner)
         graph.insert_before(node, inner)
         own = {value for each in inner for value in each.outputs}
-        for old, new in zip(node.outputs, outputs):
+        for old, new in zip(node.outputs, outputs, strict=True):
             stand_in(node, old, new, new in own)
             own.discard(new)  # it has that output's name now
         _let_go(node)

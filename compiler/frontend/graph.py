@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,13 +10,13 @@ from types import MappingProxyType
 from typing import Any
 
 import onnx_ir as ir
-import onnx_ir.passes.common as passes
 
 from splitc.compiler.frontend.binding import Fixed, bind_inputs
 from splitc.compiler.frontend.loading import load_model
+from splitc.compiler.frontend.normal_form import COMPLETE, LIFT, take_off_passed
 from splitc.compiler.frontend.optional import mark_optional, source_of
 from splitc.compiler.frontend.origins import mark_origins
-from splitc.compiler.model_errors import ModelError
+from splitc.compiler.frontend.reads import node_reads
 from splitc.compiler.operators.operator import Operator
 from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.manifest import Source
@@ -104,70 +103,13 @@ def open_graph(path: Path, settings: Mapping[str, Any] = MappingProxyType({})) -
     """
     model = load_model(path)
     optional = mark_optional(model)
-    fixed, passed = _normalize(model, settings)
+    LIFT(model)
+    fixed = tuple(bind_inputs(model, settings)) if settings else ()
+    passed = take_off_passed(model.graph)
+    COMPLETE(model)
+    mark_origins(model.graph)
     values = (value for node in model.graph for value in node.outputs)
     annotated = {value.name: value.shape for value in values if value.name and value.shape is not None}
     reads = {node: tuple(node_reads(node)) for node in model.graph}
     optional = tuple(value for value in optional if source_of(value) is not None)
-    mark_origins(model.graph)
     return Graph(path, model, reads, annotated, passed, fixed, optional)
-
-
-def _normalize(
-    model: ir.Model, settings: Mapping[str, Any]
-) -> tuple[tuple[Fixed, ...], tuple[tuple[int, ir.Value], ...]]:
-    """Bring the model into normal form, in place. Returns inputs, and outputs that are inputs, which are taken off."""
-    passes.InlinePass()(model)
-    passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-    passes.LiftSubgraphInitializersToMainGraphPass()(model)
-    fixed = tuple(bind_inputs(model, settings)) if settings else ()
-    # Before the outputs are fixed: that would give such an input another name.
-    passed = tuple((place, value) for place, value in enumerate(model.graph.outputs) if value.is_graph_input())
-    for place, _ in reversed(passed):
-        del model.graph.outputs[place]
-    if not model.graph.outputs:
-        raise ModelError("the model computes nothing: all its outputs are inputs")
-    passes.RemoveUnusedNodesPass()(model)
-    passes.OutputFixPass()(model)
-    _name_initializer_outputs(model.graph)
-    if not _is_sorted(model.graph):
-        passes.TopologicalSortPass()(model)
-    return fixed, passed
-
-
-def _name_initializer_outputs(graph: ir.Graph) -> None:
-    """Put an Identity between an output and the initializer that it is, so that some node produces each output."""
-    for index, value in enumerate(graph.outputs):
-        if value.producer() is None:
-            node = ir.node("Identity", [value])
-            graph.append(node)
-            output = node.outputs[0]
-            name, value.name = value.name, f"{value.name}_initializer"
-            output.name, output.type, output.shape = name, value.type, value.shape
-            graph.outputs[index] = output
-
-
-def _is_sorted(graph: ir.Graph) -> bool:
-    seen: set[ir.Node] = set()
-    for node in graph:
-        if any((producer := value.producer()) is not None and producer not in seen for value in node_reads(node)):
-            return False
-        seen.add(node)
-    return True
-
-
-def subgraphs(node: ir.Node) -> Iterator[ir.Graph]:
-    """The graphs that are a node's attributes: the branches of an If, the body of a Loop or Scan."""
-    for attribute in node.attributes.values():
-        if attribute.type == ir.AttributeType.GRAPH:
-            yield attribute.as_graph()
-        elif attribute.type == ir.AttributeType.GRAPHS:
-            yield from attribute.as_graphs()
-
-
-def node_reads(node: ir.Node) -> Iterator[ir.Value]:
-    """The values of a node's own graph that it and its subgraphs read, each once."""
-    inner = (n for graph in subgraphs(node) for n in ir.traversal.RecursiveGraphIterator(graph))
-    named = (value for graph in subgraphs(node) for value in graph.outputs)
-    read = itertools.chain(node.inputs, *(n.inputs for n in inner), named)
-    return iter(dict.fromkeys(value for value in read if value is not None and value.graph is node.graph))

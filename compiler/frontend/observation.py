@@ -34,8 +34,8 @@ class Origins:
 
     def hold(self, shapes: Sequence[Sequence[Size]]) -> bool:
         """Whether this is so of inputs of these shapes."""
-        pairs = zip(self.sizes, shapes)
-        return all(known in (None, size) for sizes, shape in pairs for known, size in zip(sizes, shape))
+        pairs = zip(self.sizes, shapes, strict=True)
+        return all(known in (None, size) for sizes, shape in pairs for known, size in zip(sizes, shape, strict=True))
 
     def resolve(self, shapes: Sequence[Sequence[Size]]) -> Observed:
         """The outputs of inputs of these shapes."""
@@ -43,7 +43,7 @@ class Origins:
             tuple(shapes[each[0]][each[1]] if isinstance(each, tuple) else each for each in origins)
             for origins in self.outputs
         )
-        return list(zip(outputs, self.dtypes))
+        return list(zip(outputs, self.dtypes, strict=True))
 
 
 # What was found out, by the operator and its attributes.
@@ -76,7 +76,7 @@ def _find_origins(node: ir.Node, shapes: Sequence[Sequence[Size]]) -> Origins | 
     results = [made for each in tries if (made := _run(node, each)) is not None]
     if len(results) < len(tries):
         return None
-    outputs = tuple(_explain([shape for shape, _ in made], tries) for made in zip(*results))
+    outputs = tuple(_explain([shape for shape, _ in made], tries) for made in zip(*results, strict=True))
     sizes = tuple(tuple(size if isinstance(size, int) else None for size in shape) for shape in shapes)
     return Origins(sizes, outputs, tuple(dtype for _, dtype in results[0]))
 
@@ -143,7 +143,7 @@ def _explain(made: Sequence[Shape], tries: Sequence[Sequence[Shape]]) -> tuple[O
         return (None,)
     places = [(place, axis) for place, shape in enumerate(tries[0]) for axis in range(len(shape))]
     found: list[Origin] = []
-    for sizes in zip(*made):
+    for sizes in zip(*made, strict=True):
         same = (place for place in places if tuple(each[place[0]][place[1]] for each in tries) == sizes)
         found.append(sizes[0] if len(set(sizes)) == 1 else next(same, None))
     return tuple(found)

@@ -97,14 +97,18 @@ def input_shapes(model: ir.Model, given: Mapping[str, Shape], past: frozenset[st
         if declared is None:
             continue
         same_rank = len(declared) == len(shape)
-        if not same_rank or any(isinstance(want, int) and want != size for want, size in zip(declared, shape)):
+        if not same_rank or any(
+            isinstance(want, int) and want != size for want, size in zip(declared, shape, strict=True)
+        ):
             want = format_shape([size if isinstance(size, int) else size.value for size in declared])
             raise MisuseError(f"--shapes gives '{name}' as {format_shape(shape)}, and the model takes {want}")
-        bindings.update({d.value: s for d, s in zip(declared, shape) if isinstance(d, ir.SymbolicDim) and d.value})
+        bindings.update(
+            {d.value: s for d, s in zip(declared, shape, strict=True) if isinstance(d, ir.SymbolicDim) and d.value}
+        )
     free = {
         (axis > 0, size)
         for name, shape in given.items()
-        for axis, (declared, size) in enumerate(zip(inputs[name].shape or (), shape))
+        for axis, (declared, size) in enumerate(zip(inputs[name].shape or (), shape, strict=False))
         if isinstance(declared, ir.SymbolicDim) and declared.value not in past
     }
     batch = max((size for later, size in free if not later), default=DEFAULT_BATCH)
@@ -145,7 +149,7 @@ def reconcile(model: ir.Model, bound: BoundShapes) -> None:
     """
     bindings: dict[str, int] = {}
     for value in model.graph.inputs:
-        for size, number in zip(value.shape or (), bound.shapes[value.name or ""]):
+        for size, number in zip(value.shape or (), bound.shapes[value.name or ""], strict=False):
             if isinstance(size, ir.SymbolicDim) and size.value:
                 bindings[size.value] = number
     for value in (value for node in model.graph for value in node.outputs):
@@ -156,7 +160,10 @@ def reconcile(model: ir.Model, bound: BoundShapes) -> None:
             value.shape = None
             continue
         value.shape = ir.Shape(
-            [size if _agrees(size, number, bindings) else None for size, number in zip(value.shape, numbers)]
+            [
+                size if _agrees(size, number, bindings) else None
+                for size, number in zip(value.shape, numbers, strict=True)
+            ]
         )
 
 

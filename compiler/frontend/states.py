@@ -44,7 +44,7 @@ def find_states(graph: Graph) -> list[State]:
 
 def _grows(past: ir.Value, present: ir.Value) -> int | None:
     """The axis along which a step makes a state longer: the first symbol that is another one afterwards."""
-    for axis, (before, after) in enumerate(zip(past.shape or (), present.shape or ())):
+    for axis, (before, after) in enumerate(zip(past.shape or (), present.shape or (), strict=False)):
         known = isinstance(after, int) or after.value is not None
         if isinstance(before, ir.SymbolicDim) and known and before != after:
             return axis
@@ -81,7 +81,9 @@ def _is_alike(past: ir.Value, present: ir.Value) -> bool:
         return False
     if len(past.shape) != len(present.shape) or len(past.shape) < 2:
         return False
-    differ = [isinstance(a, int) and isinstance(b, int) and a != b for a, b in zip(past.shape, present.shape)]
+    differ = [
+        isinstance(a, int) and isinstance(b, int) and a != b for a, b in zip(past.shape, present.shape, strict=True)
+    ]
     return sum(differ) <= 1 and not differ[-1]
 
 
@@ -91,7 +93,7 @@ def growing_symbols(graph: Graph, states: list[State]) -> frozenset[str]:
     symbols = set()
     for state in states:
         past, present = values[state.input].shape, values[state.output].shape
-        for before, after in zip(past or (), present or ()):
+        for before, after in zip(past or (), present or (), strict=False):
             if isinstance(before, ir.SymbolicDim) and before.value and before != after:
                 symbols.add(before.value)
     return frozenset(symbols)

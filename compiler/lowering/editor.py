@@ -80,10 +80,7 @@ class Editor:
 
     def replace(self, node: ir.Node, replacement: ir.Node) -> ir.Value:
         """Put a node of one result in the place of another one."""
-        old, new = node.outputs[0], replacement.outputs[0]
-        new.name, new.type, new.shape = old.name, old.type, old.shape
+        (old,), (new,) = node.outputs, replacement.outputs
         stand_for(new, origin_of(old))
-        self.graph.insert_before(node, replacement)
-        old.replace_all_uses_with(new, replace_graph_outputs=True)
-        self.graph.remove(node, safe=True)
+        ir.convenience.replace_nodes_and_values(self.graph, node, [node], [replacement], [old], [new])
         return new

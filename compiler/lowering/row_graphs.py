@@ -109,7 +109,7 @@ def product_stage(graph: Graph, products: Collection[Product], blocks: Sequence[
 def slice_graph(split: SlicedProducts, rank: int, products: Sequence[Product]) -> ir.Graph:
     """What a rank computes of the products of one round: its own columns, under names of their own."""
     graph = rank_graph(split.columns, product_stage(split.graph, products), rank)
-    for value, product in zip(graph.outputs, products):
+    for value, product in zip(graph.outputs, products, strict=True):
         value.name = slice_name(product, rank)
         if value.shape is not None:
             value.shape = ir.Shape([*value.shape[:-1], split.width(rank, product)])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from splitc.compiler.frontend.folding import LONGEST
-from splitc.compiler.frontend.graph import node_reads
+from splitc.compiler.frontend.reads import node_reads
 from splitc.compiler.operators.registry import operator_of
 
 

@@ -131,7 +131,7 @@ class SizeRewriter:
             return value if np.array_equal(np.atleast_1d(old), new) else self.editor.constant(new.reshape(old.shape))
         entries = self._entries(value)
         wanted = list(sizes)[: len(entries)]
-        corrections = [self._ratio(have, want) for have, want in zip(entries, wanted)]
+        corrections = [self._ratio(have, want) for have, want in zip(entries, wanted, strict=False)]
         if all(correction is None for correction in corrections):
             return value
         producer = value.producer()

@@ -50,10 +50,10 @@ def _forget_shapes(graph: Graph, result: ir.Graph) -> None:
 def _compute_borrowed(result: ir.Graph, stage: Stage) -> None:
     """Make each borrowed shape vector from the sizes of the stage's inputs, and take it off the inputs."""
     inputs = stage.takes
-    own = dict(zip(inputs, result.inputs))
+    own = dict(zip(inputs, result.inputs, strict=False))
     nodes: list[ir.Node] = []
     renamed: dict[ir.Value, str] = {}
-    for original, placeholder in zip(stage.borrowed, result.inputs[len(inputs) :]):
+    for original, placeholder in zip(stage.borrowed, result.inputs[len(inputs) :], strict=True):
         pieces = []
         for size in borrowed_sizes(original):
             if isinstance(size, int):

@@ -165,7 +165,9 @@ def _describe(option: _Option, plan: Plan, found: Prediction) -> Alternative:
     peaks = [rank.memory.total for rank in plan.ranks]
     # Where a budget is not known, what counts is how much a device holds.
     known = all(rank.budget is not None for rank in plan.ranks)
-    fullest = max(peak / max(1, rank.budget or 1) if known else peak for rank, peak in zip(plan.ranks, peaks))
+    fullest = max(
+        peak / max(1, rank.budget or 1) if known else peak for rank, peak in zip(plan.ranks, peaks, strict=True)
+    )
     return Alternative(option.name, option.mode, option.way.devices, found.latency, found.interval, fullest, peaks)
 
 

@@ -144,7 +144,7 @@ def _refine(factor: Factor, major: int) -> bool:
     row = Factor(minor)
     rows = tuple(new_axis(size_of(section) // minor) for section in sections)
     factor.sections, factor.product = (), (Factor(major, sections=rows), row)
-    for section, count in zip(sections, rows):
+    for section, count in zip(sections, rows, strict=True):
         relate(section, (*count, row))
     return True
 
@@ -179,7 +179,7 @@ def cut(axis: Axis, sizes: Sequence[int]) -> list[Axis]:
         minor.insert(0, parts.pop())
     rows = [size // size_of(tuple(minor)) for size in sizes]
     counts = [new_axis(row) for row in rows]
-    kept = tuple(count for row, count in zip(rows, counts) if row)
+    kept = tuple(count for row, count in zip(rows, counts, strict=True) if row)
     if len(parts) == 1 and parts[0].is_atom:
         factor = parts[0]
         factor.sections = kept

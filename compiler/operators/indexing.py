@@ -47,7 +47,7 @@ def _look_up(op: Operation, axis: int) -> None:
 def gather_elements(op: Operation) -> None:
     """Axes but the picked one are the same, where they are taken whole."""
     axis = op.number("axis", 0) % len(op.input(0))
-    for place, (data, indices, output) in enumerate(zip(op.input(0), op.input(1), op.output())):
+    for place, (data, indices, output) in enumerate(zip(op.input(0), op.input(1), op.output(), strict=True)):
         op.relate(indices, output)
         if place != axis:
             op.broadcast([data], [output])
@@ -86,7 +86,7 @@ def scatter_elements(op: Operation) -> None:
     data, indices, updates, output = op.input(0), op.input(1), op.input(2), op.output()
     op.relate_all(data, output)
     op.whole([output[axis]], "it is written to by index")
-    for place, axes in enumerate(zip(indices, updates, output)):
+    for place, axes in enumerate(zip(indices, updates, output, strict=True)):
         if place != axis and len({ax.size_of(each) for each in axes}) == 1:
             op.relate(axes[0], axes[2])
             op.relate(axes[1], axes[2])

@@ -83,7 +83,7 @@ def convolution(op: Operation) -> None:
     """Channels are as in a matrix, groups a factor of both. Places are needed whole, but for kernels of size 1."""
     data, kernel, output = op.input(0), op.input(1), op.output()
     op.relate(data[0], output[0])
-    for place, window, result in zip(data[2:], kernel[2:], output[2:]):
+    for place, window, result in zip(data[2:], kernel[2:], output[2:], strict=True):
         if ax.size_of(window) == 1 and ax.size_of(place) == ax.size_of(result):
             op.relate(place, result)
     groups = ax.new_axis(op.number("group", 1))

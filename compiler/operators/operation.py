@@ -96,12 +96,12 @@ class Operation:
 
     def relate_all(self, first: Iterable[Axis], second: Iterable[Axis]) -> None:
         """The axes are the same, one by one."""
-        for a, b in zip(first, second):
+        for a, b in zip(first, second, strict=False):
             self.relate(a, b)
 
     def broadcast(self, source: Sequence[Axis], target: Sequence[Axis]) -> None:
         """Axes of `source` are those of `target` from the last one on, but where they are of size 1."""
-        for a, b in zip(reversed(source), reversed(target)):
+        for a, b in zip(reversed(source), reversed(target), strict=False):
             if ax.size_of(a) == ax.size_of(b):
                 self.relate(a, b)
             elif ax.size_of(a) != 1:
@@ -139,13 +139,13 @@ class Operation:
             return
         tensors = [self.inputs, self.outputs]
         pairs: list[tuple[Axis, str]] = []
-        for side, values in zip(sides, tensors):
+        for side, values in zip(sides, tensors, strict=True):
             for number, term in enumerate(side.split(",")):
                 tokens = re.findall(r"\([^)]*\)|\S+", term)
                 found = values[number] if number < len(values) else None
                 if tokens == ["-"] or found is None:
                     continue
-                pairs += zip(reversed(found), reversed(tokens))
+                pairs += zip(reversed(found), reversed(tokens), strict=False)
         for axis, token in pairs:
             if token[0] != "(" and ax.size_of(axis) != 1:
                 letters.setdefault(token, axis)

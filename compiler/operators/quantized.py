@@ -17,13 +17,13 @@ from splitc.compiler.operators.operator import Operator, Shapes
 def linear_quantization(op: Operation) -> None:
     """Scales are one for all, one for each place along an axis, or one for each block of an axis."""
     data, axis = op.input(0), op.number("axis", 1)
-    for source, target in zip(data, op.output()):
+    for source, target in zip(data, op.output(), strict=True):
         op.relate(source, target)
     for number in (1, 2):
         if op.has(number) and op.input(number):
             scales = op.input(number)
             places = data if len(scales) == len(data) else [data[axis]]
-            for scale, place in zip(scales, places):
+            for scale, place in zip(scales, places, strict=False):
                 relate_blocks(op, place, scale)
 
 

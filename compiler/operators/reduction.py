@@ -57,7 +57,7 @@ def along_axis(op: Operation) -> None:
     first = op.number("axis", 1) % len(data) if old else axis % len(data)
     along = range(first, len(data)) if old else [first]
     for number in range(len(op.outputs)):
-        for place, (source, target) in enumerate(zip(data, op.output(number))):
+        for place, (source, target) in enumerate(zip(data, op.output(number), strict=True)):
             if place not in along:
                 op.relate(source, target)
 

@@ -37,7 +37,7 @@ def expand(op: Operation) -> None:
 
 def tile(op: Operation) -> None:
     counts: list[Axis] = []
-    for source, target in zip(op.input(0), op.output()):
+    for source, target in zip(op.input(0), op.output(), strict=True):
         count = ax.new_axis(ax.size_of(target) // max(1, ax.size_of(source)))
         op.relate(target, (*count, *source))
         op.free([source])
@@ -67,7 +67,7 @@ def split(op: Operation) -> None:
     sections = op.cut(op.input(0)[axis], sizes)
     for number, section in enumerate(sections):
         op.relate(section, op.output(number)[axis])
-        for place, (source, target) in enumerate(zip(op.input(0), op.output(number))):
+        for place, (source, target) in enumerate(zip(op.input(0), op.output(number), strict=True)):
             if place != axis:
                 op.relate(source, target)
     if op.has(1):
@@ -87,7 +87,7 @@ def slice_(op: Operation) -> None:
     steps = op.numbers(4) if op.has(4) else [1] * len(places or ())
     op.linear = LINEAR
     sliced = {place % len(source): number for number, place in enumerate(places or ())}
-    for place, (a, b) in enumerate(zip(source, target)):
+    for place, (a, b) in enumerate(zip(source, target, strict=True)):
         if place not in sliced and places is not None:
             op.relate(a, b)
     if starts is None or ends is None or places is None or steps is None:
@@ -133,14 +133,14 @@ def _say_bounds(op: Operation, before: list[Axis | None], until: list[Axis | Non
 
 def pad(op: Operation) -> None:
     """An axis that is not padded is the same."""
-    for source, target in zip(op.input(0), op.output()):
+    for source, target in zip(op.input(0), op.output(), strict=True):
         if ax.size_of(source) == ax.size_of(target):
             op.relate(source, target)
 
 
 def resize(op: Operation) -> None:
     """Batch and channels are the same; what is scaled is needed whole."""
-    for source, target in zip(op.input(0)[:2], op.output()[:2]):
+    for source, target in zip(op.input(0)[:2], op.output()[:2], strict=True):
         if ax.size_of(source) == ax.size_of(target):
             op.relate(source, target)
     op.say_sizes(3, op.output())

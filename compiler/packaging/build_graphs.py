@@ -11,10 +11,11 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.packaging.engine_sizes import engine_sizes
-from splitc.compiler.packaging.tensorrt_build import BLOCK
 from splitc.compiler.planning.split import RankProgram
 from splitc.runtime.manifest import Sizes
 
+# Where a node of an ONNX file says which block of the model it is of.
+BLOCK = "splitc.block"
 # Where a node is that no block owns: masks, rotary tables, and what a split adds.
 SHARED = "shared"
 # Beyond the end of any shape.
@@ -33,8 +34,8 @@ def fit_to_build(analysis: Analysis, programs: Sequence[RankProgram]) -> Iterato
         for node in block.nodes
         for value in node.outputs
     }
-    for program, own in zip(programs, sizes):
-        for graph, each in zip(program.graphs, own):
+    for program, own in zip(programs, sizes, strict=True):
+        for graph, each in zip(program.graphs, own, strict=True):
             prepare_piece(graph, each, blocks)
         yield replace(program, sizes=tuple(own))
 
@@ -48,7 +49,7 @@ def prepare_piece(graph: ir.Graph, sizes: Mapping[str, Sizes], blocks: Mapping[s
         low, _, high = sizes[value.name or ""].shapes
         before: list[Any] = list(value.shape) if value.shape is not None else [None] * len(low)
         # An engine is better for knowing them.
-        value.shape = ir.Shape([a if a == b else old for a, b, old in zip(low, high, before)])
+        value.shape = ir.Shape([a if a == b else old for a, b, old in zip(low, high, before, strict=True)])
     for node in [node for node in graph if node.op_type == "Shape" and node.attributes]:
         _slice_shape(graph, node)
     for node in graph:

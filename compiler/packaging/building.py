@@ -7,23 +7,19 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
+from splitc.compiler.packaging.builder import Building, Job, find_builder
 from splitc.compiler.packaging.staging import full_disk_explained, written_aside
-from splitc.compiler.packaging.tensorrt_build import Job, Order, build_engines
 from splitc.runtime.devices import parse_devices
-from splitc.runtime.engines.kinds import MODULES, TENSORRT
+from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.errors import MisuseError, PackageError
-from splitc.runtime.gpus import list_gpus
 from splitc.runtime.manifest import FILE_NAME, Build, BuildOptions, EngineFile, Manifest, Rank, encode, read_manifest
 from splitc.runtime.package_files import describe_files, verify_files
-
-# Told the number of engines that are built, with a fraction for the one under way, and how many there are.
-Building = Callable[[float, int], None]
 
 
 @dataclass(frozen=True)
@@ -39,16 +35,6 @@ class BuildSettings:
     timing_cache: Path | None = None
 
 
-def check_buildable(engine: str) -> None:
-    """Raise MisuseError where this machine can't build engines of the kind: TensorRT needs the GPU."""
-    if engine == TENSORRT and not list_gpus():
-        raise MisuseError(
-            "TensorRT builds engines on the GPU that they are for, and this machine has none: write the package with "
-            "--build later and finish it there with 'splitc build PACKAGE', or use --engine tensorrt-rtx, which builds "
-            "here for RTX GPUs, or --engine onnxruntime, which builds nothing"
-        )
-
-
 def build_package(
     package: Path, timing_cache: Path | None = None, building: Building = lambda done, total: None
 ) -> Manifest:
@@ -58,14 +44,14 @@ def build_package(
     GPU is missing; BuildError naming what TensorRT can't take or build. The package is then as it was.
     """
     manifest = read_manifest(package)
-    if manifest.engine not in MODULES or manifest.build is None:
+    if not find_kind(manifest.engine).is_built or manifest.build is None:
         raise MisuseError(f"{package} has {manifest.engine} engines, which are ONNX files: there is nothing to build")
     if any(engine.source is None for engine in _engines(manifest)):
         raise MisuseError(
             f"{package} does not hold the ONNX files that its engines are built from: compile the model again, with "
             "--keep-onnx or --build later"
         )
-    check_buildable(manifest.engine)
+    find_builder(manifest.engine).check_here(manifest.engine)
     verify_files(package, [file for file in manifest.files if not file.path.endswith(_built(manifest))])
     settings = BuildSettings(manifest.build.options, keep_sources=True, timing_cache=timing_cache)
     with full_disk_explained(package, 0), written_aside(package) as folder:
@@ -77,21 +63,19 @@ def finish_package(
     folder: Path, manifest: Manifest, settings: BuildSettings, target: Path, building: Building
 ) -> Manifest:
     """Build the engines of a package that lies in `folder` and will be `target`. Writes and returns its manifest."""
-    order = Order(
-        manifest.engine, list(_jobs(folder, manifest)), settings.options, _timing_cache(manifest, settings, target)
-    )
-    for job in order.jobs:
+    jobs = list(_jobs(folder, manifest))
+    for job in jobs:
         Path(job.engine or "").unlink(missing_ok=True)  # may be a hard link to the engine that this one replaces
-    built = build_engines(order, lambda progress: building(progress.job + progress.done, len(order.jobs)))
-    building(len(order.jobs), len(order.jobs))
+    timing_cache = settings.timing_cache or target.absolute().with_name(f"{target.name}.timing-cache")
+    built = find_builder(manifest.engine).build(manifest.engine, jobs, settings.options, timing_cache, building)
+    building(len(jobs), len(jobs))
     keep = settings.keep_sources or settings.options.strip_weights
     if not keep:
         manifest = _without_sources(folder, manifest)
-    links = [folder / file.path for file in manifest.files if file.sha256 is None]
-    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != FILE_NAME]
-    finished = msgspec.structs.replace(
-        manifest, build=Build(settings.options, built), files=describe_files(folder, paths, links)
-    )
+    engines = {engine.path for engine in _engines(manifest)}
+    known = [file for file in manifest.files if file.path not in engines and (folder / file.path).exists()]
+    files = sorted([*known, *describe_files(folder, [folder / path for path in engines])], key=lambda file: file.path)
+    finished = msgspec.structs.replace(manifest, build=Build(settings.options, built), files=files)
     manifest_path = folder / FILE_NAME
     manifest_path.unlink(missing_ok=True)
     manifest_path.write_bytes(encode(finished))
@@ -106,13 +90,6 @@ def _jobs(folder: Path, manifest: Manifest) -> Iterator[Job]:
                 raise PackageError(f"{engine.path} has no ONNX file to build it from")
             where = f"{engine.source} (rank {number}, {rank.device}, {rank.blocks[0]} to {rank.blocks[-1]})"
             yield Job(str(folder / engine.source), str(folder / engine.path), engine.sizes, where, gpu)
-
-
-def _timing_cache(manifest: Manifest, settings: BuildSettings, target: Path) -> str | None:
-    """TensorRT-RTX times nothing when it builds."""
-    if manifest.engine != TENSORRT:
-        return None
-    return str(settings.timing_cache or target.absolute().with_name(f"{target.name}.timing-cache"))
 
 
 def _without_sources(folder: Path, manifest: Manifest) -> Manifest:

@@ -72,13 +72,16 @@ def engine_sizes(
     """
     found: dict[tuple[tuple[str, Shape], ...], list[list[dict[str, Known]]]] = {}
     keys = [tuple(shapes.items()) for shapes in ranges]
-    for key, shapes in zip(keys, ranges):
+    for key, shapes in zip(keys, ranges, strict=True):
         if key not in found:
             found[key] = _run_on_shapes(programs, shapes)
     smallest, typical, largest = (found[key] for key in keys)
     return [
-        [{name: _sizes(low[name], middle[name], high[name]) for name in low} for low, middle, high in zip(*three)]
-        for three in zip(smallest, typical, largest)
+        [
+            {name: _sizes(low[name], middle[name], high[name]) for name in low}
+            for low, middle, high in zip(*three, strict=True)
+        ]
+        for three in zip(smallest, typical, largest, strict=True)
     ]
 
 

@@ -1,98 +1,127 @@
-"""Engines for ONNX Runtime: the stage's graph as an ONNX file, its weights beside it."""
+"""A rank's graphs as ONNX files, and their weights beside them."""
 
 from __future__ import annotations
 
-import errno
-import os
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import onnx_ir as ir
 
+from splitc.compiler.packaging.package_writer import PackageWriter
+
 # Smaller weights stay in the ONNX file, where constant folding and shape inference see them.
 SMALL = 1024
-# What os.link answers where a hard link can't be: another file system, or one without hard links.
-NO_LINK = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK)
 
 
-def write_engines(
-    pieces: Mapping[Path, ir.Graph], source: ir.Model, link: bool, progress: Callable[[int], None]
-) -> tuple[list[Path], list[Path]]:
-    """Write a rank's graphs to these paths, all in one folder, and their weights beside them, each once.
+@dataclass(frozen=True)
+class WrittenWeights:
+    """The weights of a folder: where each tensor of the graphs was written, and the model's data files copied into it.
 
-    Weights are streamed from where they are into one file, named as the graphs up to the first dot. With `link`, those
-    that lie in the model's own data files stay there, and the graphs refer to hard links of these. `progress` is told
-    the bytes of each weight. Returns the links, and the files that had to be copied since a link was not possible.
-    A rank that has nothing to do has no graphs.
+    Tensors are known by identity, so all of them are kept.
     """
-    if not pieces:
-        return [], []
-    first = next(iter(pieces))
-    folder = first.parent
+
+    tensors: Mapping[int, tuple[ir.TensorProtocol, ir.TensorProtocol]]
+    copies: tuple[Path, ...] = ()
+
+    def place(self, tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+        """The tensor as the file has it; itself where it stays in the ONNX file."""
+        return self.tensors[id(tensor)][1] if id(tensor) in self.tensors else tensor
+
+
+NONE = WrittenWeights({})
+
+
+def write_model_files(
+    graphs: Mapping[Path, ir.Graph],
+    source: ir.Model,
+    writer: PackageWriter,
+    link: bool = False,
+    progress: Callable[[int], None] = lambda _: None,
+    known: WrittenWeights = NONE,
+) -> WrittenWeights:
+    """Write graphs to these paths, all in one folder, and their weights beside them, each once.
+
+    The file of the weights is named as the graphs are up to the first dot. With `link`, weights that lie in the model's
+    own data files stay there, and the graphs refer to hard links of these. `progress` is told the bytes of each weight.
+    Weights that are `known` are in the folder already. A rank that has nothing to do has no graphs.
+    """
+    if not graphs:
+        return NONE
+    first = next(iter(graphs))
+    weights = write_weights(
+        graphs.values(), first.with_suffix("").with_suffix(".weights"), writer, link, progress, known
+    )
+    write_graphs(graphs, source, weights, writer)
+    return weights
+
+
+def write_weights(
+    graphs: Iterable[ir.Graph],
+    path: Path,
+    writer: PackageWriter,
+    link: bool,
+    progress: Callable[[int], None],
+    known: WrittenWeights,
+) -> WrittenWeights:
+    """Stream the graphs' weights from where they are into the file `path`, each once, or link the files they lie in."""
+    folder = path.parent
     folder.mkdir(parents=True, exist_ok=True)
     links: dict[Path, Path] = {}
     copies: list[Path] = []
-    written: dict[int, ir.TensorProtocol] = {}
+    placed = dict(known.tensors)
     inside: dict[int, ir.TensorProtocol] = {}
-    users = [
-        value for graph in pieces.values() for value in graph.initializers.values() if value.const_value is not None
-    ]
-    for value in users:
-        tensor = value.const_value
-        assert tensor is not None
-        if id(tensor) in written or id(tensor) in inside:
+    for tensor in _tensors(graphs):
+        if id(tensor) in placed or id(tensor) in inside:
             continue
         if link and isinstance(tensor, ir.ExternalTensor):
             original = Path(tensor.path)
             if original not in links:
                 links[original] = folder / f"source{len(links)}.weights"
-                copies += [] if _link(original, links[original]) else [links[original]]
-            written[id(tensor)] = _moved(tensor, links[original])
+                copies += [] if writer.link(original, links[original]) else [links[original]]
+            placed[id(tensor)] = tensor, _at(tensor, links[original], tensor.offset, tensor.length)
             progress(tensor.nbytes)
         elif tensor.nbytes > SMALL:
             inside[id(tensor)] = tensor
         elif isinstance(tensor, (ir.ExternalTensor, ir.LazyTensor)):
-            written[id(tensor)] = ir.Tensor(tensor.numpy(), tensor.dtype, name=tensor.name)
+            placed[id(tensor)] = tensor, ir.Tensor(tensor.numpy(), tensor.dtype, name=tensor.name)
     if inside:
-        external = ir.external_data.convert_tensors_to_external(
-            list(inside.values()),
-            folder,
-            f"{first.name.partition('.')[0]}.weights",
-            callback=lambda tensor, _: progress(tensor.nbytes),
-        )
-        written.update(zip(inside, external))
-    originals = [(value, value.const_value) for value in users]
-    for value, tensor in originals:
-        value.const_value = written.get(id(tensor), tensor)
-    for path, graph in pieces.items():
-        ir.save(_model(graph, source), path)
-    return [each for each in links.values() if each not in copies], copies
+        with writer.open(path) as file:
+            for tensor in inside.values():
+                progress(tensor.nbytes)
+                placed[id(tensor)] = tensor, _at(tensor, path, file.size, tensor.nbytes)
+                cast(Any, tensor).tofile(file)  # which the protocol lacks, and every class of onnx_ir 1.1 has
+    return WrittenWeights(placed, tuple(copies))
 
 
-def _moved(tensor: ir.ExternalTensor, path: Path) -> ir.ExternalTensor:
-    """The same bytes in another file."""
+def _tensors(graphs: Iterable[ir.Graph]) -> list[ir.TensorProtocol]:
+    values = (value for graph in graphs for value in graph.initializers.values())
+    return [value.const_value for value in values if value.const_value is not None]
+
+
+def _at(tensor: ir.TensorProtocol, path: Path, offset: int | None, length: int | None) -> ir.ExternalTensor:
+    """The tensor as these bytes of a file."""
     return ir.ExternalTensor(
         path.name,
-        tensor.offset,
-        tensor.length,
+        offset,
+        length,
         tensor.dtype,
-        shape=tensor.shape,
-        name=tensor.name,
+        shape=ir.Shape(tensor.shape.numpy()),
+        name=tensor.name or "",
         base_dir=path.parent,
     )
 
 
-def _link(source: Path, target: Path) -> bool:
-    """Make `target` a hard link to `source`; where that can't be, copy it and return False."""
-    try:
-        os.link(source.resolve(), target)
-    except OSError as error:
-        if error.errno not in NO_LINK:
-            raise
-        shutil.copyfile(source, target)
-        return False
-    return True
+def write_graphs(
+    graphs: Mapping[Path, ir.Graph], source: ir.Model, weights: WrittenWeights, writer: PackageWriter
+) -> None:
+    """Write graphs whose weights are written; their initializers then refer to these."""
+    for path, graph in graphs.items():
+        for value in graph.initializers.values():
+            if value.const_value is not None:
+                value.const_value = weights.place(value.const_value)
+        writer.write(path, ir.to_proto(_model(graph, source)).SerializeToString())
 
 
 def _model(graph: ir.Graph, source: ir.Model) -> ir.Model:

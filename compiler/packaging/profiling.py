@@ -23,7 +23,8 @@ from splitc.compiler.frontend.made_up import choose_fill
 from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.frontend.shapes import shape_of
 from splitc.compiler.lowering.stage_graph import stage_graph
-from splitc.compiler.packaging.onnx_files import write_engines
+from splitc.compiler.packaging.onnx_files import write_model_files
+from splitc.compiler.packaging.package_writer import PackageWriter
 from splitc.runtime.cache import read_cache, write_cache
 from splitc.runtime.devices import Device, threads_for
 from splitc.runtime.engines.backends import make_backend
@@ -49,7 +50,7 @@ def measure_blocks(analysis: Analysis, devices: Sequence[Device], threads: int |
     except msgspec.DecodeError:
         known = {}
     keys = [_content(analysis, stage, devices[0], count) for stage in stages]
-    for key, stage in zip(keys, stages):
+    for key, stage in zip(keys, stages, strict=True):
         if key not in known:
             known[key] = _measure(analysis, stage, devices[0], count)
             write_cache(FILE, msgspec.json.encode(known))
@@ -75,7 +76,8 @@ def _signature(value: ir.Value, shapes: Any) -> str:
 def _measure(analysis: Analysis, stage: Stage, device: Device, threads: int) -> float:
     with tempfile.TemporaryDirectory(prefix="splitc-profile-") as folder:
         path = Path(folder) / "block.onnx"
-        write_engines({path: stage_graph(analysis.graph, stage)}, analysis.graph.model, False, lambda _: None)
+        graph = stage_graph(analysis.graph, stage)
+        write_model_files({path: graph}, analysis.graph.model, PackageWriter(path.parent))
         backend = make_backend(ONNXRUNTIME, device, threads)
         backend.attach()
         engine = backend.load(path)

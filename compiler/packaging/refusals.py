@@ -12,12 +12,12 @@ import onnx_ir as ir
 from splitc.compiler.analysis.stages import Stage, divide_blocks
 from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.packaging.build_graphs import prepare_piece
-from splitc.compiler.packaging.onnx_files import write_engines
-from splitc.compiler.packaging.tensorrt_build import Job, Order, Refusal, find_refused
+from splitc.compiler.packaging.builder import Job, Refusal, find_builder
+from splitc.compiler.packaging.onnx_files import write_model_files
+from splitc.compiler.packaging.package_writer import PackageWriter
 from splitc.compiler.planning.plan import Plan
 from splitc.runtime.cli.tables import block_range
 from splitc.runtime.engines.kinds import PACKAGES, is_installed
-from splitc.runtime.manifest import BuildOptions
 
 
 def describe_refusals(plan: Plan) -> list[str]:
@@ -38,9 +38,10 @@ def describe_refusals(plan: Plan) -> list[str]:
         alike.setdefault(_content(stage), []).append(stage)
     with tempfile.TemporaryDirectory(prefix="splitc-operators-") as folder:
         jobs = [_write(plan, stages[0], Path(folder) / f"block{n}") for n, stages in enumerate(alike.values())]
-        order = Order(plan.engine, jobs, BuildOptions(), None)
-        groups = {job.where: stages for job, stages in zip(jobs, alike.values())}
-        found = [(groups[job.where], refusal) for job, refusal in find_refused(order)]
+        groups = {job.where: stages for job, stages in zip(jobs, alike.values(), strict=True)}
+        found = [
+            (groups[job.where], refusal) for job, refusal in find_builder(plan.engine).find_refused(plan.engine, jobs)
+        ]
     return _describe(plan, found)
 
 
@@ -62,7 +63,7 @@ def _write(plan: Plan, stage: Stage, folder: Path) -> Job:
     name = stage.blocks[0].name
     prepare_piece(graph, {}, {value.name or "": name for node in graph for value in node.outputs})
     path = folder / "block.onnx"
-    write_engines({path: graph}, plan.analysis.graph.model, False, lambda _: None)
+    write_model_files({path: graph}, plan.analysis.graph.model, PackageWriter(folder))
     return Job(str(path), None, {}, name)
 
 

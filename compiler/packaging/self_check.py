@@ -70,7 +70,7 @@ def _load_whole(path: Path, name: str, manifest: Manifest) -> None:
         ) from error
 
 
-def verify_package(plan: Plan, package: Path) -> Verdict:
+def check_outputs(plan: Plan, package: Path) -> Verdict:
     """Run package and model on the same inputs.
 
     On GPUs where the plan's are in this machine and have room for both, else on CPU devices. Raises OutputsDifferError
@@ -115,7 +115,7 @@ def _find_devices(plan: Plan) -> list[str]:
     if all(device.kind == "cuda" for device in devices):
         needed = [rank.memory.total for rank in plan.ranks]
         needed[0] += _whole_bytes(plan)
-        if all(free is not None and free >= size for free, size in zip(free_bytes(devices), needed)):
+        if all(free is not None and free >= size for free, size in zip(free_bytes(devices), needed, strict=True)):
             return [str(device) for device in devices]
     return [f"cpu{number}" for number in range(len(devices))]
 
@@ -142,7 +142,7 @@ def _run_plainly(model: Path, manifest: Manifest, feeds: Arrays) -> Arrays:
     try:
         session = load_plainly(model)
         names = [value.name for value in session.get_outputs()]
-        return dict(zip(names, session.run(names, {**feeds, **fixed_feeds(manifest, feeds)})))
+        return dict(zip(names, session.run(names, {**feeds, **fixed_feeds(manifest, feeds)}), strict=True))
     except ERRORS:
         return {}
 

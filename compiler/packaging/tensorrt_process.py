@@ -21,8 +21,10 @@ import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
 from splitc.compiler.nodes import operator_name
-from splitc.compiler.packaging.tensorrt_build import BLOCK, Failed, Finished, Job, Order, Progress, Refusal
-from splitc.runtime.engines.kinds import MODULES, TENSORRT_RTX
+from splitc.compiler.packaging.build_graphs import BLOCK
+from splitc.compiler.packaging.builder import Job, Refusal
+from splitc.compiler.packaging.tensorrt_builder import Failed, Finished, Order, Progress
+from splitc.runtime.engines.kinds import TENSORRT_RTX, find_kind
 from splitc.runtime.gpus import find_cupy
 from splitc.runtime.manifest import Built
 
@@ -40,7 +42,7 @@ def main() -> None:
     def tell(message: Any) -> None:
         channel.write(msgspec.json.encode(message) + b"\n")
 
-    trt = importlib.import_module(MODULES[order.kind])
+    trt = importlib.import_module(find_kind(order.kind).module)
     for number, job in enumerate(order.jobs):
         tell(Progress(number, 0.0))
         failed = _run_job(trt, order, number, job, tell)

@@ -34,7 +34,7 @@ class AxisMap:
     def weight_uses(self) -> Iterator[tuple[ir.Value, Axes]]:
         """Each weight with its axes, once a use."""
         for node, operation in self.operations.items():
-            for value, axes in zip(node.inputs, operation.inputs):
+            for value, axes in zip(node.inputs, operation.inputs, strict=True):
                 if value is not None and value.is_initializer():
                     yield value, axes
 
@@ -75,7 +75,7 @@ def _relate(
     for node in nodes:
         made = [_fresh(bound.shapes.get(value.name or "")) for value in node.outputs]
         if node not in apart:
-            shared.update(zip(node.outputs, made))
+            shared.update(zip(node.outputs, made, strict=True))
         constants = [_constant(value, bound) for value in node.inputs]
         weights = [n for n, value in enumerate(node.inputs) if value is not None and graph.is_constant(value)]
         operation = Operation(node, [axes_of(value) for value in node.inputs], made, constants, weights)

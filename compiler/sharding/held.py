@@ -17,7 +17,7 @@ def held_shards(costs: Costs, sharded: ShardedModel, nodes: Collection[ir.Node],
     own = frozenset(nodes)
     parts: dict[tuple[ir.Value, bytes], int] = {}
     for node, operation in sharded.axis_map.operations.items():
-        for value, axes in zip(node.inputs, operation.inputs) if node in own else ():
+        for value, axes in zip(node.inputs, operation.inputs, strict=True) if node in own else ():
             if value is not None and value.is_initializer():
                 parts[value, shards.key(axes)] = int(size(value) * shards.share(axes))
     weights: dict[ir.Value, int] = dict.fromkeys(costs.weights(nodes), 0)

@@ -28,7 +28,7 @@ def bind_probe_sizes(graph: Graph, given: Mapping[str, Shape], bound: BoundShape
     """
     symbols: dict[str, int] = {}
     for value in graph.graph.inputs:
-        for size, number in zip(value.shape or (), given[value.name or ""]):
+        for size, number in zip(value.shape or (), given[value.name or ""], strict=False):
             # Some exporters write a number as a symbol: "4" may be any length, or the number of heads.
             if isinstance(size, ir.SymbolicDim) and size.value and not size.value.isdigit():
                 symbols[size.value] = number
@@ -72,7 +72,7 @@ def _input_shapes(graph: Graph, given: Mapping[str, Shape], numbers: Mapping[str
     shapes = {}
     for value in graph.graph.inputs:
         sizes = []
-        for size, old in zip(value.shape or (), given[value.name or ""]):
+        for size, old in zip(value.shape or (), given[value.name or ""], strict=False):
             new = numbers.get(size.value or "") if isinstance(size, ir.SymbolicDim) else None
             if isinstance(size, ir.SymbolicDim) and size.value and any(str(s) in numbers for s in size.free_symbols()):
                 result = evaluate_size(size, {str(s): numbers.get(str(s), old) for s in size.free_symbols()})

@@ -209,7 +209,7 @@ def _is_matrix(weight: ir.Value) -> bool:
 
 def _run_time_atoms(axis_map: AxisMap, node: ir.Node, constant: Collection[ir.Node]) -> set[Factor]:
     """The atoms of what a product reads that is no constant: cut along these, it would have to be cut too."""
-    pairs = zip(node.inputs, axis_map.operations[node].inputs)
+    pairs = zip(node.inputs, axis_map.operations[node].inputs, strict=True)
     return {
         atom
         for value, axes in pairs

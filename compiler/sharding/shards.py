@@ -71,7 +71,9 @@ class Shards:
             part = self.ranges.get(leaf, Range(0, leaf.size))
             return np.arange(part.start, part.stop)
         starts = np.cumsum([0, *(ax.size_of(section) for section in leaf.sections)])
-        return np.concatenate([start + self.indices(section) for start, section in zip(starts, leaf.sections)])
+        return np.concatenate(
+            [start + self.indices(section) for start, section in zip(starts, leaf.sections, strict=False)]
+        )
 
     def counts(self, axis: Axis, sections: Callable[[Iterable[bool]], bool] = any) -> bool:
         """Whether any (or `all`) of the rank's elements along an axis are its own, and not copies of another rank's.

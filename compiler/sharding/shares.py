@@ -51,7 +51,9 @@ def assign_units(choice: Choice, shares: Sequence[Sequence[float]], home: Mappin
             continue  # comes with its own
         unit = max(1.0, sum(weights[atom].values()) / atom.size)
         counts = largest_remainder([atom.size * part for part in parts], atom.size, [c / unit for c in carried[group]])
-        carried[group] = [c + (atom.size * part - n) * unit for c, part, n in zip(carried[group], parts, counts)]
+        carried[group] = [
+            c + (atom.size * part - n) * unit for c, part, n in zip(carried[group], parts, counts, strict=True)
+        ]
         ranges[atom] = _ranges(counts)
     return ranges
 
@@ -59,7 +61,9 @@ def assign_units(choice: Choice, shares: Sequence[Sequence[float]], home: Mappin
 def largest_remainder(ideal: Sequence[float], total: int, owed: Sequence[float] | None = None) -> list[int]:
     """The ideal numbers rounded down, or up where the remainder and what is owed beside it are largest."""
     counts = [int(each + 1e-9) for each in ideal]
-    missing = [each - count + extra for each, count, extra in zip(ideal, counts, owed or [0.0] * len(counts))]
+    missing = [
+        each - count + extra for each, count, extra in zip(ideal, counts, owed or [0.0] * len(counts), strict=True)
+    ]
     for number in sorted(range(len(counts)), key=lambda n: -missing[n])[: total - sum(counts)]:
         counts[number] += 1
     return counts

@@ -19,7 +19,8 @@ class EngineKind:
     - `title`: what people call it. `on_gpus`: what runs it there, for people.
     - `module`: the Python module that runs it. `package`: what pip installs that from.
     - `backends`: by the kind of device the class that loads such engines, as `module:Class`.
-    - `is_built`: whether engines are built from ONNX files, for one version and one kind of GPU.
+    - `builder`: the module of the compiler that builds engines from ONNX files, for one version and one kind of GPU;
+      None where engines are the ONNX files themselves.
     - `priority`: where nobody says which kind, the one with the highest is taken; None only where it is asked for.
     - `collectives_since`: the version from which on an engine can exchange values with other ranks' while it runs;
       () is any, None is never.
@@ -31,9 +32,14 @@ class EngineKind:
     module: str
     package: str
     backends: Mapping[str, str]
-    is_built: bool
+    builder: str | None = None
     priority: int | None = None
     collectives_since: tuple[int, ...] | None = None
+
+    @property
+    def is_built(self) -> bool:
+        """Whether such engines are built from ONNX files."""
+        return self.builder is not None
 
     @property
     def is_installed(self) -> bool:

@@ -9,6 +9,7 @@ from splitc.runtime.engines.engine_kind import EngineKind
 from splitc.runtime.errors import MisuseError
 
 ONNXRUNTIME, TENSORRT, TENSORRT_RTX = "onnxruntime", "tensorrt", "tensorrt-rtx"
+_TENSORRT_BUILDER = "splitc.compiler.packaging.tensorrt_builder"
 _TENSORRT_BACKENDS = {"cuda": "splitc.runtime.engines.tensorrt_gpu:TensorrtBackend"}
 _TABLE = (
     EngineKind(
@@ -21,7 +22,6 @@ _TABLE = (
             "cpu": "splitc.runtime.engines.onnxruntime_cpu:OnnxRuntimeBackend",
             "cuda": "splitc.runtime.engines.onnxruntime_gpu:OnnxRuntimeGpuBackend",
         },
-        is_built=False,
         priority=0,
     ),
     EngineKind(
@@ -31,7 +31,7 @@ _TABLE = (
         module="tensorrt",
         package="tensorrt",
         backends=_TENSORRT_BACKENDS,
-        is_built=True,
+        builder=_TENSORRT_BUILDER,
         priority=1,
         collectives_since=(10, 16),  # DistCollective
     ),
@@ -42,7 +42,7 @@ _TABLE = (
         module="tensorrt_rtx",
         package="tensorrt-rtx-cu13",
         backends=_TENSORRT_BACKENDS,
-        is_built=True,
+        builder=_TENSORRT_BUILDER,
         collectives_since=(),  # all releases that Python has
     ),
 )

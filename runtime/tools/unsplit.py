@@ -116,7 +116,7 @@ def fixed_feeds(manifest: Manifest, feeds: Arrays) -> dict[str, npt.NDArray[Any]
         symbol: size
         for tensor in manifest.inputs
         if tensor.name in feeds
-        for symbol, size in zip(tensor.shape or (), feeds[tensor.name].shape)
+        for symbol, size in zip(tensor.shape or (), feeds[tensor.name].shape, strict=False)
         if isinstance(symbol, str)
     }
     found = {}

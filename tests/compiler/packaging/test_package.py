@@ -99,13 +99,13 @@ def test_disk_that_is_too_small_is_noticed_before(plan: Plan, tmp_path: Path, mo
 
 
 def test_disk_that_fills_up_leaves_nothing(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write_engines(pieces: Any, _source: Any, _link: bool, _progress: Any) -> None:
-        (path,) = pieces
+    def write_model_files(graphs: Any, *_: Any) -> None:
+        (path,) = graphs
         path.parent.mkdir(parents=True)
         path.write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(package, "write_engines", write_engines)
+    monkeypatch.setattr(package, "write_model_files", write_model_files)
     with pytest.raises(SplitcError, match=r"is full: the package needs .*\. Nothing was written"):
         compile_model(plan, tmp_path / "package")
     assert not list(tmp_path.iterdir())

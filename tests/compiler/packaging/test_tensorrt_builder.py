@@ -15,9 +15,9 @@ from msgspec.structs import replace
 from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler.packaging.builder import BuildError
 from splitc.compiler.packaging.building import BuildSettings, build_package
 from splitc.compiler.packaging.refusals import describe_refusals
-from splitc.compiler.packaging.tensorrt_build import BuildError
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.engines.built_here import check_built_here
 from splitc.runtime.engines.kinds import choose_engine

@@ -19,33 +19,19 @@ from typing import IO
 import msgspec
 from msgspec import Struct
 
-from splitc.runtime.engines.kinds import TENSORRT_RTX, need_installed
-from splitc.runtime.errors import SplitcError
-from splitc.runtime.manifest import BuildOptions, Built, Sizes
+from splitc.compiler.analysis.facts import Analysis
+from splitc.compiler.packaging.build_graphs import fit_to_build
+from splitc.compiler.packaging.builder import BuildError, Building, Job, Refusal
+from splitc.compiler.planning.split import RankProgram
+from splitc.runtime.engines.kinds import TENSORRT, TENSORRT_RTX, need_installed
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.gpus import list_gpus
+from splitc.runtime.manifest import BuildOptions, Built
 
-# Where a node of an ONNX file says which block of the model it is of.
-BLOCK = "splitc.block"
 # What an engine file of a rank that exchanges values inside is called: as Triton's per-rank layout wants it.
 PER_RANK = "model.plan.rank"
 # How many nodes an error lists.
 LISTED = 8
-
-
-class BuildError(SplitcError):
-    """TensorRT can't take a piece of the model, or could not build it."""
-
-
-class Job(Struct, frozen=True):
-    """One engine to build: from the ONNX file `source` to the file `engine`, for a GPU. Without an engine, just parse.
-
-    `where` names it for people.
-    """
-
-    source: str
-    engine: str | None
-    sizes: dict[str, Sizes]
-    where: str
-    gpu: int = 0
 
 
 class Order(Struct, frozen=True):
@@ -62,18 +48,6 @@ class Progress(Struct, frozen=True, tag="progress"):
 
     job: int
     done: float
-
-
-class Refusal(Struct, frozen=True):
-    """A node that TensorRT does not take, by name, operator and block, and what it says."""
-
-    node: str
-    operator: str
-    block: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.block}: '{self.node}' ({self.operator})"
 
 
 class Failed(Struct, frozen=True, tag="failed"):
@@ -93,6 +67,44 @@ class Finished(Struct, frozen=True, tag="finished"):
 Message = Progress | Failed | Finished
 
 
+class TensorrtBuilder:
+    """Builds TensorRT's and TensorRT-RTX's engines, one after the other in a process of their own."""
+
+    def check_here(self, engine: str) -> None:
+        if engine == TENSORRT and not list_gpus():
+            raise MisuseError(
+                "TensorRT builds engines on the GPU that they are for, and this machine has none: write the package "
+                "with --build later and finish it there with 'splitc build PACKAGE', or use --engine tensorrt-rtx, "
+                "which builds here for RTX GPUs, or --engine onnxruntime, which builds nothing"
+            )
+
+    def prepare(self, analysis: Analysis, programs: Sequence[RankProgram]) -> Iterator[RankProgram]:
+        return fit_to_build(analysis, programs)
+
+    def engine_path(self, folder: Path, stage: str, group: Sequence[int]) -> Path:
+        """Beside the engine's source, under Triton's name where ranks meet inside."""
+        return folder / (f"{PER_RANK}{folder.name.removeprefix('rank')}" if group else f"{stage}.engine")
+
+    def build(
+        self, engine: str, jobs: Sequence[Job], options: BuildOptions, timing_cache: Path, building: Building
+    ) -> Built:
+        # TensorRT-RTX times nothing when it builds.
+        cache = str(timing_cache) if engine == TENSORRT else None
+        return build_engines(
+            Order(engine, list(jobs), options, cache),
+            lambda progress: building(progress.job + progress.done, len(jobs)),
+        )
+
+    def find_refused(self, engine: str, jobs: Sequence[Job]) -> list[tuple[Job, Refusal]]:
+        order = Order(engine, list(jobs), BuildOptions(), None)
+        with _messages(order) as messages:
+            failed = [message for message in messages if isinstance(message, Failed)]
+        return [(order.jobs[message.job], refusal) for message in failed for refusal in message.refused]
+
+
+BUILDER = TensorrtBuilder()
+
+
 def build_engines(order: Order, progress: Callable[[Progress], None] = lambda _: None) -> Built:
     """Build the engines of an order. Returns what built them.
 
@@ -110,16 +122,6 @@ def build_engines(order: Order, progress: Callable[[Progress], None] = lambda _:
                 built = message.built
     assert built is not None, "a process that ends well says so"
     return built
-
-
-def find_refused(order: Order) -> list[tuple[Job, Refusal]]:
-    """The nodes that TensorRT's parser refuses of the jobs' ONNX files; nothing is built."""
-    found = []
-    with _messages(order) as messages:
-        for message in messages:
-            if isinstance(message, Failed):
-                found += [(order.jobs[message.job], each) for each in message.refused]
-    return found
 
 
 @contextmanager
@@ -179,8 +181,3 @@ def _explain(order: Order, failed: Failed) -> str:
 
 def _list(nodes: Sequence[Refusal]) -> str:
     return ", ".join(map(str, nodes[:LISTED]))
-
-
-def engine_path(folder: Path, stage: str, group: Sequence[int]) -> Path:
-    """Where the engine of a stage's file goes: beside its source, under Triton's name where ranks meet inside."""
-    return folder / (f"{PER_RANK}{folder.name.removeprefix('rank')}" if group else f"{stage}.engine")

@@ -1,0 +1,64 @@
+"""The one form that all later passes expect of a model; `frontend.graph.Graph` says what it is."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+
+from splitc.compiler.frontend.reads import node_reads
+from splitc.compiler.model_errors import ModelError
+
+# Functions are inlined, and all constants are initializers of the main graph.
+LIFT = ir.passes.Sequential(
+    passes.InlinePass(),
+    passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+    passes.LiftSubgraphInitializersToMainGraphPass(),
+)
+
+
+class NameInitializerOutputs(ir.passes.InPlacePass):
+    """Puts an Identity between an output and the initializer that it is, so that some node produces each output."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        found = [index for index, value in enumerate(model.graph.outputs) if value.producer() is None]
+        for index in found:
+            value = model.graph.outputs[index]
+            node = ir.node("Identity", [value])
+            model.graph.append(node)
+            output = node.outputs[0]
+            name, value.name = value.name, f"{value.name}_initializer"
+            output.name, output.type, output.shape = name, value.type, value.shape
+            model.graph.outputs[index] = output
+        return ir.passes.PassResult(model, bool(found))
+
+
+class SortUnsorted(ir.passes.InPlacePass):
+    """Sorts nodes topologically, where they are not: exporters write a good order, and that is kept."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        seen: set[ir.Node] = set()
+        for node in model.graph:
+            producers = (value.producer() for value in node_reads(node))
+            if any(producer is not None and producer not in seen for producer in producers):
+                return passes.TopologicalSortPass()(model)
+            seen.add(node)
+        return ir.passes.PassResult(model, False)
+
+
+# Every node is needed, every output has a node of its own, and nodes come after what they read.
+COMPLETE = ir.passes.Sequential(
+    passes.RemoveUnusedNodesPass(), passes.OutputFixPass(), NameInitializerOutputs(), SortUnsorted()
+)
+
+
+def take_off_passed(graph: ir.Graph) -> tuple[tuple[int, ir.Value], ...]:
+    """Take off the outputs that are inputs, in place; returns them with their places among the outputs.
+
+    Before outputs are completed: that would give such an input another name. Raises ModelError where nothing is left.
+    """
+    passed = tuple((place, value) for place, value in enumerate(graph.outputs) if value.is_graph_input())
+    for place, _ in reversed(passed):
+        del graph.outputs[place]
+    if not graph.outputs:
+        raise ModelError("the model computes nothing: all its outputs are inputs")
+    return passed

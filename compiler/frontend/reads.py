@@ -1,0 +1,28 @@
+"""What nodes read: their inputs, and what the graphs inside them capture."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import onnx_ir as ir
+
+
+def subgraphs(node: ir.Node) -> Iterator[ir.Graph]:
+    """The graphs that are a node's attributes: the branches of an If, the body of a Loop or Scan."""
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            yield attribute.as_graph()
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            yield from attribute.as_graphs()
+
+
+def node_reads(node: ir.Node) -> Iterator[ir.Value]:
+    """The values of a node's own graph that it and its subgraphs read, each once, in the order in which they do.
+
+    onnx_ir's analysis of implicit usage gives sets, and what goes into files must have an order.
+    """
+    inner = (n for graph in subgraphs(node) for n in ir.traversal.RecursiveGraphIterator(graph))
+    named = (value for graph in subgraphs(node) for value in graph.outputs)
+    read = itertools.chain(node.inputs, *(n.inputs for n in inner), named)
+    return iter(dict.fromkeys(value for value in read if value is not None and value.graph is node.graph))

@@ -1,0 +1,143 @@
+"""What a package's manifest says of a plan and of what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import onnx_ir as ir
+
+from splitc.compiler.analysis.facts import Analysis
+from splitc.compiler.frontend.binding import Fixed
+from splitc.compiler.frontend.made_up import choose_fill
+from splitc.compiler.frontend.roles import find_roles
+from splitc.compiler.lowering.programs import names
+from splitc.compiler.model_errors import ModelError
+from splitc.compiler.planning.plan import Plan
+from splitc.compiler.planning.plan_file import LISTED
+from splitc.compiler.planning.rank_plan import RankPlan
+from splitc.compiler.planning.split import RankProgram
+from splitc.compiler.sharding.batch import find_batch
+from splitc.runtime import manifest as m
+from splitc.runtime.engines.kinds import find_kind
+from splitc.runtime.onnx_types import KNOWN
+from splitc.runtime.version import VERSION
+
+
+def make_manifest(
+    plan: Plan,
+    ranks: Sequence[m.Rank],
+    files: Sequence[m.File],
+    threads: int | None,
+    options: m.BuildOptions,
+    fills: Mapping[str, m.Fill],
+) -> m.Manifest:
+    """The manifest of a package of these ranks and files."""
+    analysis = plan.analysis
+    graph = analysis.graph
+    built = find_kind(plan.engine).is_built
+    return m.Manifest(
+        schema=m.SCHEMA,
+        splitc=VERSION,
+        source=graph.source,
+        split_mode=plan.split_mode,
+        engine=plan.engine,
+        number_type=number_type(analysis),
+        threads=threads,
+        inputs=_inputs(plan, fills),
+        outputs=[_tensor(value) for value in graph.outputs],
+        states=list(analysis.states),
+        batch=find_batch(graph, plan.split.axis_map),
+        blocks=[block.name for block in analysis.partition.blocks],
+        ranks=list(ranks),
+        cuts=[m.Cut(names(cut.values), cut.bytes) for cut in plan.cuts],
+        collectives=plan.split.collectives,
+        unsplit=[
+            m.UnsplitWeight(each.name, each.bytes - each.split, each.reason)
+            for each in plan.weights
+            if each.reason and each.bytes - each.split >= LISTED
+        ],
+        files=list(files),
+        build=m.Build(options) if built else None,
+        fixed=[_fixed(each) for each in graph.fixed],
+        optional=[] if built else [_tensor(value) for value in graph.optional],
+    )
+
+
+def rank_entry(
+    rank: RankPlan, program: RankProgram, engines: Sequence[m.EngineFile], overrides: Sequence[m.Override]
+) -> m.Rank:
+    """What a manifest says of a rank."""
+    return m.Rank(
+        device=str(rank.device),
+        blocks=[block.name for block in rank.stage.blocks],
+        engines=list(engines),
+        program=list(program.steps),
+        inputs=list(program.inputs),
+        outputs=list(program.outputs),
+        parts=list(program.parts),
+        keeps=list(program.keeps),
+        weights_bytes=rank.memory.weights,
+        activation_bytes=rank.memory.activations,
+        cache_bytes=rank.memory.cache,
+        total_bytes=rank.memory.total,
+        overrides=list(overrides),
+    )
+
+
+def _fixed(fixed: Fixed) -> m.FixedInput:
+    tensor = _tensor(fixed.input)
+    shape = tensor.shape if fixed.value is None else list(fixed.value.shape)
+    return m.FixedInput(tensor.name, tensor.dtype, shape, None if fixed.value is None else fixed.value.tolist())
+
+
+def check_types(plan: Plan) -> None:
+    """Raise ModelError for a value that has to be handed over, and is of a type that can't be."""
+    graph = plan.analysis.graph
+    places = {"input": graph.graph.inputs, "output": graph.outputs}
+    crossing = (value for cut in plan.cuts for value in cut.values)
+    for place, values in {**places, "value that crosses a cut": crossing}.items():
+        for value in values:
+            if not isinstance(value.type, ir.TensorType):
+                raise ModelError(f"the {place} '{value.name}' is a {value.type}, and splitc hands over only tensors")
+            if value.type.dtype == ir.DataType.STRING or str(value.type.dtype.numpy()) not in KNOWN:
+                raise ModelError(
+                    f"the {place} '{value.name}' is of type {value.type.dtype.name}, which ONNX Runtime does not hand "
+                    f"over in Python. What it does: {', '.join(KNOWN)}. Let the model begin and end with a Cast"
+                )
+
+
+def _tensor(value: ir.Value) -> m.Tensor:
+    assert isinstance(value.type, ir.TensorType)
+    shape = value.shape
+    sizes = None if shape is None else [size if isinstance(size, int) else size.value for size in shape]
+    return m.Tensor(value.name or "", str(value.type.dtype.numpy()), sizes)
+
+
+def _inputs(plan: Plan, fills: Mapping[str, m.Fill]) -> list[m.Tensor]:
+    graph = plan.analysis.graph
+    roles = find_roles(graph)
+    return [_input(plan, value, roles.get(value), fills.get(value.name or "")) for value in graph.graph.inputs]
+
+
+def _input(plan: Plan, value: ir.Value, role: m.Role | None, asked: m.Fill | None) -> m.Tensor:
+    analysis, tensor = plan.analysis, _tensor(value)
+    low, typical, high = (list(each[tensor.name]) for each in (analysis.smallest, analysis.typical, analysis.shapes))
+    built = find_kind(plan.engine).is_built
+    least, most = (low, high) if built else (None, None)
+    # What is sharded along axes, or built, is so for as many dimensions as were planned for.
+    fixed = tensor.shape is None and (built or plan.split.fixes_ranks)
+    shape: m.Shape = [*high] if fixed else tensor.shape
+    fill = asked or choose_fill(value, role)
+    return m.Tensor(tensor.name, tensor.dtype, shape, typical, fill, least, most, role)
+
+
+def number_type(analysis: Analysis) -> str:
+    """The least precise type that holds a tenth of the weights or more; outputs can't agree more closely than it."""
+    sizes: dict[str, int] = {}
+    for weight in analysis.costs.weights(analysis.graph.nodes):
+        if weight.dtype is not None:
+            kind = f"int{weight.dtype.bitwidth}" if weight.dtype.is_integer() else str(weight.dtype.numpy())
+            sizes[kind] = sizes.get(kind, 0) + analysis.costs.value_bytes(weight)
+    order = ["int4", "int2", "int8", "bfloat16", "float16", "float32"]
+    held = [kind for kind in order if 10 * sizes.get(kind, 0) >= sum(sizes.values()) > 0]
+    return held[0] if held else "float32"

@@ -1,0 +1,81 @@
+"""Write the files of a package; their sizes and hashes are taken as they are written, so that nothing is read again."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from splitc.runtime.manifest import File
+
+# What os.link answers where a hard link can't be: another file system, or one without hard links.
+NO_LINK = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK)
+
+
+class HashedFile:
+    """A file that is written from its beginning to its end. It has no more of a file's interface than that."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._digest = hashlib.sha256()
+        self.size = 0
+
+    def write(self, content: bytes) -> int:
+        """Append the content."""
+        view = memoryview(content).cast("B")
+        self._file.write(view)
+        self._digest.update(view)
+        self.size += len(view)
+        return len(view)
+
+    @property
+    def sha256(self) -> str:
+        """The hash of what was written so far, in hexadecimal."""
+        return self._digest.hexdigest()
+
+
+class PackageWriter:
+    """Writes into a folder that becomes a package."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: dict[Path, File] = {}
+
+    @property
+    def files(self) -> list[File]:
+        """What was written, in the order of the paths."""
+        return [self._files[path] for path in sorted(self._files)]
+
+    @contextmanager
+    def open(self, path: Path) -> Iterator[HashedFile]:
+        """A new file."""
+        with path.open("wb") as file:
+            hashed = HashedFile(file)
+            yield hashed
+        self._files[path] = File(self._name(path), hashed.size, hashed.sha256)
+
+    def write(self, path: Path, content: bytes) -> None:
+        """A new file of this content."""
+        with self.open(path) as file:
+            file.write(content)
+
+    def link(self, source: Path, target: Path) -> bool:
+        """Make `target` a hard link to `source`, which is not hashed; where that can't be, copy it and return False."""
+        try:
+            os.link(source.resolve(), target)
+        except OSError as error:
+            if error.errno not in NO_LINK:
+                raise
+            with source.open("rb") as original, self.open(target) as copy:
+                shutil.copyfileobj(original, copy, 1 << 20)
+            return False
+        self._files[target] = File(self._name(target), target.stat().st_size, None)
+        return True
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self.folder).as_posix()
