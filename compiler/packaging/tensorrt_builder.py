@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -90,10 +90,14 @@ class TensorrtBuilder:
     ) -> Built:
         # TensorRT-RTX times nothing when it builds.
         cache = str(timing_cache) if engine == TENSORRT else None
-        return build_engines(
-            Order(engine, list(jobs), options, cache),
-            lambda progress: building(progress.job + progress.done, len(jobs)),
-        )
+        most = 0.0
+
+        def report(progress: Progress) -> None:
+            nonlocal most
+            most = max(most, progress.job + progress.done)  # a phase may come to have more steps than it said
+            building(most, len(jobs))
+
+        return build_engines(Order(engine, list(jobs), options, cache), report)
 
     def find_refused(self, engine: str, jobs: Sequence[Job]) -> list[tuple[Job, Refusal]]:
         order = Order(engine, list(jobs), BuildOptions(), None)
@@ -138,8 +142,9 @@ def _messages(order: Order) -> Iterator[Iterator[Message]]:
     ):
         try:
             assert process.stdin is not None and process.stdout is not None
-            process.stdin.write(msgspec.json.encode(order))
-            process.stdin.close()
+            with suppress(BrokenPipeError):  # of a process that has died: what it said is read, and explained
+                process.stdin.write(msgspec.json.encode(order))
+                process.stdin.close()
             yield _read(order, process, log)
         finally:
             process.kill()  # whatever ends this, an error or an interrupt, ends the build

@@ -70,7 +70,7 @@ def _select(
                 del chosen[rival.atom]
             chosen[candidate.atom] = candidate
     for candidate in candidates:
-        sizes = [str(atom.size) for atom in conflicts[candidate.atom] if atom in chosen]
+        sizes = [str(atom.size) for atom in chosen if atom in conflicts[candidate.atom]]
         if candidate.atom not in chosen:
             rejected[candidate.atom] = f"its weights are split along an axis of {' and '.join(sizes[:2])} instead"
     return chosen
