@@ -15,6 +15,7 @@ import pytest
 
 from models.llama import Size, build
 from models.writer import save
+from splitc.runtime.arrays import save_arrays
 from tests.conftest import assert_close, decoder_feeds, listen_to_interrupts, run_whole
 from tests.helpers.command import SCRIPT, splitc, splitc_process
 
@@ -28,7 +29,7 @@ def test_compile_run_check_bench_inspect(decoder: Path, tmp_path: Path) -> None:
     )
     assert "prologue..layers.1 (3)" in compiled.stdout
     assert "cut 0-1" in compiled.stdout
-    np.savez(tmp_path / "in.npz", **feeds)
+    save_arrays(tmp_path / "in.npz", feeds)
     splitc("run", package, "--inputs", tmp_path / "in.npz", "--outputs", tmp_path / "out.npz")
     assert_close(dict(np.load(tmp_path / "out.npz")), run_whole(decoder, feeds))
     assert "9 of 9 outputs agree" in splitc("check", package, "--model", decoder).stdout
@@ -152,7 +153,7 @@ def test_damaged_package_is_refused(package: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(package, copy)
     (copy / "rank1" / "stage1.weights").write_bytes(b"short")
-    np.savez(tmp_path / "in.npz", **decoder_feeds())
+    save_arrays(tmp_path / "in.npz", decoder_feeds())
     result = splitc("run", copy, "--inputs", tmp_path / "in.npz", "--outputs", tmp_path / "out.npz", code=1)
     assert "stage1.weights has 5 bytes, its manifest says" in " ".join(result.stderr.split())
     assert not (tmp_path / "out.npz").exists()

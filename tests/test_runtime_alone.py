@@ -13,6 +13,7 @@ import pytest
 
 from splitc.compiler.cli import LIBRARIES
 from splitc.compiler.planning.plan_request import ROW_MIN
+from splitc.runtime.arrays import save_arrays
 from tests.conftest import assert_close, decoder_feeds, run_whole
 from tests.helpers.command import SCRIPT, splitc_process, splitc_several
 
@@ -37,14 +38,14 @@ def test_package_is_run_however_the_command_starts(
     start: list[str], alone: dict[str, str], decoder: Path, package: Path, tmp_path: Path
 ) -> None:
     feeds = decoder_feeds()
-    np.savez(tmp_path / "in.npz", **feeds)
+    save_arrays(tmp_path / "in.npz", feeds)
     files = ("--inputs", tmp_path / "in.npz", "--outputs", tmp_path / "out.npz")
     splitc_process("run", package, *files, start=start, env=alone)
     assert_close(dict(np.load(tmp_path / "out.npz")), run_whole(decoder, feeds))
 
 
 def test_every_command_of_the_runtime_runs(alone: dict[str, str], decoder: Path, package: Path) -> None:
-    commands = [
+    commands: list[list[object]] = [
         ["check", package, "--model", decoder],
         ["bench", package, "--runs", 2, "--no-memory"],
         ["generate", package, "--prompt-ids", "1,2", "-n", 3],

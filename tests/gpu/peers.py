@@ -40,7 +40,7 @@ def main() -> None:
     print(f"accelerate, {options.gpus} GPUs: {_accelerate(options)}", flush=True)
 
 
-class Decoder(torch.nn.Module):
+class Decoder(torch.nn.Module):  # type: ignore[misc]  # torch is not typed where it is missing
     """A rank's part of a Llama, its weights zeros, with a cache of a fixed size."""
 
     def __init__(self, world: int, options: argparse.Namespace) -> None:
@@ -63,7 +63,7 @@ class Decoder(torch.nn.Module):
         self.cosine = torch.cos(angles).half().repeat(1, 2)
         self.sine = torch.cat([-torch.sin(angles), torch.sin(angles)], -1).half()
 
-    @torch.no_grad()
+    @torch.no_grad()  # type: ignore[untyped-decorator]  # likewise
     def forward(self, ids: torch.Tensor, place: torch.Tensor, filled: int) -> torch.Tensor:
         """The logits behind the last token; `filled` is how much of the cache is read."""
         hidden = F.embedding(ids, self.embed)

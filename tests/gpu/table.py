@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
@@ -112,9 +113,9 @@ def _report(sessions: Mapping[str, Session], errors: Mapping[str, float], option
 
 def _report_prompts(sessions: Mapping[str, Session], options: argparse.Namespace) -> None:
     rows = table("package", "prompt", "x", "again", "x", f"{IN_FLIGHT} in flight", "x", right=("x",))
-    first = _in_turns({name: lambda s=session: _prompt(s, options) for name, session in sessions.items()})
-    again = _in_turns({name: lambda s=session: _prompt_again(s, options) for name, session in sessions.items()})
-    stream = _in_turns({name: lambda s=session: _stream(s, options) for name, session in sessions.items()})
+    first = _in_turns({name: partial(_prompt, session, options) for name, session in sessions.items()})
+    again = _in_turns({name: partial(_prompt_again, session, options) for name, session in sessions.items()})
+    stream = _in_turns({name: partial(_stream, session, options) for name, session in sessions.items()})
     for name in sessions:
         rows.add_row(name, *_times(first, name), *_times(again, name), *_times(stream, name))
     out.print(rows)

@@ -100,7 +100,7 @@ def test_rank_that_fails_fails_one_request(package: tuple[Path, Path], graphs: b
         def fail(*_: Any) -> Any:
             raise EngineError("an engine failed on purpose")
 
-        engine.run = fail  # type: ignore[method-assign]
+        engine.run = fail  # type: ignore[method-assign, assignment]
         start = time.monotonic()
         with pytest.raises(EngineError, match="on purpose"):
             session.run(given)

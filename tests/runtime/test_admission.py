@@ -22,6 +22,7 @@ import pytest
 
 from splitc.compiler import compile_model, plan_model
 from splitc.runtime import Session
+from splitc.runtime.arrays import save_arrays
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeEngine
 from splitc.runtime.errors import EngineError, FeedError, MisuseError, SplitcError
 from splitc.runtime.ranks.thread import Worker
@@ -152,7 +153,8 @@ def test_batch_is_cut_and_joined(streamed: Session, decoder: Path) -> None:
 
 
 def test_model_whose_rows_meet_is_not_cut(tmp_path: Path) -> None:
-    from tests.helpers.blocks import Block, save
+    from models.writer import save
+    from tests.helpers.blocks import Block
 
     b = Block()
     x = b.data("x", (4, 12), ["n", 12])
@@ -264,7 +266,7 @@ def test_refused_feeds_take_no_place(package: Path) -> None:
 
 def test_interrupt_in_mid_run_ends_the_program(package: Path, tmp_path: Path) -> None:
     """Ctrl-C while requests stream through: the program is gone within seconds, threads and all."""
-    np.savez(tmp_path / "in.npz", **decoder_feeds())
+    save_arrays(tmp_path / "in.npz", decoder_feeds())
     program = textwrap.dedent(
         f"""
         import numpy as np

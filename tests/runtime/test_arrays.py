@@ -5,10 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from splitc.runtime.arrays import load_arrays, save_arrays
+from splitc.runtime.arrays import Array, load_arrays, save_arrays
 from splitc.runtime.errors import FeedError, MisuseError
 
-ARRAYS = {"a/b.c": np.arange(6, dtype=np.int64).reshape(2, 3), "half": np.ones(2, np.float16), "scalar": np.array(3.5)}
+ARRAYS: dict[str, Array] = {
+    "a/b.c": np.arange(6, dtype=np.int64).reshape(2, 3),
+    "half": np.ones(2, np.float16),
+    "scalar": np.array(3.5),
+}
 
 
 @pytest.mark.parametrize("name", ["arrays.npz", "arrays.json", "without ending ü"])

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from splitc.compiler.cli import app
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.fills import make_inputs, parse_fills
 from splitc.runtime.manifest import Fill, Tensor, read_manifest
+from tests.helpers.app import app
 
 INPUTS = [
     Tensor("ids", "int64", ["n"], [100], Fill("randint", high=7)),

@@ -108,7 +108,7 @@ def test_states_of_a_first_run_that_failed_go_too(package_of: Path) -> None:
         def fail(*_: Any) -> Any:
             raise EngineError("on purpose")
 
-        engine.run = fail  # type: ignore[method-assign]
+        engine.run = fail  # type: ignore[method-assign, assignment]
         with session.start() as sequence, pytest.raises(EngineError, match="on purpose"):
             sequence.run(feeds)
         until(lambda: not any(worker.sequences for worker in session._workers))

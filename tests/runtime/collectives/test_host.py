@@ -78,7 +78,7 @@ def test_rank_that_fails_does_not_leave_the_others_waiting() -> None:
         return backend.upload(x.copy())
 
     def work(rank: int, ends: HostCollectives) -> Any:
-        outcomes = []
+        outcomes: list[float | str] = []
         for attempt in range(3):
             engine = FunctionEngine(["x"], "a", fail if rank == 2 and attempt == 1 else part)
             program = Program([Run(0), step], [engine], ["A"])

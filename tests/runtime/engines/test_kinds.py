@@ -41,7 +41,7 @@ def test_kind_that_is_in_the_table_is_loaded_and_chosen(monkeypatch: pytest.Monk
         module="json",
         package="imaginary-engines",
         backends={"cpu": f"{__name__}:ImaginaryBackend"},
-        is_built=True,
+        builder="imaginary",
         priority=2,
     )
     monkeypatch.setitem(KINDS, "imaginary", new)

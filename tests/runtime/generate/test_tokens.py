@@ -46,9 +46,10 @@ def test_prompt_through_a_package_of_its_own(package: Path, decoder: Path, tmp_p
     model = ir.load(decoder)
     for value in [value for value in model.graph.inputs if (value.name or "").startswith("past")]:
         (join,) = [use.node for use in value.uses()]
-        present, new = join.outputs[0], ir.node("Identity", [join.inputs[1]]).outputs[0]
+        copied = ir.node("Identity", [join.inputs[1]])
+        present, new = join.outputs[0], copied.outputs[0]
         new.name, new.type, new.shape, present.name = present.name, present.type, present.shape, "unused"
-        model.graph.insert_before(join, new.producer())
+        model.graph.insert_before(join, copied)
         present.replace_all_uses_with(new, replace_graph_outputs=True)
         model.graph.remove(join, safe=True)
         model.graph.inputs.remove(value)

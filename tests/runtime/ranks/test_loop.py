@@ -11,18 +11,18 @@ from splitc.runtime.collectives.host import connect
 from splitc.runtime.errors import EngineError
 from splitc.runtime.failures import Failure, attempt
 from splitc.runtime.ranks.loop import Program, execute
-from splitc.runtime.steps import Receive, Run, Send
+from splitc.runtime.steps import Receive, Run, Send, Step
 from tests.helpers.engines import FunctionEngine, fail
 
 
 def accumulate(operation: str, total: list[int], part: list[int]) -> None:
-    total[0] = {"sum": sum, "max": max}[operation]((total[0], part[0]))
+    total[0] = total[0] + part[0] if operation == "sum" else max(total[0], part[0])
 
 
 def test_value_is_received_computed_and_sent() -> None:
     first, middle, last = connect(3)
     first.send(1, "x", 20)
-    steps = [Receive("x", 0), Run(0), Send("y", 2)]
+    steps: list[Step] = [Receive("x", 0), Run(0), Send("y", 2)]
     values, spans = execute(
         Program(steps, [FunctionEngine(["x", "w"], "y", lambda x, w: x + w)], ["y"]),
         middle,
@@ -45,7 +45,7 @@ def test_value_is_let_go_after_its_last_use() -> None:
 
 def test_failure_reaches_those_who_wait_and_leaves_the_channels_clean() -> None:
     first, middle, last = connect(3)
-    steps = [Receive("a", 0), Run(0), Send("b", 2), Receive("c", 0), Send("d", 2)]
+    steps: list[Step] = [Receive("a", 0), Run(0), Send("b", 2), Receive("c", 0), Send("d", 2)]
     for value in (1, 2):
         first.send(1, "a", value)
         first.send(1, "c", value)
@@ -76,7 +76,7 @@ def test_values_out_of_order_are_an_error() -> None:
 def test_failure_before_the_first_step_is_one_of_the_request_too() -> None:
     first, middle, last = connect(3)
     first.send(1, "a", 1)
-    steps = [Receive("a", 0), Run(0), Send("b", 2)]
+    steps: list[Step] = [Receive("a", 0), Run(0), Send("b", 2)]
     with pytest.raises(ValueError, match="out of memory"):
         execute(Program(steps, [FunctionEngine(["a"], "b", lambda a: a)]), middle, fail, accumulate)
     assert isinstance(last.receive(1, "b"), Failure)

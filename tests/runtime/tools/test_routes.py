@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,8 @@ HOST = "through the host's pinned memory"
 def test_routes_are_those_of_what_ranks_exchange(
     decoder: Path, tmp_path: Path, mode: str, routes: dict[str, list[str]]
 ) -> None:
-    row_min = {"row_min": 16} if mode == "row" else {}
-    request = Request(split_mode=mode, engine="onnxruntime", memory=["8GiB"], spread=True, **row_min)
+    request = Request(split_mode=mode, engine="onnxruntime", memory=["8GiB"], spread=True)
+    request = replace(request, row_min=16) if mode == "row" else request
     compile_model(plan_model(decoder, ["3xcuda"], request), tmp_path / "package", verify=False)
     manifest = read_manifest(tmp_path / "package")
     assert find_routes(manifest, lambda: FOUND) == routes

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from splitc.compiler.cli import app
 from splitc.runtime.devices import Device
 from splitc.runtime.engines import Backend
 from splitc.runtime.engines.backends import make_backend
@@ -16,6 +15,7 @@ from splitc.runtime.errors import MisuseError, PackageError
 from splitc.runtime.manifest import read_manifest
 from splitc.runtime.tools.unsplit import choose_reference, open_reference
 from tests.conftest import assert_close, decoder_feeds, run_whole
+from tests.helpers.app import app
 
 CPU, GPU = Device("cpu", 0), Device("cuda", 3)
 
