@@ -36,8 +36,8 @@ class _RankGraph:
         self._graph = stage_graph(split.graph, stage)
         self._editor = Editor(self._graph)
         self._sizes = SizeRewriter(self._shards, self._axes, self._length, self._editor)
-        self._summed = frozenset(split.choice.sums.summed)
-        self._ranged = frozenset(split.choice.sums.ranged)
+        self._summed = frozenset(split.sums.summed)
+        self._ranged = frozenset(split.sums.ranged)
         for value in (value for node in self._graph for value in node.outputs):
             origin = origin_of(value)
             value.type = value.type or (origin.type if origin is not None else None)
@@ -69,7 +69,7 @@ class _RankGraph:
         result = node.outputs[0]
         if operation.lookup and self._shards.is_split(operation.contracted):
             result = forms.look_up(self._editor, self._shards, node, operation)
-        if origin.outputs[0] in self._split.choice.sums.partial:
+        if origin.outputs[0] in self._split.sums.partial:
             result = self._add_once(node, origin, operation) or result
             if not self._split.counts(self._rank, operation):
                 result = self._editor.wrap(result, "Mul", [result, self._editor.scalar(0, result)], "uncounted")
@@ -105,7 +105,7 @@ class _RankGraph:
 
     def _add_once(self, node: ir.Node, origin: ir.Node, operation: Operation) -> ir.Value | None:
         """Leave out what another rank adds to the sum; a new value where the node had to be another one."""
-        once = self._split.choice.sums.once.get(origin, frozenset())
+        once = self._split.sums.once.get(origin, frozenset())
         if not once or self._split.adds(self._rank, operation):
             return None
         contracts = bool(chosen_atoms([operation.contracted], self._split.ranges))

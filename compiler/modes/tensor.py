@@ -30,9 +30,11 @@ from splitc.compiler.planning.rank_plan import CutPlan, RankPlan, Rematerialized
 from splitc.compiler.planning.resources import Budget, Resources
 from splitc.compiler.planning.split import RankProgram
 from splitc.compiler.planning.stage_search import Assignment, Target
-from splitc.compiler.sharding.axis_map import AxisMap
+from splitc.compiler.sharding.axis_map import AxisMap, find_axes
+from splitc.compiler.sharding.choice import Choice, choose
 from splitc.compiler.sharding.held import held_shards
 from splitc.compiler.sharding.partial import chosen_atoms
+from splitc.compiler.sharding.probe_sizes import bind_probe_sizes
 from splitc.compiler.sharding.report import AxisFate, WeightFate, axis_fates, sharded_weights
 from splitc.compiler.sharding.sharded_model import ShardedModel, shard_model
 from splitc.runtime.device_profiles import HOST
@@ -50,6 +52,7 @@ class TensorSplit:
     """Every rank of a group runs every node of its stage on its shards, and all sum what is partial."""
 
     analysis: Analysis
+    choice: Choice
     sharded: ShardedModel
     rewrites = True
     fixes_ranks = True
@@ -65,10 +68,10 @@ class TensorSplit:
 
     @property
     def collectives(self) -> int:
-        return self.sharded.choice.sums.count
+        return self.sharded.sums.count
 
     def exchanged_bytes(self, cuts: Sequence[CutPlan]) -> int:
-        return sum(map(self.analysis.costs.value_bytes, self.sharded.choice.sums.summed))
+        return sum(map(self.analysis.costs.value_bytes, self.sharded.sums.summed))
 
     def more_sessions(self, rank: RankPlan) -> int:
         return self.collectives
@@ -131,7 +134,7 @@ class TensorSplit:
         return [part for part in found if part is not None]
 
     def axis_fates(self) -> list[AxisFate]:
-        return axis_fates(self.sharded, self.analysis.costs.value_bytes)
+        return axis_fates(self.sharded, self.choice, self.analysis.costs.value_bytes)
 
     def file_fields(self) -> Mapping[str, Any]:
         return {}
@@ -181,7 +184,10 @@ def _make_plan(
         for weight in analysis.costs.weights(stage.nodes)
     }
     groups = [shares[first : first + count] for first in range(0, len(shares), count)]
-    sharded = shard_model(analysis, groups, home)
+    graph, costs = analysis.graph, analysis.costs
+    axis_map = find_axes(graph, bind_probe_sizes(graph, analysis.shapes, costs.certain))
+    choice = choose(graph, axis_map, costs.value_bytes, count)
+    sharded = shard_model(graph, axis_map, choice, groups, home)
     ranks = []
     for number, (each, stage) in enumerate(zip(chosen, stages, strict=True)):
         for part in range(count):
@@ -199,9 +205,9 @@ def _make_plan(
                 rematerialized(analysis, stages, number) if part == 0 else Rematerialized(),
             )
             ranks.append(rank)
-    weights = sharded_weights(analysis, sharded)
+    weights = sharded_weights(analysis, sharded, choice)
     _check_split(weights)
-    split = TensorSplit(analysis, sharded)
+    split = TensorSplit(analysis, choice, sharded)
     plan = assemble(analysis, request, split, ranks, stage_cuts(analysis, stages), weights, WHOLE)
     check_memory(plan, WHOLE)
     return replace(plan, warnings=(*plan.warnings, *_warn_of_idle(ranks, sharded)))

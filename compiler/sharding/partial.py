@@ -36,6 +36,10 @@ class Sums:
         return len(self.summed) + len(self.ranged)
 
 
+# Where nothing is partial.
+NO_SUMS = Sums({}, (), {}, ())
+
+
 def find_sums(
     axis_map: AxisMap,
     position: Mapping[ir.Node, int],

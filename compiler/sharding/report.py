@@ -12,6 +12,7 @@ from splitc.compiler.nodes import describe_node
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Factor
 from splitc.compiler.operators.operation import Axes
+from splitc.compiler.sharding.choice import Choice
 from splitc.compiler.sharding.products import Products
 from splitc.compiler.sharding.sharded_model import ShardedModel
 from splitc.runtime.units import format_bytes
@@ -57,13 +58,13 @@ def warn_of_little(weights: Sequence[WeightFate], where: str) -> list[str]:
     ]
 
 
-def sharded_weights(analysis: Analysis, split: ShardedModel) -> list[WeightFate]:
+def sharded_weights(analysis: Analysis, split: ShardedModel, choice: Choice) -> list[WeightFate]:
     """All weights of the model, in the order in which they are read."""
     inside = block_weights(analysis)
     uses: dict[ir.Value, list[Axes]] = {}
     for value, axes in split.axis_map.weight_uses():
         uses.setdefault(value, []).append(axes)
-    return [_fate(analysis, split, value, axes, value in inside) for value, axes in uses.items()]
+    return [_fate(analysis, split, choice, value, axes, value in inside) for value, axes in uses.items()]
 
 
 def sliced_weights(analysis: Analysis, products: Products, columns: ShardedModel) -> list[WeightFate]:
@@ -101,12 +102,14 @@ def _units(split: ShardedModel, axes: Axes) -> str:
     )
 
 
-def _fate(analysis: Analysis, split: ShardedModel, value: ir.Value, uses: list[Axes], in_block: bool) -> WeightFate:
+def _fate(
+    analysis: Analysis, split: ShardedModel, choice: Choice, value: ir.Value, uses: list[Axes], in_block: bool
+) -> WeightFate:
     size = analysis.costs.value_bytes(value)
     share = min(_split_share(split, axes) for axes in uses)
     atoms = [atom for axis in uses[0] or () for atom in dict.fromkeys(ax.atoms(axis))]
     units = _units(split, uses[0])
-    reasons = dict.fromkeys(why for atom in atoms if (why := why_whole(split, atom)))
+    reasons = dict.fromkeys(why for atom in atoms if (why := why_whole(split, choice, atom)))
     reason = None if share == 1.0 else "; ".join(reasons) or "it has no axis of known size"
     return WeightFate(value.name or "", size, int(size * share), in_block, units, reason)
 
@@ -133,7 +136,7 @@ def _axis_share(split: ShardedModel, axis: ax.Axis) -> float:
     )
 
 
-def why_whole(split: ShardedModel, atom: Factor) -> str | None:
+def why_whole(split: ShardedModel, choice: Choice, atom: Factor) -> str | None:
     """Why an atom is not split, for people."""
     if atom in split.ranges:
         return None
@@ -142,7 +145,7 @@ def why_whole(split: ShardedModel, atom: Factor) -> str | None:
         if node is None:
             return f"{atom.size}: {why}"
         return f"{describe_node(node)} ({node.op_type}) needs {atom.size} whole" + (f" ({why})" if why else "")
-    reason = split.choice.rejected.get(atom)
+    reason = choice.rejected.get(atom)
     return f"{atom.size}: {reason}" if reason else f"{atom.size}: too little to gain"
 
 
@@ -162,13 +165,13 @@ class AxisFate:
     first: str
 
 
-def axis_fates(split: ShardedModel, size: Callable[[ir.Value], int]) -> list[AxisFate]:
+def axis_fates(split: ShardedModel, choice: Choice, size: Callable[[ir.Value], int]) -> list[AxisFate]:
     """The axes that reach weights, those that cover most bytes first."""
     reached: dict[Factor, dict[ir.Value, None]] = {}
     for value, axes in split.axis_map.weight_uses():
         for atom in (atom for axis in axes or () for atom in ax.atoms(axis)):
             reached.setdefault(atom, {})[value] = None
-    sums = {each.atom: each.sums for each in split.choice.candidates}
+    sums = {each.atom: each.sums for each in choice.candidates}
     found = [
         AxisFate(
             atom.size,
@@ -176,7 +179,7 @@ def axis_fates(split: ShardedModel, size: Callable[[ir.Value], int]) -> list[Axi
             sum(map(size, weights)),
             sums.get(atom),
             tuple(each.size if each.counts else 0 for each in split.ranges.get(atom, ())),
-            why_whole(split, atom),
+            why_whole(split, choice, atom),
             next(iter(weights)).name or "",
         )
         for atom, weights in reached.items()

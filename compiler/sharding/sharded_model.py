@@ -8,25 +8,24 @@ from functools import cached_property
 
 import onnx_ir as ir
 
-from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.operators.operation import Axes, Operation
-from splitc.compiler.sharding.axis_map import AxisMap, find_axes
-from splitc.compiler.sharding.choice import Choice, choose
-from splitc.compiler.sharding.probe_sizes import bind_probe_sizes
+from splitc.compiler.sharding.axis_map import AxisMap
+from splitc.compiler.sharding.choice import Choice
+from splitc.compiler.sharding.partial import NO_SUMS, Sums
 from splitc.compiler.sharding.shards import Shards
 from splitc.compiler.sharding.shares import Ranges, assign_units
 
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """A model's axes, which of them are sharded over so many ranks, and which units each rank has."""
+    """A model's axes, which units each of so many ranks has of those that are sharded, and what the ranks sum."""
 
     graph: Graph
     axis_map: AxisMap
-    choice: Choice
     ranges: Ranges
     ranks: int
+    sums: Sums = NO_SUMS
 
     def shards(self, rank: int) -> Shards:
         """The part of one rank."""
@@ -49,12 +48,17 @@ class ShardedModel:
         return rank == next((other for other in range(self.ranks) if self.counts(other, operation)), 0)
 
 
-def shard_model(analysis: Analysis, shares: Sequence[Sequence[float]], home: Mapping[ir.Value, int]) -> ShardedModel:
-    """Find the model's axes and divide them among the ranks of a group.
+def shard_model(
+    graph: Graph,
+    axis_map: AxisMap,
+    choice: Choice,
+    shares: Sequence[Sequence[float]],
+    home: Mapping[ir.Value, int],
+) -> ShardedModel:
+    """Divide the chosen axes among the ranks of a group.
 
     `shares` are those of each group's ranks, and `home` the number of the first group that has a weight.
     """
-    graph, costs = analysis.graph, analysis.costs
-    axis_map = find_axes(graph, bind_probe_sizes(graph, analysis.shapes, costs.certain))
-    choice = choose(graph, axis_map, costs.value_bytes, len(shares[0]))
-    return ShardedModel(graph, axis_map, choice, assign_units(choice, shares, home), len(shares[0]))
+    weights = {each.atom: each.weights for each in choice.candidates}
+    ranges = assign_units({atom: weights[atom] for atom in choice.chosen}, shares, home, choice.partners)
+    return ShardedModel(graph, axis_map, ranges, len(shares[0]), choice.sums)

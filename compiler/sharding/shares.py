@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import onnx_ir as ir
 
 from splitc.compiler.operators.axes import Factor
-from splitc.compiler.sharding.choice import Choice
 
 
 @dataclass(frozen=True)
@@ -30,26 +30,32 @@ class Range:
 Ranges = dict[Factor, list[Range]]
 
 
-def assign_units(choice: Choice, shares: Sequence[Sequence[float]], home: Mapping[ir.Value, int]) -> Ranges:
-    """For each chosen atom the ranges of a group's ranks, by the shares of the group that has its first weight.
+def assign_units(
+    weights: Mapping[Factor, Mapping[ir.Value, int]],
+    shares: Sequence[Sequence[float]],
+    home: Mapping[ir.Value, int] = MappingProxyType({}),
+    partners: Mapping[Factor, Factor] = MappingProxyType({}),
+) -> Ranges:
+    """For each atom the ranges of a group's ranks, by the shares of the group that has its first weight.
 
+    `weights` has, for each atom, the bytes of the weights that it divides. `home` is the number of the first group that
+    has a weight. An atom with fewer units than ranks may have one of the `partners`, which divides what is inside it.
     Each gets its share of units rounded down or up. Who gets the units that are left over goes by what each is owed in
     bytes, here and from the atoms before, so that the sum keeps to the shares, and each part of the model as well.
     """
     groups = [[share / sum(group) for share in group] for group in shares]
-    weights = {each.atom: each.weights for each in choice.candidates}
     carried = [[0.0] * len(group) for group in groups]
     ranges: Ranges = {}
-    for atom in choice.chosen:
-        group = min(home.get(weight, 0) for weight in weights[atom])
+    for atom, divided in weights.items():
+        group = min(home.get(weight, 0) for weight in divided)
         parts = groups[group]
-        partner = choice.partners.get(atom)
+        partner = partners.get(atom)
         if partner is not None:
             ranges[atom], ranges[partner] = _divide_units(atom.size, partner.size, parts)
             continue
-        if atom in choice.partners.values():
+        if atom in partners.values():
             continue  # comes with its own
-        unit = max(1.0, sum(weights[atom].values()) / atom.size)
+        unit = max(1.0, sum(divided.values()) / atom.size)
         counts = largest_remainder([atom.size * part for part in parts], atom.size, [c / unit for c in carried[group]])
         carried[group] = [
             c + (atom.size * part - n) * unit for c, part, n in zip(carried[group], parts, counts, strict=True)

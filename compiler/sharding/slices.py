@@ -16,9 +16,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis
-from splitc.compiler.sharding.candidates import Candidate, reached_weights
-from splitc.compiler.sharding.choice import Choice
-from splitc.compiler.sharding.partial import Sums
+from splitc.compiler.sharding.candidates import reached_weights
 from splitc.compiler.sharding.products import Product, Products
 from splitc.compiler.sharding.sharded_model import ShardedModel
 from splitc.compiler.sharding.shares import assign_units
@@ -88,9 +86,7 @@ def slice_products(
     Those of which all columns are the main rank's are not split.
     """
     reached = reached_weights(products.axis_map, size)
-    atoms = tuple(dict.fromkeys(product.columns for product in products.found))
-    candidates = tuple(Candidate(atom, reached[atom], 0, 1) for atom in atoms)
-    choice = Choice(atoms, {}, candidates, {}, Sums({}, (), {}, ()))
-    divided = assign_units(choice, [shares], {})
+    atoms = dict.fromkeys(product.columns for product in products.found)
+    divided = assign_units({atom: reached[atom] for atom in atoms}, [shares])
     ranges = {atom: parts for atom, parts in divided.items() if any(part.counts for part in parts[1:])}
-    return ShardedModel(graph, products.axis_map, choice, ranges, len(shares))
+    return ShardedModel(graph, products.axis_map, ranges, len(shares))

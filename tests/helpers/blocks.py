@@ -92,7 +92,7 @@ def check_split(
     """Split a graph by tensor with each of the shares: the same outputs, and these weights split, those whole."""
     plans = _check(block, folder, split, shares, whole, tolerance, split_mode="tensor")
     for plan in plans:
-        assert sums is None or len(sharded(plan).choice.sums.summed) == sums
+        assert sums is None or len(sharded(plan).sums.summed) == sums
     return plans
 
 

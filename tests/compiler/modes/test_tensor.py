@@ -33,7 +33,7 @@ def test_decoder_takes_two_sums_a_layer_and_its_blocks_are_split(decoder: Path, 
     plan = plan_model(decoder, ["2xcpu"], TENSOR)
     inside = [weight for weight in plan.weights if weight.in_block]
     assert sum(each.split for each in inside) > 0.95 * sum(each.bytes for each in inside)
-    assert sharded(plan).choice.sums.count == 2 * DECODER.layers
+    assert sharded(plan).sums.count == 2 * DECODER.layers
     compile_model(plan, tmp_path / "package")
     manifest = read_manifest(tmp_path / "package")
     assert manifest.collectives == 2 * DECODER.layers

@@ -211,7 +211,7 @@ def test_integer_product_with_a_scale_found_at_run_time(inner: int, tmp_path: Pa
     hidden = b.op("Relu", b.op("Add", product(x, "A", 12, inner), b.w("bias", inner)))
     b.give(b.op("Add", x, product(hidden, "B", inner, 12)))
     plans = check_split(b, tmp_path, {"A", "bias", "B"}, sums=1)
-    assert all(sharded(plan).choice.sums.count == 2 for plan in plans)
+    assert all(sharded(plan).sums.count == 2 for plan in plans)
 
 
 def test_experts_as_batched_products(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_experts_as_batched_products(tmp_path: Path) -> None:
     by_expert = b.op("Unsqueeze", b.op("Transpose", chances, perm=[0, 2, 1]), b.ints(3))
     b.give(b.op("Add", x, b.op("ReduceSum", b.op("Mul", outer, by_expert), b.ints(1), keepdims=0)))
     (plan, *_) = check_split(b, tmp_path, {"up", "down"}, whole={"router"}, sums=1)
-    (value,) = sharded(plan).choice.sums.summed
+    (value,) = sharded(plan).sums.summed
     producer = value.producer()
     assert producer is not None
     assert producer.op_type == "ReduceSum", "the sum is after the experts are added up, where it is smallest"

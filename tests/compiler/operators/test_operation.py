@@ -87,7 +87,7 @@ def summed_behind(middle: Middle, folder: Path) -> list[str]:
     weights = {name for name in ("B", "C", "D") if name in b._weights}
     found = set()
     for plan in check_split(b, folder, weights | {"A"}, TWO):
-        producers = [value.producer() for value in sharded(plan).choice.sums.summed]
+        producers = [value.producer() for value in sharded(plan).sums.summed]
         found.add(tuple(producer.op_type for producer in producers if producer is not None))
     (operators,) = found
     return list(operators)

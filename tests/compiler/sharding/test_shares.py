@@ -9,27 +9,17 @@ import onnx_ir as ir
 import pytest
 
 from splitc.compiler.operators.axes import Factor
-from splitc.compiler.sharding.candidates import Candidate
-from splitc.compiler.sharding.choice import Choice
-from splitc.compiler.sharding.partial import Sums
 from splitc.compiler.sharding.shares import assign_units, largest_remainder
 
 
-def choice(*sizes: int, partner: int = 0) -> Choice:
-    chosen = tuple(Factor(size) for size in sizes)
-    inner: tuple[Factor, ...] = (Factor(partner),) if partner else ()
-    # One byte a unit.
-    candidates = tuple(Candidate(atom, {ir.Value(name="weight"): atom.size}, 1, 1) for atom in (*chosen, *inner))
-    partners = {chosen[0]: inner[0]} if partner else {}
-    return Choice((*chosen, *inner), partners, candidates, {}, Sums({}, (), {}, ()))
+def factors(*sizes: int) -> dict[Factor, dict[ir.Value, int]]:
+    """Factors of these sizes, each with a weight of one byte a unit."""
+    return {Factor(size): {ir.Value(name="weight"): size} for size in sizes}
 
 
 def counts(sizes: Sequence[int], shares: Sequence[float]) -> list[list[int]]:
-    chosen = choice(*sizes)
-    # Every unit of every atom is as heavy: no weights, so that a unit counts as one byte.
-    return [
-        [each.size if each.counts else 0 for each in ranges] for ranges in assign_units(chosen, [shares], {}).values()
-    ]
+    found = assign_units(factors(*sizes), [shares])
+    return [[each.size if each.counts else 0 for each in ranges] for ranges in found.values()]
 
 
 def test_units_follow_the_shares() -> None:
@@ -62,9 +52,9 @@ def test_fewer_units_than_ranks_leave_some_with_none() -> None:
 
 @pytest.mark.parametrize(("ranks", "expected"), [(3, [(0, 4), (0, 2), (2, 4)]), (4, [(0, 2), (2, 4), (0, 2), (2, 4)])])
 def test_ranks_that_share_a_unit_divide_what_is_inside(ranks: int, expected: list[tuple[int, int]]) -> None:
-    made = choice(2, partner=4)
-    ranges = assign_units(made, [[1.0] * ranks], {})
-    outer, inner = made.chosen
+    weights = factors(2, 4)
+    outer, inner = weights
+    ranges = assign_units(weights, [[1.0] * ranks], partners={outer: inner})
     pairs = list(zip(ranges[outer], ranges[inner]))
     covered = {(u, g) for a, b in pairs for u in range(a.start, a.stop) for g in range(b.start, b.stop)}
     assert covered == {(u, g) for u in range(2) for g in range(4)}
