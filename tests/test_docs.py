@@ -1,0 +1,145 @@
+"""The documentation: links lead somewhere, what it names is there, commands and Python code are what they were."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from tests.helpers.app import app
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MOST_LINES = 150
+_FENCE = re.compile(r"^(```|~~~)(\w*)\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_PATH = re.compile(r"(?:compiler|runtime|tests|models)/[\w/]*(?:\.py|/)")
+
+# Options of pip and Python scripts, which the pages name too.
+OF_OTHERS = ("--extra-index-url", "--help")
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+
+
+def prose(page: Path) -> str:
+    """The page without its fenced blocks."""
+    return _FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def code(page: Path) -> Iterator[tuple[str, str]]:
+    """The language and the text of each block of code, fenced or indented."""
+    for _, language, text in _FENCE.findall(page.read_text(encoding="utf-8")):
+        yield language, text
+    for block in re.findall(r"(?:^    .*\n)+", prose(page), re.MULTILINE):
+        yield "", re.sub(r"^    ", "", block, flags=re.MULTILINE)
+
+
+def command_lines(page: Path) -> list[list[str]]:
+    """The words of each line of code that runs splitc."""
+    lines = (
+        line.strip().removeprefix("$ ") for language, text in code(page) if not language for line in text.split("\n")
+    )
+    return [shlex.split(line, comments=True) for line in lines if line.startswith("splitc ")]
+
+
+def spans(page: Path) -> list[str]:
+    """What stands in backquotes."""
+    return re.findall(r"`([^`\n]+)`", prose(page))
+
+
+def known_options() -> dict[str, set[str]]:
+    """The options of each command."""
+    commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]  # it is a group
+    return {
+        name: {option for each in command.params for option in (*each.opts, *each.secondary_opts)}
+        for name, command in commands.items()
+    }
+
+
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in _LINK.findall(prose(page)):
+        if not link.startswith(("http://", "https://")):
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), f"{link}: there is no {target}"
+            assert not anchor or anchor in anchors(target), f"{link}: {target.name} has no such heading"
+
+
+def test_readme_leads_to_every_page() -> None:
+    reached, new = set[Path](), {PAGES[0]}
+    while new:
+        page = new.pop()
+        reached.add(page)
+        links = (link.partition("#")[0] for link in _LINK.findall(prose(page)))
+        new |= {target for link in links if (target := (page.parent / link).resolve()) in PAGES} - reached
+    assert reached == set(PAGES)
+
+
+def test_readme_is_short() -> None:
+    assert len(PAGES[0].read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+
+
+@each_page
+def test_python_compiles(page: Path) -> None:
+    for language, text in code(page):
+        if language == "python":
+            compile(text, str(page), "exec")
+
+
+@each_page
+def test_commands_have_their_options(page: Path) -> None:
+    known = known_options()
+    for _, name, *words in command_lines(page):
+        assert name in known, f"splitc has no command {name}"
+        given = {word.partition("=")[0] for word in words if word.startswith("-")}
+        assert given <= known[name], f"splitc {name} has no {given - known[name]}"
+
+
+def test_commands_are_found() -> None:
+    named = {words[1] for page in PAGES for words in command_lines(page)}
+    assert named == {"plan", "compile", "build", "run", "check", "bench", "generate", "inspect", "devices"}
+
+
+@each_page
+def test_options_that_are_named_exist(page: Path) -> None:
+    """In backquotes: of any command, or of another program."""
+    known = {*OF_OTHERS, *(option for options in known_options().values() for option in options)}
+    named = {word for span in spans(page) for word in span.split() if word.startswith("--")}
+    assert {word.partition("=")[0] for word in named} <= known
+
+
+@each_page
+def test_files_that_are_named_exist(page: Path) -> None:
+    for span in spans(page):
+        for path in _PATH.findall(span) if _PATH.match(span) else ():
+            assert (ROOT / path).exists(), f"there is no {path}"
+
+
+def test_names_of_the_architecture_exist() -> None:
+    """Functions, classes and methods in backquotes that stand beside a file: somewhere in the two packages."""
+    text = "\n".join(
+        path.read_text(encoding="utf-8") for room in ("compiler", "runtime") for path in (ROOT / room).rglob("*.py")
+    )
+    for span in re.findall(r"`([A-Za-z_]\w*(?:\.\w+)?)`", prose(ROOT / "docs" / "architecture.md")):
+        for name in span.split("."):
+            assert re.search(rf"\b{name}\b", text), f"nothing is named {name}"
+
+
+def test_each_term_is_defined_once() -> None:
+    terms = re.findall(
+        r"^\| \*\*(.+?)\*\* \|", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert len(terms) > 40
+    assert len(terms) == len(set(terms))
