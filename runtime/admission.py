@@ -6,11 +6,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import Any
 
-import numpy.typing as npt
-
-from splitc.runtime.arrays import Zeros
+from splitc.runtime.arrays import Array, Zeros
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.manifest import Manifest
 from splitc.runtime.ranks.request import NEVER, InFlightRequest
@@ -18,8 +15,6 @@ from splitc.runtime.ranks.workers import Workers
 from splitc.runtime.replay.recording import Recording
 from splitc.runtime.replay.recordings import Recordings
 from splitc.runtime.steps import overlap
-
-Array = npt.NDArray[Any]
 
 # Seconds between two looks whether a session is broken or closed.
 BROKEN = 0.1

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from splitc.runtime.arrays import number_type
+from splitc.runtime.arrays import Array, number_type
 from splitc.runtime.errors import FeedError
 from splitc.runtime.manifest import Tensor
 from splitc.runtime.units import format_shape
-
-Array = npt.NDArray[Any]
 
 
 def check_feeds(

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from splitc.runtime.arrays import number_type
+from splitc.runtime.arrays import Array, number_type
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.manifest import Fill, Tensor
-
-Array = npt.NDArray[Any]
 
 FILLS: Mapping[str, Fill] = {
     "normal": Fill("normal"),

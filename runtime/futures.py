@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def in_order(futures: Iterable[Future[T]], most: int) -> Iterator[T]:
-    """The futures' results, one after the other. They are begun as they are taken, at most so many at a time."""
+    """Yield the results in their order. At most `most` of them are pending at a time."""
     pending: deque[Future[T]] = deque()
     try:
         for each in futures:
@@ -27,7 +27,7 @@ def in_order(futures: Iterable[Future[T]], most: int) -> Iterator[T]:
 
 
 def then(future: Future[S], function: Callable[[S], T]) -> Future[T]:
-    """What the function makes of a future's result, as a future."""
+    """A future of what the function makes of another future's result."""
     result: Future[T] = Future()
     result.set_running_or_notify_cancel()  # it can't be cancelled: the ranks may be at it
 

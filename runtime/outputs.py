@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy.typing as npt
-
-from splitc.runtime.arrays import number_type
+from splitc.runtime.arrays import Array, number_type
 from splitc.runtime.manifest import Manifest, Part
 from splitc.runtime.parts import join_parts
 from splitc.runtime.ranks.request import InFlightRequest
-
-Array = npt.NDArray[Any]
 
 
 class OutputJoiner:

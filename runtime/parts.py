@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from splitc.runtime.arrays import Array
 from splitc.runtime.manifest import AxisPart, Part
-
-Array = npt.NDArray[Any]
 
 
 def cut_part(array: Array, part: Part) -> Array:
-    """The part of an array."""
+    """Cut a rank's part out of a whole array."""
     shape = part_shape(array.shape, part)
     return np.ascontiguousarray(array.reshape(_factors(array.shape, part))[_places(array.ndim, part)]).reshape(shape)
 
 
 def cut_places(array: Array, places: Mapping[int, Sequence[tuple[int, int]]]) -> Array:
-    """Of some axes of an array these stretches, from a first element to before a last one, one after the other."""
+    """Keep these stretches of an array, one after the other.
+
+    `places` has stretches by axis, each from its first element to before its last.
+    """
     for axis, stretches in places.items():
         array = array.take(np.concatenate([np.arange(*each) for each in stretches]), axis)
     return np.ascontiguousarray(array)
@@ -36,7 +36,7 @@ def part_shape(shape: Sequence[int], part: Part) -> tuple[int, ...]:
 
 
 def join_parts(parts: Sequence[tuple[Part, Array]]) -> Array:
-    """The whole array. Where parts have elements in common, these are equal."""
+    """Join parts to the whole array. Where parts overlap, their elements are equal."""
     first, array = parts[0]
     shape = list(array.shape)
     for axis in first.axes:

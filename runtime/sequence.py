@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy.typing as npt
 
-from splitc.runtime.arrays import Zeros
+from splitc.runtime.arrays import Array, Zeros
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.feeds import check_feeds
 from splitc.runtime.manifest import Manifest, State, Tensor
 from splitc.runtime.ranks.request import InFlightRequest
-
-Array = npt.NDArray[Any]
 
 
 class SequenceRunner(Protocol):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy.typing as npt
 
 from splitc.runtime.admission import Admission
-from splitc.runtime.arrays import Zeros
+from splitc.runtime.arrays import Array, Zeros
 from splitc.runtime.batches import cut_batches, join_batches
 from splitc.runtime.devices import Device, parse_devices, threads_for
 from splitc.runtime.engines.backends import make_backend
@@ -29,8 +29,6 @@ from splitc.runtime.package_files import verify_files
 from splitc.runtime.ranks.request import InFlightRequest, Served
 from splitc.runtime.ranks.workers import Workers
 from splitc.runtime.sequence import StateSequence, find_resident
-
-Array = npt.NDArray[Any]
 
 
 class Session:

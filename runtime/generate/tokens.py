@@ -10,13 +10,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from splitc.runtime.arrays import Array
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.sampling import Sampling, choose_token
 from splitc.runtime.manifest import Manifest, Tensor
 from splitc.runtime.sequence import StateSequence
 from splitc.runtime.units import format_shape
-
-Array = npt.NDArray[Any]
 
 # Tokens of a prompt that go through the model at once.
 PROMPT_CHUNK = 512

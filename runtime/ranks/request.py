@@ -6,15 +6,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy.typing as npt
-
-from splitc.runtime.arrays import Zeros
+from splitc.runtime.arrays import Array, Zeros
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.ranks.loop import Span
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-import numpy.typing as npt
-
-from splitc.runtime.arrays import Zeros
+from splitc.runtime.arrays import Array, Zeros
 from splitc.runtime.collectives import Collectives, CommunicatorMaker
 from splitc.runtime.engines import Backend, CollectiveEngine, LoadedEngine
 from splitc.runtime.errors import PackageError
@@ -23,8 +21,6 @@ from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.parts import cut_part, cut_places, part_shape
 from splitc.runtime.ranks.loop import Program, Span, execute
 from splitc.runtime.ranks.request import NEVER, InFlightRequest, Served, closed_before
-
-Array = npt.NDArray[Any]
 
 
 class Worker(threading.Thread):

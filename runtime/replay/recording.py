@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy.typing as npt
-
+from splitc.runtime.arrays import Array
 from splitc.runtime.engines.gpu_array import GpuArray, Tape
 from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.errors import EngineError
@@ -29,7 +28,6 @@ from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.ranks.thread import Worker
 from splitc.runtime.replay.capture import Captured, capture
 
-Array = npt.NDArray[Any]
 # The states of a sequence, by rank.
 States = Sequence[dict[str, Any]]
 # What requests have that belong to no sequence.

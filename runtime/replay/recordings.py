@@ -9,9 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy.typing as npt
-
-from splitc.runtime.arrays import Zeros
+from splitc.runtime.arrays import Array, Zeros
 from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.failures import Failure, attempt
 from splitc.runtime.ranks.loop import Span
@@ -19,7 +17,6 @@ from splitc.runtime.ranks.request import NEVER, InFlightRequest, Served, closed_
 from splitc.runtime.ranks.thread import Worker
 from splitc.runtime.replay.recording import Recording, States, record, states_of
 
-Array = npt.NDArray[Any]
 # What tells sequences' states from others, and what tells requests apart.
 Places = tuple[int, ...]
 Kind = tuple[Any, ...]

@@ -23,7 +23,7 @@ from splitc.runtime.settings import setting_array
 from splitc.runtime.units import format_bytes
 
 Arrays = Mapping[str, npt.NDArray[Any]]
-Run = Callable[[Arrays], dict[str, npt.NDArray[Any]]]
+RunModel = Callable[[Arrays], dict[str, npt.NDArray[Any]]]
 CPU = Device("cpu", 0)
 
 
@@ -33,7 +33,7 @@ class Reference:
 
     device: Device
     why: str
-    run: Run
+    run: RunModel
 
     def __str__(self) -> str:
         return f"the unsplit model on {self.device}, {self.why}"
@@ -90,7 +90,7 @@ def choose_reference(
 
 
 @contextmanager
-def open_unsplit(model: Path, device: Device, threads: int) -> Iterator[Run]:
+def open_unsplit(model: Path, device: Device, threads: int) -> Iterator[RunModel]:
     """Load a model; gives what runs it, on feeds by name. Raises PackageError when ONNX Runtime can't load it there."""
     # All is done by one thread: the caller's has a current GPU of its own.
     with ThreadPoolExecutor(1) as pool:
