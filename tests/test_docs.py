@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from splitc.compiler.cli import app
+import splitc.compiler.cli  # noqa: F401  # adds its commands
+from splitc.runtime.cli.commands import app
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
