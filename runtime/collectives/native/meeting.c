@@ -1,0 +1,254 @@
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include "meeting.h"
+
+#include <limits.h>
+#include <sched.h>
+#include <stdalign.h>
+#include <stdatomic.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#endif
+
+#include "combine.h"
+
+#define MOST_RANKS 256
+#define LINE 64
+/* Looks at the others before a rank sleeps, some 30 microseconds; a rank that shares a core with another does not look so
+ * long, since the other can't come meanwhile. */
+#define LOOKS 2000
+/* Seconds that a rank sleeps at most before it looks at the clock. */
+#define NAP 0.02
+/* Elements that a rank combines for all are a multiple of this, so that no two write to one line of the cache. */
+#define ALIGNED 64
+
+/* What a rank brings to a collective. `ready` and `done` are the position in the run up to which it has come. */
+typedef struct Slot {
+    alignas(LINE) _Atomic uint64_t ready;
+    _Atomic uint64_t done;
+    const void* in;
+    void* out;
+    size_t count;
+    int type, operation;
+} Slot;
+
+struct Meeting {
+    int ranks;
+    size_t staging;
+    /* The last run that failed. */
+    alignas(LINE) _Atomic uint64_t failed;
+    /* The last position of which it was decided whether it takes place: twice its number, plus 1 where it does not. */
+    alignas(LINE) _Atomic uint64_t verdict;
+    /* Counts what ranks publish, so that others can sleep until it changes. */
+    alignas(LINE) _Atomic uint32_t changes;
+    _Atomic uint32_t sleepers;
+    Slot slots[];
+};
+
+size_t meeting_bytes(int ranks, size_t staging) {
+    return sizeof(Meeting) + (size_t)ranks * (sizeof(Slot) + (staging + LINE - 1) / LINE * LINE);
+}
+
+void meeting_init(Meeting* meeting, int ranks, size_t staging) {
+    meeting->ranks = ranks;
+    meeting->staging = staging / LINE * LINE;
+}
+
+static char* staged(const Meeting* meeting, int rank) {
+    return (char*)&meeting->slots[meeting->ranks] + (size_t)rank * ((meeting->staging + LINE - 1) / LINE * LINE);
+}
+
+static double now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
+static void pause_briefly(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static void sleep_until_change(Meeting* meeting, uint32_t seen) {
+    struct timespec nap = {0, (long)(1e9 * NAP)};
+#ifdef __linux__
+    atomic_fetch_add(&meeting->sleepers, 1);
+    syscall(SYS_futex, &meeting->changes, FUTEX_WAIT, seen, &nap, NULL, 0);
+    atomic_fetch_sub(&meeting->sleepers, 1);
+#else
+    (void)meeting, (void)seen;
+    nap.tv_nsec = 20000;
+    nanosleep(&nap, NULL);
+#endif
+}
+
+static void tell(Meeting* meeting) {
+    atomic_fetch_add(&meeting->changes, 1);
+#ifdef __linux__
+    if (atomic_load(&meeting->sleepers)) syscall(SYS_futex, &meeting->changes, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+#endif
+}
+
+static int looks(const Meeting* meeting) {
+    static _Atomic long cores;
+    if (!atomic_load(&cores)) atomic_store(&cores, sysconf(_SC_NPROCESSORS_ONLN));
+    return meeting->ranks > atomic_load(&cores) ? LOOKS / 50 : LOOKS;
+}
+
+static uint64_t position(const Member* member) { return member->run << 24 | member->step; }
+
+/* The first rank that has not come to `at`; -1 where all have. */
+static int missing(const Meeting* meeting, uint64_t at, int done) {
+    for (int rank = 0; rank < meeting->ranks; rank++) {
+        const Slot* slot = &meeting->slots[rank];
+        if (atomic_load(done ? &slot->done : &slot->ready) < at) return rank;
+    }
+    return -1;
+}
+
+/* Decide whether the collective at a position takes place. The first to decide does so for all: none reads the array of
+ * a rank that has gone, and none goes whose array another one reads. */
+static void decide(Meeting* meeting, uint64_t at, int abandoned) {
+    uint64_t before = atomic_load(&meeting->verdict);
+    while (before >> 1 < at && !atomic_compare_exchange_weak(&meeting->verdict, &before, at << 1 | abandoned)) {
+    }
+    tell(meeting);
+}
+
+/* Wait until all ranks are at the position, or one has failed. */
+static int await_ready(Member* member, uint64_t at, int* who) {
+    Meeting* meeting = member->meeting;
+    int looked = 0, most = looks(meeting), result = MEETING_FAILED;
+    double start = 0;
+    for (;;) {
+        uint32_t seen = atomic_load(&meeting->changes);
+        uint64_t verdict = atomic_load(&meeting->verdict);
+        if (verdict >> 1 == at) return verdict & 1 ? result : MEETING_OK;
+        if (verdict >> 1 > at) return result;
+        int late = missing(meeting, at, 0);
+        if (late < 0) {
+            decide(meeting, at, 0);
+        } else if (atomic_load(&meeting->failed) >= member->run) {
+            decide(meeting, at, 1);
+        } else if (looked++ < most) {
+            pause_briefly();
+        } else {
+            if (start == 0) start = now();
+            if (now() - start > member->patience) {
+                *who = late;
+                result = MEETING_LATE;
+                meeting_fail(member);
+                decide(meeting, at, 1);
+            } else {
+                sleep_until_change(meeting, seen);
+            }
+        }
+    }
+}
+
+/* Wait until all ranks have read what others brought. None of them waits for anything meanwhile, so this ends unless a
+ * process was killed. */
+static int await_done(Member* member, uint64_t at, int* who) {
+    Meeting* meeting = member->meeting;
+    int looked = 0, most = looks(meeting);
+    double start = 0;
+    for (;;) {
+        uint32_t seen = atomic_load(&meeting->changes);
+        int late = missing(meeting, at, 1);
+        if (late < 0) return MEETING_OK;
+        if (looked++ < most) {
+            pause_briefly();
+            continue;
+        }
+        if (start == 0) start = now();
+        if (now() - start > member->patience) {
+            *who = late;
+            meeting_fail(member);
+            return MEETING_LATE;
+        }
+        sleep_until_change(meeting, seen);
+    }
+}
+
+void meeting_begin(Member* member) {
+    member->run++;
+    member->step = 0;
+}
+
+void meeting_fail(Member* member) {
+    Meeting* meeting = member->meeting;
+    uint64_t before = atomic_load(&meeting->failed);
+    while (before < member->run && !atomic_compare_exchange_weak(&meeting->failed, &before, member->run)) {
+    }
+    tell(meeting);
+}
+
+void meeting_abort(Meeting* meeting) {
+    atomic_store(&meeting->failed, UINT64_MAX);
+    tell(meeting);
+}
+
+static size_t slice_start(size_t count, int ranks, int rank) {
+    size_t width = (count + (size_t)ranks - 1) / (size_t)ranks;
+    width = (width + ALIGNED - 1) / ALIGNED * ALIGNED;
+    size_t start = width * (size_t)rank;
+    return start < count ? start : count;
+}
+
+/* One collective of arrays that all ranks can read and write, or that fit where they are staged. */
+static int reduce(Member* member, int operation, int type, const void* in, void* out, size_t count, int* who) {
+    Meeting* meeting = member->meeting;
+    int ranks = meeting->ranks, mine = member->rank;
+    Slot* own = &meeting->slots[mine];
+    size_t bytes = count * number_bytes(type);
+    uint64_t at = (member->step++, position(member));
+    if (meeting->staging) memcpy(staged(meeting, mine), in, bytes);
+    own->in = in, own->out = out, own->count = count, own->type = type, own->operation = operation;
+    atomic_store(&own->ready, at);
+    tell(meeting);
+    int status = await_ready(member, at, who);
+    if (status != MEETING_OK) return status;
+    const void* inputs[MOST_RANKS];
+    void* outputs[MOST_RANKS];
+    for (int rank = 0; rank < ranks; rank++) {
+        const Slot* slot = &meeting->slots[rank];
+        const Slot* first = &meeting->slots[0];
+        if (slot->count != first->count || slot->type != first->type || slot->operation != first->operation) {
+            *who = rank;
+            status = MEETING_DIFFERENT;
+        }
+        inputs[rank] = meeting->staging ? staged(meeting, rank) : slot->in;
+        outputs[rank] = meeting->staging ? out : slot->out;
+    }
+    if (status == MEETING_OK && meeting->staging)
+        combine(operation, type, ranks, inputs, outputs, 0, count); /* each for itself: others' memory is not ours */
+    else if (status == MEETING_OK)
+        combine(operation, type, ranks, inputs, outputs, slice_start(count, ranks, mine),
+                slice_start(count, ranks, mine + 1));
+    atomic_store(&own->done, at);
+    tell(meeting);
+    int waited = await_done(member, at, who);
+    return status != MEETING_OK ? status : waited;
+}
+
+int meeting_all_reduce(Member* member, int operation, int type, const void* in, void* out, size_t count, int* who) {
+    size_t width = number_bytes(type), staging = member->meeting->staging;
+    size_t most = staging ? staging / width : count;
+    size_t first = 0;
+    do {
+        size_t some = count - first < most ? count - first : most;
+        int status =
+            reduce(member, operation, type, (const char*)in + first * width, (char*)out + first * width, some, who);
+        if (status != MEETING_OK) return status;
+        first += some;
+    } while (first < count);
+    return MEETING_OK;
+}

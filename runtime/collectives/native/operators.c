@@ -1,0 +1,251 @@
+/* The operators that ranks' engines meet in, for ONNX Runtime: splitc.AllReduce on the CPU and on CUDA devices.
+ *
+ * An engine's operators belong to one rank of one group of ranks: an `End`. ONNX Runtime asks for operators when it is given
+ * this library, by `RegisterCustomOps`, on the thread that gives it; so the end is named to that thread before. */
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "combine.h"
+#include "meeting.h"
+#include "ort_api.h"
+
+#if defined(_WIN32)
+#define EXPORT __declspec(dllexport)
+#else
+#define EXPORT __attribute__((visibility("default")))
+#endif
+#define MESSAGE 256
+
+/* NCCL's ncclAllReduce, which is looked up by who has loaded NCCL. */
+typedef int (*NcclAllReduce)(const void* in, void* out, size_t count, int type, int operation, void* communicator,
+                             void* stream);
+
+struct End;
+
+/* An operator of one engine, with the end that its kernels use. */
+typedef struct Operator {
+    OrtCustomOp op;
+    const char* provider;
+    struct End* end;
+} Operator;
+
+/* A rank's end: of a meeting on the host, or of a communicator of NCCL's. It keeps what ONNX Runtime was given. */
+typedef struct End {
+    Member member;
+    NcclAllReduce nccl;
+    void* communicator;
+    Operator operators[2];
+    const OrtApi* api;
+    OrtCustomOpDomain* domain;
+} End;
+
+typedef struct Kernel {
+    const OrtApi* api;
+    End* end;
+    int on_gpu;
+    int64_t operation;
+} Kernel;
+
+static _Thread_local End* registered;
+
+#define TRY(call)                      \
+    do {                               \
+        OrtStatus* status_ = (call);   \
+        if (status_) return status_;   \
+    } while (0)
+
+static OrtStatus* fail(const OrtApi* api, const char* message) { return ORT(api, CreateStatus)(ORT_FAIL, message); }
+
+/* The number types of NCCL, by those of ONNX; -1 where it has none. */
+static int nccl_type(int type) {
+    switch (type) {
+        case ORT_INT8: return 0;
+        case ORT_UINT8: return 1;
+        case ORT_INT32: return 2;
+        case ORT_UINT32: return 3;
+        case ORT_INT64: return 4;
+        case ORT_FLOAT16: return 6;
+        case ORT_FLOAT: return 7;
+        case ORT_DOUBLE: return 8;
+        case ORT_BFLOAT16: return 9;
+        default: return -1;
+    }
+}
+
+static OrtStatus* reduce_by_nccl(Kernel* kernel, OrtKernelContext* context, int type, const void* in, void* out,
+                                 size_t count) {
+    void* stream = NULL;
+    char message[MESSAGE];
+    TRY(ORT(kernel->api, KernelContext_GetGPUComputeStream)(context, &stream));
+    if (nccl_type(type) < 0) return fail(kernel->api, "NCCL has no such number type");
+    int operation = kernel->operation == MAX ? 2 : 0;
+    int status = kernel->end->nccl(in, out, count, nccl_type(type), operation, kernel->end->communicator, stream);
+    if (!status) return NULL;
+    snprintf(message, sizeof message, "NCCL's all-reduce failed with error %d", status);
+    return fail(kernel->api, message);
+}
+
+static OrtStatus* reduce_on_host(Kernel* kernel, int type, const void* in, void* out, size_t count) {
+    Member* member = &kernel->end->member;
+    char message[MESSAGE];
+    int who = -1;
+    if (!number_bytes(type)) return fail(kernel->api, "the sum over ranks has no such number type");
+    switch (meeting_all_reduce(member, (int)kernel->operation, type, in, out, count, &who)) {
+        case MEETING_OK: return NULL;
+        case MEETING_LATE:
+            snprintf(message, sizeof message, "rank %d did not come to a sum within %.0f s", who, member->patience);
+            return fail(kernel->api, message);
+        case MEETING_DIFFERENT:
+            snprintf(message, sizeof message, "rank %d brings another shape or type to a sum than rank 0", who);
+            return fail(kernel->api, message);
+        default: return fail(kernel->api, "another rank failed, and a sum over ranks was given up");
+    }
+}
+
+static OrtStatus* compute(void* self, OrtKernelContext* context) {
+    Kernel* kernel = self;
+    const OrtApi* api = kernel->api;
+    const OrtValue* value;
+    OrtValue* made;
+    OrtTensorTypeAndShapeInfo* info;
+    int64_t sizes[64];
+    size_t axes = 0, count = 0;
+    int type = ORT_UNDEFINED;
+    void *in, *out;
+    TRY(ORT(api, KernelContext_GetInput)(context, 0, &value));
+    TRY(ORT(api, GetTensorTypeAndShape)(value, &info));
+    OrtStatus* status = ORT(api, GetDimensionsCount)(info, &axes);
+    if (!status && axes > sizeof sizes / sizeof *sizes) status = fail(api, "a sum over ranks has too many axes");
+    if (!status) status = ORT(api, GetDimensions)(info, sizes, axes);
+    if (!status) status = ORT(api, GetTensorShapeElementCount)(info, &count);
+    if (!status) status = ORT(api, GetTensorElementType)(info, &type);
+    ORT(api, ReleaseTensorTypeAndShapeInfo)(info);
+    if (status) return status;
+    int64_t one = 1;
+    TRY(ORT(api, KernelContext_GetOutput)(context, 1, &one, 1, &made)); /* the token, where a later one asks for it */
+    TRY(ORT(api, KernelContext_GetOutput)(context, 0, sizes, axes, &made));
+    TRY(ORT(api, GetTensorMutableData)((OrtValue*)value, &in));
+    TRY(ORT(api, GetTensorMutableData)(made, &out));
+    if (!kernel->end) return fail(api, "this engine was loaded without the ranks that it sums with");
+    return kernel->on_gpu ? reduce_by_nccl(kernel, context, type, in, out, count)
+                          : reduce_on_host(kernel, type, in, out, count);
+}
+
+static OrtStatus* create(const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info, void** made) {
+    const Operator* own = (const Operator*)op;
+    Kernel* kernel = calloc(1, sizeof *kernel);
+    if (!kernel) return fail(api, "out of memory");
+    kernel->api = api;
+    kernel->end = own->end;
+    kernel->on_gpu = own->end && own->end->nccl;
+    OrtStatus* status = ORT(api, KernelInfoGetAttribute_int64)(info, "operation", &kernel->operation);
+    if (status) free(kernel);
+    *made = status ? NULL : kernel;
+    return status;
+}
+
+static void destroy(void* kernel) { free(kernel); }
+static const char* name(const OrtCustomOp* op) { return (void)op, "AllReduce"; }
+static const char* provider(const OrtCustomOp* op) { return ((const Operator*)op)->provider; }
+static size_t two(const OrtCustomOp* op) { return (void)op, 2; }
+static int yes(const OrtCustomOp* op) { return (void)op, 1; }
+static int last(const OrtCustomOp* op) { return (void)op, 0x7fffffff; }
+/* The value and, optionally, a token that says that another collective has come before this one. */
+static int type_of(const OrtCustomOp* op, size_t index) { return (void)op, index ? ORT_UINT8 : ORT_UNDEFINED; }
+static int needed(const OrtCustomOp* op, size_t index) { return (void)op, index ? ORT_OPTIONAL : ORT_REQUIRED; }
+static int memory(const OrtCustomOp* op, size_t index) { return (void)op, (void)index, ORT_DEFAULT_MEMORY; }
+
+static size_t may_write_over(int** inputs, int** outputs) {
+    *inputs = calloc(1, sizeof **inputs); /* the value, and no token */
+    *outputs = calloc(1, sizeof **outputs);
+    return *inputs && *outputs;
+}
+static void release_places(int* inputs, int* outputs) {
+    free(inputs);
+    free(outputs);
+}
+static size_t no_alias(int** inputs, int** outputs) { return (void)inputs, (void)outputs, 0; }
+
+static void init_operator(Operator* made, const char* provider_name, End* end) {
+    made->provider = provider_name;
+    made->end = end;
+    made->op.version = ORT_VERSION;
+    made->op.GetName = name;
+    made->op.GetExecutionProviderType = provider;
+    made->op.GetInputType = type_of;
+    made->op.GetInputTypeCount = two;
+    made->op.GetOutputType = type_of;
+    made->op.GetOutputTypeCount = two;
+    made->op.KernelDestroy = destroy;
+    made->op.GetInputCharacteristic = needed;
+    made->op.GetOutputCharacteristic = needed;
+    made->op.GetInputMemoryType = memory;
+    made->op.GetVariadicInputMinArity = yes;
+    made->op.GetVariadicInputHomogeneity = yes;
+    made->op.GetVariadicOutputMinArity = yes;
+    made->op.GetVariadicOutputHomogeneity = yes;
+    made->op.CreateKernelV2 = create;
+    made->op.KernelComputeV2 = compute;
+    made->op.GetStartVersion = yes;
+    made->op.GetEndVersion = last;
+    made->op.GetMayInplace = may_write_over;
+    made->op.ReleaseMayInplace = release_places;
+    made->op.GetAliasMap = no_alias;
+    made->op.ReleaseAliasMap = release_places;
+}
+
+/* What ONNX Runtime calls. Of a thread that has named no end, operators that can be loaded and not be run. */
+EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
+    static End none;
+    const OrtApi* api = base->GetApi(ORT_VERSION);
+    End* end = registered ? registered : &none;
+    if (end->domain) return ORT(api, AddCustomOpDomain)(options, end->domain);
+    end->api = api;
+    init_operator(&end->operators[0], "CPUExecutionProvider", registered);
+    init_operator(&end->operators[1], "CUDAExecutionProvider", registered);
+    TRY(ORT(api, CreateCustomOpDomain)("splitc", &end->domain));
+    TRY(ORT(api, CustomOpDomain_Add)(end->domain, &end->operators[0].op));
+    TRY(ORT(api, CustomOpDomain_Add)(end->domain, &end->operators[1].op));
+    return ORT(api, AddCustomOpDomain)(options, end->domain);
+}
+
+/* A rank's end of a meeting: `meeting` is memory for it. NULL where there is no memory left. */
+EXPORT End* splitc_end_of_meeting(Meeting* meeting, int rank, double patience) {
+    End* end = calloc(1, sizeof *end);
+    if (end) end->member = (Member){.meeting = meeting, .rank = rank, .patience = patience};
+    return end;
+}
+
+/* A rank's end of a communicator of NCCL's. */
+EXPORT End* splitc_end_of_nccl(NcclAllReduce all_reduce, void* communicator) {
+    End* end = calloc(1, sizeof *end);
+    if (end) end->nccl = all_reduce, end->communicator = communicator;
+    return end;
+}
+
+/* To be called when the sessions that have its operators are gone. */
+EXPORT void splitc_end_free(End* end) {
+    if (end->domain) ORT(end->api, ReleaseCustomOpDomain)(end->domain);
+    free(end);
+}
+
+/* The end that operators get which are registered on this thread from now on; NULL for none. */
+EXPORT void splitc_end_register(End* end) { registered = end; }
+
+EXPORT void splitc_begin(End* end) {
+    if (!end->nccl) meeting_begin(&end->member);
+}
+
+EXPORT void splitc_fail(End* end) {
+    if (!end->nccl) meeting_fail(&end->member);
+}
+
+EXPORT size_t splitc_meeting_bytes(int ranks, size_t staging) { return meeting_bytes(ranks, staging); }
+EXPORT void splitc_meeting_init(Meeting* meeting, int ranks, size_t staging) { meeting_init(meeting, ranks, staging); }
+EXPORT void splitc_meeting_abort(Meeting* meeting) { meeting_abort(meeting); }
+
+/* Without an engine: as the operator does it. Returns what meeting_all_reduce does. */
+EXPORT int splitc_all_reduce(End* end, int operation, int type, const void* in, void* out, size_t count) {
+    int who = -1;
+    return meeting_all_reduce(&end->member, operation, type, in, out, count, &who);
+}
