@@ -27,13 +27,13 @@ def all_reduce(operation: str, ranks: int) -> dict[str, Any]:
 def leave_out(editor: Editor, shards: Shards, node: ir.Node, operation: Operation) -> None:
     """Make zeros of what a node would sum over that another rank has, where it sums over units of its own too."""
     for leaf in ax.leaves(operation.contracted):
-        if not shards.counts((leaf,)) or shards.counts((leaf,), all):
+        if not shards.owns((leaf,)) or shards.owns((leaf,), all):
             continue
         number, place = _find_leaf(operation, leaf)
         data, axes = node.inputs[number], operation.input(number)
         assert data is not None and data.dtype is not None
         shape = (-1, *[1] * (len(axes) - place - 1))
-        kept = editor.constant(shards.counted(axes[place]).reshape(shape))
+        kept = editor.constant(shards.owned_mask(axes[place]).reshape(shape))
         zero = operation.zero
         given = node.inputs[zero] if zero is not None and operation.has(zero) else None
         masked = editor.before(node, "Where", kept, data, given or editor.scalar(0, data))

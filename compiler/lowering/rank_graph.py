@@ -71,7 +71,7 @@ class _RankGraph:
             result = forms.look_up(self._editor, self._shards, node, operation)
         if origin.outputs[0] in self._split.sums.partial:
             result = self._add_once(node, origin, operation) or result
-            if not self._split.counts(self._rank, operation):
+            if not self._split.owns(self._rank, operation):
                 result = self._editor.wrap(result, "Mul", [result, self._editor.scalar(0, result)], "uncounted")
         if origin.outputs[0] in self._summed:
             attributes = forms.all_reduce("sum", self._split.ranks)

@@ -237,7 +237,7 @@ def _rank_stage(analysis: Analysis, split: SlicedProducts, stage: Stage, number:
         return stage
     own = split.of_rank(number, list(split.products.values()))
     nodes = {product.node for product in own}
-    blocks = [block for block in analysis.partition.blocks if nodes & analysis.partition.with_free(block)]
+    blocks = [block for block in analysis.partition.blocks if nodes & analysis.partition.with_upstream(block)]
     return product_stage(analysis.graph, own, blocks)
 
 

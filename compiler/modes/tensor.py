@@ -124,7 +124,7 @@ class TensorSplit:
         """Whether the rank gives its shard of an output: of one that is replicated, the first rank does."""
         ranges = self.sharded.ranges
         atoms = chosen_atoms(self.sharded.axes(value), ranges)
-        return all(ranges[atom][rank.part].counts for atom in atoms) if atoms else rank.part == 0
+        return all(ranges[atom][rank.part].owned for atom in atoms) if atoms else rank.part == 0
 
     def _parts(self, rank: RankPlan) -> list[Part]:
         """The inputs and outputs of which the rank has a shard only."""
@@ -215,7 +215,7 @@ def _make_plan(
 
 def _warn_of_idle(ranks: Sequence[RankPlan], sharded: ShardedModel) -> list[str]:
     """Say which ranks have no unit of anything, and so do what another one does too, or nothing."""
-    idle = [part for part in range(sharded.ranks) if not any(each[part].counts for each in sharded.ranges.values())]
+    idle = [part for part in range(sharded.ranks) if not any(each[part].owned for each in sharded.ranges.values())]
     return [
         f"rank {number} ({rank.device}) gets no unit of any axis: leave it out with -d, or give it a larger share "
         "(--tensor-split)"
