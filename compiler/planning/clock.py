@@ -26,8 +26,8 @@ class Prediction:
     interval: float
 
 
-def all_of_it(node: ir.Node) -> float:
-    """The share of a node's work for a rank that runs the whole node."""
+def whole_node(node: ir.Node) -> float:
+    """The share of a node's work for a rank that runs whole nodes: 1."""
     return 1.0
 
 
@@ -48,7 +48,7 @@ class Clock:
     profiled: bool = False
 
     def seconds(
-        self, rank: RankPlan, nodes: Iterable[ir.Node], at_once: int, share: Callable[[ir.Node], float] = all_of_it
+        self, rank: RankPlan, nodes: Iterable[ir.Node], at_once: int, share: Callable[[ir.Node], float] = whole_node
     ) -> float:
         """The time of a rank for its share of the nodes, while `at_once` ranks are working."""
         speed, one = (
