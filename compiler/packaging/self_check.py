@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from splitc.compiler.frontend.loading import load_plainly
+from splitc.compiler.frontend.loading import load_unoptimized
 from splitc.compiler.model_errors import ModelError
 from splitc.compiler.planning.plan import Plan
 from splitc.runtime.devices import free_bytes
@@ -50,7 +50,7 @@ def check_loads(package: Path, manifest: Manifest) -> None:
         if engine.group:
             continue  # collectives are TensorRT's
         try:
-            load_plainly(path)
+            load_unoptimized(path)
         except ort_errors.NotImplemented:
             if on_cpu:
                 _load_whole(path, engine.path, manifest)
@@ -99,7 +99,7 @@ def check_outputs(plan: Plan, package: Path) -> Verdict:
                 worst = max((each.relative for each in differences), default=0.0)
                 said = f"{len(differences)} outputs agree with {whole} (largest error {worst:.1e})"
                 if not all(each.passed for each in differences):
-                    plain = _run_plainly(graph.path, session.manifest, feeds)
+                    plain = _run_unoptimized(graph.path, session.manifest, feeds)
                     said += _judge(differences, compare(expected, plain))
                 return Verdict(True, said)
     return Verdict(
@@ -137,10 +137,10 @@ def _judge(differences: Sequence[Difference], own: Sequence[Difference]) -> str:
     return f"; ONNX Runtime's optimizations move the model's own outputs by {max(known.values()):.1e}"
 
 
-def _run_plainly(model: Path, manifest: Manifest, feeds: Arrays) -> Arrays:
+def _run_unoptimized(model: Path, manifest: Manifest, feeds: Arrays) -> Arrays:
     """The outputs of the unsplit model without optimizations; none where it does not run so."""
     try:
-        session = load_plainly(model)
+        session = load_unoptimized(model)
         names = [value.name for value in session.get_outputs()]
         return dict(zip(names, session.run(names, {**feeds, **fixed_feeds(manifest, feeds)}), strict=True))
     except ERRORS:
