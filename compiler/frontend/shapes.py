@@ -26,7 +26,7 @@ DEFAULT_BATCH, DEFAULT_LENGTH = 1, 16
 
 @dataclass(frozen=True)
 class BoundShapes:
-    """Bound shapes of values by name. A value with a size that depends on data (NonZero) is `uncertain`: it counts as 1.
+    """Bound shapes of values by name. A size that depends on data (NonZero) counts as 1; its value is `uncertain`.
 
     `constants` are the results of shape arithmetic with these shapes. `observed` are the operators without a shape
     rule, which ONNX Runtime ran on made-up inputs.
