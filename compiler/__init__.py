@@ -1,4 +1,4 @@
-"""Cut or shard one ONNX model for several devices, and write the package that `splitc.runtime` runs."""
+"""Split one ONNX model over several devices, and write the package that `splitc.runtime` runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """What is asked for, with the libraries that it needs: the command's help needs none of them."""
+    """Import public names, and with them the compiler's libraries, on first use: `--help` needs none of them."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,4 +1,4 @@
-"""The compiler from Python: what `splitc plan` and `splitc compile` call. Here the rooms are put together."""
+"""The compiler's Python interface, which `splitc plan` and `splitc compile` call."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from splitc.runtime.devices import Device
 
 
 def plan_model(model: str | Path, devices: Sequence[Device] | Sequence[str], request: Request = Request()) -> Plan:
-    """Decide what of the model each device holds. `devices` may be names, as in `["cpu0", "cpu1"]`.
+    """Decide which part of the model each device holds. `devices` may be names, as in `["cpu0", "cpu1"]`.
 
     Raises MisuseError for a request that contradicts itself or the model, ModelError for a model that can't be used,
-    CannotSplitError for one that this mode can't split (with `fallback`, the plan is in that mode then, and says so),
-    DoesNotFitError when the devices can't hold it.
+    CannotSplitError for one that the mode can't split, DoesNotFitError if the devices can't hold the model. With
+    `fallback`, there is a plan in that mode and a warning instead of a CannotSplitError.
     """
     return make_plan(Path(model), devices, request, measure_blocks if request.profile else None)

@@ -1,4 +1,4 @@
-"""The commands that need the model: plan, compile, build. Importing them needs no library of the compiler's."""
+"""The commands plan, compile and build. This module imports none of the compiler's libraries."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from splitc.compiler.packaging.builder import Building
     from splitc.compiler.packaging.building import BuildSettings
 
-# Options that only engines which are built have.
+# Options for engines that are built.
 TENSORRT: dict[str, Any] = {"rich_help_panel": "TensorRT"}
 
 MODEL = typer.Argument(help="The ONNX model.", metavar="MODEL")
@@ -41,16 +41,16 @@ TIMING_CACHE = typer.Option(
 )
 
 
-# What these commands need, and a machine that only runs packages does without.
+# The libraries that these commands need. A machine that only runs packages needs none of them.
 LIBRARIES = ("onnx", "onnx_ir", "onnx_shape_inference", "sympy")
 
 
 def _need_libraries() -> None:
-    """Raise MisuseError, naming them all, where libraries are missing."""
+    """Raise MisuseError if libraries are missing. The message names all of them."""
     if missing := [name.replace("_", "-") for name in LIBRARIES if find_spec(name) is None]:
         raise MisuseError(
-            f"this command needs {', '.join(missing)}, not installed here: pip install {' '.join(missing)}. A machine "
-            "that only runs packages does without: run, check, bench, generate, inspect and devices"
+            f"this command needs {', '.join(missing)}, not installed here: pip install {' '.join(missing)}. The "
+            "commands run, check, bench, generate, inspect and devices do without"
         )
 
 
@@ -64,7 +64,7 @@ _request = request_reader(_with_libraries, {"split_mode": describe_modes()})
 
 def _build_settings(
     build_when: str = typer.Option(
-        "now", "--build", help="now, or later: write ONNX files, for 'splitc build' on another machine.", **TENSORRT
+        "now", "--build", help="now; or later: only write ONNX files, for 'splitc build' elsewhere.", **TENSORRT
     ),
     keep_onnx: bool = typer.Option(
         False, "--keep-onnx", help="Leave the ONNX files in the package, to build it again.", **TENSORRT
@@ -74,25 +74,25 @@ def _build_settings(
         None, "--builder-optimization-level", min=0, max=5, help="0 builds fast, 5 builds fast engines.", **TENSORRT
     ),
     workspace: str | None = typer.Option(
-        None, "--workspace", help="The most scratch memory of an engine, as in 4GiB.", **TENSORRT
+        None, "--workspace", help="Maximum scratch memory of an engine, as in 4GiB.", **TENSORRT
     ),
     version_compatible: bool = typer.Option(
-        False, "--version-compatible", help="Engines that later versions of TensorRT run too.", **TENSORRT
+        False, "--version-compatible", help="Build engines that later versions of TensorRT also run.", **TENSORRT
     ),
     hardware_compatible: bool = typer.Option(
-        False, "--hardware-compatible", help="Engines that GPUs from Ampere on run.", **TENSORRT
+        False, "--hardware-compatible", help="Build engines that all GPUs from Ampere on can run.", **TENSORRT
     ),
     weight_streaming: bool = typer.Option(
-        False, "--weight-streaming", help="Engines that can keep weights in host memory.", **TENSORRT
+        False, "--weight-streaming", help="Build engines that can keep weights in host memory.", **TENSORRT
     ),
     strip_weights: bool = typer.Option(
-        False, "--strip-weights", help="Engines without weights, which they take from the ONNX files.", **TENSORRT
+        False, "--strip-weights", help="Build engines that read their weights from the ONNX files.", **TENSORRT
     ),
     tactic_sources: str | None = typer.Option(
         None, "--tactic-sources", help="Libraries to take kernels from: cublas,cudnn, or none.", **TENSORRT
     ),
 ) -> BuildSettings:
-    """How TensorRT's engines are to be built."""
+    """How to build TensorRT engines."""
     from splitc.compiler.packaging.building import BuildSettings
 
     if build_when not in ("now", "later"):
@@ -114,14 +114,14 @@ def _build_settings(
 def plan(
     request: Request,
     model: Path = MODEL,
-    output: Path | None = typer.Option(None, "--output", "-o", help="Write the plan here, to edit and compile it."),
+    output: Path | None = typer.Option(None, "--output", "-o", help="Write the plan here, to edit or compile it."),
     device: list[str] = DEVICE,
     explain: bool = typer.Option(
-        False, "--explain", help="In tensor mode: the axes found, and why each is split or not."
+        False, "--explain", help="In tensor mode: show the axes found, and why each is split or not."
     ),
     as_json: bool = JSON,
 ) -> None:
-    """Show which device would hold what, against its budget. Nothing is built."""
+    """Show what each device would hold, against its budget. Nothing is built."""
     from splitc.compiler.api import plan_model
     from splitc.compiler.plan_tables import print_axes, print_plan
     from splitc.compiler.planning.plan_file import to_file, write_plan
@@ -152,7 +152,7 @@ def compile_command(
     model: Path = MODEL,
     package: Path = typer.Option(..., "--output", "-o", help="The package's folder, which must not exist yet."),
     plan_path: Path | None = typer.Option(
-        None, "--plan", help="A plan from 'splitc plan -o', which then decides instead of the options below."
+        None, "--plan", help="A plan from 'splitc plan -o', instead of the options below."
     ),
     device: list[str] = DEVICE,
     weights: str = typer.Option(
@@ -166,7 +166,7 @@ def compile_command(
     as_json: bool = JSON,
 ) -> None:
     """Split a model over devices and write the package that runs it."""
-    # Imported here, as in plan: a machine that only runs packages has no onnx.
+    # Imported here, as in plan, since a machine that only runs packages has no onnx.
     from splitc.compiler.api import plan_model
     from splitc.compiler.modes.replanning import plan_from_file
     from splitc.compiler.packaging.package import compile_model
@@ -236,7 +236,7 @@ def _parse_sources(text: str | None) -> list[str] | None:
 
 @contextmanager
 def _progress(total: int) -> Iterator[tuple[Callable[[int], None], Building]]:
-    """Bars of the bytes written and of the engines built, on a terminal only; gone when it is done."""
+    """Progress bars for bytes written and engines built. They show on terminals only, and disappear at the end."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

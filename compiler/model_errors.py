@@ -1,4 +1,4 @@
-"""What is wrong with a model, or with how it is to be split."""
+"""Errors of models, and of ways to split them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from splitc.runtime.errors import SplitcError
 
 
 class ModelError(SplitcError):
-    """The model file is missing, damaged, or holds what splitc or the engine can't take."""
+    """The model file is missing or damaged, or splitc or the engine does not support it."""
 
 
 class CannotSplitError(ModelError):
-    """The split mode that was asked for can't split the model; another one may."""
+    """The chosen split mode can't split the model; another mode may."""

@@ -1,4 +1,4 @@
-"""What nodes are called."""
+"""Names of nodes and operators."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import onnx_ir as ir
 
 
 def operator_name(node: ir.Node) -> str:
-    """An operator's name, with its domain where that is not ONNX's own: `MatMul`, `com.microsoft.Gelu`."""
+    """An operator's name, with its domain if that is not ONNX's own: `MatMul`, `com.microsoft.Gelu`."""
     return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
 
 
 def describe_node(node: ir.Node) -> str:
-    """A node for people: its name, or what it produces where it has none."""
+    """A node for messages: its name, or that of its output if it has none."""
     return f"node '{node.name}'" if node.name else f"the {node.op_type} node that makes '{node.outputs[0].name}'"

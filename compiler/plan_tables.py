@@ -1,4 +1,4 @@
-"""Plans on the terminal."""
+"""Show plans on the terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def print_plan(plan: Plan) -> None:
-    """Who holds what, against the budgets, and what crosses the cuts."""
+    """Print what each rank holds, against its budget, and what crosses the cuts."""
     from splitc.compiler.analysis.costs import nominal_speed
 
     rows = table("rank", "blocks", *RANK_SIZES, "of budget", "", "time", right=(*RANK_SIZES, "", "time"))
@@ -61,7 +61,7 @@ def print_plan(plan: Plan) -> None:
 
 
 def _print_alternatives(plan: Plan) -> None:
-    """What auto mode compared, and what it chose."""
+    """Print what auto mode compared, and what it chose."""
     numbers = ("a request", "in a stream", "fullest device")
     rows = table("candidate", *numbers, "", right=numbers)
     for each in plan.alternatives:
@@ -75,12 +75,12 @@ def _print_alternatives(plan: Plan) -> None:
 
 
 NUMBERS = ("size", "weights", "bytes", "sums")
-# Axes that reach fewer bytes of weights are not shown.
+# Axes of fewer bytes of weights are not shown.
 SHOWN = 4 << 10
 
 
 def _print_split(plan: Plan) -> None:
-    """What of the weights is split, what the ranks bring together, and what of the weights is not split."""
+    """Print how much of the weights is split, what the ranks exchange, and which weights are not split."""
     inside = [weight for weight in plan.weights if weight.in_block]
     shares = []
     for what, weights in (("the blocks", inside), ("all", plan.weights)):
@@ -94,7 +94,7 @@ def _print_split(plan: Plan) -> None:
 
 
 def print_axes(plan: Plan) -> None:
-    """The axes that reach weights: their size, what they cover, and whether they are sharded or why not."""
+    """Print the axes of weights: their size, the bytes that they cover, and how they are sharded or why not."""
     fates = plan.split.axis_fates()
     if fates is None:
         raise MisuseError("--explain is for --split-mode tensor")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -20,6 +21,9 @@ from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
 from splitc.runtime.devices import parse_devices
+
+# Graphs are many objects that live long: to look for garbage as often as by default takes a tenth of the time.
+gc.set_threshold(100_000, 50, 50)
 
 Array = npt.NDArray[Any]
 Arrays = dict[str, Array]

@@ -1,1 +1,1 @@
-"""What is known of a graph before anything is decided: costs, liveness, blocks, stages, memory."""
+"""What is known about a graph before any decision: costs, liveness, blocks, stages, memory."""

@@ -1,10 +1,10 @@
 """Blocks: where a model may be cut, found from its structure.
 
-1. Most of what a graph computes flows through its *spine*: all that is not free (`rematerialization`).
-2. In the spine, written in an order in which few bytes are live, the *gaps* between heavy nodes are where it may be
-   cut, each at the place where the fewest bytes cross.
-3. The narrowest gaps make segments (attention parts, feed-forward parts), and segments that repeat make blocks.
-   Where nothing repeats, every gap bounds a block of its own.
+1. The *main path* is what is not rematerializable (`rematerialization`): most of the computation.
+2. The main path is put in an order with few live bytes. It may be cut in the *gaps* between heavy nodes, each at the
+   place where the fewest bytes cross.
+3. The narrowest gaps divide it into *stretches* (attention, feed-forward). Stretches that repeat make blocks. If
+   nothing repeats, every gap bounds a block.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.analysis.liveness import Liveness, liveness
-from splitc.compiler.analysis.rematerialization import find_free, find_shapes, find_upstream
+from splitc.compiler.analysis.rematerialization import find_known_shapes, find_rematerializable, find_upstream
 from splitc.compiler.frontend.graph import Graph
 
 # A node is heavy when it holds this share of the model's weights, or does this share of its products and convolutions.
@@ -27,18 +27,18 @@ from splitc.compiler.frontend.graph import Graph
 HEAVY_SHARE = 1e-4
 # Gaps are equally narrow when their live bytes differ by no more than this factor.
 LEVEL = 1.25
-# Blocks are alike when they have this share of their operators in common: the first and the last often differ a bit.
+# Blocks are alike when they share this much of their operators. The first and the last may differ more.
 ALIKE = 0.75
 ALIKE_AT_ENDS = 0.5
-# A model is made of blocks that repeat when this share of its nodes is what they have in common.
+# Minimum share of the main path's nodes that repeated blocks have in common.
 REPEATED_SHARE = 2 / 3
-# Blocks that the planner has to choose from, at most, where nothing repeats.
+# The most blocks that the planner chooses from if nothing repeats.
 MOST_BLOCKS = 128
 
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive nodes of the spine. `kind` is `prologue`, `block` or `epilogue`."""
+    """Consecutive nodes of the main path. `kind` is `prologue`, `block` or `epilogue`."""
 
     name: str
     kind: str
@@ -47,67 +47,66 @@ class Block:
 
 @dataclass(frozen=True)
 class Partition:
-    """A graph's blocks in order, and the free nodes, which belong to no block.
+    """A graph's blocks in order, and the rematerializable nodes, which belong to no block.
 
-    `finest` says that every gap bounds a block, rather than what repeats.
-    `upstream` maps each node of a block to the free nodes that it stands on. `shapes` are the free Shape nodes whose
-    sizes are all sizes of the model's inputs, so that they do not stand on what they read.
+    `finest` says that every gap bounds a block, since nothing repeats or more blocks were wanted. `shapes` are the
+    rematerializable Shape nodes whose sizes are all sizes of the model's inputs, so that they do not need the value
+    that they read. `upstream` maps each node of a block to the rematerializable nodes that it depends on.
     """
 
     blocks: tuple[Block, ...]
     finest: bool
-    free: frozenset[ir.Node]
+    rematerializable: frozenset[ir.Node]
     shapes: frozenset[ir.Node]
     upstream: Mapping[ir.Node, frozenset[ir.Node]]
 
-    def with_free(self, block: Block) -> frozenset[ir.Node]:
-        """The block's nodes and the free ones that it stands on."""
+    def with_upstream(self, block: Block) -> frozenset[ir.Node]:
+        """The block's nodes and the rematerializable ones that they depend on."""
         return frozenset(block.nodes).union(*(self.upstream[node] for node in block.nodes))
 
 
 def find_blocks(graph: Graph, costs: Costs, wanted: int = 1) -> Partition:
-    """The graph's blocks: the repeated ones if there are any, or finer ones where those are fewer than `wanted`."""
-    shapes = find_shapes(graph)
-    free = find_free(graph, costs, shapes)
-    if len(free) == len(graph.nodes):  # a model so cheap that all of it could be done twice
-        free = shapes = frozenset()
-    spine, live = order_spine(graph, costs, free)
-    upstream = find_upstream(graph, free, shapes, spine)
-    gaps = find_gaps(costs, spine, live, upstream)
-    blocks = _repeated_blocks(spine, gaps)
+    """The graph's blocks: the repeated ones, or finer ones if there are fewer repeated ones than `wanted`."""
+    shapes = find_known_shapes(graph)
+    rematerializable = find_rematerializable(graph, costs, shapes)
+    if len(rematerializable) == len(graph.nodes):  # a model so cheap that nothing is left of it
+        rematerializable = shapes = frozenset()
+    main_path, live = order_main_path(graph, costs, rematerializable)
+    upstream = find_upstream(graph, rematerializable, shapes, main_path)
+    gaps = find_gaps(costs, main_path, live, upstream)
+    blocks = _repeated_blocks(main_path, gaps)
     finest = len(blocks) < wanted or not blocks
     if finest:
         widest_last = sorted(gaps, key=lambda gap: gap.bytes)
-        blocks = _plain_blocks(spine, sorted(gap.last for gap in widest_last[: MOST_BLOCKS - 1]))
-    return Partition(tuple(blocks), finest, free, shapes, upstream)
+        blocks = _blocks_between(main_path, sorted(gap.last for gap in widest_last[: MOST_BLOCKS - 1]))
+    return Partition(tuple(blocks), finest, rematerializable, shapes, upstream)
 
 
-def order_spine(graph: Graph, costs: Costs, free: frozenset[ir.Node]) -> tuple[list[ir.Node], Liveness]:
-    """The nodes that are not free, in topological order, and what is live between them.
+def order_main_path(graph: Graph, costs: Costs, rematerializable: frozenset[ir.Node]) -> tuple[list[ir.Node], Liveness]:
+    """The nodes that are not rematerializable, in topological order, and what is live between them.
 
-    The order is the file's, unless depth first far fewer bytes are live.
-
-    Exporters write a model in the order in which it was run, and that is a good one. Some tools don't keep it.
+    The order is the file's, unless a depth-first order has less than half of its live bytes. Exporters write nodes in
+    the order in which they ran, which is a good one, but some tools shuffle them.
     """
-    as_written = [node for node in graph.nodes if node not in free]
-    depth_first = _depth_first(graph, free)
+    as_written = [node for node in graph.nodes if node not in rematerializable]
+    depth_first = _depth_first(graph, rematerializable)
     written, first = (_live(graph, costs, order) for order in (as_written, depth_first))
     return (depth_first, first) if 2 * sum(first.bytes) < sum(written.bytes) else (as_written, written)
 
 
-def _live(graph: Graph, costs: Costs, spine: Sequence[ir.Node]) -> Liveness:
-    # A value of unknown size counts as one byte, so that it is not taken for nothing.
-    return liveness(spine, graph.reads.__getitem__, lambda value: max(1, costs.value_bytes(value)))
+def _live(graph: Graph, costs: Costs, main_path: Sequence[ir.Node]) -> Liveness:
+    # A value of unknown size counts as one byte, so that cutting it is not free.
+    return liveness(main_path, graph.reads.__getitem__, lambda value: max(1, costs.value_bytes(value)))
 
 
-def _depth_first(graph: Graph, free: frozenset[ir.Node]) -> list[ir.Node]:
-    """Post-order from the outputs: what a node reads comes right before it."""
+def _depth_first(graph: Graph, left_out: frozenset[ir.Node]) -> list[ir.Node]:
+    """Post-order from the outputs: a node comes right after what it reads."""
     order: dict[ir.Node, None] = {}
     opened: set[ir.Node] = set()
     stack = [value.producer() for value in reversed(graph.graph.outputs)]
     while stack:
         node = stack[-1]
-        if node is None or node in free or node in order:
+        if node is None or node in left_out or node in order:
             stack.pop()
         elif node in opened:
             stack.pop()
@@ -120,7 +119,7 @@ def _depth_first(graph: Graph, free: frozenset[ir.Node]) -> list[ir.Node]:
 
 @dataclass(frozen=True)
 class Gap:
-    """The narrowest place between two heavy nodes: level from node `first` to node `last`, `bytes` wide."""
+    """The narrowest place between two heavy nodes: `bytes` cross before each node from `first` to `last`."""
 
     first: int
     last: int
@@ -128,18 +127,18 @@ class Gap:
 
 
 def find_gaps(
-    costs: Costs, spine: Sequence[ir.Node], live: Liveness, upstream: Mapping[ir.Node, frozenset[ir.Node]]
+    costs: Costs, main_path: Sequence[ir.Node], live: Liveness, upstream: Mapping[ir.Node, frozenset[ir.Node]]
 ) -> list[Gap]:
-    """The narrowest place between each two heavy nodes that follow each other."""
-    products = [costs.flops(node) if costs.is_product(node) else 0 for node in spine]
-    weights = [costs.weight_bytes([node, *upstream[node]]) for node in spine]
+    """The narrowest place between each two consecutive heavy nodes."""
+    products = [costs.flops(node) if costs.is_product(node) else 0 for node in main_path]
+    weights = [costs.weight_bytes([node, *upstream[node]]) for node in main_path]
     most_flops, most_weights = HEAVY_SHARE * sum(products), HEAVY_SHARE * sum(weights)
-    marks = [index for index in range(len(spine)) if products[index] > most_flops or weights[index] > most_weights]
-    if len(marks) < 2:  # nothing but light nodes: any place is as good
-        marks = list(range(len(spine)))
+    marks = [index for index in range(len(main_path)) if products[index] > most_flops or weights[index] > most_weights]
+    if len(marks) < 2:  # no two heavy nodes: any place will do
+        marks = list(range(len(main_path)))
     gaps = []
     for before, after in itertools.pairwise(marks):
-        # What crosses a cut is declared in a file, so its type must be known.
+        # A value that crosses a cut is declared in the rank graphs, so its type must be known.
         typed = [i for i in range(before + 1, after + 1) if all(each.value.dtype for each in live.crossing[i])]
         if typed:
             width = min(live.bytes[index] for index in typed)
@@ -150,10 +149,10 @@ def find_gaps(
 
 @dataclass(frozen=True)
 class Repetition:
-    """A choice of gaps between which blocks repeat. `bounds` are indices into the segments that the gaps make.
+    """A choice of gaps that bound repeated blocks. `bounds` are indices of stretches.
 
-    `alike` is how many blocks are like the commonest one, `covered` how many nodes these hold, `shared` how many nodes
-    all blocks have in common with it, and `crossing` the bytes cut through.
+    `alike` is the number of blocks that are like the commonest one, and `covered` the number of their nodes. `shared`
+    counts the nodes that all blocks have in common with it. `crossing` are the bytes that cross the bounds.
     """
 
     bounds: tuple[int, ...]
@@ -163,11 +162,11 @@ class Repetition:
     crossing: int
 
 
-def _repeated_blocks(spine: Sequence[ir.Node], gaps: Sequence[Gap]) -> list[Block]:
-    """Prologue, repeated blocks and epilogue; nothing where too little repeats (see REPEATED_SHARE).
+def _repeated_blocks(main_path: Sequence[ir.Node], gaps: Sequence[Gap]) -> list[Block]:
+    """Prologue, repeated blocks and epilogue; an empty list if too little repeats (see REPEATED_SHARE).
 
-    Only narrow gaps may delimit a block. How narrow is not known beforehand, so the limit goes up until about as much
-    of the spine repeats as ever will: at the width of the residual stream, as a rule.
+    Only narrow gaps may bound a block. The limit is not known beforehand, so it rises until the blocks cover nearly as
+    much of the main path as they do with any limit. Usually that is the width of the residual stream.
     """
     found: list[tuple[Repetition, list[Gap]]] = []
     limit = 0.0
@@ -175,37 +174,37 @@ def _repeated_blocks(spine: Sequence[ir.Node], gaps: Sequence[Gap]) -> list[Bloc
         if width > limit:
             limit = width * LEVEL
             narrow = [gap for gap in gaps if gap.bytes <= limit]
-            if repetition := find_repetition(spine, narrow):
+            if repetition := find_repetition(main_path, narrow):
                 found.append((repetition, narrow))
     most = max((repetition.covered for repetition, _ in found), default=0)
     if not found:
         return []
     repetition, narrow = next(each for each in found if each[0].covered >= 0.9 * most)
-    if repetition.shared < REPEATED_SHARE * len(spine):
+    if repetition.shared < REPEATED_SHARE * len(main_path):
         return []
-    # A cut goes to the end of a level stretch: a norm stays with the addition before it, as fusions want it.
-    places = [0, *(gap.last for gap in narrow), len(spine)]
-    return _name_blocks(spine, [places[bound] for bound in repetition.bounds])
+    # Cut at the last of equally narrow places: a norm stays with the addition before it, so that both can be fused.
+    places = [0, *(gap.last for gap in narrow), len(main_path)]
+    return _name_blocks(main_path, [places[bound] for bound in repetition.bounds])
 
 
-def find_repetition(spine: Sequence[ir.Node], gaps: Sequence[Gap]) -> Repetition | None:
-    """The best way to delimit blocks that repeat, or None where nothing does.
+def find_repetition(main_path: Sequence[ir.Node], gaps: Sequence[Gap]) -> Repetition | None:
+    """The best bounds of repeated blocks, or None if nothing repeats.
 
-    Each kind of segment (its operators in order) that repeats is tried as the one that ends a block, as a feed-forward
-    part does, and as the one that begins it.
+    The kind of a stretch is its operators in order. Each kind that repeats is tried as the last stretch of a block (as
+    the feed-forward is), and as the first.
     """
-    places = [0, *(gap.first for gap in gaps), len(spine)]
-    segments = [tuple(node.op_type for node in spine[start:end]) for start, end in itertools.pairwise(places)]
+    places = [0, *(gap.first for gap in gaps), len(main_path)]
+    stretches = [tuple(node.op_type for node in main_path[start:end]) for start, end in itertools.pairwise(places)]
     options: list[tuple[int, ...]] = []
-    for kind in (kind for kind, count in Counter(segments).items() if count > 1):
-        at = [index for index, other in enumerate(segments) if other == kind]
+    for kind in (kind for kind, count in Counter(stretches).items() if count > 1):
+        at = [index for index, other in enumerate(stretches) if other == kind]
         spacing = Counter(after - before for before, after in itertools.pairwise(at)).most_common(1)[0][0]
-        # The first and the last block may be too unlike the others to hold a segment of just this kind.
+        # The first and the last block may differ from the others, and have no stretch of exactly this kind.
         ending = (at[0] - spacing + 1, *(index + 1 for index in at), at[-1] + spacing + 1)
         beginning = (at[0] - spacing, *at, at[-1] + spacing)
-        options += [tuple(bound for bound in each if 0 <= bound <= len(segments)) for each in (ending, beginning)]
+        options += [tuple(bound for bound in each if 0 <= bound <= len(stretches)) for each in (ending, beginning)]
     widths = [0, *(gap.bytes for gap in gaps), 0]
-    repetitions = [_measure(bounds, segments, widths) for bounds in options]
+    repetitions = [_measure(bounds, stretches, widths) for bounds in options]
     return max(
         (each for each in repetitions if each.alike > 1),
         key=lambda each: (each.alike, each.shared, -each.crossing),
@@ -213,9 +212,9 @@ def find_repetition(spine: Sequence[ir.Node], gaps: Sequence[Gap]) -> Repetition
     )
 
 
-def _measure(bounds: tuple[int, ...], segments: Sequence[tuple[str, ...]], widths: Sequence[int]) -> Repetition:
-    """How well blocks between `bounds` repeat. A block at either end that is not much like the others is left out."""
-    blocks = [tuple(itertools.chain(*segments[start:end])) for start, end in itertools.pairwise(bounds)]
+def _measure(bounds: tuple[int, ...], stretches: Sequence[tuple[str, ...]], widths: Sequence[int]) -> Repetition:
+    """How well blocks between `bounds` repeat. Blocks at the ends that are unlike the others are left out."""
+    blocks = [tuple(itertools.chain(*stretches[start:end])) for start, end in itertools.pairwise(bounds)]
     operators = [Counter(block) for block in blocks]
     common = Counter(Counter(blocks).most_common(1)[0][0])
     shared = [sum((common & block).values()) for block in operators]
@@ -228,39 +227,39 @@ def _measure(bounds: tuple[int, ...], segments: Sequence[tuple[str, ...]], width
     return Repetition(bounds, len(alike), covered, sum(shared[first:end]), sum(widths[bound] for bound in bounds))
 
 
-def _name_blocks(spine: Sequence[ir.Node], cuts: Sequence[int]) -> list[Block]:
-    """Blocks between cuts, named as the exporter numbered them ("layers.3") where it did, else "block3"."""
-    parts = [tuple(spine[start:end]) for start, end in itertools.pairwise(cuts)]
-    names = _exporter_names(parts) or [f"block{index}" for index in range(len(parts))]
-    blocks = [Block(name, "block", part) for name, part in zip(names, parts, strict=True)]
+def _name_blocks(main_path: Sequence[ir.Node], cuts: Sequence[int]) -> list[Block]:
+    """Blocks between cuts, named by the exporter's numbering ("layers.3") if there is one, else "block3"."""
+    nodes = [tuple(main_path[start:end]) for start, end in itertools.pairwise(cuts)]
+    names = _exporter_names(nodes) or [f"block{index}" for index in range(len(nodes))]
+    blocks = [Block(name, "block", each) for name, each in zip(names, nodes, strict=True)]
     if cuts[0]:
-        blocks.insert(0, Block("prologue", "prologue", tuple(spine[: cuts[0]])))
-    if cuts[-1] < len(spine):
-        blocks.append(Block("epilogue", "epilogue", tuple(spine[cuts[-1] :])))
+        blocks.insert(0, Block("prologue", "prologue", tuple(main_path[: cuts[0]])))
+    if cuts[-1] < len(main_path):
+        blocks.append(Block("epilogue", "epilogue", tuple(main_path[cuts[-1] :])))
     return blocks
 
 
 _NUMBERED = re.compile(r"(?<![A-Za-z0-9])([A-Za-z][A-Za-z_]*[._])(\d+)(?![A-Za-z0-9])")
 
 
-def _exporter_names(parts: Sequence[Sequence[ir.Node]]) -> list[str]:
-    """The first numbered piece of most nodes' scopes or names in each part: `layers.3` of `/model/layers.3/mlp/MatMul`.
+def _exporter_names(blocks: Sequence[Sequence[ir.Node]]) -> list[str]:
+    """For each block the numbered name in most of its nodes' scopes: `layers.3` of `/model/layers.3/mlp/MatMul`.
 
-    Nothing unless they count up by one: other numbers (`MatMul_31`) say nothing to a reader.
+    The list is empty unless the numbers count up by one: other numbers (`MatMul_31`) are no help to a reader.
     """
     found = []
-    for part in parts:
-        texts = (node.metadata_props.get("pkg.torch.onnx.name_scopes") or node.name or "" for node in part)
-        pieces = Counter(match.groups() for text in texts if (match := _NUMBERED.search(text)))
-        found += pieces.most_common(1)
+    for block in blocks:
+        texts = (node.metadata_props.get("pkg.torch.onnx.name_scopes") or node.name or "" for node in block)
+        names = Counter(match.groups() for text in texts if (match := _NUMBERED.search(text)))
+        found += names.most_common(1)
     numbers = [int(number) for (_, number), _ in found]
     prefixes = {prefix for (prefix, _), _ in found}
-    if len(found) < len(parts) or len(prefixes) > 1 or numbers != [numbers[0] + i for i in range(len(numbers))]:
+    if len(found) < len(blocks) or len(prefixes) > 1 or numbers != [numbers[0] + i for i in range(len(numbers))]:
         return []
-    return ["".join(piece) for piece, _ in found]
+    return ["".join(name) for name, _ in found]
 
 
-def _plain_blocks(spine: Sequence[ir.Node], gaps: Sequence[int]) -> list[Block]:
-    bounds = [0, *gaps, len(spine)]
-    parts = [tuple(spine[start:end]) for start, end in itertools.pairwise(bounds) if start < end]
-    return [Block(f"part{index}", "block", part) for index, part in enumerate(parts)]
+def _blocks_between(main_path: Sequence[ir.Node], gaps: Sequence[int]) -> list[Block]:
+    bounds = [0, *gaps, len(main_path)]
+    nodes = [tuple(main_path[start:end]) for start, end in itertools.pairwise(bounds) if start < end]
+    return [Block(f"part{index}", "block", each) for index, each in enumerate(nodes)]

@@ -1,4 +1,4 @@
-"""What a graph's nodes cost with its shapes bound: floating point operations, weight bytes, bytes of values."""
+"""What a graph's nodes cost with bound shapes: floating point operations, bytes of weights and of values."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from splitc.runtime.device_profiles import find_profile
 
 @dataclass(frozen=True)
 class Speed:
-    """What a device does in a second: floating point operations, and bytes that it reads from or writes to memory."""
+    """A device's floating point operations per second, and bytes per second to and from its memory."""
 
     flops: float
     bytes: float
 
     @property
     def name(self) -> str:
-        """For people: what the estimate assumes."""
+        """The speed for messages, as the assumption of an estimate."""
         return f"{self.flops / 1e9:.0f} GFLOP/s and {self.bytes / 1e9:.0f} GB/s"
 
 
 def nominal_speed(kind: str) -> Speed:
-    """The speed of one core, or of a GPU, as its profile has it: orders of magnitude, for the shares of time of stages.
+    """The speed of one CPU core or of a GPU, from its device profile.
 
-    A profile of the model itself measures instead.
+    It is good to an order of magnitude, enough to compare stages. `--profile` measures the model itself instead.
     """
     profile = find_profile(kind)
     return Speed(profile.flops, profile.bytes)
@@ -48,7 +48,7 @@ class Costs:
 
     @cached_property
     def certain(self) -> BoundShapes:
-        """The shapes that hold whatever a run gives for optional inputs."""
+        """The shapes that hold whether or not a request gives the optional inputs."""
         if not self.graph.optional:
             return self.bound
         inputs = {value.name or "": self.shapes[value.name or ""] for value in self.graph.graph.inputs}
@@ -60,9 +60,9 @@ class Costs:
         return self.bound.shapes
 
     def value_bytes(self, value: ir.Value) -> int:
-        """Bytes of a value: from its bound shape, or of the stored tensor for a weight.
+        """Bytes of a value: by its bound shape, or of the stored tensor for a weight.
 
-        What is computed from weights alone counts nothing: an engine computes it once, and keeps it instead of them.
+        What is computed from weights alone counts 0: an engine folds it, and holds it instead of the weights.
         """
         size = self._bytes.get(value)
         if size is None:
@@ -89,14 +89,14 @@ class Costs:
         return self._flops[node]
 
     def is_product(self, node: ir.Node) -> bool:
-        """Whether a node does more than go over its elements, as products and convolutions do."""
+        """Whether a node takes more than two operations per element of its outputs, as products and convolutions do."""
         elements = sum(math.prod(self.shapes.get(value.name or "", ())) for value in node.outputs)
         return self.flops(node) > 2 * elements
 
     def seconds(self, node: ir.Node, speed: Speed) -> float:
-        """Estimated time of a node: it computes or it moves bytes, whichever takes longer (the roofline model).
+        """Estimated seconds of a node by the roofline model: the longer of computing and of moving bytes.
 
-        A lookup reads as many bytes of its table as it makes.
+        A lookup reads as many bytes of its table as it writes.
         """
         given = sum(map(self.value_bytes, node.outputs))
         reads = self.graph.reads[node]
@@ -109,9 +109,9 @@ class Costs:
 
 
 def node_flops(node: ir.Node, shapes: Mapping[str, Shape]) -> int:
-    """Floating point operations of one node with bound shapes: 2 M N K for a product, one an element for the rest.
+    """Floating point operations of one node with bound shapes: 2 M N K for a product, else one per output element.
 
-    A node with subgraphs costs what its most expensive one does, once. Unknown shapes count as one element.
+    A node with subgraphs costs as much as one run of its most expensive subgraph. Unknown shapes count as one element.
     """
     inner = [sum(node_flops(n, shapes) for n in graph) for graph in subgraphs(node)]
     if inner:

@@ -1,4 +1,4 @@
-"""Whether a model can be cut at all: it can't where one control flow node holds nearly all of it."""
+"""Whether a model can be cut at all: it can't if one control flow node holds nearly all of it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from splitc.compiler.frontend.reads import subgraphs
 from splitc.compiler.model_errors import ModelError
 from splitc.compiler.nodes import describe_node
 
-# A control flow node that holds more than this share of the weights makes a split pointless.
+# A split is pointless if a control flow node holds more than this share of the weights.
 INDIVISIBLE = 0.9
-# An input of no more elements than this is a switch or a setting, and no data.
+# An input of at most this many elements is a switch or a setting rather than data.
 FEW = 16
 
 
 def check_divisible(analysis: Analysis) -> None:
-    """Raise ModelError when the model is inside one If, Loop or Scan, which can't be cut, as merged decoders are."""
+    """Raise ModelError if most of the model is inside one If, Loop or Scan, which can't be cut (merged decoders)."""
     costs, partition = analysis.costs, analysis.partition
     whole = costs.weight_bytes(analysis.graph.nodes)
     for node in (node for block in partition.blocks for node in block.nodes if any(subgraphs(node))):
@@ -32,7 +32,7 @@ def check_divisible(analysis: Analysis) -> None:
 
 
 def _way_out(graph: Graph, node: ir.Node) -> str:
-    """What a user can do about control flow: decide an If beforehand, where the inputs that decide it are no data."""
+    """What a user can do: bind the inputs that decide an If, provided that they are small."""
     deciding = _deciding_inputs(graph, node) if node.op_type == "If" else []
     if not deciding:
         return "export the model without it"
@@ -42,7 +42,7 @@ def _way_out(graph: Graph, node: ir.Node) -> str:
 
 
 def _deciding_inputs(graph: Graph, node: ir.Node) -> list[ir.Value]:
-    """The model's inputs that an If's condition follows from; none if one of them is of more than a few elements."""
+    """The model's inputs that an If's condition depends on; none if one of them has more than FEW elements."""
     found: dict[ir.Value, None] = {}
     stack = [value for value in node.inputs if value is not None]
     seen = set(stack)

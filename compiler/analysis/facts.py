@@ -1,4 +1,4 @@
-"""All that is found out about a model before anything is decided."""
+"""All that is known about a model before any decision."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from splitc.runtime.manifest import State
 
 @dataclass(frozen=True)
 class Analysis:
-    """A model's graph, its input shapes as bound, its costs with them, its states and its blocks.
+    """A model's graph, its bound input shapes, its costs with these, its states and its blocks.
 
-    `shapes` are the largest that it is planned for; `smallest` and `typical` are others that engines are to take.
+    `shapes` are the largest input shapes, which are planned for. Engines with a range of sizes also take the `smallest`
+    and are tuned for the `typical` ones.
     """
 
     graph: Graph
@@ -37,10 +38,10 @@ class Analysis:
 def analyze(
     path: Path, asked: AskedShapes, wanted_blocks: int, settings: Mapping[str, Any] = MappingProxyType({})
 ) -> Analysis:
-    """Open the model and find its blocks, at least `wanted_blocks` where it can be cut that finely.
+    """Open the model and find its blocks, at least `wanted_blocks` if it can be cut that finely.
 
     The inputs in `settings` become constants. Raises ModelError for a model that can't be used, MisuseError for shapes
-    and settings that are not its own.
+    and settings that do not fit the model.
     """
     graph = open_graph(path, settings)
     read_symbols(graph.model)

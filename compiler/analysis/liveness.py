@@ -1,4 +1,4 @@
-"""Which values are alive between the nodes of a sequence, and how many bytes they are."""
+"""Which values are live between the nodes of a sequence, and their bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from splitc.compiler.operators.registry import operator_of
 
 @dataclass(frozen=True)
 class Interval:
-    """A value is alive at gap i, which lies before node i, when birth < i <= death."""
+    """When a value is live: at every gap i with birth < i <= death. Gap i lies before node i."""
 
     value: ir.Value
     bytes: int
@@ -25,8 +25,8 @@ class Interval:
 class Liveness:
     """The values that cross each gap of a sequence of nodes, and their bytes.
 
-    `running` is, for each node, the bytes alive while it runs: what crosses the gap before it and what it makes. A view
-    of an input that nothing reads any more takes no bytes of its own.
+    `running` are, for each node, the bytes live while it runs: those that cross the gap before it, and its outputs. A
+    view of an input that is not read later takes no bytes of its own.
     """
 
     crossing: tuple[tuple[Interval, ...], ...]
@@ -39,7 +39,7 @@ def liveness(
     reads: Callable[[ir.Node], Iterable[ir.Value]],
     size: Callable[[ir.Value], int],
 ) -> Liveness:
-    """Liveness of what the nodes make for each other; what comes from elsewhere does not count."""
+    """Liveness of values that are both made and read by the nodes. `size` gives the bytes of a value."""
     position = {node: index for index, node in enumerate(nodes)}
     death: dict[ir.Value, int] = {}
     for index, node in enumerate(nodes):
@@ -63,10 +63,10 @@ def liveness(
 
 
 def _is_in_place(node: ir.Node, dying: AbstractSet[ir.Value], size: Callable[[ir.Value], int]) -> bool:
-    """Whether the node's result takes the place of its input.
+    """Whether the node's result reuses the memory of its input.
 
-    Only views do. An engine may run elementwise operators in place too, but ONNX Runtime does so only where it knows
-    both shapes beforehand, which it seldom does.
+    Only views do. ONNX Runtime runs elementwise operators in place only if it knows both shapes beforehand, which is
+    rare.
     """
     source, result = node.inputs[0] if node.inputs else None, node.outputs[0]
     return operator_of(node).view and source in dying and source is not None and size(source) == size(result)

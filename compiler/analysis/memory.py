@@ -15,7 +15,7 @@ from splitc.runtime.manifest import State
 
 @dataclass(frozen=True)
 class Held:
-    """The bytes that a rank holds of values that are sharded: of each weight, and of any value that is computed."""
+    """The bytes of a rank's shards: of each weight, and (`size`) of any computed value."""
 
     weights: Mapping[ir.Value, int]
     size: Callable[[ir.Value], int]
@@ -23,10 +23,10 @@ class Held:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of one stage. Cache is the states' inputs and outputs; activations are all other values at their peak.
+    """Bytes of one stage. `cache` is the states' inputs and outputs; `activations` is the peak of all other values.
 
-    `loading` is the largest weight of a product: ONNX Runtime rearranges weights one by one when it loads them, and for
-    a moment holds one of them twice. `engines` is what engines take for themselves.
+    `loading` is the largest weight of a product: ONNX Runtime prepacks weights one by one while loading, and holds one
+    of them twice meanwhile. `engines` is the memory of the engines' libraries.
     """
 
     weights: int
@@ -37,15 +37,15 @@ class StageMemory:
 
     @property
     def total(self) -> int:
-        """The most bytes at any time: while it loads or while it runs."""
+        """The peak bytes, while loading or while running."""
         return self.weights + self.engines + max(self.activations + self.cache, self.loading)
 
 
 def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held | None = None) -> StageMemory:
-    """Predict what a rank holds with the bound shapes: all of a stage, or the parts in `held`.
+    """Predict the bytes that a rank holds with the bound shapes: of a whole stage, or of the shards in `held`.
 
-    What goes in and out is held for the whole run, as ONNX Runtime does with bound inputs and outputs; in between a
-    value lives from the node that makes it to the last that reads it.
+    Inputs and outputs are held for the whole run, as ONNX Runtime does with an IO binding. Other values live from the
+    node that makes them to their last reader.
     """
     names = state_names(states)
     ends = dict.fromkeys([*stage.takes, *stage.gives])

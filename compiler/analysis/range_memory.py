@@ -1,4 +1,4 @@
-"""What every run of blocks would hold, found quickly: the search over cuts asks for thousands."""
+"""The memory of every run of blocks, found quickly: the search over cuts asks for thousands of runs."""
 
 from __future__ import annotations
 
@@ -15,30 +15,27 @@ from splitc.runtime.manifest import State
 
 
 class RangeMemory:
-    """`stage_memory` for every run of blocks, quickly, and never less than what the stage will hold.
-
-    The planner asks for thousands of runs, so all is put together from what is known of single blocks.
-    """
+    """An upper bound of `stage_memory` for every run of blocks, put together from what is known of single blocks."""
 
     def __init__(self, costs: Costs, states: Sequence[State], partition: Partition) -> None:
         self._costs = costs
         blocks = partition.blocks
         names = state_names(states)
         outputs = frozenset(costs.graph.graph.outputs)
-        self._weights = [frozenset(costs.weights(partition.with_free(block))) for block in blocks]
+        self._weights = [frozenset(costs.weights(partition.with_upstream(block))) for block in blocks]
         self._weight_bytes: dict[tuple[int, int], int] = {}
         self._loading = [largest_product_weight(costs, block.nodes) for block in blocks]
-        self._free = [self._free_values(block.nodes, partition) for block in blocks]
-        # What the caller feeds a block and gets from it.
+        self._rematerialized = [self._rematerialized_values(block.nodes, partition) for block in blocks]
+        # Bytes of each block's model inputs and outputs: states count as cache.
         self._cache, self._ends = [0] * len(blocks), [0] * len(blocks)
         for number, block in enumerate(blocks):
-            reads = {value for node in partition.with_free(block) for value in costs.graph.reads[node]}
+            reads = {value for node in partition.with_upstream(block) for value in costs.graph.reads[node]}
             made = {value for node in block.nodes for value in node.outputs}
             for value in {value for value in reads if value.is_graph_input()} | (made & outputs):
                 held = self._cache if value.name in names else self._ends
                 held[number] += costs.value_bytes(value)
         home = {node: number for number, block in enumerate(blocks) for node in block.nodes}
-        # What crosses each cut: the value, the block that makes it, and those that read it.
+        # The values that cross each cut, each with the block that makes it and the blocks that read it.
         self._crossing: list[list[tuple[ir.Value, int, set[int]]]] = [[] for _ in range(len(blocks) + 1)]
         for value, (maker, readers) in self._uses(home).items():
             for cut in range(maker + 1, max(readers) + 1):
@@ -47,13 +44,13 @@ class RangeMemory:
         passing = {value for crossing in self._crossing for value, _, _ in crossing}
         self._inside = self._peaks_inside(partition, passing | outputs)
 
-    def _free_values(self, nodes: Iterable[ir.Node], partition: Partition) -> frozenset[ir.Value]:
-        """What free nodes make that the blocks' nodes read: it may live as long as the stage."""
+    def _rematerialized_values(self, nodes: Iterable[ir.Node], partition: Partition) -> frozenset[ir.Value]:
+        """Rematerialized values that the nodes read. They may live as long as the stage."""
         reads = (value for node in nodes for value in self._costs.graph.reads[node])
-        return frozenset(value for value in reads if value.producer() in partition.free)
+        return frozenset(value for value in reads if value.producer() in partition.rematerializable)
 
     def _uses(self, home: Mapping[ir.Node, int]) -> dict[ir.Value, tuple[int, set[int]]]:
-        """For each value that a block makes that block, and those that read it."""
+        """For each value that a block makes: this block, and the blocks that read the value."""
         uses: dict[ir.Value, tuple[int, set[int]]] = {}
         for node, number in home.items():
             for value in self._costs.graph.reads[node]:
@@ -63,7 +60,7 @@ class RangeMemory:
         return uses
 
     def _peaks_inside(self, partition: Partition, ends: AbstractSet[ir.Value]) -> list[int]:
-        """For each block the most bytes alive of what is made and read in it alone."""
+        """For each block the peak bytes of the values that only this block makes and reads."""
 
         def size(value: ir.Value) -> int:
             return 0 if value in ends else self._costs.value_bytes(value)
@@ -72,7 +69,7 @@ class RangeMemory:
         return [max(liveness(block.nodes, reads, size).running, default=0) for block in partition.blocks]
 
     def weights(self, start: int, end: int) -> int:
-        """Bytes of the weights of the blocks from `start` to before `end`; one that several read counts once."""
+        """Bytes of the weights of the blocks from `start` to before `end`, each weight counted once."""
         if (start, end) not in self._weight_bytes:
             seen: set[ir.Value] = set()
             total = 0
@@ -85,7 +82,7 @@ class RangeMemory:
     def total(self, start: int, end: int) -> int:
         """Bytes of weights, cache and activations of the blocks from `start` to before `end`."""
         size = self._costs.value_bytes
-        free = frozenset[ir.Value]().union(*self._free[start:end])
+        repeated = frozenset[ir.Value]().union(*self._rematerialized[start:end])
         held = {value for value, _, readers in self._crossing[start] if any(start <= r < end for r in readers)}
         held |= {value for value, maker, _ in self._crossing[end] if maker >= start}
         peak = 0
@@ -93,6 +90,6 @@ class RangeMemory:
             inner = [cut for cut in (number, number + 1) if start < cut < end]
             passing = {value for cut in inner for value, maker, _ in self._crossing[cut] if maker >= start}
             peak = max(peak, self._inside[number] + sum(map(size, passing - held)))
-        activations = sum(self._ends[start:end]) + peak + sum(map(size, free | held))
+        activations = sum(self._ends[start:end]) + peak + sum(map(size, repeated | held))
         running = activations + sum(self._cache[start:end])
         return self.weights(start, end) + max(running, *self._loading[start:end])

@@ -1,6 +1,6 @@
-"""Free nodes: what is cheap to compute from the model's inputs and from constants: masks, rotary tables, shapes.
+"""Rematerializable nodes: masks, rotary tables, shapes, whatever is cheap to compute from inputs and constants.
 
-Any stage that needs a free value computes it again, so that it does not cross a cut.
+Each stage that needs such a value computes it again, so that it does not cross a cut.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.operators.registry import operator_of
 
-# A value is free when all that it is computed from costs at most this share of the model, and no more than this
-# many bytes of weights: what K stages repeat then stays small beside what they are.
-FREE_SHARE = 0.01
-FREE_WEIGHT_BYTES = 64 << 20
-# What reads more bytes of weights than this, and is read itself within this share of all that is not free, belongs
-# there: blocks are smaller, as a rule, and what several blocks share is read over a longer stretch.
-WEIGHT_FREE = 1024
+# A node is rematerializable if it and its ancestors take at most this share of the model's operations and weight bytes,
+# and at most this many bytes of weights. Then what several stages repeat is small beside the stages.
+REMATERIALIZABLE_SHARE = 0.01
+REMATERIALIZABLE_WEIGHT_BYTES = 64 << 20
+# A node with more bytes of weights than this stays on the main path if all its readers lie within this share of it.
+# Such a node belongs to one block. What several blocks share is read over a longer distance.
+NEGLIGIBLE_WEIGHT_BYTES = 1024
 LOCAL_SHARE = 0.25
 
 
-def find_free(graph: Graph, costs: Costs, shapes: frozenset[ir.Node]) -> frozenset[ir.Node]:
-    """The nodes whose whole ancestry is cheap, so that each stage may compute them again (see FREE_SHARE).
+def find_rematerializable(graph: Graph, costs: Costs, shapes: frozenset[ir.Node]) -> frozenset[ir.Node]:
+    """The nodes that are cheap together with all their ancestors, so that each stage may compute them again.
 
-    What depends on weights alone (a transposed or dequantized weight) is free whatever it costs: the engine folds it.
-    So are the Shape nodes `shapes`: a stage that lacks the value finds its sizes elsewhere.
+    What depends on weights alone (a transposed or dequantized weight) is rematerializable at any cost: engines fold it.
+    So are the Shape nodes in `shapes`: a stage without the value finds its sizes elsewhere.
     """
-    most_flops = FREE_SHARE * sum(costs.flops(node) for node in graph.nodes)
-    most_bytes = min(FREE_SHARE * costs.weight_bytes(graph.nodes), FREE_WEIGHT_BYTES)
-    # For each free node, those that must be computed for it. Empty where nothing is computed at run time.
+    most_flops = REMATERIALIZABLE_SHARE * sum(costs.flops(node) for node in graph.nodes)
+    most_bytes = min(REMATERIALIZABLE_SHARE * costs.weight_bytes(graph.nodes), REMATERIALIZABLE_WEIGHT_BYTES)
+    # The nodes to compute at run time for each rematerializable node, itself included; none if it is folded.
     cones: dict[ir.Node, frozenset[ir.Node]] = {}
     weighty: set[ir.Node] = set()
     for node in graph.nodes:
@@ -42,22 +42,22 @@ def find_free(graph: Graph, costs: Costs, shapes: frozenset[ir.Node]) -> frozens
         if operator_of(node).random or not all(producer in cones for producer in producers):
             continue
         if costs.is_product(node) and graph.weights(node):
-            continue  # that is what a model is made of, however little it is of a deep one
+            continue  # products with weights are the model, even if each is a small share of a deep one
         cone = frozenset((node,)).union(*(cones[producer] for producer in producers))
         weights = costs.weight_bytes(cone)
         if sum(map(costs.flops, cone)) <= most_flops and weights <= most_bytes:
             cones[node] = cone
-            if weights > WEIGHT_FREE:
+            if weights > NEGLIGIBLE_WEIGHT_BYTES:
                 weighty.add(node)
     return frozenset(cones) - (weighty & _read_in_one_place(graph, frozenset(cones)))
 
 
-def _read_in_one_place(graph: Graph, free: frozenset[ir.Node]) -> frozenset[ir.Node]:
-    """The free nodes whose results are read within a small stretch of the rest (see LOCAL_SHARE).
+def _read_in_one_place(graph: Graph, cheap: frozenset[ir.Node]) -> frozenset[ir.Node]:
+    """The cheap nodes whose readers lie close together among the other nodes (see LOCAL_SHARE).
 
-    Where these hold weights the stretch owns them: else a small embedding would be free, and the first residual stream.
+    Without this rule a small embedding would be rematerializable, and with it the first residual stream.
     """
-    position = {node: index for index, node in enumerate(node for node in graph.nodes if node not in free)}
+    position = {node: index for index, node in enumerate(node for node in graph.nodes if node not in cheap)}
     first: dict[ir.Node, int] = {}
     last: dict[ir.Node, int] = {}
     for node in reversed(graph.nodes):
@@ -66,28 +66,28 @@ def _read_in_one_place(graph: Graph, free: frozenset[ir.Node]) -> frozenset[ir.N
         latest = last.get(node, -1) if at is None else at
         for value in graph.reads[node]:
             producer = value.producer()
-            if producer is not None and producer in free:
+            if producer is not None and producer in cheap:
                 first[producer] = min(first.get(producer, earliest), earliest)
                 last[producer] = max(last.get(producer, latest), latest)
     return frozenset(
-        node for node in free if node in first and 0 <= last[node] - first[node] < LOCAL_SHARE * len(position)
+        node for node in cheap if node in first and 0 <= last[node] - first[node] < LOCAL_SHARE * len(position)
     )
 
 
 def find_upstream(
-    graph: Graph, free: frozenset[ir.Node], shapes: frozenset[ir.Node], spine: Sequence[ir.Node]
+    graph: Graph, rematerializable: frozenset[ir.Node], shapes: frozenset[ir.Node], main_path: Sequence[ir.Node]
 ) -> dict[ir.Node, frozenset[ir.Node]]:
-    """For each node of the spine the free nodes above it."""
+    """For each node of the main path the rematerializable nodes that it depends on."""
     cones: dict[ir.Node, frozenset[ir.Node]] = {}
     for node in graph.nodes:
         producers = (value.producer() for value in graph.reads[node])
-        above = frozenset[ir.Node]().union(*(cones[p] for p in producers if p in free))
-        cones[node] = above if node not in free else frozenset([node]) if node in shapes else above | {node}
-    return {node: cones[node] for node in spine}
+        above = frozenset[ir.Node]().union(*(cones[p] for p in producers if p in rematerializable))
+        cones[node] = above if node not in rematerializable else frozenset([node]) if node in shapes else above | {node}
+    return {node: cones[node] for node in main_path}
 
 
-def find_shapes(graph: Graph) -> frozenset[ir.Node]:
-    """The Shape nodes all of whose sizes are numbers or sizes of the model's inputs."""
+def find_known_shapes(graph: Graph) -> frozenset[ir.Node]:
+    """The Shape nodes whose sizes are all numbers or sizes of the model's inputs."""
     inputs = (size for value in graph.graph.inputs for size in value.shape or ())
     known = {size.value for size in inputs if isinstance(size, ir.SymbolicDim) and size.value}
 

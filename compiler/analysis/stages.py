@@ -1,4 +1,4 @@
-"""Stages: runs of blocks, and what each takes from others and from the caller."""
+"""Stages: runs of blocks, and what each takes from other stages and from the caller."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ Place = tuple[ir.Value, int]
 
 @dataclass(frozen=True)
 class Stage:
-    """What one device group runs, in terms of the whole model's values.
+    """What one group of devices runs, in terms of the whole model's values.
 
-    `nodes` are those of its blocks and the free ones that they need, in the model's order. `feeds` are inputs of the
-    model, `receives` are values that earlier stages send, `sends` what later stages need of this one, `outputs` are
-    outputs of the model. `borrowed` are shape vectors of values that the stage does not see: it reads the same sizes
-    off values that it does.
+    `nodes` are those of its blocks and the rematerializable ones that they need, in the model's order. `feeds` are
+    inputs of the model, `outputs` its outputs. `receives` come from earlier stages, `sends` go to later ones.
+    `borrowed` are shape vectors of values that the stage does not have: it reads the same sizes off other values.
     """
 
     blocks: tuple[Block, ...]
@@ -33,19 +32,19 @@ class Stage:
 
     @property
     def takes(self) -> tuple[ir.Value, ...]:
-        """What its engine takes: from the caller, then from other stages."""
+        """The inputs of its engine: from the caller, then from other stages."""
         return (*self.feeds, *self.receives)
 
     @property
     def gives(self) -> tuple[ir.Value, ...]:
-        """What its engine gives: to the caller, then to other stages, each value once."""
+        """The outputs of its engine: to the caller, then to other stages, each value once."""
         return tuple(dict.fromkeys((*self.outputs, *self.sends)))
 
 
 def divide_blocks(graph: Graph, partition: Partition, ends: Sequence[int]) -> list[Stage]:
     """Stages of consecutive blocks. `ends` are, for each stage, the number of its last block plus one.
 
-    What only stands on free nodes (a mask that is an output) is made by the first stage.
+    An output that only depends on rematerializable nodes (a mask) is given by the first stage.
     """
     home = {
         node: number
@@ -77,7 +76,10 @@ def _stage(
     blocks: tuple[Block, ...],
     outputs: Sequence[ir.Value],
 ) -> Stage:
-    """One stage, but for what it sends: upstream from its blocks and outputs, through free nodes, to other stages."""
+    """One stage without its `sends`.
+
+    Its nodes are found upstream from its blocks and outputs, through rematerializable nodes, up to other stages.
+    """
     nodes: set[ir.Node] = set()
     feeds: dict[ir.Value, None] = {}
     receives: dict[ir.Value, None] = {}
@@ -96,7 +98,7 @@ def _stage(
                 stack.append(producer)
             else:
                 receives[value] = None
-    # A free Shape node stays where what it reads is there anyway; elsewhere its result is borrowed.
+    # A Shape node stays if the value that it reads is there anyway; otherwise its result is borrowed.
     borrowed = []
     for node in nodes & partition.shapes:
         (value,) = graph.reads[node]
@@ -127,19 +129,19 @@ def _producer(value: ir.Value) -> ir.Node:
 
 
 def _missing_sizes(graph: Graph, borrowed: Sequence[ir.Value], seen: Sequence[ir.Value]) -> list[ir.Value]:
-    """The model's inputs that a stage needs only because their sizes are found nowhere else."""
+    """The model's inputs that a stage takes only to read their sizes, which no other value of it has."""
     needed: list[ir.Value] = []
     for value in borrowed:
         for size in borrowed_sizes(value):
             if not isinstance(size, int) and find_size(size, [*seen, *needed]) is None:
                 place = find_size(size, graph.graph.inputs)
-                assert place is not None, "a shape is only free when the inputs have its sizes"
+                assert place is not None, "a shape is only rematerializable if the inputs have its sizes"
                 needed.append(place[0])
     return needed
 
 
 def borrowed_sizes(value: ir.Value) -> list[int | ir.SymbolicDim]:
-    """The sizes that a Shape node gives, which may be a part of the shape that it reads (`start` and `end`)."""
+    """The sizes that a Shape node gives: those of the value that it reads, from `start` to `end`."""
     node = _producer(value)
     source = node.inputs[0]
     assert source is not None and source.shape is not None

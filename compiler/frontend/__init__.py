@@ -1,1 +1,1 @@
-"""A model's file becomes a graph in normal form: checked, with shapes, constants, states and roles of inputs."""
+"""Read a model's file into a checked graph in normal form, with shapes, constants, states and roles of inputs."""

@@ -1,4 +1,4 @@
-"""Shapes as users give them. Importing this needs no library of the compiler's."""
+"""Shapes as users give them. This module imports none of the compiler's libraries."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class AskedShapes:
-    """Inputs' shapes by name as a user gives them: the one to plan for, or the ends of a range and its typical shape.
+    """Inputs' shapes by name, as a user gives them: those to plan for, or a range with its typical shapes.
 
-    Of an input of which less is given, one stands for the other.
+    If only some of them are given for an input, they replace the missing ones.
     """
 
     shapes: Mapping[str, Shape] = field(default_factory=dict)
@@ -25,7 +25,7 @@ class AskedShapes:
     largest: Mapping[str, Shape] = field(default_factory=dict)
 
     def three(self) -> tuple[dict[str, Shape], dict[str, Shape], dict[str, Shape]]:
-        """The smallest, the typical and the largest shapes."""
+        """The smallest, the typical and the largest shape of each input."""
         return (
             {**self.largest, **self.typical, **self.shapes, **self.smallest},
             {**self.smallest, **self.largest, **self.shapes, **self.typical},
@@ -34,7 +34,7 @@ class AskedShapes:
 
 
 def check_order(smallest: Mapping[str, Shape], typical: Mapping[str, Shape], largest: Mapping[str, Shape]) -> None:
-    """Raise MisuseError unless each size of an input grows from the smallest to the largest shape."""
+    """Raise MisuseError if a size of an input decreases from the smallest to the typical or the largest shape."""
     for name, high in largest.items():
         low, middle = smallest[name], typical[name]
         if any(not a <= b <= c for a, b, c in zip(low, middle, high, strict=False)):
@@ -46,7 +46,10 @@ def check_order(smallest: Mapping[str, Shape], typical: Mapping[str, Shape], lar
 
 
 def parse_shapes(texts: Sequence[str]) -> dict[str, Shape]:
-    """Shapes from `name:1x16` or polygraphy's `name:[1,16]`. A scalar is `name:[]`. Raises MisuseError."""
+    """Shapes from `name:1x16` or polygraphy's `name:[1,16]`. A scalar is `name:[]`.
+
+    Raises MisuseError for any other text.
+    """
     shapes = {}
     for text in texts:
         name, _, sizes = text.rpartition(":")

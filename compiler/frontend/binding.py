@@ -1,4 +1,4 @@
-"""Inputs that are bound to constants (`--set`), and what follows from that: branches, choices, inputs left unused."""
+"""Bind inputs to constants (`--set`), and fold what follows: branches, choices, unused inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Fixed:
-    """An input that a model has, and that is none any more: its value, or None where nothing reads it."""
+    """An input that was removed: with the value that it was bound to, or None if nothing reads it any more."""
 
     input: ir.Value
     value: Array | None
@@ -30,8 +30,8 @@ class Fixed:
 def bind_inputs(model: ir.Model, settings: Mapping[str, Any]) -> list[Fixed]:
     """Make constants of the inputs in `settings`, in place, and fold what follows from them.
 
-    Inputs that nothing reads any more then are taken off as well. Returns all that are gone. Raises MisuseError for an
-    input that the model does not have, or a value that it does not take.
+    Inputs that nothing reads afterwards are removed too. Returns all removed inputs. Raises MisuseError for an unknown
+    input, or for a value that does not fit the input's type or shape.
     """
     graph = model.graph
     inputs = {value.name or "": value for value in (*graph.inputs, *optional_inputs(graph))}
@@ -57,7 +57,7 @@ def bind_inputs(model: ir.Model, settings: Mapping[str, Any]) -> list[Fixed]:
 
 
 def _make_constant(graph: ir.Graph, value: ir.Value, array: Array) -> ir.Value:
-    """The weight that stands for an input from now on."""
+    """Replace an input by an initializer, and return that."""
     if value.is_initializer():  # an optional input
         unmark(value)
         del graph.initializers[value.name or ""]
@@ -76,7 +76,7 @@ def _make_initializer(graph: ir.Graph, value: ir.Value, array: Array) -> None:
 
 
 def _keep_folded(graph: ir.Graph, known: Collection[ir.Value]) -> None:
-    """Put initializers in the place of what was found to be constant."""
+    """Replace nodes whose outputs are all known by initializers."""
     for node in [node for node in graph if node.outputs and all(value in known for value in node.outputs)]:
         for old in node.outputs:
             array = known_array(old)
@@ -89,10 +89,10 @@ def _keep_folded(graph: ir.Graph, known: Collection[ir.Value]) -> None:
 
 
 def _take_choices(model: ir.Model) -> int:
-    """Hand on what each Where takes whose condition is one known truth value. Returns how many.
+    """Replace each Where with a single known condition by the input that it takes. Returns how many.
 
-    The result has the shape of both together, so the other one must be known not to make it larger: by inference, as
-    what the file says of shapes may be wrong.
+    A Where broadcasts its inputs, so the other input must not make the result larger. Shapes are inferred to find that
+    out, since the file's own may be wrong.
     """
     found = [node for node in model.graph if node.op_type == "Where" and _is_known_choice(node)]
     if not found:
@@ -125,7 +125,7 @@ def _truth(value: ir.Value | None) -> bool:
 
 
 def _keeps_shape(own: ir.Shape | None, *others: ir.Shape | None) -> bool:
-    """Whether a value has the same shape when it is broadcast together with others."""
+    """Whether a value keeps its shape when it is broadcast together with the others."""
     if own is None or any(other is None or len(other) > len(own) for other in others):
         return False
     pairs = [pair for other in others for pair in zip(reversed(own), reversed(other or ()), strict=False)]

@@ -1,4 +1,4 @@
-"""Compute shape arithmetic: the small integer values that follow from constants and from shapes that are known."""
+"""Compute shape arithmetic: small integer values that follow from constants and known shapes."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from splitc.compiler.operators.registry import operator_of
 
 Array = npt.NDArray[Any]
 
-# Shape vectors are short; what is longer is data.
+# The most elements of a shape vector. Anything longer is data.
 LONGEST = 1024
 
 
 def fold_shapes(graph: ir.Graph) -> int:
-    """Give every value that shape arithmetic makes its `const_value`, in place. Returns how many are new.
+    """Set the `const_value` of every value that shape arithmetic makes, in place. Returns the number of new ones.
 
-    Shape inference then knows the targets of Reshape and Expand, which it can't always follow by itself.
+    Shape inference can't always follow the targets of Reshape and Expand by itself, but then knows them.
     """
     return sum(map(_fold, graph))
 
 
 def fold_from(graph: ir.Graph, known: set[ir.Value]) -> int:
-    """As `fold_shapes`, of what follows from the values `known`, to which it is added; what it is made of is given."""
+    """As `fold_shapes`, but only for what depends on a value in `known`, to which folded values are added."""
     count = 0
     for node in graph:
         if any(value in known for value in node.inputs) and _fold(node):
@@ -37,7 +37,7 @@ def fold_from(graph: ir.Graph, known: set[ir.Value]) -> int:
 
 
 def _fold(node: ir.Node) -> bool:
-    """Give a node's outputs their `const_value`, if it is one of shape arithmetic and all that it reads is known."""
+    """Set the `const_value` of a node's outputs if it is shape arithmetic with known inputs. Returns whether it is."""
     if not operator_of(node).folds:
         return False
     if all(value.const_value is not None for value in node.outputs) or not all(map(_is_short, node.outputs)):
@@ -49,12 +49,12 @@ def _fold(node: ir.Node) -> bool:
 
 
 def _is_short(value: ir.Value) -> bool:
-    """Not known to be more than a shape vector."""
+    """Whether a value may be a shape vector: its size is at most LONGEST, or unknown."""
     return value.shape is None or not value.shape.is_static() or math.prod(value.shape.numpy()) <= LONGEST
 
 
 def _evaluate(node: ir.Node) -> list[Array] | None:
-    """What a node computes, by ONNX's reference implementation; None where that is not known, or is data."""
+    """A node's results by ONNX's reference implementation; None if an input is unknown, or too long for a size."""
     if operator_of(node).reads_shape:
         source = node.inputs[0]
         if source is None or source.shape is None or not source.shape.is_static():
@@ -73,13 +73,13 @@ def _evaluate(node: ir.Node) -> list[Array] | None:
     try:
         results = evaluator.run(None, {value.name or "": array for value, array in zip(inputs, arrays, strict=True)})
     except (IndexError, RuntimeError, TypeError, ValueError):
-        # Invalid with these shapes, as in a branch that is not taken: then it is not known, and nothing is lost.
+        # Invalid with these shapes, as in a branch that is not taken. Leaving it unknown does no harm.
         return None
     return [np.asarray(array) for array in results]
 
 
 def _gives_short(node: ir.Node, arrays: list[Array]) -> bool:
-    """Whether an operator whose result may be of any size gives a short one."""
+    """Whether the result is at most LONGEST elements, for operators with results of any size."""
     if node.op_type == "Range":
         start, limit, delta = (float(array.item()) for array in arrays)
         return abs(limit - start) <= LONGEST * abs(delta)
@@ -92,9 +92,9 @@ def _gives_short(node: ir.Node, arrays: list[Array]) -> bool:
 
 
 def take_branches(graph: ir.Graph) -> int:
-    """Put the branch that will be taken in the place of each If whose condition is known. Returns how many.
+    """Replace each If whose condition is known by the branch that is taken. Returns how many.
 
-    Where the condition follows from sizes, what the other branch would do with these may not even be valid.
+    If the condition depends on sizes, the other branch may be invalid with these sizes.
     """
     count = 0
     for node in [node for node in graph if node.op_type == "If"]:
@@ -112,7 +112,7 @@ def take_branches(graph: ir.Graph) -> int:
         own = {value for each in inner for value in each.outputs}
         for old, new in zip(node.outputs, outputs, strict=True):
             stand_in(node, old, new, new in own)
-            own.discard(new)  # it has that output's name now
+            own.discard(new)  # it has been renamed, and can't take a second output's name
         _let_go(node)
         graph.remove(node, safe=True)
         count += 1
@@ -120,7 +120,7 @@ def take_branches(graph: ir.Graph) -> int:
 
 
 def _let_go(node: ir.Node) -> None:
-    """What the nodes inside a node read is not read by them any more."""
+    """Disconnect the nodes inside a node from the values that they read."""
     for attribute in node.attributes.values():
         if attribute.type == ir.AttributeType.GRAPH:
             for inner in ir.traversal.RecursiveGraphIterator(attribute.as_graph()):
@@ -129,13 +129,13 @@ def _let_go(node: ir.Node) -> None:
 
 
 def known_array(value: ir.Value | None) -> Array | None:
-    """What a value is known to be, if it is."""
+    """The value as an array if it is known, else None."""
     tensor = value.const_value if value is not None else None
     return None if tensor is None else tensor.numpy()
 
 
 def stand_in(node: ir.Node, old: ir.Value, new: ir.Value, rename: bool = False) -> None:
-    """Let a value stand for a node's output: under the output's name, or behind an Identity that has it."""
+    """Replace a node's output by another value: renamed if `rename`, else through an Identity with the old name."""
     if not rename:
         identity = ir.node("Identity", [new])
         assert node.graph is not None

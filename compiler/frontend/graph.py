@@ -1,4 +1,4 @@
-"""Open a model lazily, bring it into the one form that the other passes expect, and say what its nodes read."""
+"""Open a model lazily and bring it into the normal form that all passes expect."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ from splitc.runtime.package_files import hash_file
 
 @dataclass(frozen=True)
 class Graph:
-    """A model's main graph, normalized, with what each node reads.
+    """A model's main graph in normal form, with what each node reads.
 
-    `reads` maps a node to the values of the main graph that it needs: its inputs and what its subgraphs capture.
-    `annotated` are the shapes that the file itself gives for values between nodes, by name.
-    The normal form: functions inlined, nodes in topological order and all of them needed, constants and the
-    subgraphs' initializers are initializers of the main graph, no initializer is an input, and every output has a
-    node of its own. An output that is an input has none: it is in `passed`, with its place among the outputs, and not
-    in the graph. `fixed` are the inputs that are none any more, `optional` the weights that a run may replace.
+    The normal form: functions are inlined, nodes are in topological order and all of them are needed, constants and
+    the subgraphs' initializers are initializers of the main graph, no initializer is an input, and every output is
+    made by a node.
+
+    `reads` maps a node to the values of the main graph that it needs: its inputs and those that its subgraphs capture.
+    `annotated` are the shapes that the file gives for values between nodes, by name. `passed` are outputs that are
+    inputs: they are not in the graph, and kept with their place among the outputs. `fixed` are the inputs that were
+    bound or removed. `optional` are the weights that a request may override.
     """
 
     path: Path
@@ -53,7 +55,7 @@ class Graph:
 
     @cached_property
     def outputs(self) -> tuple[ir.Value, ...]:
-        """The model's outputs as its users see them, those that are inputs included."""
+        """The model's outputs as its users see them, including those that are inputs."""
         values = list(self.graph.outputs)
         for place, value in self.passed:
             values.insert(place, value)
@@ -61,22 +63,22 @@ class Graph:
 
     @cached_property
     def position(self) -> Mapping[ir.Node, int]:
-        """The place of each node in the model's order."""
+        """The index of each node in the model's order."""
         return {node: index for index, node in enumerate(self.nodes)}
 
     @cached_property
     def source(self) -> Source:
-        """The model's file by name and hash."""
+        """The name and hash of the model's file."""
         return Source(self.path.name, hash_file(self.path))
 
     @cached_property
     def constant(self) -> frozenset[ir.Node]:
-        """The nodes that compute from weights alone, and the same in each run."""
+        """The nodes that compute from weights alone, with the same result in each run."""
         return self._computed_from_weights(lambda operator: operator.random)
 
     @cached_property
     def folded(self) -> frozenset[ir.Node]:
-        """Those of them that engines compute once: weights that are packed stay so until a run needs them."""
+        """The constant nodes that engines compute once. Dequantization is not: quantized weights stay packed."""
         return self._computed_from_weights(lambda operator: operator.random or operator.unpacks)
 
     def _computed_from_weights(self, excluded: Callable[[Operator], bool]) -> frozenset[ir.Node]:
@@ -97,9 +99,9 @@ class Graph:
 
 
 def open_graph(path: Path, settings: Mapping[str, Any] = MappingProxyType({})) -> Graph:
-    """Open and check a model. Weights stay on disk. The inputs in `settings` become constants of these values.
+    """Open and check a model. Weights stay on disk. The inputs in `settings` become constants.
 
-    Raises ModelError for a model that `load_model` refuses, MisuseError for settings that the model does not take.
+    Raises ModelError for a model that `load_model` refuses, MisuseError for settings that do not fit the model.
     """
     model = load_model(path)
     optional = mark_optional(model)

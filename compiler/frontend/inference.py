@@ -1,4 +1,4 @@
-"""Symbolic shape inference by onnx-shape-inference, which goes on where one node defeats it."""
+"""Symbolic shape inference by onnx-shape-inference, which continues if it fails for a node."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from splitc.compiler.operators.registry import REGISTRY
 logger = logging.getLogger(__name__)
 
 Rule = Callable[[Any, ir.Node], None]
-# Where a node says that its shapes were observed.
+# The metadata key of nodes whose shapes were observed.
 _OBSERVED = "splitc.observed"
 
 
 def infer_shapes_and_types(model: ir.Model) -> frozenset[str]:
-    """Give values the shapes and types that follow from the inputs, in place; what can't be found stays unknown.
+    """Set the shapes and types that follow from the inputs, in place. What can't be inferred stays unknown.
 
-    Returns the operators of which ONNX Runtime was asked, since no rule for them is known, or theirs did not do.
+    Returns the operators whose shapes were observed in ONNX Runtime, since there is no rule for them or it failed.
     """
     nodes = list(model.graph.all_nodes())
     for node in nodes:
@@ -38,21 +38,21 @@ def infer_shapes_and_types(model: ir.Model) -> frozenset[str]:
 
 
 def _register_missing(node: ir.Node, version: int) -> None:
-    """Give the library a rule for an operator of which it has none in this version."""
+    """Register a rule for an operator if the library has none for this version."""
     domain, name = node.domain, node.op_type
     if registry.get(domain, name, version) is not None:
         return
     rule = None
     if domain in ("", "ai.onnx"):
         if _is_defined(name, version):
-            return  # by other operators, and inferred by these
-        # ONNX Runtime had some operators, LayerNormalization for one, before ONNX did.
+            return  # it is a function of other operators, and inferred through them
+        # ONNX Runtime had some operators before ONNX did, such as LayerNormalization.
         rule = registry.get(domain, name, onnx.defs.onnx_opset_version())
     registry.register(domain, name, version)(_forgiving(rule))
 
 
 def _is_defined(operator: str, version: int) -> bool:
-    """Whether ONNX has an operator in that version of it."""
+    """Whether ONNX defines the operator in this opset version."""
     try:
         onnx.defs.get_schema(operator, version)
     except onnx.defs.SchemaError:
@@ -61,9 +61,9 @@ def _is_defined(operator: str, version: int) -> bool:
 
 
 def _forgiving(rule: Rule | None) -> Rule:
-    """The rule of an operator, such that a node that it can't make sense of is observed, or left unknown.
+    """Wrap a rule so that a node for which it fails is observed, or left unknown.
 
-    That may be a branch that is invalid with the sizes at hand, or a use of the operator that the rule does not know.
+    A rule fails for a branch that is invalid with these sizes, or for a form of the operator that it does not know.
     """
 
     def infer(context: Any, node: ir.Node) -> None:
@@ -84,7 +84,7 @@ def _forgiving(rule: Rule | None) -> Rule:
 
 
 def _add_types(model: ir.Model) -> None:
-    """Types from ONNX's own inference for the values that have none."""
+    """Set types that are missing, by ONNX's own inference."""
     inferred = ShapeInferencePass()(model.clone()).model
     types = {value.name: value.type for node in inferred.graph for value in node.outputs}
     for value in (value for node in model.graph for value in node.outputs):
@@ -93,7 +93,7 @@ def _add_types(model: ir.Model) -> None:
 
 
 def _complete_library() -> None:
-    """Add the shape functions that the library lacks, and make all of its rules forgiving: a later one counts."""
+    """Register the missing shape functions, and wrap all rules to be forgiving. A later registration replaces one."""
     for operator in REGISTRY.values():
         domain, _, name = operator.name.rpartition(".")
         if operator.shapes is not None and not registry.has(domain, name):

@@ -1,4 +1,4 @@
-"""Read a model's file lazily, and check that it is one, all there, and valid to ONNX Runtime."""
+"""Read a model's file lazily, and check that it is complete and that ONNX Runtime accepts it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 
 
 def load_model(path: Path) -> ir.Model:
-    """Read a model; its weights stay on disk, and are known to be there, whole.
+    """Read a model. Its weights stay on disk, and are checked to be there.
 
-    Raises ModelError when the file is missing or no ONNX model, for operators that ONNX Runtime does not know, for a
-    name that stands for two things, for weights that are sparse, for external data that are missing, too short or
-    outside the model's folder, and for whatever else ONNX Runtime refuses to load.
+    Raises ModelError if the file is missing or no ONNX model; for operators that ONNX Runtime does not know; for a name
+    of two values; for sparse weights; for external data that are missing, too short or outside the model's folder; and
+    for anything else that ONNX Runtime refuses to load.
     """
     proto = _read(path)
     for graph, outside in _graphs(proto.graph, frozenset()):
@@ -32,9 +32,9 @@ def load_model(path: Path) -> ir.Model:
     _check_operators(proto)
     _check_external_data(proto, path)
     try:
-        load_plainly(path)
+        load_unoptimized(path)
     except onnxruntime_build.NotImplemented:
-        pass  # the CPU's provider lacks a kernel, which others may have, or what it is optimized to
+        pass  # the CPU provider lacks a kernel: another provider may have it, or an optimization removes the need
     except ERRORS as error:
         raise ModelError(f"ONNX Runtime can't load {path}: {error}") from error
     try:
@@ -49,15 +49,15 @@ def load_model(path: Path) -> ir.Model:
     return model
 
 
-def load_plainly(path: Path) -> ort.InferenceSession:
-    """Load an ONNX file in ONNX Runtime as it stands. Weights beside it are mapped into memory, and not read.
+def load_unoptimized(path: Path) -> ort.InferenceSession:
+    """Load an ONNX file in ONNX Runtime without optimizations. External weights are mapped into memory, not read.
 
-    Raises one of ERRORS; of these NotImplemented where the provider for the CPU has no kernel for an operator.
+    Raises one of ERRORS: NotImplemented if the CPU provider has no kernel for an operator.
     """
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.enable_mem_reuse = False  # to plan that takes it 20 seconds for 8,000 nodes
+    options.enable_mem_reuse = False  # planning the reuse takes 20 seconds for 8,000 nodes
     options.add_session_config_entry("session.disable_prepacking", "1")
     return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
@@ -75,7 +75,7 @@ def _read(path: Path) -> onnx.ModelProto:
 
 
 def _graphs(graph: onnx.GraphProto, outside: frozenset[str]) -> Iterator[tuple[onnx.GraphProto, frozenset[str]]]:
-    """A graph and those inside its nodes, each with the names that are known around it."""
+    """A graph and the graphs inside its nodes, each with the names of the scopes around it."""
     yield graph, outside
     given = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
     names = outside.union(given, chain.from_iterable(node.output for node in graph.node))
@@ -91,7 +91,7 @@ def _inner_graphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
 
 
 def _nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
-    """All nodes of a model, those of its functions and those inside other nodes included."""
+    """All nodes of a model, including those of its functions and those inside other nodes."""
     stack = [*proto.graph.node, *chain.from_iterable(function.node for function in proto.functions)]
     while stack:
         node = stack.pop()
@@ -100,10 +100,10 @@ def _nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
 
 
 def _check_names(graph: onnx.GraphProto, path: Path, outside: frozenset[str]) -> None:
-    """Raise ModelError for a name that stands for two things: some tools take the one then, some the other.
+    """Raise ModelError for a name of two values, which tools resolve differently.
 
-    An input may have a default. ONNX Runtime takes the first of two weights of one name where they are large, and the
-    last where they are small.
+    (An input may have an initializer of the same name, its default.) Of two weights with one name, ONNX Runtime takes
+    the first if they are large, and the last if they are small.
     """
     if graph.sparse_initializer:
         name = graph.sparse_initializer[0].values.name
@@ -120,18 +120,18 @@ def _check_names(graph: onnx.GraphProto, path: Path, outside: frozenset[str]) ->
 
 
 def _differ(graph: onnx.GraphProto, name: str) -> bool:
-    """Whether the weights of that name are not all the same."""
+    """Whether the weights of this name differ."""
     return len({tensor.SerializeToString() for tensor in graph.initializer if tensor.name == name}) > 1
 
 
 @cache
 def _known_operators() -> frozenset[tuple[str, str]]:
-    """Domains and names of the operators that ONNX Runtime has a schema of."""
+    """Domains and names of the operators for which ONNX Runtime has a schema."""
     return frozenset((schema.domain, schema.name) for schema in onnxruntime_build.get_all_operator_schema())
 
 
 def _check_operators(proto: onnx.ModelProto) -> None:
-    """Raise ModelError for the operators that ONNX Runtime does not know, and that are no functions of the model."""
+    """Raise ModelError for an operator that is neither known to ONNX Runtime nor a function of the model."""
     known = _known_operators() | {(function.domain, function.name) for function in proto.functions}
     for node in _nodes(proto):
         domain = "" if node.domain == "ai.onnx" else node.domain
@@ -156,7 +156,7 @@ def _tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
 
 
 def _check_external_data(proto: onnx.ModelProto, path: Path) -> None:
-    """Raise ModelError unless each external tensor lies, whole, in a file below the model's folder."""
+    """Raise ModelError unless each external tensor lies completely in a file below the model's folder."""
     folder = path.parent.resolve()
     sizes: dict[str, int] = {}
     for tensor in filter(uses_external_data, _tensors(proto)):
@@ -166,7 +166,7 @@ def _check_external_data(proto: onnx.ModelProto, path: Path) -> None:
             raise ModelError(f"{path}: {error}") from error
         if place.location not in sizes:
             file = (folder / place.location).resolve()
-            # A model is data from elsewhere: it must not make us copy /etc/passwd into a package.
+            # A model is untrusted data: it must not make us copy /etc/passwd into a package.
             if not file.is_relative_to(folder):
                 raise ModelError(
                     f"{path}: weight '{tensor.name}' lies in '{place.location}', outside the model's folder"
@@ -189,9 +189,9 @@ def _check_external_data(proto: onnx.ModelProto, path: Path) -> None:
 
 
 def _trust_external_data(model: ir.Model) -> None:
-    """Refer to external data by its full path, in place, after it was checked.
+    """Replace relative paths of external data by full ones, in place, after they were checked.
 
-    onnx_ir checks a relative path each time, and refuses a file with hard links: a linked package makes one.
+    onnx_ir checks relative paths each time, and refuses files with hard links, which packages may make.
     """
     for value in chain.from_iterable(graph.initializers.values() for graph in model.graphs()):
         tensor = value.const_value

@@ -1,4 +1,4 @@
-"""How to make up sensible arrays for a model's inputs, from what these are for."""
+"""How to make up sensible arrays for a model's inputs, by their roles."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from splitc.runtime.manifest import Fill, Role
 def choose_fill(value: ir.Value, role: Role | None) -> Fill:
     """How to fill the input `value`.
 
-    Indices stay below the rows of the tables that they pick from, positions count up, masks are ones. Of all else
-    floating point numbers are normally distributed, and others are ones: they are switches and lengths.
+    Indices stay below the number of rows of their table, positions count up, masks are ones. Other floating point
+    inputs are normally distributed; other integers and booleans are ones, since they are switches and lengths.
     """
     if role is not None and role.kind == "indices":
         return Fill("randint", high=role.rows)

@@ -1,4 +1,4 @@
-"""The one form that all later passes expect of a model; `frontend.graph.Graph` says what it is."""
+"""The normal form that all later passes expect of a model. `frontend.graph.Graph` defines it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIFT = ir.passes.Sequential(
 
 
 class NameInitializerOutputs(ir.passes.InPlacePass):
-    """Puts an Identity between an output and the initializer that it is, so that some node produces each output."""
+    """Insert an Identity before each output that is an initializer, so that a node makes each output."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         found = [index for index, value in enumerate(model.graph.outputs) if value.producer() is None]
@@ -33,7 +33,7 @@ class NameInitializerOutputs(ir.passes.InPlacePass):
 
 
 class SortUnsorted(ir.passes.InPlacePass):
-    """Sorts nodes topologically, where they are not: exporters write a good order, and that is kept."""
+    """Sort nodes topologically if they are not sorted. Otherwise the exporter's order, a good one, is kept."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         seen: set[ir.Node] = set()
@@ -45,16 +45,16 @@ class SortUnsorted(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, False)
 
 
-# Every node is needed, every output has a node of its own, and nodes come after what they read.
+# Every node is needed, every output is made by a node, and nodes come after what they read.
 COMPLETE = ir.passes.Sequential(
     passes.RemoveUnusedNodesPass(), passes.OutputFixPass(), NameInitializerOutputs(), SortUnsorted()
 )
 
 
 def take_off_passed(graph: ir.Graph) -> tuple[tuple[int, ir.Value], ...]:
-    """Take off the outputs that are inputs, in place; returns them with their places among the outputs.
+    """Remove the outputs that are inputs, in place. Returns them with their places among the outputs.
 
-    Before outputs are completed: that would give such an input another name. Raises ModelError where nothing is left.
+    This must come before COMPLETE, which would rename such an input. Raises ModelError if no output is left.
     """
     passed = tuple((place, value) for place, value in enumerate(graph.outputs) if value.is_graph_input())
     for place, _ in reversed(passed):

@@ -1,4 +1,4 @@
-"""Shapes of what operators make that no shape function knows: ONNX Runtime runs them once, on made-up inputs."""
+"""Shapes of operators without a shape function, observed by running them in ONNX Runtime on made-up inputs."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ import sympy
 
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 
-# A constant of more elements than this is taken for numbers to compute with, not for sizes: zeros will do instead.
+# The most elements of a constant that may be sizes. Longer ones are data, and replaced by zeros and ones.
 SMALL = 64
 Shape = tuple[int, ...]
 Size = int | ir.SymbolicDim
-# Where a size of an output comes from: it is always that number, or it is that axis of that input; None where neither.
+# Where a size of an output comes from: a fixed number, or (input, axis); None if neither.
 Origin = None | int | tuple[int, int]
-# The shape and the number type of each output, as made in a run, and as it follows from that.
+# The shape and data type of each output: as made in one run, and as concluded from several.
 Made = list[tuple[Shape, ir.DataType]]
 Observed = list[tuple[tuple[Size | None, ...], ir.DataType]]
 
 
 @dataclass(frozen=True)
 class Origins:
-    """Where the sizes of a node's outputs come from, if its inputs have these `sizes`, of which None may be any."""
+    """Where the sizes of a node's outputs come from, for inputs of these `sizes` (None: any size)."""
 
     sizes: tuple[tuple[int | None, ...], ...]
     outputs: tuple[tuple[Origin, ...], ...]
     dtypes: tuple[ir.DataType, ...]
 
     def hold(self, shapes: Sequence[Sequence[Size]]) -> bool:
-        """Whether this is so of inputs of these shapes."""
+        """Whether this applies to inputs of these shapes."""
         pairs = zip(self.sizes, shapes, strict=True)
         return all(known in (None, size) for sizes, shape in pairs for known, size in zip(sizes, shape, strict=True))
 
     def resolve(self, shapes: Sequence[Sequence[Size]]) -> Observed:
-        """The outputs of inputs of these shapes."""
+        """The outputs' shapes and types, for inputs of these shapes."""
         outputs = (
             tuple(shapes[each[0]][each[1]] if isinstance(each, tuple) else each for each in origins)
             for origins in self.outputs
@@ -46,15 +46,15 @@ class Origins:
         return list(zip(outputs, self.dtypes, strict=True))
 
 
-# What was found out, by the operator and its attributes.
+# All observations so far, by `_signature`.
 _found: dict[str, list[Origins]] = {}
 
 
 def observe(node: ir.Node) -> Observed | None:
-    """The shapes and types of a node's outputs; None where they depend on data, or the node does not run like this.
+    """The shapes and types of a node's outputs; None if they depend on data, or if the node fails to run.
 
-    Sizes that are symbols are tried as two sets of small numbers, all unlike, which show where an output's come from.
-    What that shows holds for nodes like this one, so that those of large sizes need not be run.
+    Symbolic sizes are replaced by two sets of small, distinct numbers, which show where the outputs' sizes come from.
+    The result is reused for similar nodes, so that those with large sizes need not run.
     """
     inputs = [value for value in node.inputs if value is not None and not _is_kept(value)]
     if any(value.shape is None or value.dtype is None for value in inputs) or _has_subgraph(node):
@@ -71,7 +71,7 @@ def observe(node: ir.Node) -> Observed | None:
 
 def _find_origins(node: ir.Node, shapes: Sequence[Sequence[Size]]) -> Origins | None:
     tries = list(_tries(shapes))
-    if tries[0] == tries[1]:  # there are no symbols
+    if tries[0] == tries[1]:  # no size is a symbol
         del tries[1]
     results = [made for each in tries if (made := _run(node, each)) is not None]
     if len(results) < len(tries):
@@ -82,7 +82,7 @@ def _find_origins(node: ir.Node, shapes: Sequence[Sequence[Size]]) -> Origins | 
 
 
 def _is_kept(value: ir.Value) -> bool:
-    """Whether the value is known and so short that sizes may follow from it."""
+    """Whether the value is known and short, so that sizes may depend on it."""
     return value.const_value is not None and value.const_value.size <= SMALL
 
 
@@ -92,7 +92,7 @@ def _has_subgraph(node: ir.Node) -> bool:
 
 
 def _signature(node: ir.Node) -> str:
-    """The same for nodes that differ in the sizes of what they take alone."""
+    """A key that is equal for nodes that differ only in the sizes of their inputs."""
     lines = [f"{node.domain}.{node.op_type} {len(node.outputs)}"]
     lines += sorted(f"{name} {attribute.value}" for name, attribute in node.attributes.items())
     for value in node.inputs:
@@ -110,7 +110,7 @@ def _numbers(value: ir.Value) -> bytes:
 
 
 def _tries(shapes: Sequence[Sequence[Size]]) -> Iterator[list[Shape]]:
-    """The shapes with numbers for their symbols, twice: primes that are no sizes of theirs."""
+    """The shapes with distinct primes for their symbols, twice. The primes differ from all fixed sizes."""
     fixed = {size for shape in shapes for size in shape if isinstance(size, int)}
     number = 2
     for _ in range(2):
@@ -138,7 +138,7 @@ def _primes(after: int) -> Iterator[int]:
 
 
 def _explain(made: Sequence[Shape], tries: Sequence[Sequence[Shape]]) -> tuple[Origin, ...]:
-    """Where the sizes of one output come from, which had these shapes in the tries."""
+    """Where the sizes of one output come from. `made` are its shapes in the tries."""
     if len({len(shape) for shape in made}) > 1:
         return (None,)
     places = [(place, axis) for place, shape in enumerate(tries[0]) for axis in range(len(shape))]
@@ -150,7 +150,7 @@ def _explain(made: Sequence[Shape], tries: Sequence[Sequence[Shape]]) -> tuple[O
 
 
 def _run(node: ir.Node, shapes: Sequence[Shape]) -> Made | None:
-    """What the node makes of zeros and of ones of these shapes, if that is the same; None where it fails."""
+    """The outputs' shapes and types for inputs of these shapes; None if they differ for zeros and ones, or it fails."""
     stand_ins = iter(shapes)
     inputs: list[ir.Value | None] = []
     fed: list[ir.Value] = []
@@ -172,7 +172,7 @@ def _run(node: ir.Node, shapes: Sequence[Shape]) -> Made | None:
     graph = ir.Graph(fed, outputs, nodes=[copy], initializers=initializers, opset_imports=opsets, name="observed")
     try:
         made = [_run_filled(graph, fill) for fill in (np.zeros, np.ones)]
-    except (*ERRORS, TypeError, ValueError, AttributeError):  # the last are numpy's, for types that it has not
+    except (*ERRORS, TypeError, ValueError, AttributeError):  # numpy raises the last ones for types that it lacks
         return None
     return made[0] if made[0] == made[1] else None
 

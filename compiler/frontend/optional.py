@@ -1,6 +1,6 @@
-"""Optional inputs: initializers that are inputs too. A run may give another value in the place of the model's own.
+"""Optional inputs: initializers that are inputs too. A request may override the model's own value.
 
-In the graph they are weights, and marked: what they hold may be cut, but nothing may follow from their values.
+In the graph they are marked weights: they may be sharded, but nothing may be folded from their values.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import onnx_ir.passes.common as passes
 
 from splitc.runtime.manifest import Override
 
-# Where ONNX lets a run override an initializer: before, each of them had to be an input.
+# From this version on, an initializer that is an input may be overridden. Before, every initializer had to be an input.
 FIRST_IR_VERSION = 4
 _MARK = "splitc.optional"
 
 
 @dataclass(frozen=True)
 class OptionalOrigin:
-    """What an initializer is of an optional input: along each axis in `places` these elements, else all of it.
+    """The optional input that an initializer is, or is a shard of: with the elements `places` along these axes.
 
-    `declared` is the shape that the model gives the input, which may be less fixed than that of its default.
+    `declared` is the model's shape of the input. It may have dynamic sizes although the default has not.
     """
 
     input: str
@@ -35,14 +35,14 @@ class OptionalOrigin:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether a run can't give it another shape."""
+        """Whether a request can't give it another shape."""
         return self.declared is not None and self.declared.is_static()
 
 
 def mark_optional(model: ir.Model) -> tuple[ir.Value, ...]:
-    """Take the inputs that are initializers off the inputs, in place, and mark them. Returns those that are optional.
+    """Remove initializers from the graph's inputs, in place, and mark and return those that are optional.
 
-    Of versions of ONNX in which each initializer is an input none is.
+    Before FIRST_IR_VERSION none is optional.
     """
     given = [value for value in model.graph.inputs if value.is_initializer()]
     optional = given if model.ir_version >= FIRST_IR_VERSION else []
@@ -53,12 +53,12 @@ def mark_optional(model: ir.Model) -> tuple[ir.Value, ...]:
 
 
 def unmark(value: ir.Value) -> None:
-    """Make a weight like any other of an optional input."""
+    """Make an optional input an ordinary weight."""
     value.meta.pop(_MARK, None)
 
 
 def source_of(value: ir.Value | None) -> OptionalOrigin | None:
-    """What an initializer is of an optional input, or None."""
+    """The optional input that an initializer comes from, or None."""
     source: OptionalOrigin | None = value.meta.get(_MARK) if value is not None else None
     return source
 
@@ -69,14 +69,14 @@ def optional_inputs(graph: ir.Graph) -> list[ir.Value]:
 
 
 def mark_part(part: ir.Value, whole: ir.Value, places: Mapping[int, npt.NDArray[np.int64]]) -> None:
-    """Say that a new initializer has of another one these elements along these axes."""
+    """Mark a new initializer as a shard of another one, with these elements along these axes."""
     if (source := source_of(whole)) is not None:
         part.meta[_MARK] = OptionalOrigin(source.input, source.declared, places)
 
 
 @contextmanager
 def defaults_hidden(graph: ir.Graph) -> Iterator[None]:
-    """Meanwhile nothing can be concluded from the values that optional inputs have by default."""
+    """Hide the default values of optional inputs, so that nothing is folded from them meanwhile."""
     found = [(value, value.const_value, value.shape) for value in optional_inputs(graph)]
     for value, _, _ in found:
         value.const_value = None
@@ -88,7 +88,7 @@ def defaults_hidden(graph: ir.Graph) -> Iterator[None]:
 
 
 def make_overridable(graph: ir.Graph) -> list[Override]:
-    """Make inputs, in place, of the initializers that come from optional inputs. Returns what they are of these."""
+    """Add initializers that come from optional inputs to the graph's inputs, in place. Returns their overrides."""
     found = []
     for value in optional_inputs(graph):
         source = source_of(value)
@@ -102,6 +102,6 @@ def make_overridable(graph: ir.Graph) -> list[Override]:
 
 
 def _runs(indices: npt.NDArray[Any]) -> list[tuple[int, int]]:
-    """Growing indices as stretches from the first to before the last."""
-    pieces = np.split(indices, np.flatnonzero(np.diff(indices) != 1) + 1)
-    return [(int(piece[0]), int(piece[-1]) + 1) for piece in pieces if len(piece)]
+    """Ascending indices as runs, each from its start to before its end."""
+    runs = np.split(indices, np.flatnonzero(np.diff(indices) != 1) + 1)
+    return [(int(run[0]), int(run[-1]) + 1) for run in runs if len(run)]

@@ -1,4 +1,4 @@
-"""Which value or node of the model a clone stands for: its metadata say so, and onnx_ir copies these with it."""
+"""Which value or node of the model a copy stands for. This is in its metadata, which onnx_ir copies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T", ir.Node, ir.Value)
 
 
 def mark_origins(graph: ir.Graph) -> None:
-    """Let the graph's inputs, its nodes and what these make be their own origins, in place."""
+    """Mark the graph's inputs, nodes and their outputs as their own origins, in place."""
     for value in graph.inputs:
         value.meta[_ORIGIN] = value
     for node in graph:
@@ -22,19 +22,19 @@ def mark_origins(graph: ir.Graph) -> None:
 
 
 def origin_of(clone: T) -> T | None:
-    """What a node or value stands for; None for one that a pass has added."""
+    """The model's node or value that a copy stands for; None for one that a pass has added."""
     origin: T | None = clone.meta.get(_ORIGIN)
     return origin
 
 
 def stand_for(value: ir.Value, origin: ir.Value | None) -> None:
-    """Let a value stand for one of the model from now on."""
+    """Make a value stand for one of the model."""
     if origin is not None:
         value.meta[_ORIGIN] = origin
 
 
 def hand_over(old: ir.Value, new: ir.Value, suffix: str) -> None:
-    """Give a new value the name and the type of an old one, and what that stood for; the old name gets a suffix."""
+    """Give a new value the name, the type and the origin of an old one. The old value's name gets a suffix."""
     new.name, new.type = old.name, old.type
     old.name = f"{old.name}/{suffix}"
     stand_for(new, old.meta.pop(_ORIGIN, None))

@@ -1,4 +1,4 @@
-"""What nodes read: their inputs, and what the graphs inside them capture."""
+"""What nodes read: their inputs, and the values that their subgraphs capture."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def subgraphs(node: ir.Node) -> Iterator[ir.Graph]:
 
 
 def node_reads(node: ir.Node) -> Iterator[ir.Value]:
-    """The values of a node's own graph that it and its subgraphs read, each once, in the order in which they do.
+    """The values of a node's own graph that it and its subgraphs read, each once, in order of reading.
 
-    onnx_ir's analysis of implicit usage gives sets, and what goes into files must have an order.
+    onnx_ir's analysis of implicit usage gives sets, but files need a fixed order.
     """
     inner = (n for graph in subgraphs(node) for n in ir.traversal.RecursiveGraphIterator(graph))
     named = (value for graph in subgraphs(node) for value in graph.outputs)

@@ -1,6 +1,6 @@
-"""What a model's inputs are for: indices, positions or masks, by what the graph does with them.
+"""The roles of a model's inputs: indices, positions or masks, found by what the graph does with them.
 
-A name decides only where the graph does not tell.
+An input's name decides only if the graph does not.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.manifest import Role
 
-# A table with no more rows tells kinds of tokens apart, and no positions.
+# A table with at most this many rows is of token types rather than positions.
 KINDS = 16
 
 
 def find_roles(graph: Graph) -> dict[ir.Value, Role]:
-    """The roles of those inputs that have one."""
+    """The roles of the inputs that have one."""
     inputs = list(graph.graph.inputs)
     rows = {value: min(found) for value in inputs if (found := _rows(value))}
     roles = {value: Role("positions", rows.get(value, 0)) for value in inputs if _are_positions(value)}
@@ -33,7 +33,7 @@ def find_roles(graph: Graph) -> dict[ir.Value, Role]:
 
 
 def _named(value: ir.Value) -> Role | None:
-    """The last resort, for what the graph does not tell."""
+    """The role by the input's name, as the last resort."""
     name = (value.name or "").lower()
     return Role("positions") if "position" in name else Role("mask") if "mask" in name else None
 
@@ -48,13 +48,13 @@ def _may_rotate(node: ir.Node) -> bool:
 
 
 def _uses(value: ir.Value, hands_on: Callable[[ir.Node], bool] = _hands_on) -> Iterator[tuple[ir.Node, int]]:
-    """Each use of a value, by node and number of its input, and of what nodes that hand it on make of it."""
+    """Each use of a value, as node and input number. Results of nodes that pass the value on are followed."""
     stack, seen = [value], {value}
     while stack:
         for use in stack.pop().uses():
             node, number = use
             yield node, number
-            # A list of sizes is another input than the first; what is put together may be any.
+            # Rearranging operators pass on their first input (others are sizes), and Concat any of them.
             if hands_on(node) and (number == 0 or node.op_type == "Concat" or not _hands_on(node)):
                 new = [output for output in node.outputs if output not in seen]
                 seen.update(new)
@@ -62,7 +62,7 @@ def _uses(value: ir.Value, hands_on: Callable[[ir.Node], bool] = _hands_on) -> I
 
 
 def _lookups(value: ir.Value) -> Iterator[tuple[ir.Node, ir.Value]]:
-    """Each node that picks rows by a value, with the table."""
+    """Each node that looks up rows by a value, with its table."""
     for node, number in _uses(value):
         for indices, place in operator_of(node).lookups:
             table = node.inputs[place] if place < len(node.inputs) else None
@@ -71,7 +71,7 @@ def _lookups(value: ir.Value) -> Iterator[tuple[ir.Node, ir.Value]]:
 
 
 def _rows(value: ir.Value) -> list[int]:
-    """The rows of each table of known size that a value indexes."""
+    """The number of rows of each table of known size that a value indexes."""
     found = []
     for node, table in _lookups(value):
         size = table.shape[node.attributes.get_int("axis", 0)] if table.shape else None
@@ -80,7 +80,7 @@ def _rows(value: ir.Value) -> list[int]:
 
 
 def _are_positions(value: ir.Value) -> bool:
-    """Whether a value becomes angles, says where to write, or picks rows that something is turned by."""
+    """Whether a value becomes angles, is an index to write at, or looks up the cosines and sines of a rotation."""
     if value.dtype is None or value.dtype.is_floating_point():
         return False
     if any(node.op_type in ("Cos", "Sin") for node, _ in _uses(value, _may_rotate)):
@@ -91,7 +91,7 @@ def _are_positions(value: ir.Value) -> bool:
 
 
 def _turns(rows: ir.Value) -> bool:
-    """Whether rows of a table are only multiplied with what products made, as cosines and sines are."""
+    """Whether rows of a table are only multiplied with results of products, as cosines and sines are."""
     uses = [(node, number) for node, number in _uses(rows) if not _hands_on(node)]
     return bool(uses) and all(
         node.op_type == "Mul" and (other := node.inputs[1 - number]) is not None and _is_made_by_product(other)
@@ -100,10 +100,11 @@ def _turns(rows: ir.Value) -> bool:
 
 
 def _tell_apart(graph: Graph, rows: dict[ir.Value, int]) -> dict[ir.Value, Role]:
-    """Which inputs that pick rows are tokens, and which are positions.
+    """Which inputs that look up rows are tokens, and which are positions.
 
-    A vocabulary is what a model gives numbers for; else it is the largest table. Of inputs of the same shape one that
-    picks from a table of some size is the positions; where there is no other to compare with, its name says so.
+    The vocabulary is the table with as many rows as an output has columns (logits), or else the largest table. Another
+    input of the same shape as the tokens is positions if its table has more than KINDS rows. If there is only one
+    input and no vocabulary is known, its name decides.
     """
     if not rows:
         return {}
@@ -120,7 +121,7 @@ def _tell_apart(graph: Graph, rows: dict[ir.Value, int]) -> dict[ir.Value, Role]
 
 
 def _above_masks(graph: Graph) -> dict[ir.Value, str]:
-    """The inputs from which masks of attention are made, and numbers that are added to scores just as they are fed."""
+    """The inputs that attention masks are made from ("mask"), and those added to the scores as they are ("bias")."""
     masks: set[ir.Value] = set()
     for reader in graph.nodes:
         if reader.op_type == "Softmax" and reader.inputs[0] is not None:
@@ -144,13 +145,13 @@ def _above_masks(graph: Graph) -> dict[ir.Value, str]:
 
 
 def _may_scale(node: ir.Node) -> bool:
-    """Whether the node may stand between scores and their softmax, or between a product and where a mask is added."""
+    """Whether the node may come between scores and their softmax, or between a product and the addition of a mask."""
     operator = operator_of(node)
     return operator.scales or operator.rearranges
 
 
 def _added_to_scores(value: ir.Value) -> Iterator[ir.Value]:
-    """What is put to scores on their way to a softmax: added, or chosen by."""
+    """The values that are added to scores before a softmax, or that choose among them by Where."""
     stack, seen = [value], {value}
     while stack:
         node = stack.pop().producer()
@@ -166,7 +167,7 @@ def _added_to_scores(value: ir.Value) -> Iterator[ir.Value]:
 
 
 def _is_made_by_product(value: ir.Value | None) -> bool:
-    """Whether a value is what a product made, scaled and in another form."""
+    """Whether a value is the result of a product or norm, perhaps scaled or rearranged."""
     stack, seen = [value], {value}
     while stack:
         each = stack.pop()
@@ -176,7 +177,7 @@ def _is_made_by_product(value: ir.Value | None) -> bool:
         if operator_of(node).multiplies or operator_of(node).normalizes:
             return True
         if _may_scale(node):
-            # The condition of a choice, and lists of sizes, are no data.
+            # The condition of a Where, and lists of sizes, are not data.
             data = node.inputs[1:] if node.op_type == "Where" else node.inputs[: 1 if _hands_on(node) else None]
             new = [each for each in data if each not in seen]
             seen.update(new)

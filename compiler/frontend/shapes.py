@@ -1,4 +1,4 @@
-"""Shapes of a graph's values: symbolic ones for the files that are written, and bound ones for what they cost."""
+"""Shapes of a graph's values: symbolic ones for the files that are written, bound ones for costs."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from splitc.compiler.frontend.optional import optional_inputs
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.units import format_shape
 
-# Sizes of what nothing binds: the first dimension of an input, as a rule the batch, and any other.
+# Default sizes of dynamic dimensions: of an input's first one (usually the batch), and of any other.
 DEFAULT_BATCH, DEFAULT_LENGTH = 1, 16
 
 
 @dataclass(frozen=True)
 class BoundShapes:
-    """Shapes of values by name. A size that depends on data (NonZero) counts as 1 and makes the value `uncertain`.
+    """Bound shapes of values by name. A size that depends on data (NonZero) counts as 1; its value is `uncertain`.
 
-    `constants` are the values that follow from the shapes: what shape arithmetic makes. `observed` are the operators
-    whose shapes no rule gave: ONNX Runtime did, which ran them on made-up inputs.
+    `constants` are the results of shape arithmetic with these shapes. `observed` are the operators without a shape
+    rule, which ONNX Runtime ran on made-up inputs.
     """
 
     shapes: Mapping[str, Shape]
@@ -39,9 +39,9 @@ class BoundShapes:
 
 
 def read_symbols(model: ir.Model) -> None:
-    """Make what the file says of inputs and outputs readable, in place: a dimension like `?` or -1 is an unknown one.
+    """Normalize the shapes of inputs and outputs, in place: a dimension like `?` or -1 is unknown.
 
-    Each unknown size of an input gets a symbol of its own, so that it can be followed.
+    Each unknown size of an input gets its own symbol, so that inference can follow it.
     """
     count = itertools.count()
     for value in (*model.graph.inputs, *optional_inputs(model.graph)):
@@ -63,11 +63,11 @@ def _is_readable(size: int | ir.SymbolicDim) -> bool:
 
 
 def infer_shapes(model: ir.Model) -> frozenset[str]:
-    """Give every value the symbolic shape and the type that follow from the inputs, in place.
+    """Infer every value's symbolic shape and type from the inputs, in place.
 
-    Returns the operators that were observed, as no rule gave their shapes. The file's own annotations are dropped
-    first: exporters write wrong ones. Where inference fails, shapes stay unknown, which later passes allow for; but an
-    output keeps what the file says.
+    Returns the operators whose shapes were observed since no rule gives them. The file's own shapes are dropped first,
+    since exporters write wrong ones. If inference fails, shapes stay unknown, which later passes allow for; only an
+    output then keeps the file's shape.
     """
     declared = {value: value.shape for value in model.graph.outputs}
     for node in model.graph.all_nodes():
@@ -81,12 +81,12 @@ def infer_shapes(model: ir.Model) -> frozenset[str]:
 
 
 def input_shapes(model: ir.Model, given: Mapping[str, Shape], past: frozenset[str]) -> dict[str, Shape]:
-    """A size for every dimension of every input, from the shapes that the user gave.
+    """Bind every dimension of every input to a number, from the shapes that the user gave.
 
-    What is not given is bound through the symbols that inputs share; a symbol in `past` (the length of a cache) is 0.
-    Exporters give one length several symbols, so what is left gets the largest sizes given: of first dimensions for a
-    first dimension, of others for any other; or the defaults. Raises MisuseError for a shape of an input that is not
-    there, or that contradicts the model.
+    Dimensions that are not given are bound by symbols that they share with given ones. A symbol in `past` (the length
+    of a cache) is 0. Any other dimension gets the largest size given, of first dimensions for a first dimension and of
+    others for any other, since exporters give one length several symbols; or else a default. Raises MisuseError for a
+    shape of an unknown input, or one that contradicts the model.
     """
     inputs = {value.name or "": value for value in model.graph.inputs}
     bindings: dict[str, int] = {}
@@ -131,21 +131,21 @@ def _bind_input(value: ir.Value, bindings: Mapping[str, int], past: frozenset[st
             # A dimension may be an expression, "past_length + sequence_length", or look like one: "batch-size".
             known = {name: bindings.get(name, 0 if name in past else default) for name in size.free_symbols()}
             result = evaluate_size(size, known)
-            # With names such as "batch-size" that gives no size of anything.
+            # A name such as "batch-size" is no expression, and its result no size.
             sizes.append(default if result is None or (result <= 0 and size.value not in past) else result)
     return tuple(sizes)
 
 
 def evaluate_size(size: ir.SymbolicDim, bindings: Mapping[str, int]) -> int | None:
-    """The number that an expression gives with these symbols; None where it needs others."""
+    """The value of an expression with these symbols; None if it has others."""
     result = size.evaluate(bindings)
     return int(result) if isinstance(result, (int, sympy.Integer)) else None
 
 
 def reconcile(model: ir.Model, bound: BoundShapes) -> None:
-    """Forget, in place, the sizes of symbolic shapes that the bound ones contradict: inference is not always right.
+    """Drop symbolic sizes that contradict the bound shapes, in place, since inference is not always right.
 
-    A size that is wrong would be believed by engines, and by stages that read it elsewhere.
+    Engines rely on these sizes, and so do stages that read a size off another value.
     """
     bindings: dict[str, int] = {}
     for value in model.graph.inputs:
@@ -181,10 +181,10 @@ def bind_shapes(
     known: Mapping[str, npt.NDArray[Any] | None] = MappingProxyType({}),
     defaults: bool = False,
 ) -> BoundShapes:
-    """The shape of every value of the main graph, with those of the inputs bound to `inputs`.
+    """The shape of every value of the main graph, with the inputs' shapes bound to `inputs`.
 
-    Of an input that is a list of sizes the numbers may be `known`. What follows only from the `defaults` of optional
-    inputs is what a run has to expect; it is nothing that may be relied on.
+    `known` are values of inputs that are lists of sizes. With `defaults`, the values of optional inputs are used too:
+    good enough for costs, but a request may override them.
     """
     bound = model.clone()
     for value in optional_inputs(bound.graph):
@@ -196,7 +196,7 @@ def bind_shapes(
         if (numbers := known.get(value.name or "")) is not None:
             value.const_value = ir.tensor(numbers, name=value.name)
     observed = infer_shapes(bound)
-    # What inference finds lets more of the shape arithmetic be computed, and the other way round.
+    # Inferred shapes allow more shape arithmetic to be computed, and the other way round.
     while fold_shapes(bound.graph) + take_branches(bound.graph) and not _is_known(bound.graph):
         observed |= infer_shapes(bound)
     values = [*bound.graph.inputs, *(value for node in bound.graph for value in node.outputs)]
@@ -215,7 +215,7 @@ def _is_known(graph: ir.Graph) -> bool:
 
 
 def shape_of(value: ir.Value | None, shapes: Mapping[str, Shape] = MappingProxyType({})) -> Shape:
-    """A weight's own shape, and what `shapes` has for any other value; that of a scalar where it is not known."""
+    """A weight's own shape, or the shape that `shapes` has for any other value; () if it is not known."""
     if value is None:
         return ()
     if value.const_value is not None:
@@ -224,7 +224,7 @@ def shape_of(value: ir.Value | None, shapes: Mapping[str, Shape] = MappingProxyT
 
 
 def tensor_bytes(value: ir.Value, shape: Shape | None) -> int:
-    """Bytes of a value with a bound shape; 0 where shape or type is not known."""
+    """Bytes of a value with a bound shape; 0 if its shape or type is not known, and for strings."""
     if shape is None or value.dtype is None or value.dtype == ir.DataType.STRING:
         return 0
     return math.ceil(math.prod(shape) * value.dtype.bitwidth / 8)

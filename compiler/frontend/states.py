@@ -1,4 +1,4 @@
-"""Which inputs are states: fed, step after step, with an output of the step before (a cache's past and present)."""
+"""Which inputs are states: fed with an output of the run before (a cache's past and present)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.manifest import State
 
-# A present is made from its past by a few operations at most: a concatenation, a scatter, one attention operator.
+# The most nodes between a past and its present: a concatenation, a scatter, an attention operator, and some reshapes.
 FARTHEST = 8
 
 
 def find_states(graph: Graph) -> list[State]:
     """Pairs of an input and the output that replaces it, in the order of the outputs.
 
-    An output's past is the nearest input, upstream, of the same type, rank and fixed sizes that no nearer pair has
-    taken. Where a node takes several (keys and values), inputs and outputs go together in their order.
+    An output's past is the nearest input upstream with the same type, rank and fixed sizes, unless a nearer pair has
+    taken it. If a node takes several (keys and values), inputs and outputs are paired in order.
     """
     distances = sorted(
         (distance, graph.graph.outputs.index(output), order, output, value)
@@ -43,7 +43,7 @@ def find_states(graph: Graph) -> list[State]:
 
 
 def _grows(past: ir.Value, present: ir.Value) -> int | None:
-    """The axis along which a step makes a state longer: the first symbol that is another one afterwards."""
+    """The axis along which a state grows in each run: the first one whose symbol changes. None if it does not grow."""
     for axis, (before, after) in enumerate(zip(past.shape or (), present.shape or (), strict=False)):
         known = isinstance(after, int) or after.value is not None
         if isinstance(before, ir.SymbolicDim) and known and before != after:
@@ -52,7 +52,7 @@ def _grows(past: ir.Value, present: ir.Value) -> int | None:
 
 
 def _inputs_upstream(graph: Graph, output: ir.Value) -> Iterator[tuple[int, ir.Value]]:
-    """The model's inputs above `output`, nearest first, as far as FARTHEST nodes."""
+    """The model's inputs within FARTHEST nodes above `output`, nearest first, with their distances."""
     seen: set[ir.Value] = {output}
     level = [output]
     for distance in range(FARTHEST):
@@ -69,14 +69,14 @@ def _inputs_upstream(graph: Graph, output: ir.Value) -> Iterator[tuple[int, ir.V
 
 
 def _is_in_place(past: ir.Value, present: ir.Value) -> bool:
-    """Whether the present is written by an operator that can write it over the past, which nothing else reads."""
+    """Whether an in-place operator makes the present from the past, and nothing else reads the past."""
     producer = present.producer()
     readers = [use.node for use in past.uses()]
     return producer is not None and operator_of(producer).in_place and readers == [producer]
 
 
 def _is_alike(past: ir.Value, present: ir.Value) -> bool:
-    """Same type, rank (two or more) and fixed sizes, but for one that grows, which is not the last."""
+    """Whether type, rank (at least 2) and fixed sizes are the same. One fixed size, not the last, may differ."""
     if past.dtype != present.dtype or past.shape is None or present.shape is None:
         return False
     if len(past.shape) != len(present.shape) or len(past.shape) < 2:
@@ -88,7 +88,7 @@ def _is_alike(past: ir.Value, present: ir.Value) -> bool:
 
 
 def growing_symbols(graph: Graph, states: list[State]) -> frozenset[str]:
-    """The symbols of lengths that a step adds to: sizes of a state's input that are other ones in its output."""
+    """The symbols of lengths that grow: sizes of a state's input that differ in its output."""
     values = {value.name: value for value in (*graph.graph.inputs, *graph.graph.outputs)}
     symbols = set()
     for state in states:

@@ -1,1 +1,1 @@
-"""A plan becomes graphs and programs, one a rank."""
+"""Lowering: from a plan to each rank's graphs and program."""

@@ -7,12 +7,12 @@ import onnx_ir as ir
 from splitc.compiler.frontend.origins import origin_of
 from splitc.compiler.sharding.sharded_model import ShardedModel
 
-# The first IR version that has them. A model of an older one is not raised to it: not all engines read it.
+# The first IR version with them. Models of an older version are not upgraded, since not all engines read this one.
 IR_VERSION = 11
 
 
 def annotate(graph: ir.Graph, split: ShardedModel, rank: int, stage: int) -> None:
-    """Say for each node, in place, along which axes the values that it reads and makes are sharded over the ranks."""
+    """Annotate each node of the graph, in place, with the sharded axes of the values that it reads and makes."""
     configuration = ir.ModelConfiguration(name="splitc", num_devices=split.ranks)
     shards = split.shards(rank)
     for node in graph:

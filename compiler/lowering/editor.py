@@ -1,4 +1,4 @@
-"""Edit a rank's graph: constants, nodes behind values, nodes in the place of others."""
+"""Edits of a rank's graph: add constants, insert nodes, replace nodes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from splitc.compiler.frontend.origins import hand_over, origin_of, stand_for
 
 
 class Editor:
-    """The graph of one rank while it is rewritten. What takes the place of a value has its name from then on."""
+    """The graph of one rank while it is rewritten. A value that replaces another one takes over its name."""
 
     def __init__(self, graph: ir.Graph) -> None:
         self.graph = graph
-        # Initializers that were added, by what they hold: equal ones are one.
+        # Added initializers by content, so that equal ones are shared.
         self._added: dict[tuple[str, bytes], ir.Value] = {}
 
     def constant(self, array: npt.NDArray[Any]) -> ir.Value:
@@ -29,7 +29,7 @@ class Editor:
         return self._added[key]
 
     def scalar(self, number: float, like: ir.Value) -> ir.Value:
-        """A constant of another value's type; float32 where that is not known."""
+        """A scalar constant of the same type as `like`, or float32 if that is not known."""
         return self.constant(np.array(number, like.dtype.numpy() if like.dtype is not None else np.float32))
 
     def find(self, key: tuple[str, bytes]) -> ir.Value | None:
@@ -37,12 +37,12 @@ class Editor:
         return self._added.get(key)
 
     def add(self, key: tuple[str, bytes], tensor: ir.TensorProtocol) -> ir.Value:
-        """A new initializer, to be found by this key."""
+        """A new initializer, which `find` returns for this key."""
         self._added[key] = self._register(tensor)
         return self._added[key]
 
-    def free_name(self, name: str) -> str:
-        """The name, or one like it, that no initializer has."""
+    def unused_name(self, name: str) -> str:
+        """The name, with as many primes (') as it takes for no initializer to have it."""
         while name in self.graph.initializers:
             name += "'"
         return name
@@ -54,7 +54,7 @@ class Editor:
         return value
 
     def before(self, node: ir.Node, operator: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
-        """What a new node makes, right before another one."""
+        """The result of a new node, which is inserted right before `node`."""
         new = ir.node(operator, inputs, attributes)
         self.graph.insert_before(node, new)
         return new.outputs[0]
@@ -62,7 +62,10 @@ class Editor:
     def wrap(
         self, old: ir.Value, operator: str, inputs: Sequence[ir.Value | None], suffix: str, **attributes: Any
     ) -> ir.Value:
-        """Put a node behind a value: its result takes the value's place, whose name gets a `suffix`."""
+        """Insert a node after a value. Its result replaces the value everywhere and takes its name.
+
+        The old value's name gets the `suffix`.
+        """
         uses = list(old.uses())
         node = ir.node(operator, inputs, attributes)
         producer = old.producer()
@@ -79,7 +82,7 @@ class Editor:
         return new
 
     def replace(self, node: ir.Node, replacement: ir.Node) -> ir.Value:
-        """Put a node of one result in the place of another one."""
+        """Replace a node by another one. Both have one result. Returns the new result."""
         (old,), (new,) = node.outputs, replacement.outputs
         stand_for(new, origin_of(old))
         ir.convenience.replace_nodes_and_values(self.graph, node, [node], [replacement], [old], [new])

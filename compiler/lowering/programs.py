@@ -1,4 +1,4 @@
-"""A rank's program in a pipeline: its steps around and between the segments of its stage's graph."""
+"""A rank's program in a pipeline: it receives, runs segments, reduces between them, and sends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def stage_program(
     keeps: Sequence[str] = (),
     parts: Sequence[Part] = (),
 ) -> RankProgram:
-    """The program of a rank that runs these segments of its stage's graph and gives these outputs to the caller."""
+    """The program of rank `number`, which runs the segments of its stage's graph and gives `outputs` to the caller."""
     taken = {value.name for segment in segments for value in segment.graph.inputs}
     inputs = [name for name in names(ranks[number].stage.feeds) if name in taken]
     graphs = tuple(segment.graph for segment in segments if segment.graph.outputs)
@@ -31,15 +31,15 @@ def stage_program(
 
 
 def kept_states(states: Iterable[State], rank: RankPlan, outputs: Iterable[str]) -> list[str]:
-    """The outputs that a rank makes for states that it takes, while another rank gives them to the caller."""
+    """The outputs that a rank keeps for its states while another rank gives them to the caller."""
     fed, made = set(names(rank.stage.feeds)), set(names(rank.stage.outputs)) - set(outputs)
     return [state.output for state in states if state.input in fed and state.output in made]
 
 
 def _steps(ranks: Sequence[RankPlan], number: int, segments: Sequence[Segment]) -> list[Step]:
-    """Receive what earlier stages made, run the segments with the sums between them, send what later stages need.
+    """Receive from earlier stages, run the segments with reductions between them, send to later stages.
 
-    In a group of ranks each exchanges values with the one at its own place in other groups.
+    A rank exchanges values with the rank of the same `part` in each other group.
     """
     rank = ranks[number]
     peers = [other for other, each in enumerate(ranks) if each.part == rank.part]
@@ -55,7 +55,7 @@ def _steps(ranks: Sequence[RankPlan], number: int, segments: Sequence[Segment]) 
             together = list(each)
             partial = [value.name or "" for node in together for value in node.inputs if value is not None]
             steps.append(Reduce(operation, partial, names(node.outputs[0] for node in together), group))
-    # A channel keeps its order, so a rank must send in the order in which the other receives.
+    # A channel is first in, first out: a rank must send in the order in which the other one receives.
     steps += [
         Send(value.name or "", target)
         for target in peers

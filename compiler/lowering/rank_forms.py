@@ -1,4 +1,4 @@
-"""Operators that a rank computes in another form than the model does, since it has a shard of what they read."""
+"""Operators that need another form in a rank graph, since the rank has only a shard of their inputs."""
 
 from __future__ import annotations
 
@@ -15,25 +15,29 @@ from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.sharding.shards import Shards
 
-# The node that stands for a sum over the ranks: TensorRT's convention.
+# The operator of a reduction over the ranks, as TensorRT defines it.
 COLLECTIVE = "DistCollective"
 
 
 def all_reduce(operation: str, ranks: int) -> dict[str, Any]:
-    """Attributes of a collective node over so many ranks."""
+    """Attributes of an all-reduce node over this number of ranks. `operation` is "sum" or "max"."""
     return {"collective_operation": "all_reduce", "reduce_op": operation, "root": -1, "nb_rank": ranks}
 
 
-def leave_out(editor: Editor, shards: Shards, node: ir.Node, operation: Operation) -> None:
-    """Make zeros of what a node would sum over that another rank has, where it sums over units of its own too."""
+def mask_unowned(editor: Editor, shards: Shards, node: ir.Node, operation: Operation) -> None:
+    """Mask with zeros what a node would sum over but another rank owns.
+
+    That is needed where the rank owns units of some sections and not of others. A rank that owns none has its whole
+    result multiplied by zero instead.
+    """
     for leaf in ax.leaves(operation.contracted):
-        if not shards.counts((leaf,)) or shards.counts((leaf,), all):
+        if not shards.owns((leaf,)) or shards.owns((leaf,), all):
             continue
         number, place = _find_leaf(operation, leaf)
         data, axes = node.inputs[number], operation.input(number)
         assert data is not None and data.dtype is not None
         shape = (-1, *[1] * (len(axes) - place - 1))
-        kept = editor.constant(shards.counted(axes[place]).reshape(shape))
+        kept = editor.constant(shards.owned_mask(axes[place]).reshape(shape))
         zero = operation.zero
         given = node.inputs[zero] if zero is not None and operation.has(zero) else None
         masked = editor.before(node, "Where", kept, data, given or editor.scalar(0, data))
@@ -42,7 +46,7 @@ def leave_out(editor: Editor, shards: Shards, node: ir.Node, operation: Operatio
 
 
 def _find_leaf(operation: Operation, leaf: Factor) -> tuple[int, int]:
-    """The first input, and its axis, that has what a node sums over."""
+    """The number of the first input that has the leaf, and of its axis."""
     return next(
         (number, place)
         for number, axes in enumerate(operation.inputs)
@@ -51,8 +55,8 @@ def _find_leaf(operation: Operation, leaf: Factor) -> tuple[int, int]:
     )
 
 
-def say_lengths(editor: Editor, shards: Shards, node: ir.Node, operation: Operation) -> None:
-    """A Split into equal lengths which are not equal on the rank says them."""
+def set_split_lengths(editor: Editor, shards: Shards, node: ir.Node, operation: Operation) -> None:
+    """Give a Split into equal lengths explicit lengths if they are not equal on this rank."""
     axis = node.attributes.get_int("axis", 0)
     sizes = [shards.size(axes[axis]) for axes in operation.outputs if axes is not None]
     if len(set(sizes)) == 1:
@@ -68,8 +72,8 @@ def say_lengths(editor: Editor, shards: Shards, node: ir.Node, operation: Operat
 def look_up(editor: Editor, shards: Shards, node: ir.Node, operation: Operation) -> ir.Value:
     """Pick the rows that the rank has, and zeros for the others: a partial value.
 
-    A list says for each row of the whole table where it would be in the rank's shard. To look an index up in it means
-    what it did in the table: below 0 it counts from the end, and one that is out of bounds fails.
+    A constant list maps each row of the whole table to its place in the rank's shard. Indices keep their meaning when
+    they are looked up in this list: negative ones count from the end, and those out of bounds fail.
     """
     (atom,) = ax.leaves(operation.contracted)
     own, indices, rows = shards.ranges[atom], node.inputs[1], node.outputs[0]
@@ -86,7 +90,10 @@ def look_up(editor: Editor, shards: Shards, node: ir.Node, operation: Operation)
 
 
 def quantize_together(editor: Editor, ranks: int, node: ir.Node) -> None:
-    """DynamicQuantizeLinear of a shard, with the scale and zero point of the whole value (as ONNX defines them)."""
+    """Replace DynamicQuantizeLinear of a shard by ONNX's definition, with the scale and zero point of the whole value.
+
+    The ranks find the range of the whole value by an all-reduce of maxima.
+    """
     data, outputs = node.inputs[0], node.outputs
     assert data is not None
     number = np.float32
@@ -116,10 +123,10 @@ def quantize_together(editor: Editor, ranks: int, node: ir.Node) -> None:
         old.replace_all_uses_with(new, replace_graph_outputs=True)
 
 
-def add_less(editor: Editor, node: ir.Node, once: frozenset[int], contracts: bool) -> ir.Value:
-    """Leave out the inputs `once` of an addition, or of a product that adds them: another rank adds them to the sum.
+def drop_once_inputs(editor: Editor, node: ir.Node, once: frozenset[int], contracts: bool) -> ir.Value:
+    """Drop the inputs `once` of an addition, or of a product with a bias: another rank adds them to the sum.
 
-    `contracts` says that the node sums over a sharded axis itself. Returns the value in the place of its result.
+    `contracts` says that the node sums over a sharded axis itself. Returns the value that replaces its result.
     """
     operator = operator_of(node)
     if contracts:

@@ -1,4 +1,4 @@
-"""The graph that one rank of a group runs: weights cut, sizes rewritten, and a node for each sum over ranks."""
+"""The graph that one rank of a group runs: with shards of weights, corrected sizes, and a node for each collective."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from splitc.compiler.sharding.sharded_model import ShardedModel
 def rank_graph(split: ShardedModel, stage: Stage, rank: int) -> ir.Graph:
     """The stage's graph as one rank runs it.
 
-    Values keep the model's names: a sum has the name of the value that it makes whole.
+    Values keep the model's names. The result of an all-reduce has the name of the value that it makes whole.
     """
     return _RankGraph(split, stage, rank).build()
 
@@ -44,9 +44,9 @@ class _RankGraph:
 
     def build(self) -> ir.Graph:
         for node in list(self._graph):
-            if (origin := origin_of(node)) is not None:  # else it makes sizes that the stage does not see
+            if (origin := origin_of(node)) is not None:  # None for nodes that compute borrowed sizes
                 self._rewrite(node, origin)
-        self._say_outputs()
+        self._globalize_outputs()
         for value in [*self._graph.inputs, *(value for node in self._graph for value in node.outputs)]:
             self._fit_shape(value)
         self._name_new()
@@ -60,10 +60,10 @@ class _RankGraph:
         operation = self._split.axis_map.operations[origin]
         self._cut_weights(node, operation)
         self._sizes.rewrite(node, operation)
-        forms.leave_out(self._editor, self._shards, node, operation)
+        forms.mask_unowned(self._editor, self._shards, node, operation)
         if operation.equal_parts:
-            forms.say_lengths(self._editor, self._shards, node, operation)
-        if origin in self._ranged:  # also where this rank has all of it: the others do not
+            forms.set_split_lengths(self._editor, self._shards, node, operation)
+        if origin in self._ranged:  # even if this rank has all of the value, since other ranks do not
             forms.quantize_together(self._editor, self._split.ranks, node)
             return
         result = node.outputs[0]
@@ -71,7 +71,7 @@ class _RankGraph:
             result = forms.look_up(self._editor, self._shards, node, operation)
         if origin.outputs[0] in self._split.sums.partial:
             result = self._add_once(node, origin, operation) or result
-            if not self._split.counts(self._rank, operation):
+            if not self._split.owns(self._rank, operation):
                 result = self._editor.wrap(result, "Mul", [result, self._editor.scalar(0, result)], "uncounted")
         if origin.outputs[0] in self._summed:
             attributes = forms.all_reduce("sum", self._split.ranks)
@@ -90,7 +90,7 @@ class _RankGraph:
         return ax.size_of(axes[0]) if axes else 1
 
     def _cut_weights(self, node: ir.Node, operation: Operation) -> None:
-        """The rank's shard of each weight that the node reads; the same shard of one weight is one initializer."""
+        """Replace each weight that the node reads by the rank's shard. Equal shards share one initializer."""
         for number, (value, axes) in enumerate(zip(node.inputs, operation.inputs, strict=True)):
             if value is None or axes is None or not value.is_initializer() or not self._shards.splits(axes):
                 continue
@@ -98,27 +98,27 @@ class _RankGraph:
             key = (value.name or "", self._shards.key(axes))
             shard = self._editor.find(key)
             if shard is None:
-                name = self._editor.free_name(f"{value.name}/rank{self._rank}")
+                name = self._editor.unused_name(f"{value.name}/rank{self._rank}")
                 shard = self._editor.add(key, self._shards.weight(value.const_value, axes, name))
                 mark_part(shard, value, self._shards.places(axes))
             node.replace_input_with(number, shard)
 
     def _add_once(self, node: ir.Node, origin: ir.Node, operation: Operation) -> ir.Value | None:
-        """Leave out what another rank adds to the sum; a new value where the node had to be another one."""
+        """Drop what another rank adds to the sum. Returns the new result, or None if nothing is dropped."""
         once = self._split.sums.once.get(origin, frozenset())
         if not once or self._split.adds(self._rank, operation):
             return None
         contracts = bool(chosen_atoms([operation.contracted], self._split.ranges))
-        return forms.add_less(self._editor, node, once, contracts)
+        return forms.drop_once_inputs(self._editor, node, once, contracts)
 
-    def _say_outputs(self) -> None:
-        """Sizes of shards that are outputs become those of whole values."""
+    def _globalize_outputs(self) -> None:
+        """Make outputs that are sizes of shards the sizes of whole values."""
         for number, value in enumerate(self._graph.outputs):
             if value in self._sizes.read:
                 self._graph.outputs[number] = self._sizes.globalize_output(value)
 
     def _fit_shape(self, value: ir.Value) -> None:
-        """Of the sizes that the file says of a value those of the rank's shard."""
+        """Replace a value's fixed sizes by those of the rank's shard."""
         axes = self._axes(value)
         if value.shape is not None and axes is not None and self._shards.splits(axes):
             pairs = zip(value.shape, axes, strict=True)

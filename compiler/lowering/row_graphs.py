@@ -1,7 +1,7 @@
-"""The graphs of a row split: the main rank's, in which an exchange stands for each product, and the slices of products.
+"""The graphs of row mode: the main rank's, in which an exchange replaces each product, and the slices of products.
 
-An exchange takes what its product reads and gives the columns of each rank, which are put together behind it. The main
-rank's graph is cut at its exchanges; between the segments the ranks multiply.
+An exchange takes its product's inputs and gives the columns of each rank, which a Concat joins. The main rank's graph
+is cut into segments at the exchanges. Between the segments the ranks multiply.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from splitc.compiler.sharding.products import Product
 from splitc.compiler.sharding.slices import SlicedProducts
 
 EXCHANGE = "Exchange"
-# Where an exchange says what it stands for.
+# The metadata key for the product that an exchange replaces.
 _PRODUCT = "splitc.product"
 
 
 def slice_name(product: Product, rank: int) -> str:
-    """The name of a rank's columns of what a product computes."""
+    """The name of a rank's columns of a product's result."""
     return f"{product.result.name}/rank{rank}"
 
 
 def find_rounds(graph: Graph, stage: Stage, products: Sequence[Product]) -> tuple[tuple[Product, ...], ...]:
-    """The products that can be multiplied at the same time, in as few rounds as can be."""
+    """The products grouped into as few rounds as possible. The products of a round are independent."""
     main = _exchange_products(graph, stage, products, lambda _: [0])
     rounds = [tuple(node.meta[_PRODUCT] for node in segment.joints) for segment in _cut(main)]
     return tuple(each for each in rounds if each)
 
 
 def main_segments(split: SlicedProducts, stage: Stage) -> list[Segment]:
-    """What the main rank runs of a stage between the rounds; its joints are exchanges."""
+    """The main rank's segments of a stage. Their joints are exchanges."""
     return _cut(_exchange_products(split.graph, stage, list(split.products.values()), split.ranks))
 
 
@@ -49,9 +49,9 @@ def _cut(graph: ir.Graph) -> list[Segment]:
 def _exchange_products(
     graph: Graph, stage: Stage, products: Sequence[Product], ranks: Callable[[Product], Sequence[int]]
 ) -> ir.Graph:
-    """The stage's graph with an exchange in the place of each product, and what puts its columns together."""
+    """The stage's graph with an exchange and a Concat of its columns in the place of each product."""
     result = stage_graph(graph, stage)
-    for value in (value for node in result for value in node.outputs):  # segments declare what passes between them
+    for value in (value for node in result for value in node.outputs):  # segments declare types of inputs and outputs
         origin = origin_of(value)
         value.type = value.type or (origin.type if origin is not None else None)
     by_node = {product.node: product for product in products}
@@ -67,7 +67,7 @@ def _exchange_products(
 def _exchange(
     graph: ir.Graph, node: ir.Node, takes: Sequence[ir.Value], product: Product, ranks: Sequence[int]
 ) -> ir.Node:
-    """Put an exchange in the place of a product. Returns the node that then makes the result."""
+    """Replace a product by an exchange and a Concat. Returns the Concat, which makes the result."""
     old = node.outputs[0]
     name = old.name or ""
     exchange = ir.node(EXCHANGE, takes, num_outputs=len(ranks), name=name)
@@ -85,7 +85,7 @@ def _exchange(
 
 
 def product_stage(graph: Graph, products: Collection[Product], blocks: Sequence[Block] = ()) -> Stage:
-    """The products, with what of their weights is computed from weights alone, as a stage of its own."""
+    """A stage of the products and of the nodes that fold their weights."""
     nodes: set[ir.Node] = set()
     takes = dict.fromkeys(value for product in products for value in product.takes)
     stack = [product.node for product in products]
@@ -107,7 +107,7 @@ def product_stage(graph: Graph, products: Collection[Product], blocks: Sequence[
 
 
 def slice_graph(split: SlicedProducts, rank: int, products: Sequence[Product]) -> ir.Graph:
-    """What a rank computes of the products of one round: its own columns, under names of their own."""
+    """The graph of a rank's columns of the products of one round. The columns are named by `slice_name`."""
     graph = rank_graph(split.columns, product_stage(split.graph, products), rank)
     for value, product in zip(graph.outputs, products, strict=True):
         value.name = slice_name(product, rank)

@@ -1,4 +1,4 @@
-"""The programs of a row split: the main rank's, which runs the model, and those of the ranks that multiply with it."""
+"""The programs of row mode: the main rank runs the model, and the other ranks only multiply."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from splitc.runtime.steps import Receive, Run, Send, Step
 
 
 def main_program(sliced: SlicedProducts, stage: Stage) -> RankProgram:
-    """The main rank runs the model, and its own columns of the products while others compute theirs."""
+    """The main rank runs the model, and its own columns of the products while the other ranks compute theirs."""
     graphs: list[ir.Graph] = []
     steps: list[Step] = []
 
@@ -37,7 +37,7 @@ def main_program(sliced: SlicedProducts, stage: Stage) -> RankProgram:
         steps += [
             Receive(slice_name(each, rank), rank) for rank, work in enumerate(others, 1) for each in work.products
         ]
-    # What is fed and only sent on is no engine's input.
+    # An input that is only sent on is not an input of any engine.
     taken = {value.name for graph in graphs for value in graph.inputs}
     taken |= {step.value for step in steps if isinstance(step, Send)}
     inputs = [name for name in names(stage.feeds) if name in taken]
@@ -45,7 +45,7 @@ def main_program(sliced: SlicedProducts, stage: Stage) -> RankProgram:
 
 
 def helper_program(sliced: SlicedProducts, number: int) -> RankProgram:
-    """Another rank takes what it multiplies, and gives its columns."""
+    """Any other rank receives the inputs of its products, and sends its columns of their results."""
     graphs: list[ir.Graph] = []
     steps: list[Step] = []
     for work in sliced.work(number):

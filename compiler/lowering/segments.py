@@ -1,4 +1,4 @@
-"""Cut a rank's graph into segments, at what ranks do together: the rank's program does that between the segments."""
+"""Cut a rank's graph into segments at its joints: collectives or exchanges, which the rank's program does."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from splitc.compiler.operators.registry import operator_of
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a rank's graph between two joints, and the joints that follow it: nodes for what ranks do together."""
+    """A run of a rank's graph between joints, and the joints that follow it."""
 
     graph: ir.Graph
     joints: tuple[ir.Node, ...]
 
 
 def cut_segments(graph: ir.Graph, outputs: Collection[str], joint: str) -> list[Segment]:
-    """The segments of `graph` between its nodes of the kind `joint`, in order. Only the `outputs` named are given.
+    """The segments of `graph` between its nodes of operator `joint`, in order. Only the named `outputs` are given.
 
-    A node goes into the last segment that is early enough for those that read it. What is computed from weights alone
-    is computed in each segment that needs it, where the engine folds it. So is what follows from the sizes of the
-    graph's inputs: it is a few numbers that engines have on the host, and would have to take from there.
+    A node goes into the last segment that is early enough for its readers. What is computed from weights alone is
+    repeated in each segment that needs it, since engines fold it. So is shape arithmetic on the sizes of the graph's
+    inputs: these few numbers are on the host, and passing them between engines costs more.
     """
     repeated = _repeated_nodes(graph, joint)
-    # All ranks must come to the same segments, so what this one does not give is taken off only then.
+    # All ranks must have the same segments, so nodes that only this rank does not need are dropped after `_levels`.
     levels = _levels(graph, repeated, joint)
     needed = _needed(graph, outputs, joint)
     count = 1 + max(levels.values(), default=0)
@@ -54,11 +54,11 @@ def cut_segments(graph: ir.Graph, outputs: Collection[str], joint: str) -> list[
 def _repeated_nodes(graph: ir.Graph, joint: str) -> frozenset[ir.Node]:
     """The nodes that compute from weights alone, and shape arithmetic on the sizes of the graph's inputs.
 
-    What ranks do together is done once, also where it is with parts of weights, and what they hand in for it.
+    Joints and the nodes that make their inputs are never repeated, even if they compute from weights alone.
     """
-    handed_in = {value.producer() for node in graph if node.op_type == joint for value in node.inputs if value}
+    joined = {value.producer() for node in graph if node.op_type == joint for value in node.inputs if value}
     ends = (node for node in graph if node.op_type == joint or any(value.is_graph_output() for value in node.outputs))
-    once = handed_in.union(ends)
+    once = joined.union(ends)
     inside = [node for node in graph if node not in once]
     constant: set[ir.Node] = set()
     for node in inside:
@@ -67,13 +67,13 @@ def _repeated_nodes(graph: ir.Graph, joint: str) -> frozenset[ir.Node]:
             constant.add(node)
     sizes: set[ir.Node] = set()
     for node in inside:
-        if node not in constant and _is_of_sizes(node, sizes, constant):
+        if node not in constant and _is_shape_arithmetic(node, sizes, constant):
             sizes.add(node)
     return frozenset(constant | sizes)
 
 
-def _is_of_sizes(node: ir.Node, sizes: Collection[ir.Node], constant: Collection[ir.Node]) -> bool:
-    """Whether the node is shape arithmetic that reads nothing but inputs' sizes, and what follows from them."""
+def _is_shape_arithmetic(node: ir.Node, sizes: Collection[ir.Node], constant: Collection[ir.Node]) -> bool:
+    """Whether the node is shape arithmetic on nothing but the sizes of inputs."""
     operator = operator_of(node)
     if not operator.folds or operator.expands:
         return False
@@ -83,14 +83,14 @@ def _is_of_sizes(node: ir.Node, sizes: Collection[ir.Node], constant: Collection
 
 
 def _is_short_constant(value: ir.Value, constant: Collection[ir.Node]) -> bool:
-    """Whether the value is a few numbers that follow from weights."""
+    """Whether the value is at most LONGEST numbers that are computed from weights alone."""
     if not value.is_initializer() and value.producer() not in constant:
         return False
     return value.shape is not None and value.shape.is_static() and math.prod(value.shape.numpy()) <= LONGEST
 
 
 def _needed(graph: ir.Graph, outputs: Collection[str], joint: str) -> set[ir.Node]:
-    """The nodes that stand above the outputs and the joints."""
+    """The joints, the nodes that make the outputs, and the ancestors of both."""
     needed: set[ir.Node] = set()
     stack = [node for node in graph if node.op_type == joint]
     stack += [node for node in graph if any(v.is_graph_output() and v.name in outputs for v in node.outputs)]
@@ -103,10 +103,10 @@ def _needed(graph: ir.Graph, outputs: Collection[str], joint: str) -> set[ir.Nod
 
 
 def _levels(graph: ir.Graph, repeated: Collection[ir.Node], joint: str) -> dict[ir.Node, int]:
-    """For each node that is not repeated the number of its segment.
+    """The segment's number for each node that is not repeated. A joint has the number of the segment before it.
 
-    A joint has the number of the segment that it follows. Segments are as few as can be. A node is as late as its
-    readers allow, but what is an output is made early, so that it is not held up.
+    There are as few segments as possible. A node is as late as its readers allow, but an output is made as early as
+    possible, so that it is not delayed.
     """
     early: dict[ir.Node, int] = {}
     readers: dict[ir.Value, list[ir.Node]] = {}
@@ -129,7 +129,7 @@ def _levels(graph: ir.Graph, repeated: Collection[ir.Node], joint: str) -> dict[
 
 
 def _extract(graph: ir.Graph, nodes: list[ir.Node], gives: list[ir.Value], repeated: Collection[ir.Node]) -> ir.Graph:
-    """A graph of its own of these nodes and the repeated ones that they need."""
+    """A new graph of these nodes and the repeated ones that they need."""
     own = set(nodes)
     stack = list(nodes)
     while stack:

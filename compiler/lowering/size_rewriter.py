@@ -1,7 +1,7 @@
-"""Sizes in a rank's graph: shape vectors that it computes from its own shards, and those that give sizes of shards.
+"""Shape vectors in a rank's graph, corrected where they hold the wrong of two sizes: a shard's or the whole value's.
 
-A Shape node reads the sizes of the rank's shard. Where such a size comes to a node that takes sizes, it is compared
-with the one that the node should have, and corrected where it is another. Anywhere else it is made the whole value's.
+A Shape node reads the sizes of the rank's shard. A node that takes sizes (Reshape, Expand) needs those of the rank's
+shard of its result. All other readers need the sizes of whole values.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Array = npt.NDArray[Any]
 
 @dataclass
 class SizeRewriter:
-    """Goes over the nodes of one rank's graph, in order.
+    """Rewrites the nodes of one rank's graph, which must be visited in order.
 
-    `read` has, for each shape vector with sizes of shards, the axis that each entry is the size of.
+    `read` maps each shape vector with sizes of shards to the axes whose sizes its entries are.
     """
 
     shards: Shards
@@ -40,13 +40,13 @@ class SizeRewriter:
     _whole: dict[ir.Value, ir.Value] = field(default_factory=dict)
 
     def rewrite(self, node: ir.Node, operation: Operation) -> None:
-        """Correct the sizes that a node reads, and note those that it gives."""
+        """Correct the sizes that a node reads, and record the sizes that it gives."""
         if operator_of(node).reads_shape:
             self._note_shape(node)
             return
         dtype = node.outputs[0].dtype
         passing = operator_of(node).passes_sizes and not operation.sizes and (dtype is None or dtype.is_integer())
-        passed = self._pass_on(node) if passing else None
+        passed = self._passed_sizes(node) if passing else None
         if passed is not None:
             self.read[node.outputs[0]] = passed
             return
@@ -74,8 +74,8 @@ class SizeRewriter:
         if any(map(self.shards.is_split, sizes)):
             self.read[node.outputs[0]] = sizes
 
-    def _pass_on(self, node: ir.Node) -> Sizes | None:
-        """The entries of the node's result, where it hands on sizes of shards by constant places."""
+    def _passed_sizes(self, node: ir.Node) -> Sizes | None:
+        """The entries of the node's result, if it passes on sizes of shards by constant indices; None otherwise."""
         if not any(value in self.read for value in node.inputs if value is not None):
             return None
         if node.op_type == "Concat":
@@ -98,7 +98,7 @@ class SizeRewriter:
         return entries
 
     def _entries(self, value: ir.Value) -> Sizes:
-        """The axes that a shape vector's entries are the sizes of; None for those that are not read from a shard."""
+        """For each entry of a shape vector the axis whose size it is, or None if it is not read from a shard."""
         return self.read.get(value) or [None] * self.length_of(value)
 
     def globalize(self, node: ir.Node, value: ir.Value) -> ir.Value:
@@ -111,7 +111,7 @@ class SizeRewriter:
         return self._whole[value]
 
     def globalize_output(self, value: ir.Value) -> ir.Value:
-        """As `globalize`, for an output of the graph: the sizes of whole values get its name."""
+        """As `globalize`, for an output of the graph: the corrected value takes over its name."""
         producer = value.producer()
         assert producer is not None and producer.graph is not None
         last = ir.node("Identity", [value])
@@ -152,7 +152,7 @@ class SizeRewriter:
         return self._emit(node, "Concat", parts, axis=0)
 
     def _constant_sizes(self, old: Array, sizes: Sizes, positions: bool) -> Array:
-        """Numbers that are sizes become the rank's. Others (-1, 0, 1 for a repeated axis) stay, but for positions."""
+        """Replace whole sizes by the rank's. Other numbers (-1, 0, 1 for a repeated axis) stay, unless `positions`."""
         new: Array = old.copy()
         for number, axis in enumerate(sizes):
             if axis is not None and self.shards.is_split(axis) and (positions or old[number] == ax.size_of(axis)):
@@ -160,9 +160,10 @@ class SizeRewriter:
         return new
 
     def _ratio(self, have: Axis | None, want: Axis | None) -> tuple[int, int] | None:
-        """What to multiply with and divide by to get from the one size to the other; None where they are the same.
+        """The numbers to multiply and divide by to turn the size `have` into `want`; None if they are the same.
 
-        None for an axis means a size of a whole value. A size that is in sections is a fixed number, over 0.
+        None for an axis means the size of the whole value. If a section is split there is no ratio: the result is then
+        the wanted size itself, over 0.
         """
         times, over = 1, 1
         for axis, wanted in ((want, True), (have, False)):
@@ -177,7 +178,7 @@ class SizeRewriter:
         return None if times == over else (times, over)
 
     def _correct(self, node: ir.Node, value: ir.Value, corrections: Sequence[tuple[int, int] | None]) -> ir.Value:
-        """Multiply and divide the entries that are sizes; others (-1, or 1 for what is repeated) don't divide."""
+        """Multiply and divide the entries that are sizes. Others (-1, or 1 for a repeated axis) are not divisible."""
         scalar = self.axes_of(value) == ()
         dtype = value.dtype.numpy() if value.dtype is not None else np.dtype(np.int64)
 

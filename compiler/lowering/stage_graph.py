@@ -1,4 +1,4 @@
-"""A stage as a graph of its own."""
+"""A stage's graph."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from splitc.compiler.frontend.origins import stand_for
 
 
 def stage_graph(graph: Graph, stage: Stage) -> ir.Graph:
-    """The stage as a graph of its own, from what it is fed and receives to the model's outputs and what it sends."""
+    """The stage as a new graph: from what it is fed and receives, to the model's outputs and what it sends."""
     weights = dict.fromkeys(value for node in stage.nodes for value in graph.weights(node))
     view = ir.GraphView(
         [*stage.takes, *stage.borrowed],
@@ -25,15 +25,15 @@ def stage_graph(graph: Graph, stage: Stage) -> ir.Graph:
     )
     result = view.clone()
     _compute_borrowed(result, stage)
-    _forget_shapes(graph, result)
+    _restore_shapes(graph, result)
     return result
 
 
-def _forget_shapes(graph: Graph, result: ir.Graph) -> None:
-    """Show an engine the shapes that it would see in the whole model: those that the model's file gives.
+def _restore_shapes(graph: Graph, result: ir.Graph) -> None:
+    """Restore the shapes of the model's file, so that an engine sees the same ones as in the unsplit model.
 
-    splitc inferred more, and with more equal symbols in sight ONNX Runtime fuses more: other numbers than the unsplit
-    model's, and on the CPU slower ones (SkipLayerNormalization costs a tenth of an encoder's time).
+    splitc infers more shapes, and with those ONNX Runtime fuses more. The results then differ from the unsplit model's,
+    and on the CPU they take longer (SkipLayerNormalization: a tenth of an encoder's time).
     """
     whole = {value.name for value in (*graph.graph.inputs, *graph.graph.outputs)}
     for value in (*result.inputs, *result.outputs):
@@ -48,7 +48,7 @@ def _forget_shapes(graph: Graph, result: ir.Graph) -> None:
 
 
 def _compute_borrowed(result: ir.Graph, stage: Stage) -> None:
-    """Make each borrowed shape vector from the sizes of the stage's inputs, and take it off the inputs."""
+    """Compute each borrowed shape vector from the sizes of the stage's inputs, and remove it from the inputs."""
     inputs = stage.takes
     own = dict(zip(inputs, result.inputs, strict=False))
     nodes: list[ir.Node] = []

@@ -1,4 +1,4 @@
-"""Auto mode: plan in every way that the devices allow, predict what each takes, and choose."""
+"""Auto mode: plan in every way that the devices allow, predict the time of each plan, and choose."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from splitc.runtime.errors import DoesNotFitError, MisuseError
 from splitc.runtime.machine import Machine, known_machine
 from splitc.runtime.units import format_seconds
 
-# Alternatives whose times differ by less than this share are as good. A stream hides what a device loses here and
-# there, and times are no better known than that, measured or estimated; a single request hides nothing.
+# Alternatives are equally fast if their times differ by less than this share, by objective and whether the blocks were
+# profiled. Predictions of throughput are less exact than that anyway, since a stream hides delays of single devices.
 SLACK = {("throughput", False): 0.1, ("throughput", True): 0.05, ("latency", False): 0.02, ("latency", True): 0.02}
-# Shares of what the fullest device holds that are not worth another device.
-ROOM = 0.02
-# Up to so many devices every number of them is tried; above, 1, 2, 4, ... and all.
+# Minimum share by which another device must relieve the fullest one.
+LEAST_ROOM_GAIN = 0.02
+# Every number of devices up to this one is tried; above it, only powers of two and all devices.
 FEW = 4
 
 
 @dataclass(frozen=True)
 class _Option:
-    """A mode, and a way to use the devices in it."""
+    """A mode, and a way to use devices in it."""
 
     mode: str
     way: Way
@@ -48,8 +48,8 @@ class _Option:
 def plan_auto(model: Path, resources: Resources, request: Request) -> Plan:
     """The best plan for the request's objective among those that fit, in any mode on any number of the devices.
 
-    Among plans about as fast, that which leaves most room on its fullest device. Raises DoesNotFitError when none fits,
-    with what each mode lacks, ModelError for a model that can't be used.
+    Among plans of about equal time it is the one that leaves the most room on its fullest device. Raises
+    DoesNotFitError if none fits, with what each mode lacks; ModelError for a model that can't be used.
     """
     tried = plan_alternatives(model, resources, request)
     plans = {alternative.name: plan for alternative, plan in tried if plan is not None}
@@ -62,13 +62,13 @@ def plan_auto(model: Path, resources: Resources, request: Request) -> Plan:
 
 
 def choose(alternatives: Sequence[Alternative], objective: str, profiled: bool) -> Alternative:
-    """Of the alternatives that are about as fast as the fastest that of which the fullest device has most room.
+    """The alternative with the most room on its fullest device, among those about as fast as the fastest.
 
-    A device more must be worth it: what differs by less than ROOM in what its fullest device holds is as good.
+    It uses no more devices than needed: another one must relieve the fullest device by LEAST_ROOM_GAIN.
     """
     good = _about_as_fast(alternatives, objective, profiled)
     least = min(each.fullest for each in good)
-    roomy = [each for each in good if each.fullest <= least * (1 + ROOM)]
+    roomy = [each for each in good if each.fullest <= least * (1 + LEAST_ROOM_GAIN)]
     return min(roomy, key=lambda each: (each.devices, _time(each, objective)))
 
 
@@ -79,14 +79,14 @@ def _about_as_fast(alternatives: Sequence[Alternative], objective: str, profiled
 
 
 def plan_alternatives(model: Path, resources: Resources, request: Request) -> list[tuple[Alternative, Plan | None]]:
-    """All that is worth a try, each with its plan where there is one."""
+    """All alternatives that are tried, each with its plan, or None if it is refused."""
     machine = known_machine()
     analyses = _Analyses(model, request)
     return [_try(option, analyses, resources, request, machine) for option in _options(resources, request)]
 
 
 class _Analyses:
-    """The model's analysis, anew where it must be cut more finely."""
+    """The model's analysis, repeated where a plan needs more blocks."""
 
     def __init__(self, model: Path, request: Request) -> None:
         self._model = model
@@ -104,9 +104,9 @@ class _Analyses:
 
 
 def _options(resources: Resources, request: Request) -> list[_Option]:
-    """All that is worth a try, what leaves the model's computation as it is first, then in growing numbers.
+    """The alternatives to try: first those that keep the model's computation, then by growing numbers of devices.
 
-    Shares are for all devices, and so is what is asked to be spread.
+    All devices are used if the request gives shares or asks for `spread`.
     """
     count = len(resources.devices)
     numbers = [n for n in range(1, count + 1) if n <= FEW or n == count or n & (n - 1) == 0]
@@ -123,7 +123,7 @@ def _order(way: Way) -> tuple[bool, int, int]:
 def _try(
     option: _Option, analyses: _Analyses, resources: Resources, request: Request, machine: Machine
 ) -> tuple[Alternative, Plan | None]:
-    """Plan in one way. Of more devices than it needs it takes those with the largest budgets."""
+    """Plan in one way, on the devices with the largest budgets."""
     way, mode = option.way, find_mode(option.mode)
     ranked = sorted(range(len(resources.devices)), key=lambda number: -(resources.budgets[number] or 0))
     taken = resources.take(sorted(ranked[: way.devices]))
@@ -137,9 +137,9 @@ def _try(
 
 
 def predict(plan: Plan, machine: Machine, threads: int | None, measured: float = 1.0) -> Prediction:
-    """Predict a plan's times on a machine's links. `threads` are those of each CPU device; None divides the cores.
+    """Predict a plan's times on a machine. `threads` are those of each CPU device; None divides the cores.
 
-    `measured` is what a profile found the blocks to take over what is estimated for them.
+    `measured` is the ratio of the blocks' measured to their estimated time.
     """
     each = threads_for([rank.device for rank in plan.ranks], threads)
     clock = Clock(plan.analysis, plan.ranks, machine, each, measured, plan.profiled)
@@ -147,12 +147,12 @@ def predict(plan: Plan, machine: Machine, threads: int | None, measured: float =
 
 
 def _in_short(error: Exception) -> str:
-    """The first clause of what a planner says."""
+    """The first clause of an error's message."""
     return re.split(r"[:;]", str(error), maxsplit=1)[0]
 
 
 def _measured(analysis: Analysis, resources: Resources, request: Request, machine: Machine) -> float:
-    """What the blocks were measured to take over what is estimated for them; 1 where nothing is measured."""
+    """The ratio of the blocks' measured to their estimated time; 1 without a profile."""
     if not request.profile:
         return 1.0
     speed = rank_speed(resources.devices[0], threads_for(resources.devices, request.threads), 1, machine)
@@ -163,7 +163,7 @@ def _measured(analysis: Analysis, resources: Resources, request: Request, machin
 
 def _describe(option: _Option, plan: Plan, found: Prediction) -> Alternative:
     peaks = [rank.memory.total for rank in plan.ranks]
-    # Where a budget is not known, what counts is how much a device holds.
+    # Without all budgets, devices are compared by the bytes that they hold.
     known = all(rank.budget is not None for rank in plan.ranks)
     fullest = max(
         peak / max(1, rank.budget or 1) if known else peak for rank, peak in zip(plan.ranks, peaks, strict=True)
@@ -189,7 +189,7 @@ def _reason(chosen: Alternative, alternatives: Sequence[Alternative], request: R
 
 
 def _explain_misfit(alternatives: Sequence[Alternative]) -> str:
-    """What each mode lacks, on the number of devices with which it lacks least: the largest."""
+    """A message with what each mode lacks on its largest number of devices, where it lacks least."""
     last = {each.mode: each for each in alternatives}
     lines = [f"  {each.name}: {each.refused}" for each in last.values()]
     return (

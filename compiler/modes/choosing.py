@@ -1,4 +1,4 @@
-"""From a model and devices to a plan, in the mode that is asked for."""
+"""Make a plan for a model and devices, in the mode of the request."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ from splitc.runtime.errors import MisuseError
 def make_plan(
     model: Path, devices: Sequence[Device] | Sequence[str], request: Request, timer: BlockTimer | None = None
 ) -> Plan:
-    """Decide what of the model each device holds; blocks are timed by `timer`, or estimated. See `plan_model`."""
+    """Decide what each device holds of the model. `timer` measures the blocks; without one, times are estimated.
+
+    See `plan_model` for the errors that it raises.
+    """
     devices = parse_devices([str(device) for device in devices])
     _check_request(request)
-    choose_engine(request.engine, devices)  # what is wrong with it is said before the model is read
+    choose_engine(request.engine, devices)  # raises for a wrong engine before the model is read
     check_shares(request.tensor_split, len(devices))
     budgets = find_budgets(devices, request.memory, request.headroom)
     resources = Resources(tuple(devices), tuple(budgets), request.threads, timer)
@@ -48,7 +51,7 @@ def _plan_in_mode(model: Path, resources: Resources, request: Request) -> Plan:
 
 
 def _check_request(request: Request) -> None:
-    """Raise MisuseError for a word that is none, and for an option of another mode."""
+    """Raise MisuseError for an unknown mode, objective or fallback, and for an option of another mode."""
     modes = (AUTO, *MODES)
     if request.split_mode not in modes:
         raise MisuseError(f"unknown split mode '{request.split_mode}': there are {', '.join(modes)}")

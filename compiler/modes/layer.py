@@ -1,4 +1,4 @@
-"""Layer mode: consecutive blocks to each device."""
+"""Layer mode: consecutive blocks to each device (pipeline parallel)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from splitc.runtime.units import format_bytes
 
 @dataclass(frozen=True)
 class LayerSplit:
-    """Whole nodes on each rank, and nothing of the model's computation changed."""
+    """Each rank runs whole nodes. The model's computation is unchanged."""
 
     analysis: Analysis
     rewrites = False
@@ -78,7 +78,7 @@ class LayerSplit:
 def plan_layers(analysis: Analysis, resources: Resources, request: Request) -> Plan:
     """Decide which blocks each device holds.
 
-    Raises DoesNotFitError when the devices can't hold the model, MisuseError for more devices than blocks.
+    Raises DoesNotFitError if the devices can't hold the model, MisuseError if there are more devices than blocks.
     """
     seconds = resources.block_seconds(analysis)
     devices = resources.devices
@@ -97,7 +97,7 @@ def _make_plan(
     chosen: Sequence[Assignment],
     seconds: Sequence[float],
 ) -> Plan:
-    """The plan that puts the chosen runs of blocks on the devices, one each, with all that follows from that."""
+    """The plan that puts the chosen runs of blocks on the devices, one run on each."""
     stages = divide_blocks(analysis.graph, analysis.partition, [each.end for each in chosen])
     ranks = [
         RankPlan(
@@ -119,7 +119,7 @@ def _make_plan(
 def _replan(
     analysis: Analysis, resources: Resources, request: Request, file: PlanFile, chosen: Sequence[Assignment]
 ) -> Plan:
-    """The plan of a file. Raises DoesNotFitError, naming the blocks, when a rank needs more than its budget."""
+    """The plan of a file. Raises DoesNotFitError, which names the blocks, if a rank needs more than its budget."""
     plan = _make_plan(analysis, resources, request, chosen, resources.block_seconds(analysis))
     for rank in plan.ranks:
         if rank.missing:
@@ -133,7 +133,7 @@ def _replan(
 
 
 def _ways(count: int, numbers: Sequence[int]) -> list[Way]:
-    """A stage on each of so many devices."""
+    """One stage on each device, for these numbers of devices."""
     return [Way(number, number) for number in numbers]
 
 

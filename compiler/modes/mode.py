@@ -1,4 +1,4 @@
-"""A split mode: what plans in it. To add one, write a module here that has a `MODE`, and name it in the table."""
+"""The interface of a split mode. To add one, write a module here that has a `MODE`, and name it in the table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from splitc.compiler.planning.stage_search import Assignment
 
 @dataclass(frozen=True)
 class Way:
-    """One way to use devices: so many of them, in so many stages."""
+    """One way to use devices: how many of them, in how many stages."""
 
     devices: int
     stages: int = 1
@@ -23,13 +23,13 @@ class Way:
 
 @dataclass(frozen=True)
 class Mode:
-    """What a mode offers.
+    """The functions of a mode.
 
-    stages: into how many stages it divides a model, on so many devices.
-    ways: which ways to use up to so many devices are worth a try, of these numbers of devices.
-    plan: decides. Raises CannotSplitError where the mode can't split the model, MisuseError for a request that it can't
-    meet, DoesNotFitError when the devices can't hold it.
-    replan: the plan of a file, with the assignments of its blocks. Raises as `plan` does.
+    stages: the number of stages for a request and a number of devices.
+    ways: the ways to try in auto mode, for the number of all devices and the numbers of them to try.
+    plan: makes a plan. Raises CannotSplitError if the mode can't split the model, MisuseError for a request that it
+    can't meet, DoesNotFitError if the devices can't hold the model.
+    replan: makes the plan of a file, from the assignments of its blocks. Raises as `plan` does.
     """
 
     stages: Callable[[Request, int], int]

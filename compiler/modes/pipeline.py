@@ -1,4 +1,4 @@
-"""What modes with stages have in common: the choice of cuts, what crosses them, and the time of a pipeline."""
+"""Shared by the modes with stages: the choice of cuts, the values that cross them, and the time of a pipeline."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from splitc.compiler.planning.resources import as_shares
 from splitc.compiler.planning.stage_search import Assignment, StageCosts, Target, plan_stages
 from splitc.runtime.errors import DoesNotFitError
 
-# How much slower the slowest stage may be for fewer bytes cut and more even memory: times are not known better than
-# that, where they were measured and where they are estimated.
+# How much slower the slowest stage may be for fewer bytes cut and more evenly spread weights. Measured and estimated
+# times are no more exact than that.
 SLACK_MEASURED, SLACK_ESTIMATED = 0.02, 0.1
-# How many times its share of the weights (as budgets go) a device may hold, for the sake of speed.
+# How many times its share of the weights, in proportion to budgets, a device may hold for the sake of speed.
 UNEVEN = 1.6
 
 
 def choose_stages(
     analysis: Analysis, seconds: Sequence[float], targets: Sequence[Target], request: Request
 ) -> list[Assignment]:
-    """The runs of blocks that are best for the targets. `seconds` are the blocks' times."""
+    """The best runs of blocks for the targets. `seconds` are the blocks' times."""
     memory = RangeMemory(analysis.costs, analysis.states, analysis.partition)
 
     def load(start: int, end: int) -> float:
-        if request.tensor_split:  # users' shares are of the weights: that is what they see fill their devices
+        if request.tensor_split:  # users mean shares of the weights, which is what fills their devices
             return memory.weights(start, end)
         return sum(seconds[start:end])
 
@@ -40,7 +40,7 @@ def choose_stages(
         names=[block.name for block in analysis.partition.blocks],
         load=load,
         weights=memory.weights,
-        memory=cache(memory.total),  # the search asks for the same runs again for each target
+        memory=cache(memory.total),  # the search asks for the same runs for each target
         cut=memory.cut_bytes.__getitem__,
         link=lambda _: 0.0,  # CPU devices share their memory
     )
@@ -50,8 +50,8 @@ def choose_stages(
 def _choose(costs: StageCosts, targets: Sequence[Target], request: Request) -> list[Assignment]:
     """The best stages; for throughput, with the weights spread evenly enough (see UNEVEN).
 
-    In a convolutional network the first stages take the time and the last hold the weights: going by time alone, one
-    device would be full and the others empty. Where blocks are too large for the limit, it is raised until they fit.
+    In a convolutional network the first stages take the time and the last ones hold the weights: by time alone, one
+    device would be full and the others nearly empty. If blocks exceed the limit, it is raised until they fit.
     """
     spread = request.spread or request.tensor_split is not None
     slack = SLACK_MEASURED if request.profile else SLACK_ESTIMATED
@@ -69,7 +69,7 @@ def _choose(costs: StageCosts, targets: Sequence[Target], request: Request) -> l
 
 
 def rematerialized(analysis: Analysis, stages: Sequence[Stage], number: int) -> Rematerialized:
-    """What stage `number` has in common with those before it: cheap nodes, and weights that more than one reads."""
+    """What stage `number` has in common with earlier ones: rematerialized nodes, and weights that several read."""
     costs = analysis.costs
     before = {node for stage in stages[:number] for node in stage.nodes}
     again = [node for node in stages[number].nodes if node in before]
@@ -82,7 +82,7 @@ def rematerialized(analysis: Analysis, stages: Sequence[Stage], number: int) -> 
 
 
 def stage_cuts(analysis: Analysis, stages: Sequence[Stage]) -> list[CutPlan]:
-    """For each cut the values that pass it: made before it, and received after it."""
+    """For each cut the values that cross it: sent by a stage before it and received by one after it."""
     cuts = []
     for number in range(1, len(stages)):
         made = {value for stage in stages[:number] for value in stage.sends}
@@ -97,9 +97,9 @@ def predict_pipeline(
     clock: Clock,
     stage_seconds: Callable[[Sequence[RankPlan], int], float],
 ) -> Prediction:
-    """The times of stages that work one after the other on a request, and at the same time on a stream.
+    """The times of a pipeline: stages run one after the other for a request, and at the same time for a stream.
 
-    `stage_seconds` is the time of a stage's ranks while so many ranks are at work.
+    `stage_seconds` gives the seconds of a stage's ranks while a number of ranks are working.
     """
     groups = sorted({rank.group for rank in ranks})
     members = [[rank for rank in ranks if rank.group == group] for group in groups]
@@ -110,6 +110,6 @@ def predict_pipeline(
         for before, after, cut in zip(members, members[1:], cuts, strict=False)
     ]
     slowest = max(map(sum, zip(together, [0.0, *crossing], strict=True)))
-    # More ranks than cores take turns: the cores are then always at work.
+    # If the ranks want more than all cores, they take turns, and the interval is that of all work on all cores.
     every = sum(seconds * min(1.0, clock.crowd(len(each))) for seconds, each in zip(together, members, strict=True))
     return Prediction(sum(alone) + sum(crossing), max(slowest, every))

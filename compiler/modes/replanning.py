@@ -19,15 +19,15 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.manifest import State
 from splitc.runtime.package_files import hash_file
 
-# As many blocks as no model has: asks for the finest ones.
+# More blocks than any model has: asks for the finest ones.
 ALL = 1 << 30
 
 
 def plan_from_file(model: Path, path: Path) -> Plan:
     """The plan that a file describes, for the model that it was made for.
 
-    Raises MisuseError when the file is no plan or contradicts the model, CannotSplitError when its shares leave a rank
-    with nothing, DoesNotFitError when a rank needs more than its budget.
+    Raises MisuseError if the file is no plan or contradicts the model, CannotSplitError if its shares leave a rank
+    with nothing, DoesNotFitError if a rank needs more than its budget.
     """
     file = read_plan(path)
     if file.schema != SCHEMA:
@@ -77,7 +77,7 @@ def _check_states(analysis: Analysis, states: Sequence[State]) -> Sequence[State
 
 
 def assignments(blocks: Mapping[str, int], stages: int, names: Sequence[str]) -> list[Assignment]:
-    """The stages that the plan's blocks make. Raises MisuseError naming the line that contradicts the model."""
+    """The stages of the plan's blocks. Raises MisuseError, which names the line that contradicts the model."""
     for name, rank in blocks.items():
         if name not in names:
             raise MisuseError(f'the plan has the line "{name}: {rank}", and the model has no such block')

@@ -1,6 +1,7 @@
-"""Row mode: the model on its main device, and slices of its large matmul weights on all.
+"""Row mode: the main device runs the model, and every device holds slices of its large matmul weights.
 
-Llama.cpp's name: a matrix of N outputs has N rows there, and each device gets some. Megatron calls it column-parallel.
+This is Megatron's column-parallel: matrices are sliced by output features. The name is llama.cpp's, where a matrix with
+N outputs has N rows.
 """
 
 from __future__ import annotations
@@ -41,17 +42,17 @@ from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.units import format_bytes
 
-# Where weights are that are not sliced.
+# Where unsliced weights are held, for messages.
 WHOLE = "on the main device"
-# What can be sliced is this share of the model's weights or more: less is not worth a round trip in each block.
+# Minimum share of the model's weights that can be sliced. Less does not justify a round trip in each block.
 LEAST_SHARE = 0.1
-# Weights, and kinds of operators, that are named where nothing can be sliced.
+# How many weights, and how many kinds of readers, the error names if too little can be sliced.
 NAMED, KINDS = 5, 3
 
 
 @dataclass(frozen=True)
 class RowSplit:
-    """The main rank runs the model; each rank multiplies with its slices of matrices of at least `row_min` squared."""
+    """The main rank runs the model. Each rank multiplies with its slices of matrices of at least `row_min` squared."""
 
     analysis: Analysis
     sliced: SlicedProducts
@@ -80,9 +81,9 @@ class RowSplit:
         return 2 * rounds if rank.part == 0 else rounds - 1
 
     def predict(self, ranks: Sequence[RankPlan], cuts: Sequence[CutPlan], clock: Clock) -> Prediction:
-        """The main rank's own work, and in each round the slowest slice and what is sent there and back.
+        """The main rank's own work, and for each round the slowest slice and the values sent there and back.
 
-        The main rank waits for the others, so a stream is no faster than its requests.
+        The main rank waits for the others, so requests of a stream do not overlap.
         """
         main, *others = ranks
         own = [node for node in main.stage.nodes if node.outputs[0].name not in self.sliced.products]
@@ -93,7 +94,7 @@ class RowSplit:
             slowest = max(clock.seconds(rank, nodes, len(ranks), partial(self._share, rank.part)) for rank in ranks)
             total += clock.meeting(slowest) * max(1.0, clock.crowd(len(ranks)))
             total += 2 * (link.latency + clock.cold(main) + clock.start(main))
-        # What comes back is copied once more, to where it is put together.
+        # Received columns are copied once more to be joined.
         results = (product.result for product in self.sliced.products.values())
         joined = sum(map(self.analysis.costs.value_bytes, results))
         latency = total + self.exchanged_bytes(cuts) * link.per_byte + clock.copying(main, joined)
@@ -115,10 +116,10 @@ class RowSplit:
 
 
 def plan_rows(analysis: Analysis, resources: Resources, request: Request) -> Plan:
-    """Decide what of the large matmul weights each device holds; the main device comes first, and holds all else.
+    """Decide which slices of the large matmul weights each device holds. The main device is rank 0 and holds the rest.
 
-    Raises MisuseError for less than two devices or a main device that is none of them, CannotSplitError when there is
-    too little to slice or a device would get nothing of it, DoesNotFitError when a rank needs more than its budget.
+    Raises MisuseError for fewer than two devices or an unknown main device, CannotSplitError if too little can be
+    sliced or a device would get nothing, DoesNotFitError if a rank needs more than its budget.
     """
     count = len(resources.devices)
     if count < 2:
@@ -129,7 +130,7 @@ def plan_rows(analysis: Analysis, resources: Resources, request: Request) -> Pla
 
 
 def _main_first(resources: Resources, request: Request) -> list[int]:
-    """The devices' numbers, that of the main one before the others."""
+    """The devices' numbers, the main one's first."""
     numbers = list(range(len(resources.devices)))
     if request.main_device is None:
         return numbers
@@ -143,16 +144,16 @@ def _main_first(resources: Resources, request: Request) -> list[int]:
 
 
 def _make_plan(analysis: Analysis, resources: Resources, request: Request, shares: Sequence[float] | None) -> Plan:
-    """The plan that slices weights by the shares, the first of which is the main device's.
+    """The plan that slices weights by the shares, of which the first is the main device's.
 
-    Without shares they are what each budget leaves beside what the device must hold anyway.
+    By default the shares are the room that each budget leaves (`_shares_of_room`).
     """
     devices, budgets = resources.devices, resources.budgets
     (stage,) = divide_blocks(analysis.graph, analysis.partition, [len(analysis.partition.blocks)])
     products = find_products(analysis, request.row_min)
-    _check_worth(analysis, products, request.row_min)
+    _check_enough_to_slice(analysis, products, request.row_min)
     if shares is None:
-        shares = _free_shares(analysis, stage, products, budgets)
+        shares = _shares_of_room(analysis, stage, products, budgets)
     sliced = _slice(analysis, stage, products, [float(share) for share in shares])
     _check_slices(sliced, resources, shares)
     seconds = _rank_seconds(analysis, resources, sliced)
@@ -177,14 +178,14 @@ def _make_plan(analysis: Analysis, resources: Resources, request: Request, share
 
 
 def _slice(analysis: Analysis, stage: Stage, products: Products, shares: Sequence[float]) -> SlicedProducts:
-    """The products sliced by the shares, in rounds; those that these leave to the main rank are none."""
+    """The products sliced by the shares, in rounds, without those whose columns all stay on the main rank."""
     columns = slice_products(analysis.graph, products, shares, analysis.costs.value_bytes)
     sliced = [product for product in products.found if product.columns in columns.ranges]
     return SlicedProducts(analysis.graph, find_rounds(analysis.graph, stage, sliced), columns)
 
 
-def _check_worth(analysis: Analysis, products: Products, least: int) -> None:
-    """Raise CannotSplitError when nothing, or next to nothing, can be sliced, saying what reads the weights."""
+def _check_enough_to_slice(analysis: Analysis, products: Products, least: int) -> None:
+    """Raise CannotSplitError if less than LEAST_SHARE can be sliced. The message says what reads the weights."""
     halves = slice_products(analysis.graph, products, [1.0, 1.0], analysis.costs.value_bytes)
     weights = sliced_weights(analysis, products, halves)
     total = max(1, sum(each.bytes for each in weights))
@@ -206,8 +207,11 @@ def _check_worth(analysis: Analysis, products: Products, least: int) -> None:
     )
 
 
-def _free_shares(analysis: Analysis, stage: Stage, products: Products, budgets: Sequence[Budget]) -> list[float]:
-    """For each device what its budget leaves beside what it must hold without a slice; equal where one is unknown."""
+def _shares_of_room(analysis: Analysis, stage: Stage, products: Products, budgets: Sequence[Budget]) -> list[float]:
+    """Shares in proportion to the room that each budget leaves beside what the device holds without any slice.
+
+    They are equal if a budget is not known.
+    """
     known = [budget for budget in budgets if budget is not None]
     if len(known) < len(budgets):
         return as_shares(budgets)
@@ -221,7 +225,7 @@ def _free_shares(analysis: Analysis, stage: Stage, products: Products, budgets: 
 
 
 def _check_slices(split: SlicedProducts, resources: Resources, shares: Sequence[float]) -> None:
-    """Raise CannotSplitError when a device would have no column of anything."""
+    """Raise CannotSplitError if a device would have no column of any product."""
     for number in range(1, len(resources.devices)):
         if not split.of_rank(number, list(split.products.values())):
             raise CannotSplitError(
@@ -232,17 +236,20 @@ def _check_slices(split: SlicedProducts, resources: Resources, shares: Sequence[
 
 
 def _rank_stage(analysis: Analysis, split: SlicedProducts, stage: Stage, number: int) -> Stage:
-    """What a rank runs: the main one all of the model, the others products, with the blocks that these are of."""
+    """A rank's stage: the whole model on the main rank, its products and their blocks on any other."""
     if number == 0:
         return stage
     own = split.of_rank(number, list(split.products.values()))
     nodes = {product.node for product in own}
-    blocks = [block for block in analysis.partition.blocks if nodes & analysis.partition.with_free(block)]
+    blocks = [block for block in analysis.partition.blocks if nodes & analysis.partition.with_upstream(block)]
     return product_stage(analysis.graph, own, blocks)
 
 
 def _rank_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, number: int) -> StageMemory:
-    """What a rank holds: the main one all but the others' slices, those what they multiply and their columns of it."""
+    """A rank's memory. The main rank holds everything but the other ranks' slices.
+
+    Any other rank holds its slices, and in each round the inputs of its products and its columns of their results.
+    """
     costs = analysis.costs
     own = split.of_rank(number, list(split.products.values()))
     if number == 0:
@@ -250,7 +257,7 @@ def _rank_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, number
         nodes = [node for node in stage.nodes if node not in elsewhere]
         held = replace(held_shards(costs, split.columns, nodes, 0), size=costs.value_bytes)
         memory = stage_memory(costs, analysis.states, stage, held)
-        # The columns of all ranks, beside what they make together.
+        # The columns of all ranks, beside the joined results.
         results = ([product.result for product in products] for products in split.rounds)
         joined = max((_sum(costs.value_bytes, each) for each in results), default=0)
         return replace(memory, activations=memory.activations + joined)
@@ -265,7 +272,7 @@ def _rank_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, number
 def _exchanged(
     analysis: Analysis, split: SlicedProducts, number: int, products: Iterable[Product]
 ) -> tuple[list[ir.Value], dict[ir.Value, int]]:
-    """What a rank takes for its columns of some products, and what it gives with the bytes of its columns."""
+    """The values that a rank takes for its columns of some products, and the bytes of its columns of each result."""
     own = split.of_rank(number, list(products))
     takes = list(dict.fromkeys(value for product in own for value in product.takes))
     gives = {each.result: int(analysis.costs.value_bytes(each.result) * split.share(number, each)) for each in own}
@@ -273,7 +280,7 @@ def _exchanged(
 
 
 def _crossing(analysis: Analysis, split: SlicedProducts, number: int) -> CutPlan:
-    """What passes between a rank and the main one in a run, both ways; what several rounds take is sent once."""
+    """The values that cross between a rank and the main one in a run, in both directions, each sent once."""
     takes, gives = _exchanged(analysis, split, number, split.products.values())
     crossing = _sum(analysis.costs.value_bytes, takes) + sum(gives.values())
     return CutPlan(tuple(dict.fromkeys([*takes, *gives])), crossing)
@@ -284,7 +291,7 @@ def _sum(size: Callable[[ir.Value], int], values: Iterable[ir.Value]) -> int:
 
 
 def _rank_seconds(analysis: Analysis, resources: Resources, split: SlicedProducts) -> list[float]:
-    """Each rank's time a run: of the model's time products take a part, and of those each rank by its columns."""
+    """Each rank's seconds per run. The time of a product is divided among the ranks by their columns."""
     speed, costs = nominal_speed(resources.devices[0].kind), analysis.costs
     whole = sum(resources.block_seconds(analysis))
     estimated = sum(costs.seconds(node, speed) for node in analysis.graph.nodes) or 1.0
@@ -299,13 +306,13 @@ def _rank_seconds(analysis: Analysis, resources: Resources, split: SlicedProduct
 def _replan(
     analysis: Analysis, resources: Resources, request: Request, file: PlanFile, chosen: Sequence[Assignment]
 ) -> Plan:
-    """The plan of a file. Only the main rank may have no share."""
+    """The plan of a file. Only the main rank may have a share of 0."""
     check_file_shares(file.ranks, may_be_empty=1)
     return _make_plan(analysis, resources, request, [rank.share for rank in file.ranks])
 
 
 def _ways(count: int, numbers: Sequence[int]) -> list[Way]:
-    """So many devices, the main one among them."""
+    """All numbers of devices from two, the main one included."""
     return [Way(number) for number in numbers if number > 1]
 
 

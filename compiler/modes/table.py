@@ -1,4 +1,4 @@
-"""The split modes by name, each a module of this package. Importing this needs no library of the compiler's."""
+"""The split modes by name, each a module of this package. This module imports none of the compiler's libraries."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
     from splitc.compiler.modes.mode import Mode
 
 AUTO = "auto"
-# What each mode does, in the words of the command line's help.
+# What each mode does, for the command line's help. Row mode is Megatron's column-parallel.
 MODES = {
     "layer": "consecutive blocks to each device",
-    "tensor": "a part of every block to each device, at the same time",
+    "tensor": "a shard of every block to each device, at the same time",
     "row": "slices of the large matmul weights to each device, and all else to the main one",
 }
-# The modes that any model can be split in.
+# The modes that can split any model.
 FALLBACKS = ("layer",)
 
 
 def find_mode(name: str) -> Mode:
-    """The mode of this name. Raises MisuseError where there is none."""
+    """The mode of this name. Raises MisuseError if there is none."""
     if name not in MODES:
         raise MisuseError(f"unknown split mode '{name}': there are {', '.join(MODES)}")
     mode: Mode = import_module(f"splitc.compiler.modes.{name}").MODE
@@ -30,7 +30,7 @@ def find_mode(name: str) -> Mode:
 
 
 def describe_modes() -> str:
-    """The modes in one line of help."""
+    """The modes in one line, for help texts."""
     return " ".join(
-        f"{name}: {what}." for name, what in {AUTO: "what is predicted to be the best that fits", **MODES}.items()
+        f"{name}: {what}." for name, what in {AUTO: "the mode that is predicted to be best and fits", **MODES}.items()
     )

@@ -1,4 +1,7 @@
-"""Tensor mode: groups of devices share each block, and every rank of a group runs its shard of it."""
+"""Tensor mode: the devices of a group share each block, and every rank runs its shard of it.
+
+This is Megatron's tensor parallelism: matrices are column-, then row-parallel, with one all-reduce after each pair.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +46,13 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.manifest import Part
 from splitc.runtime.units import format_bytes
 
-# Where weights are that are not sharded.
+# Where unsharded weights are held, for messages.
 WHOLE = "whole on each rank"
 
 
 @dataclass(frozen=True)
 class TensorSplit:
-    """Every rank of a group runs every node of its stage on its shards, and all sum what is partial."""
+    """Every rank of a group runs every node of its stage on its shards. The group sums partial values."""
 
     analysis: Analysis
     choice: Choice
@@ -81,7 +84,7 @@ class TensorSplit:
         return predict_pipeline(ranks, cuts, clock, lambda members, n: self._stage_seconds(members, n, stages, clock))
 
     def _stage_seconds(self, members: Sequence[RankPlan], at_once: int, stages: int, clock: Clock) -> float:
-        """The time of one of so many stages: that of its slowest rank, and of what its ranks sum."""
+        """The seconds of one of `stages` stages: of its slowest rank, and of its collectives."""
         first, second = members[:2]
         slowest = max(
             clock.seconds(rank, rank.stage.nodes, at_once, partial(self._share, rank.part)) for rank in members
@@ -93,13 +96,13 @@ class TensorSplit:
         return clock.meeting(slowest) + sums + (count + 1) * clock.start(first) + self._joining(clock) / stages
 
     def _share(self, part: int, node: ir.Node) -> float:
-        """The share of a node's work that one rank of a group has."""
+        """The share of a node's work that rank `part` of a group has."""
         operation = self.axis_map.operations[node]
         shards = self.sharded.shards(part)
         return shards.share(operation.outputs[0]) * shards.share((operation.contracted,))
 
     def _joining(self, clock: Clock) -> float:
-        """The time to cut what is fed, and to join what is given, where ranks have shards of it."""
+        """The seconds to cut sharded inputs and to join sharded outputs."""
         graph = self.analysis.graph.graph
         ends = (value for value in (*graph.inputs, *graph.outputs) if value.name not in clock.states)
         cut = [value for value in ends if self.sharded.shards(0).splits(self.sharded.axes(value))]
@@ -121,13 +124,13 @@ class TensorSplit:
         return stage_program(ranks, number, segments, outputs, keeps, self._parts(rank))
 
     def _gives(self, rank: RankPlan, value: ir.Value) -> bool:
-        """Whether the rank gives its shard of an output: of one that is replicated, the first rank does."""
+        """Whether the rank gives its shard of an output to the caller. The first rank gives replicated outputs."""
         ranges = self.sharded.ranges
         atoms = chosen_atoms(self.sharded.axes(value), ranges)
-        return all(ranges[atom][rank.part].counts for atom in atoms) if atoms else rank.part == 0
+        return all(ranges[atom][rank.part].owned for atom in atoms) if atoms else rank.part == 0
 
     def _parts(self, rank: RankPlan) -> list[Part]:
-        """The inputs and outputs of which the rank has a shard only."""
+        """The rank's shards of inputs and outputs that it has not all of."""
         shards = self.sharded.shards(rank.part)
         values = (*rank.stage.feeds, *rank.stage.outputs)
         found = [shards.part(value.name or "", self.sharded.axes(value), value.shape) for value in values]
@@ -141,10 +144,10 @@ class TensorSplit:
 
 
 def plan_tensors(analysis: Analysis, resources: Resources, request: Request) -> Plan:
-    """Decide which blocks each group of devices runs, and what each device has of them.
+    """Decide which blocks each group of devices runs, and which shards each device has.
 
-    Raises CannotSplitError when nothing of the model can be sharded, MisuseError when the devices can't be divided into
-    groups of two or more, DoesNotFitError when a rank needs more than its budget.
+    Raises CannotSplitError if nothing can be sharded, MisuseError if the devices can't be divided into equal groups of
+    two or more, DoesNotFitError if a rank needs more than its budget.
     """
     stages, devices = request.pipeline_stages, resources.devices
     count = len(devices) // stages
@@ -160,7 +163,7 @@ def plan_tensors(analysis: Analysis, resources: Resources, request: Request) -> 
         for number, group in enumerate(groups)
     ]
     seconds = resources.block_seconds(analysis)
-    if stages == 1:  # whether it fits is for each rank to say, once it is known what is sharded
+    if stages == 1:  # each rank's memory is checked later, once it is known what is sharded
         chosen = [Assignment(0, 0, len(analysis.partition.blocks))]
     else:
         chosen = choose_stages(analysis, seconds, targets, request)
@@ -175,7 +178,7 @@ def _make_plan(
     chosen: Sequence[Assignment],
     seconds: Sequence[float],
 ) -> Plan:
-    """The plan that puts the chosen runs of blocks on groups of devices, which divide them by their shares."""
+    """The plan that puts the chosen runs of blocks on groups of devices, sharded by the devices' shares."""
     count = len(resources.devices) // request.pipeline_stages
     stages = divide_blocks(analysis.graph, analysis.partition, [each.end for each in chosen])
     home = {
@@ -210,12 +213,12 @@ def _make_plan(
     split = TensorSplit(analysis, choice, sharded)
     plan = assemble(analysis, request, split, ranks, stage_cuts(analysis, stages), weights, WHOLE)
     check_memory(plan, WHOLE)
-    return replace(plan, warnings=(*plan.warnings, *_warn_of_idle(ranks, sharded)))
+    return replace(plan, warnings=(*plan.warnings, *_warn_if_idle(ranks, sharded)))
 
 
-def _warn_of_idle(ranks: Sequence[RankPlan], sharded: ShardedModel) -> list[str]:
-    """Say which ranks have no unit of anything, and so do what another one does too, or nothing."""
-    idle = [part for part in range(sharded.ranks) if not any(each[part].counts for each in sharded.ranges.values())]
+def _warn_if_idle(ranks: Sequence[RankPlan], sharded: ShardedModel) -> list[str]:
+    """Warnings for ranks that own no unit of any axis, and so only repeat what another rank does."""
+    idle = [part for part in range(sharded.ranks) if not any(each[part].owned for each in sharded.ranges.values())]
     return [
         f"rank {number} ({rank.device}) gets no unit of any axis: leave it out with -d, or give it a larger share "
         "(--tensor-split)"
@@ -225,7 +228,7 @@ def _warn_of_idle(ranks: Sequence[RankPlan], sharded: ShardedModel) -> list[str]
 
 
 def _check_split(weights: Sequence[WeightFate]) -> None:
-    """Raise CannotSplitError when nothing is sharded."""
+    """Raise CannotSplitError if nothing is sharded."""
     if not any(each.split for each in weights):
         total = sum(each.bytes for each in weights)
         reasons = dict.fromkeys(f"  {each.name}: {each.reason}" for each in weights if each.reason)
@@ -237,7 +240,7 @@ def _check_split(weights: Sequence[WeightFate]) -> None:
 
 
 def _total(budgets: Iterable[Budget]) -> Budget:
-    """What a group may use; None where that is not known of one of its devices."""
+    """The budget of a group in bytes; None if one of its devices' is not known."""
     known = list(budgets)
     return None if None in known else sum(budget or 0 for budget in known)
 
@@ -245,7 +248,7 @@ def _total(budgets: Iterable[Budget]) -> Budget:
 def _replan(
     analysis: Analysis, resources: Resources, request: Request, file: PlanFile, chosen: Sequence[Assignment]
 ) -> Plan:
-    """The plan of a file. Raises MisuseError unless its ranks are groups of one size, in the order of their stages."""
+    """The plan of a file. Raises MisuseError unless its ranks are equal groups, in the order of their stages."""
     numbers = [rank.stage for rank in file.ranks]
     count = len(numbers) // request.pipeline_stages
     if numbers != [stage for stage in range(request.pipeline_stages) for _ in range(count)] or count < 2:
@@ -258,7 +261,7 @@ def _replan(
 
 
 def _ways(count: int, numbers: Sequence[int]) -> list[Way]:
-    """One group of several devices, and all devices in groups of one size."""
+    """One group of some devices, or all devices in equal groups."""
     groups = [Way(count, stages) for stages in range(2, count // 2 + 1) if count % stages == 0]
     return [*(Way(number) for number in numbers if number > 1), *groups]
 

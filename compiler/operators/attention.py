@@ -1,5 +1,7 @@
-"""Attention as one operator. Letters: b batch, l new tokens, s all tokens, p past ones, d and e head sizes;
-k key-value heads, g queries for each of them, h heads where there are as many of either.
+"""Attention as one operator.
+
+Letters in patterns: b batch, l new tokens, s and t all tokens, p past tokens, d and e head sizes of keys and of values,
+k key-value heads, g query heads for each of them, h heads if there are as many key-value heads as query heads.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from splitc.compiler.operators.operator import Operator, Shapes
 
 
 def _heads(op: Operation, queries: int, keys: int) -> dict[str, Axis] | None:
-    """Factors for heads, or None where these numbers can't be."""
+    """Factors for the heads, or None if the numbers of heads are invalid."""
     if queries <= 0 or keys <= 0 or queries % keys:
         return None
     return {"k": ax.new_axis(keys), "g": ax.new_axis(queries // keys)}
@@ -48,7 +50,7 @@ def attention(op: Operation) -> None:
 
 
 def group_query_attention(op: Operation) -> None:
-    """Queries [b, l, heads x d], with keys and values in the same tensor where these are not given."""
+    """Queries [b, l, heads x d]. Keys and values are in the same tensor if they are not given."""
     queries, keys = op.number("num_heads", 0), op.number("kv_num_heads", 0)
     heads = _heads(op, queries, keys)
     if heads is None:
@@ -92,7 +94,7 @@ def multi_head_attention(op: Operation) -> None:
 
 
 def fused_attention(op: Operation) -> None:
-    """The projection to queries, keys and values is inside; past and present are keys and values in one tensor."""
+    """Attention with the projection to queries, keys and values inside. Past keys and values are one tensor."""
     count = op.number("num_heads", 0)
     if count <= 0:
         return
@@ -119,7 +121,7 @@ def rotary_embedding(op: Operation) -> None:
         return
     count = op.number("num_heads", 0)
     if count <= 0:
-        # Only given where the head size is not that of the tables.
+        # num_heads is only given if the head size differs from that of the tables.
         tables = op.input(2 if op.node.domain else 1)
         head = 2 * ax.size_of(tables[-1])
         count = ax.size_of(data[-1]) // head if ax.size_of(data[-1]) % head == 0 else 0
@@ -132,11 +134,11 @@ def rotary_embedding(op: Operation) -> None:
 
 
 def attention_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
-    """Queries times keys and scores times values: 2 x 2 x elements x keys; and the projection where one is fused in."""
+    """2 x 2 x output elements x keys, for queries times keys and scores times values; plus a fused projection."""
     output = outputs[0] if outputs else ()
     weight = inputs[1] if len(inputs) > 1 else ()
     projection = 2 * math.prod(output[:-1]) * math.prod(weight) if len(weight) == 2 else 0
-    # Keys come from this call and from the cache: the longest of what goes in and out.
+    # The number of keys is the longest length, since it includes those in the cache.
     lengths = [shape[-2] for shape in (*inputs, *outputs) if len(shape) >= 3]
     return 4 * math.prod(output) * max(lengths, default=1) + projection
 

@@ -1,10 +1,9 @@
 """Axes: which axes of a model's values are the same axis.
 
-Each axis of each value is a product of *factors*, major first. Rules relate the factors of what a node reads and makes
-(`splitc.compiler.operators`); related factors are one (union-find). A factor is refined when a rule asks for a part
-of it: into a product (a Reshape from 256 to 8 x 32), or into *sections* one after the other (a Split into q, k and v).
-What is not refined any further is an atom: heads, head size, width of the feed-forward part. A pin says which node
-needs an atom whole.
+Each axis of each value is a product of *factors*, major first, as in Shardy. Rules relate the factors of a node's
+inputs and outputs (`splitc.compiler.operators`). Related factors are one (union-find). A rule may refine a factor: into
+a product (a Reshape from 256 to 8 x 32), or into consecutive *sections* (a Split into q, k and v). A factor that is not
+refined is an *atom*: heads, head size, width of the feed-forward. A pin says which node needs an atom whole.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import onnx_ir as ir
 
 @dataclass(frozen=True)
 class Pin:
-    """The node that needs an axis whole, and why."""
+    """The node that needs an axis whole (None: no single node), and why."""
 
     node: ir.Node | None
     reason: str
@@ -26,7 +25,7 @@ class Pin:
 
 @dataclass(eq=False)
 class Factor:
-    """A part of an axis. At most one of `same` (it is that other factor), `product` and `sections` is set."""
+    """A factor of an axis. At most one of `same` (it is merged into that factor), `product` and `sections` is set."""
 
     size: int
     same: Factor | None = None
@@ -36,7 +35,7 @@ class Factor:
 
     @property
     def is_atom(self) -> bool:
-        """Whether it is neither a product nor in sections."""
+        """Whether it is divided neither into a product nor into sections."""
         return not self.product and not self.sections
 
 
@@ -47,7 +46,7 @@ MISMATCH = Pin(None, "its parts do not line up")
 
 
 def new_axis(size: int) -> Axis:
-    """An axis of its own."""
+    """A new axis, unrelated to any other."""
     return (Factor(size),) if size != 1 else ()
 
 
@@ -57,7 +56,7 @@ def size_of(axis: Axis) -> int:
 
 
 def find(factor: Factor) -> Factor:
-    """What stands for all factors that are the same as this one."""
+    """The representative of all factors that are the same as this one."""
     while factor.same is not None:
         if factor.same.same is not None:
             factor.same = factor.same.same
@@ -66,7 +65,7 @@ def find(factor: Factor) -> Factor:
 
 
 def leaves(axis: Axis) -> list[Factor]:
-    """The axis as a product of atoms and of factors that are in sections."""
+    """The axis as a product of atoms and of factors with sections. Factors of size 1 are left out."""
     found: list[Factor] = []
     for factor in map(find, axis):
         found += leaves(factor.product) if factor.product else [factor] if factor.size != 1 else []
@@ -74,7 +73,7 @@ def leaves(axis: Axis) -> list[Factor]:
 
 
 def atoms(axis: Axis) -> Iterator[Factor]:
-    """All atoms of an axis, those inside sections too; one may come several times."""
+    """All atoms of an axis, including those in sections. An atom may come several times."""
     for leaf in leaves(axis):
         if leaf.is_atom:
             yield leaf
@@ -90,11 +89,11 @@ def pin(axis: Axis, reason: Pin) -> None:
 
 
 def relate(first: Axis, second: Axis) -> None:
-    """Make two axes the same, refining either where the other is finer. Where they don't line up, both are pinned."""
+    """Make two axes the same, refining either where the other is finer. If they don't line up, both are pinned."""
     a, b = leaves(first)[::-1], leaves(second)[::-1]
     while a and b:
         x, y = find(a.pop()), find(b.pop())
-        if x.product or y.product:  # refined since the lists were made
+        if x.product or y.product:  # refined after the lists were made
             a += leaves((x,))[::-1]
             b += leaves((y,))[::-1]
         elif x is y:
@@ -116,7 +115,7 @@ def _pin_all(factors: Sequence[Factor]) -> None:
 
 
 def _merge(x: Factor, y: Factor) -> None:
-    """Make two factors of one size the same one."""
+    """Make two factors of equal size the same."""
     if x.is_atom:
         x, y = y, x
     if y.is_atom:
@@ -131,7 +130,7 @@ def _merge(x: Factor, y: Factor) -> None:
 
 
 def _refine(factor: Factor, major: int) -> bool:
-    """Make a factor a product, its first part of size `major`. False where its sections don't allow that."""
+    """Refine a factor into a product whose first factor has size `major`. False if its sections don't allow that."""
     minor = factor.size // major
     if factor.is_atom:
         factor.product = (Factor(major, pinned=factor.pinned), Factor(minor, pinned=factor.pinned))
@@ -140,7 +139,7 @@ def _refine(factor: Factor, major: int) -> bool:
     sections = factor.sections
     if any(size_of(section) % minor for section in sections):
         return False
-    # Each section is so many rows of the same minor part: the sections then are those of the major one.
+    # Each section is a whole number of rows of the minor factor, so the sections move to the major factor.
     row = Factor(minor)
     rows = tuple(new_axis(size_of(section) // minor) for section in sections)
     factor.sections, factor.product = (), (Factor(major, sections=rows), row)
@@ -150,7 +149,7 @@ def _refine(factor: Factor, major: int) -> bool:
 
 
 def _relate_sections(first: Sequence[Axis], second: Sequence[Axis]) -> None:
-    """Relate what lies at the same place in two divisions of one axis, after cutting where either does."""
+    """Relate two divisions of one axis into sections, after cutting each one where the other is cut."""
     a, b = list(first)[::-1], list(second)[::-1]
     while a and b:
         x, y = a.pop(), b.pop()
@@ -165,15 +164,15 @@ def _relate_sections(first: Sequence[Axis], second: Sequence[Axis]) -> None:
 
 
 def cut(axis: Axis, sizes: Sequence[int]) -> list[Axis]:
-    """The sections of these sizes that make up the axis, which is refined so that it has them.
+    """Refine the axis into sections of these sizes, and return them.
 
-    Where a part of it can't be cut (a product of factors, in the middle of the minor one), that part is pinned.
+    If it can't be cut there (in the middle of a minor factor), the factors involved are pinned.
     """
     sizes = list(sizes)
     parts = leaves(axis)
     if len([size for size in sizes if size]) <= 1:
         return [axis if size else (Factor(0),) for size in sizes]
-    # As many minor factors as all sections hold whole stay as they are.
+    # Minor factors stay as they are as long as each section has a whole number of them.
     minor: list[Factor] = []
     while len(parts) > 1 and all(size % (size_of((*minor, parts[-1]))) == 0 for size in sizes):
         minor.insert(0, parts.pop())

@@ -37,7 +37,7 @@ def scale(op: Operation) -> None:
 
 
 def cast(op: Operation) -> None:
-    """Rounding a sum's parts to floating point is what any sum does; to whole numbers it is not."""
+    """A cast to floating point is linear up to rounding, as every sum is. A cast to integers is not linear."""
     source, target = op.node.inputs[0], op.node.outputs[0]
     op.relate_all(op.input(0), op.output())
     if op.has(1):
@@ -57,7 +57,7 @@ NONLINEAR = """
     Sin Sinh Softplus Softsign Swish Tan ThresholdedRelu
     com.microsoft.BiasGelu com.microsoft.FastGelu com.microsoft.Gelu com.microsoft.QuickGelu
 """
-# Those of them that exporters compute sizes with.
+# Nonlinear operators that exporters also use in shape arithmetic.
 OF_SIZES = "Abs And Ceil Equal Floor Greater GreaterOrEqual Less LessOrEqual Mod Not Or Sqrt Xor"
 
 OPERATORS = (

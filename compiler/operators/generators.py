@@ -1,4 +1,4 @@
-"""Operators that make values of nothing but sizes: random numbers and ranges."""
+"""Operators that generate values from sizes alone: random numbers and ranges."""
 
 from __future__ import annotations
 

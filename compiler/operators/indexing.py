@@ -12,7 +12,7 @@ from splitc.compiler.operators.operator import Operator
 
 
 def gather(op: Operation) -> None:
-    """The picked axis gives way to those of the indices."""
+    """The axes of the indices replace the picked axis."""
     data, indices, output = op.input(0), op.input(1), op.output()
     axis = op.number("axis", 0) % len(data)
     op.relate_all(data[:axis], output[:axis])
@@ -23,7 +23,7 @@ def gather(op: Operation) -> None:
 
 
 def gather_blocks(op: Operation) -> None:
-    """As Gather, of rows of quantized numbers with scales, and perhaps zero points, for blocks along another axis."""
+    """Gather of quantized rows. Scales, and zero points if given, are for blocks along another axis."""
     data, indices, output = op.input(0), op.input(1), op.output()
     axis = op.number("gather_axis", 0) % len(data)
     op.relate_all(indices, output[axis : axis + len(indices)])
@@ -34,7 +34,7 @@ def gather_blocks(op: Operation) -> None:
 
 
 def _look_up(op: Operation, axis: int) -> None:
-    """Rows of a table of weights may lie on several ranks; of anything else they are needed whole."""
+    """The rows of a weight table may be sharded. Any other picked axis is needed whole."""
     data = op.input(0)
     if axis == 0 and len(data) == 2 and 0 in op.weights and op.constants[1] is None:
         op.free([data[0]])
@@ -45,7 +45,7 @@ def _look_up(op: Operation, axis: int) -> None:
 
 
 def gather_elements(op: Operation) -> None:
-    """Axes but the picked one are the same, where they are taken whole."""
+    """All axes but the picked one are the same, if the indices cover them whole."""
     axis = op.number("axis", 0) % len(op.input(0))
     for place, (data, indices, output) in enumerate(zip(op.input(0), op.input(1), op.output(), strict=True)):
         op.relate(indices, output)
@@ -55,7 +55,7 @@ def gather_elements(op: Operation) -> None:
 
 
 def gather_nd(op: Operation) -> None:
-    """Each row of the indices picks along as many axes as it is long; the axes after those stay."""
+    """Each row of the indices picks along its length's number of axes. The axes after those stay."""
     data, indices, output = op.input(0), op.input(1), op.output()
     batch = op.number("batch_dims", 0)
     source = op.node.inputs[1]
@@ -81,7 +81,7 @@ def scatter_nd(op: Operation) -> None:
 
 
 def scatter_elements(op: Operation) -> None:
-    """Only the axes that all of the output is written along, one by one, are the same."""
+    """An axis other than the written one is the same if indices, updates and output have one size along it."""
     axis = op.number("axis", 0) % len(op.input(0))
     data, indices, updates, output = op.input(0), op.input(1), op.input(2), op.output()
     op.relate_all(data, output)
@@ -95,7 +95,7 @@ def scatter_elements(op: Operation) -> None:
 
 
 def tensor_scatter(op: Operation) -> None:
-    """The cache and what is written to it are alike, but along the axis that is written along."""
+    """All axes of the cache and of its updates are the same, but for the written one."""
     data, updates, output = op.input(0), op.input(1), op.output()
     axis = op.number("axis", -2) % len(data)
     op.relate_all(data, output)
@@ -108,7 +108,7 @@ def tensor_scatter(op: Operation) -> None:
 
 
 def block_rows_shape(context: Any, node: ir.Node) -> None:
-    """As a Gather, in the type of the scales. Numbers of few bits lie several in a byte, along the last axis."""
+    """The shape of a Gather, in the type of the scales. Several small numbers share a byte along the last axis."""
     data, indices, scales = node.inputs[:3]
     assert data is not None and indices is not None and scales is not None
     if data.shape is None or indices.shape is None or scales.dtype is None:

@@ -15,7 +15,7 @@ from splitc.compiler.operators.operator import Operator, Shapes
 
 
 def product(op: Operation, left: tuple[Axis, ...], right: tuple[Axis, ...]) -> None:
-    """[..., i, k] x [..., k, j] -> [..., i, j], where either may be a vector."""
+    """[..., i, k] x [..., k, j] -> [..., i, j]. Either input may be a vector."""
     output = list(op.output())
     if len(right) > 1:
         op.relate(right[-1], output.pop())
@@ -32,9 +32,9 @@ def matmul(op: Operation) -> None:
 
 
 def matmul_integer(op: Operation) -> None:
-    """Scales and zero points are scalars; of the second matrix there may be one for each column.
+    """A product of integers. Scales and zero points are scalars, or one for each column of the second matrix.
 
-    MatMulInteger has the two matrices' zero points, MatMulIntegerToFloat their scales, their zero points and a bias.
+    MatMulInteger takes zero points of both matrices. MatMulIntegerToFloat takes scales, zero points and a bias.
     """
     product(op, op.input(0), op.input(1))
     to_float = op.node.op_type == "MatMulIntegerToFloat"
@@ -80,7 +80,10 @@ def einsum(op: Operation) -> None:
 
 
 def convolution(op: Operation) -> None:
-    """Channels are as in a matrix, groups a factor of both. Places are needed whole, but for kernels of size 1."""
+    """Channels are like a matrix's rows and columns, with groups as a factor of both.
+
+    Spatial axes are needed whole unless the kernel's size is 1.
+    """
     data, kernel, output = op.input(0), op.input(1), op.output()
     op.relate(data[0], output[0])
     for place, window, result in zip(data[2:], kernel[2:], output[2:], strict=True):
@@ -120,7 +123,7 @@ def transposed_convolution(op: Operation) -> None:
 
 
 def product_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
-    """2 M N K: for each element of the result a multiplication and an addition for each one that is contracted."""
+    """2 M N K: one multiplication and one addition for each element of the result and each contracted one."""
     return 2 * math.prod(outputs[0]) * (inputs[0][-1] if inputs[0] else 1)
 
 
@@ -142,8 +145,8 @@ def transposed_convolution_flops(node: ir.Node, inputs: Shapes, outputs: Shapes)
 
 
 def integer_product_shape(context: Any, node: ir.Node) -> None:
-    """As a MatMul, in the type of the first scale."""
-    registry.get("", "MatMul", 13)(context, node)  # type: ignore[misc]  # which is there
+    """The shape of a MatMul, in the type of the first scale."""
+    registry.get("", "MatMul", 13)(context, node)  # type: ignore[misc]  # never None for MatMul
     if (scale := node.inputs[2]) is not None and scale.dtype is not None:
         node.outputs[0].dtype = scale.dtype
 

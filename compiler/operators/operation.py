@@ -1,4 +1,4 @@
-"""A node as the rules see it: the axes of what it reads and makes, and what a rule says of them."""
+"""A node as the rules see it: the axes of its inputs and outputs, and what a rule records about them."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from splitc.compiler.operators.axes import Axis, Pin
 
 # The axes of a value; None where its shape is not known.
 Axes = tuple[Axis, ...] | None
-# How a node's attribute or input says sizes: one axis for a number, several for a list; None for what stays as it is.
+# The axes whose sizes an attribute or input has: one for a number, several for a list. None for an entry that is no
+# size of an axis.
 Sizes = Sequence[Axis | None]
 
 
 @dataclass
 class Operation:
-    """One node. A rule relates its axes, and records what follows for a rank that has a part of them.
+    """One node. A rule relates its axes, and records the consequences for a rank that has a shard of them.
 
-    What no rule touches is pinned in the end.
+    Axes that no rule touches are pinned in the end. Inputs are given by number.
 
-    constants: for each input its numbers, where these are known beforehand and few.
+    constants: for each input its value, if it is known beforehand and short.
     weights: the inputs that are weights, or computed from weights alone.
-    contracted: the axis that is summed over. A rank with a part of it makes a part of the sum: a partial value.
-    linear: sets of inputs; where all of one set are partial and no other input is, so is the output.
-    sizes: for an input the sizes that its entries are, by axis; `attributes` likewise.
+    contracted: the axis that is summed over. A rank with a shard of it makes a partial value.
+    linear: sets of inputs. The output is partial if all inputs of one set are partial and no others are.
+    sizes: for an input, the axes whose sizes its entries are. `attributes` likewise.
     once: inputs that are added to the result, so that only one rank may add them.
-    zero: the input that says which number of the first one stands for 0, where that is another one.
+    zero: the input with the number that represents 0 in the first input (its zero point).
     lookup: it picks rows of its first input, a table, by its second.
     ranged: it needs the least and the greatest element of its whole first input, which the ranks must find together.
-    equal_parts: it cuts an axis into as many parts as it has outputs, of equal sizes.
+    equal_parts: it cuts an axis into equal lengths, one for each output.
     """
 
     node: ir.Node
@@ -55,7 +56,7 @@ class Operation:
     _touched: set[int] = field(default_factory=set)
 
     def has(self, *numbers: int) -> bool:
-        """Whether these inputs are given, with known shapes."""
+        """Whether all of these inputs are given, with known shapes."""
         return all(number < len(self.inputs) and self.inputs[number] is not None for number in numbers)
 
     def input(self, number: int) -> tuple[Axis, ...]:
@@ -71,7 +72,7 @@ class Operation:
         return found
 
     def has_output(self, number: int) -> bool:
-        """Whether an output is there, with a known shape."""
+        """Whether an output exists, with a known shape."""
         return number < len(self.outputs) and self.outputs[number] is not None
 
     def number(self, name: str, default: int) -> int:
@@ -84,23 +85,23 @@ class Operation:
         return None if found is None else list(found)
 
     def numbers(self, number: int, attribute: str = "") -> list[int] | None:
-        """Whole numbers that an input, known beforehand, or an attribute of older versions gives; else None."""
+        """The integers of a constant input, or of the attribute that older versions have instead; else None."""
         if number < len(self.constants) and (array := self.constants[number]) is not None:
             return [int(each) for each in np.atleast_1d(array)]
         return self.numbers_of(attribute) if attribute else None
 
     def relate(self, first: Axis, second: Axis) -> None:
-        """The two axes are the same."""
+        """Record that two axes are the same."""
         self._touched |= {id(first), id(second)}
         ax.relate(first, second)
 
     def relate_all(self, first: Iterable[Axis], second: Iterable[Axis]) -> None:
-        """The axes are the same, one by one."""
+        """Record that axes are the same, pair by pair."""
         for a, b in zip(first, second, strict=False):
             self.relate(a, b)
 
     def broadcast(self, source: Sequence[Axis], target: Sequence[Axis]) -> None:
-        """Axes of `source` are those of `target` from the last one on, but where they are of size 1."""
+        """Relate the axes of `source` to those of `target`, aligned at the last one. Axes of size 1 fit any."""
         for a, b in zip(reversed(source), reversed(target), strict=False):
             if ax.size_of(a) == ax.size_of(b):
                 self.relate(a, b)
@@ -108,18 +109,18 @@ class Operation:
                 self.whole([a, b], "its size is not known")
 
     def cut(self, axis: Axis, sizes: Sequence[int]) -> list[Axis]:
-        """The axis in sections of these sizes."""
+        """Divide the axis into sections of these sizes, and return them."""
         self._touched.add(id(axis))
         return ax.cut(axis, sizes)
 
     def whole(self, axes: Iterable[Axis], reason: str = "") -> None:
-        """The node needs these axes whole."""
+        """Record that the node needs these axes whole."""
         for axis in axes:
             self._touched.add(id(axis))
             ax.pin(axis, Pin(self.node, reason))
 
     def free(self, axes: Iterable[Axis]) -> None:
-        """Nothing is to be said of these axes: any part of them will do."""
+        """Record that these axes may be sharded without any condition, so that they are not pinned."""
         self._touched |= {id(axis) for axis in axes}
 
     def pattern(
@@ -127,10 +128,10 @@ class Operation:
     ) -> None:
         """Relate axes by letters, as in einsum and einops: "b l (k g d), b s (k d) -> b l (k g d)".
 
-        A term a tensor, `-` for one that is left out. Parentheses multiply, major first; `(h d + k d)` is two sections.
-        A letter's axis is `known` or the first one that it stands for alone. A term with more axes than its tensor is
-        for broadcasting. Axes of size 1 fit any letter. Letters in `whole` are pinned, those in `contract` summed over.
-        A node with more inputs than there are terms is one that the pattern does not know, and all of it is pinned.
+        Each term is a tensor; `-` skips one. Parentheses multiply factors, major first. `(h d + k d)` is two sections.
+        The axis of a letter is `known`, or the first axis that has this letter alone. Terms may have more axes than
+        their tensor, for broadcasting. Axes of size 1 fit any letter. Letters in `whole` are pinned, and those in
+        `contract` are summed over. If the node has more inputs than the pattern has terms, all its axes are pinned.
         """
         letters = dict(known or {})
         sides = text.split("->")
@@ -167,18 +168,18 @@ class Operation:
         self.contracted = tuple(factor for letter in contract for factor in letters.get(letter, ()))
 
     def say_sizes(self, number: int, sizes: Sizes) -> None:
-        """The entries of an input are the sizes of these axes."""
+        """Record that the entries of an input are the sizes of these axes."""
         if self.has(number):
             self.whole(self.input(number))
             self.sizes[number] = sizes
 
     def finish(self) -> None:
-        """Pin what nothing was said of."""
+        """Pin the axes that the rule did not touch."""
         for axes in (*self.inputs, *self.outputs):
             untouched = [axis for axis in axes or () if id(axis) not in self._touched]
             self.whole(untouched)
 
     def opaque(self) -> None:
-        """Pin all: the node is not understood."""
+        """Pin all axes: nothing is known about the node."""
         for axes in (*self.inputs, *self.outputs):
             self.whole(axes or ())

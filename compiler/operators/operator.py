@@ -1,4 +1,4 @@
-"""An operator's entry in the registry: all that splitc knows of it, in one place."""
+"""An operator's entry in the registry: all that splitc knows about it, in one place."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ AxesRule = Callable[[Operation], None]
 Shapes = Sequence[tuple[int, ...]]
 # Floating point operations of a node, from the bound shapes of its inputs and outputs.
 Flops = Callable[[ir.Node, Shapes, Shapes], int]
-# A shape function as onnx-shape-inference has them: of its context and a node.
+# A shape function of onnx-shape-inference, with its context and a node as arguments.
 ShapeFunction = Callable[[Any, ir.Node], None]
 
 
 @dataclass(frozen=True)
 class Operator:
-    """What the passes ask of an operator. `name` has the domain, where that is not ONNX's own: `com.microsoft.Gelu`.
+    """What passes ask about an operator. `name` has the domain, if that is not ONNX's own: `com.microsoft.Gelu`.
 
-    axes: the rule of its axes. Without one, the operator needs every axis whole.
-    flops: its cost. Without, one operation for each element that it makes.
-    shapes: its shape function, where onnx-shape-inference has none.
+    axes: the rule for its axes. Without one, it needs every axis whole.
+    flops: its cost. Without one, it costs one operation for each element of its first output.
+    shapes: its shape function, if onnx-shape-inference has none.
 
     Cost and memory:
-    random: it draws numbers, so it must not be computed twice.
-    unpacks: it makes a weight larger (dequantizes), so engines compute it in each run and keep what it reads.
-    reads_part: it reads as many bytes of its input as it makes.
-    view: its output is the memory of its first input.
+    random: it draws random numbers, so it must not be computed twice.
+    unpacks: it makes a weight larger (dequantizes). Engines keep its input and compute it in each run.
+    reads_part: it reads only as many bytes of its input as its output has.
+    view: its output shares the memory of its first input.
 
     Shape arithmetic:
-    folds: exporters compute sizes with it, so its output is known beforehand where its inputs are.
-    expands: its output may be longer than what it reads.
-    passes_sizes: it hands on entries of a shape vector unchanged.
+    folds: exporters use it in shape arithmetic, so it is computed beforehand if its inputs are known.
+    expands: its output may be longer than its inputs.
+    passes_sizes: it passes on entries of a shape vector unchanged.
     reads_shape: it reads the sizes of its input, and no data.
-    takes_places: the sizes that it is told are places along an axis: a start, an end, a length.
+    takes_places: the sizes that it takes are positions along an axis: a start, an end, a length.
 
-    Meaning, by which the roles of a model's inputs are found. Numbers are those of inputs.
-    lookups: pairs of indices and the table that they pick rows of.
-    positions: inputs that say a position, or a place to write at.
+    Meaning, to find the roles of a model's inputs. Inputs are given by number.
+    lookups: pairs of indices, and of the table that they pick rows from.
+    positions: inputs that are positions, or indices to write at.
     masks: inputs that are masks, biases of attention scores, or lengths.
-    rearranges: it hands on its first input in another form.
-    multiplies: it is a product of what it reads.
-    normalizes: it makes a norm of what it reads.
-    scales: it may stand between attention's scores and their softmax.
-    rotates: it may stand between positions and the sine of their angles.
+    rearranges: it passes on its first input in another form.
+    multiplies: it is a product of its inputs.
+    normalizes: it normalizes its input.
+    scales: it may come between attention scores and their softmax.
+    rotates: it may come between positions and the sines of their angles.
 
     Splits:
     matrix: the input that is the matrix of a product, whose columns row mode may slice.
     in_place: it can write a state's new value over the old one.
-    adds: it is an addition, so one sum will do for all its partial inputs.
+    adds: it is an addition, so one sum serves all its partial inputs.
     negates: inputs that it subtracts.
-    factors: attributes that belong to an input, and go with it.
+    factors: for an input, the attribute that scales it, which is dropped together with it.
     """
 
     name: str

@@ -15,7 +15,7 @@ from splitc.compiler.operators.operator import Operator, Shapes
 
 
 def linear_quantization(op: Operation) -> None:
-    """Scales are one for all, one for each place along an axis, or one for each block of an axis."""
+    """There is one scale for all elements, one for each index of an axis, or one for each block of an axis."""
     data, axis = op.input(0), op.number("axis", 1)
     for source, target in zip(data, op.output(), strict=True):
         op.relate(source, target)
@@ -28,7 +28,7 @@ def linear_quantization(op: Operation) -> None:
 
 
 def relate_blocks(op: Operation, place: Axis, scale: Axis) -> None:
-    """One scale for all of an axis, for each place, or for each block of it; whole blocks go together."""
+    """Relate an axis to its scales: one for the whole axis, for each index, or for each block. Blocks stay whole."""
     count, size = ax.size_of(scale), ax.size_of(place)
     if count == 1:
         return
@@ -45,7 +45,7 @@ def dynamic_quantization(op: Operation) -> None:
 
 
 def quantized_matmul(op: Operation) -> None:
-    """The result is rounded, so that what is contracted is needed whole."""
+    """The result is rounded, so the contracted axis is needed whole."""
     left, right, output = op.input(0), op.input(3), op.output()
     product(op, left, right)
     op.contracted = ()
@@ -56,9 +56,9 @@ def quantized_matmul(op: Operation) -> None:
 
 
 def matmul_blocks(op: Operation) -> None:
-    """[..., K] x [N, K / block, bytes] with a scale for each block and, where given, a zero point for each.
+    """[..., K] x [N, K / block, bytes], with a scale and optionally a zero point for each block.
 
-    Zero points of 4 bits lie two in a byte, so blocks then go in twos.
+    Two zero points of 4 bits share a byte, so such blocks are only sharded in pairs.
     """
     data, weight, output = op.input(0), op.input(1), op.output()
     block, bits = op.number("block_size", 0), op.number("bits", 4)
@@ -86,7 +86,7 @@ def matmul_blocks(op: Operation) -> None:
 
 
 def _zeros_of(op: Operation, blocks: Axis, bits: int) -> Axis:
-    """The axis of the zero points of these blocks, of which several may share a byte."""
+    """The axis of the blocks' zero points, several of which may share a byte."""
     zeros, scales = op.node.inputs[3], op.node.inputs[2]
     packed = zeros is not None and scales is not None and zeros.dtype != scales.dtype
     together = 8 // bits if packed else 1
@@ -114,7 +114,7 @@ def blocks_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
 
 
 def quantized_shape(context: Any, node: ir.Node) -> None:
-    """The shape of the data, and the type of the zero point: uint8 where there is none."""
+    """The shape of the data, and the type of the zero point (uint8 without one)."""
     data, zero = node.inputs[0], node.inputs[2] if len(node.inputs) > 2 else None
     dtype = ir.DataType.UINT8 if zero is None or zero.dtype is None else zero.dtype
     if data is not None and data.shape is not None:

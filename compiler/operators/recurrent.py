@@ -10,7 +10,7 @@ from splitc.compiler.operators.operator import Operator, Shapes
 
 
 def recurrent_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
-    """Each step and batch row is multiplied with the input weights and with the recurrent ones."""
+    """2 x steps x batch x (elements of the input weights + elements of the recurrent weights)."""
     if len(inputs[0]) != 3:
         return math.prod(outputs[0])
     return 2 * math.prod(inputs[0][:2]) * (math.prod(inputs[1]) + math.prod(inputs[2]))

@@ -1,4 +1,4 @@
-"""Operators that go along an axis: reductions, softmax, sorting, pooling, norms."""
+"""Operators that work along an axis: reductions, softmax, sorting, pooling, norms."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from splitc.compiler.operators.operator import Operator
 
 
 def _reduce(op: Operation) -> list[int]:
-    """Relate what is not reduced; returns which axes are."""
+    """Relate the axes that are kept. Returns the numbers of those that are reduced."""
     data, output = op.input(0), op.output()
     named = op.numbers(1, "axes")
     if named is None and (op.has(1) or (op.number("noop_with_empty_axes", 0))):
@@ -47,7 +47,7 @@ def reduce_arg(op: Operation) -> None:
 
 
 def along_axis(op: Operation) -> None:
-    """One axis is needed whole. Before opset 13 softmax took all axes from the given one on as one."""
+    """One axis is needed whole. Before opset 13, softmax worked along all axes from the given one on."""
     data = op.input(0)
     axis = op.number("axis", -1)
     if op.node.op_type == "CumSum":
@@ -77,7 +77,7 @@ def skip_layer_norm(op: Operation) -> None:
 
 
 def batch_norm(op: Operation) -> None:
-    """Each channel by itself."""
+    """Each channel is normalized by itself."""
     op.relate_all(op.input(0), op.output())
     channels = op.output()[1]
     for number in range(1, 5):
@@ -85,14 +85,14 @@ def batch_norm(op: Operation) -> None:
 
 
 def instance_norm(op: Operation) -> None:
-    """Each channel by itself, over all places."""
+    """Each channel is normalized by itself, over all spatial axes."""
     op.relate_all(op.input(0)[:2], op.output()[:2])
     for number in (1, 2):
         op.relate(op.input(number)[0], op.output()[1])
 
 
 def group_norm(op: Operation) -> None:
-    """Each group of channels by itself. Scales are one a channel, or one a group in the first version."""
+    """Each group of channels is normalized by itself. There is a scale per channel, or per group in opset 18."""
     groups = ax.new_axis(op.number("num_groups", 1))
     channels = op.input(0)[1]
     inside = ax.new_axis(ax.size_of(channels) // max(1, ax.size_of(groups)))

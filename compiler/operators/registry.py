@@ -37,7 +37,7 @@ REGISTRY: Mapping[str, Operator] = MappingProxyType(_collect())
 
 
 def operator_of(node: ir.Node) -> Operator:
-    """The entry of a node's operator; one that says nothing where it is not registered."""
+    """The entry of a node's operator; an empty one if it is not registered."""
     name = operator_name(node)
     return REGISTRY.get(name) or Operator(name)
 

@@ -11,7 +11,7 @@ LINEAR = (frozenset([0]),)
 
 
 def reshape(op: Operation) -> None:
-    """The same elements in the same order: factors line up from the major to the minor ones."""
+    """The elements keep their order, so factors line up from the major to the minor ones."""
     merged_in = tuple(factor for axis in op.input(0) for factor in axis)
     merged_out = tuple(factor for axis in op.output() for factor in axis)
     op.relate(merged_in, merged_out)
@@ -28,7 +28,7 @@ def transpose(op: Operation) -> None:
 
 
 def expand(op: Operation) -> None:
-    """What is repeated is a factor of its own."""
+    """A repeated axis is new and unrelated to any other."""
     op.broadcast(op.input(0), op.output())
     op.free(op.output())
     op.say_sizes(1, op.output())
@@ -80,7 +80,7 @@ def split(op: Operation) -> None:
 
 
 def slice_(op: Operation) -> None:
-    """A slice with known ends is a section of its axis; with a stride it is one of the axis's minor factors."""
+    """A slice with known bounds is a section of its axis. A strided one is the major factor of its axis."""
     source, target = op.input(0), op.output()
     starts, ends = op.numbers(1, "starts"), op.numbers(2, "ends")
     places = op.numbers(3, "axes") if op.has(3) or op.numbers_of("axes") else list(range(len(starts or ())))
@@ -132,14 +132,14 @@ def _say_bounds(op: Operation, before: list[Axis | None], until: list[Axis | Non
 
 
 def pad(op: Operation) -> None:
-    """An axis that is not padded is the same."""
+    """Axes that are not padded are the same."""
     for source, target in zip(op.input(0), op.output(), strict=True):
         if ax.size_of(source) == ax.size_of(target):
             op.relate(source, target)
 
 
 def resize(op: Operation) -> None:
-    """Batch and channels are the same; what is scaled is needed whole."""
+    """Batch and channels are the same. Axes that are scaled are needed whole."""
     for source, target in zip(op.input(0)[:2], op.output()[:2], strict=True):
         if ax.size_of(source) == ax.size_of(target):
             op.relate(source, target)
@@ -147,7 +147,7 @@ def resize(op: Operation) -> None:
 
 
 def shape(op: Operation) -> None:
-    """A rank reads the sizes of its own part, which are corrected where they are used for something else."""
+    """A rank reads the sizes of its own shard. They are corrected where whole sizes are needed (`SizeRewriter`)."""
     op.free(op.input(0))
 
 

@@ -1,1 +1,1 @@
-"""Rank graphs become engine files, and these a package that was tried."""
+"""Write rank graphs as engine files, and make a checked package of them."""

@@ -1,4 +1,4 @@
-"""Make a rank's graph fit to be built: sizes that can't change are written into it, and its nodes say what they are."""
+"""Prepare a rank's graph to be built: fix the sizes that can't change, and annotate nodes with their blocks."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from splitc.compiler.packaging.engine_sizes import engine_sizes
 from splitc.compiler.planning.split import RankProgram
 from splitc.runtime.manifest import Sizes
 
-# Where a node of an ONNX file says which block of the model it is of.
+# The metadata key of a node's block.
 BLOCK = "splitc.block"
-# Where a node is that no block owns: masks, rotary tables, and what a split adds.
+# The block of nodes that belong to none: masks, rotary tables, and nodes that a split adds.
 SHARED = "shared"
 # Beyond the end of any shape.
 MOST = 1 << 30
 
 
 def fit_to_build(analysis: Analysis, programs: Sequence[RankProgram]) -> Iterator[RankProgram]:
-    """The ranks' programs with the sizes that their engines are built for, and their graphs prepared, in place.
+    """The ranks' programs with the input sizes that engines are built for. Their graphs are prepared, in place.
 
-    Raises ModelError where a size that an engine takes can't be known.
+    Raises ModelError if the size of an engine's input can't be known.
     """
     sizes = engine_sizes(programs, (analysis.smallest, analysis.typical, analysis.shapes))
     blocks = {
@@ -41,14 +41,14 @@ def fit_to_build(analysis: Analysis, programs: Sequence[RankProgram]) -> Iterato
 
 
 def prepare_graph(graph: ir.Graph, sizes: Mapping[str, Sizes], blocks: Mapping[str, str]) -> None:
-    """Fix the sizes of the graph's inputs that can't change, and name each node and its block, in place.
+    """Fix the input sizes that can't change, and name each node and its block, in place.
 
-    What older TensorRTs misread is written in another way.
+    Operators that older versions of TensorRT misread are replaced.
     """
     for value in (value for value in graph.inputs if value.name in sizes):
         low, _, high = sizes[value.name or ""].shapes
         before: list[Any] = list(value.shape) if value.shape is not None else [None] * len(low)
-        # An engine is better for knowing them.
+        # TensorRT builds better engines for fixed sizes.
         value.shape = ir.Shape([a if a == b else old for a, b, old in zip(low, high, before, strict=True)])
     for node in [node for node in graph if node.op_type == "Shape" and node.attributes]:
         _slice_shape(graph, node)
@@ -59,10 +59,7 @@ def prepare_graph(graph: ir.Graph, sizes: Mapping[str, Sizes], blocks: Mapping[s
 
 
 def _slice_shape(graph: ir.Graph, node: ir.Node) -> None:
-    """Put a Slice behind a Shape that gives a part of a shape: TensorRT's parsers before 10 give all of it.
-
-    (ONNX added `start` and `end` to Shape with opset 15.)
-    """
+    """Replace the `start` and `end` of a Shape (opset 15) by a Slice: TensorRT's parsers before 10 ignore them."""
     start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", MOST)
     result, source = node.outputs[0], node.inputs[0]
     whole = ir.node("Shape", [source])

@@ -1,4 +1,4 @@
-"""What packaging asks of a kind of engines that is built from ONNX files. Each kind has a module with a `BUILDER`."""
+"""The interface to build engines from ONNX files. Each kind of engine has a module with a `BUILDER`."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.manifest import BuildOptions, Built, Sizes
 
-# Told the number of engines that are built, with a fraction for the one under way, and how many there are.
+# Called with the number of engines that are built, with a fraction for the current one, and the number of all.
 Building = Callable[[float, int], None]
 
 
 class BuildError(SplitcError):
-    """An engine can't take a node of the model, or could not be built."""
+    """An engine can't be built, or its builder does not support a node of the model."""
 
 
 class Job(Struct, frozen=True):
-    """One engine to build: from the ONNX file `source` to the file `engine`, for a GPU. Without an engine, just parse.
+    """One engine to build for a GPU: from the ONNX file `source` to the file `engine` (None: only parse the source).
 
-    `where` names it for people.
+    `where` names the engine in messages.
     """
 
     source: str
@@ -37,7 +37,7 @@ class Job(Struct, frozen=True):
 
 
 class Refusal(Struct, frozen=True):
-    """A node that an engine does not take, by name, operator and block, and what is said of it."""
+    """A node that a builder does not support, with its name, operator and block, and the reason."""
 
     node: str
     operator: str
@@ -52,16 +52,16 @@ class Builder(Protocol):
     """Builds engines of one kind or several, named by `engine`."""
 
     def check_here(self, engine: str) -> None:
-        """Raise MisuseError where this machine can't build such engines."""
+        """Raise MisuseError if this machine can't build such engines."""
 
     def prepare(self, analysis: Analysis, programs: Sequence[RankProgram]) -> Iterable[RankProgram]:
-        """The ranks' programs with the sizes that their engines are built for; their graphs are made fit, in place.
+        """The ranks' programs with the input sizes that engines are built for. Their graphs are prepared, in place.
 
-        Raises ModelError where a size that an engine takes can't be known.
+        Raises ModelError if the size of an engine's input can't be known.
         """
 
     def engine_path(self, folder: Path, stage: str, group: Sequence[int]) -> Path:
-        """Where the engine of a stage's file goes. `group` are the ranks that it exchanges values with, if any."""
+        """The engine's file for a stage's ONNX file. `group` are the ranks of collectives inside the engine, if any."""
 
     def build(
         self,
@@ -71,13 +71,13 @@ class Builder(Protocol):
         timing_cache: Path,
         building: Building,
     ) -> Built:
-        """Build engines. Timings are kept in the file `timing_cache`, by kinds that take some.
+        """Build engines. Builders that measure kernels keep the timings in the file `timing_cache`.
 
-        Raises MisuseError where the engine's library is missing, BuildError naming what can't be built.
+        Raises MisuseError if the engine's library is missing, BuildError if an engine can't be built.
         """
 
     def find_refused(self, engine: str, jobs: Sequence[Job]) -> list[tuple[Job, Refusal]]:
-        """The nodes that are refused of the jobs' ONNX files; nothing is built."""
+        """The nodes of the jobs' ONNX files that are not supported. Nothing is built."""
 
 
 def find_builder(engine: str) -> Builder:

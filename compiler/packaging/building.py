@@ -1,6 +1,6 @@
-"""Build a package's engines from the ONNX files that it holds: when it is compiled, or later, where it will run.
+"""Build a package's engines from its ONNX files: when it is compiled, or later on the machine where it will run.
 
-Needs TensorRT and no ONNX Runtime.
+This needs TensorRT, but not ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from splitc.runtime.package_files import describe_files, verify_files
 
 @dataclass(frozen=True)
 class BuildSettings:
-    """How to build, and when: `later` leaves it to `splitc build`. `keep_sources` leaves the ONNX files in the package.
+    """How and when to build: `later` leaves it to `splitc build`. `keep_sources` keeps the ONNX files in the package.
 
-    `timing_cache` is a file of TensorRT's timings, for reading and writing; None is one beside the package.
+    `timing_cache` is a file of TensorRT's timings, which is read and written; None is one beside the package.
     """
 
     options: BuildOptions = field(default_factory=BuildOptions)
@@ -38,10 +38,10 @@ class BuildSettings:
 def build_package(
     package: Path, timing_cache: Path | None = None, building: Building = lambda done, total: None
 ) -> Manifest:
-    """Build, or build again, the engines of a package that holds their ONNX files. It is replaced by the result.
+    """Build, or build again, the engines of a package that holds their ONNX files. The package is replaced.
 
-    Raises MisuseError for a package whose engines are not built from files that it holds, and where TensorRT or the
-    GPU is missing; BuildError naming what TensorRT can't take or build. The package is then as it was.
+    Raises MisuseError if the package does not hold the ONNX files, or if TensorRT or the GPU is missing; BuildError,
+    which names what TensorRT can't build. The package is then unchanged.
     """
     manifest = read_manifest(package)
     if not find_kind(manifest.engine).is_built or manifest.build is None:
@@ -62,7 +62,7 @@ def build_package(
 def finish_package(
     folder: Path, manifest: Manifest, settings: BuildSettings, target: Path, building: Building
 ) -> Manifest:
-    """Build the engines of a package that lies in `folder` and will be `target`. Writes and returns its manifest."""
+    """Build the engines of the package in `folder`, which will move to `target`. Writes and returns its manifest."""
     jobs = list(_jobs(folder, manifest))
     for job in jobs:
         Path(job.engine or "").unlink(missing_ok=True)  # may be a hard link to the engine that this one replaces
@@ -93,7 +93,7 @@ def _jobs(folder: Path, manifest: Manifest) -> Iterator[Job]:
 
 
 def _without_sources(folder: Path, manifest: Manifest) -> Manifest:
-    """The manifest without the ONNX files and their weights, which are removed."""
+    """Remove the ONNX files and their weights. Returns the manifest without them."""
     kept = {folder / engine.path for engine in _engines(manifest)}
     for path in [path for path in folder.rglob("*") if path.is_file() and path not in kept]:
         path.unlink()
@@ -110,7 +110,7 @@ def _engines(manifest: Manifest) -> list[EngineFile]:
 
 
 def _built(manifest: Manifest) -> tuple[str, ...]:
-    """The paths of engines, which need not be what they were in order to be built again."""
+    """The paths of engines. They are not verified before they are built again."""
     return tuple(engine.path for engine in _engines(manifest))
 
 

@@ -1,4 +1,4 @@
-"""The sizes of what each engine takes, for engines that are built for them: a program is run on shapes."""
+"""The input sizes of each engine, for engines that are built for them. The ranks' programs are run on shapes."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from splitc.runtime.ranks.loop import Program, execute
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """What is known of a value: its shape, if it is, and its numbers where they follow from the shapes."""
+    """What is known about a value: its shape, and its numbers if they follow from the shapes. None is unknown."""
 
     shape: Shape | None
     numbers: npt.NDArray[Any] | None = None
 
 
 class ShapeEngine:
-    """A segment of a rank's graph that makes shapes of shapes, and remembers what it was given."""
+    """A segment of a rank's graph as an engine that computes shapes from shapes. It records its inputs in `given`."""
 
     optional: frozenset[str] = frozenset()
 
     def __init__(self, graph: ir.Graph) -> None:
         self._model = ir.Model(graph.clone(), ir_version=10)
         for node in self._model.graph:
-            if node.op_type == COLLECTIVE:  # which inference does not know; it keeps shapes
+            if node.op_type == COLLECTIVE:  # shape inference does not know it, and it keeps the shape
                 node.op_type = "Identity"
                 node.attributes.clear()
         self.inputs = names(graph.inputs)
@@ -65,10 +65,10 @@ def _known(name: str, bound: BoundShapes) -> Known:
 def engine_sizes(
     programs: Sequence[RankProgram], ranges: Sequence[Mapping[str, Shape]]
 ) -> list[list[dict[str, Sizes]]]:
-    """For each rank, for each of its engines, the sizes of its inputs.
+    """The sizes of each engine's inputs, for each rank and each of its engines.
 
-    `ranges` are the smallest, the typical and the largest shapes of the model's inputs. Raises ModelError where a size
-    that an engine takes can't be known.
+    `ranges` are the smallest, the typical and the largest shapes of the model's inputs. Raises ModelError if the size
+    of an engine's input can't be known.
     """
     found: dict[tuple[tuple[str, Shape], ...], list[list[dict[str, Known]]]] = {}
     keys = [tuple(shapes.items()) for shapes in ranges]
@@ -96,7 +96,7 @@ def _sizes(*three: Known) -> Sizes:
 
 
 def _run_on_shapes(programs: Sequence[RankProgram], shapes: Mapping[str, Shape]) -> list[list[dict[str, Known]]]:
-    """What each engine of each rank is given when the model's inputs have these shapes."""
+    """The inputs of each engine of each rank, if the model's inputs have these shapes."""
     transports = connect(len(programs))
     engines = [list(map(ShapeEngine, each.graphs)) for each in programs]
 

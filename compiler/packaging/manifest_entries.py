@@ -1,4 +1,4 @@
-"""What a package's manifest says of a plan and of what was written."""
+"""A package's manifest, from its plan and the files that were written."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def make_manifest(
 def rank_entry(
     rank: RankPlan, program: RankProgram, engines: Sequence[m.EngineFile], overrides: Sequence[m.Override]
 ) -> m.Rank:
-    """What a manifest says of a rank."""
+    """The manifest's entry for a rank."""
     return m.Rank(
         device=str(rank.device),
         blocks=[block.name for block in rank.stage.blocks],
@@ -91,7 +91,7 @@ def _fixed(fixed: Fixed) -> m.FixedInput:
 
 
 def check_types(plan: Plan) -> None:
-    """Raise ModelError for a value that has to be handed over, and is of a type that can't be."""
+    """Raise ModelError if an input, an output or a value that crosses a cut has a type that can't be passed on."""
     graph = plan.analysis.graph
     places = {"input": graph.graph.inputs, "output": graph.outputs}
     crossing = (value for cut in plan.cuts for value in cut.values)
@@ -124,7 +124,7 @@ def _input(plan: Plan, value: ir.Value, role: m.Role | None, asked: m.Fill | Non
     low, typical, high = (list(each[tensor.name]) for each in (analysis.smallest, analysis.typical, analysis.shapes))
     built = find_kind(plan.engine).is_built
     least, most = (low, high) if built else (None, None)
-    # What is sharded along axes, or built, is so for as many dimensions as were planned for.
+    # Shards and built engines have a fixed number of dimensions, even if the model's input has not.
     fixed = tensor.shape is None and (built or plan.split.fixes_ranks)
     shape: m.Shape = [*high] if fixed else tensor.shape
     fill = asked or choose_fill(value, role)
@@ -132,7 +132,7 @@ def _input(plan: Plan, value: ir.Value, role: m.Role | None, asked: m.Fill | Non
 
 
 def number_type(analysis: Analysis) -> str:
-    """The least precise type that holds a tenth of the weights or more; outputs can't agree more closely than it."""
+    """The least precise type of at least a tenth of the weights. It limits how closely outputs can agree."""
     sizes: dict[str, int] = {}
     for weight in analysis.costs.weights(analysis.graph.nodes):
         if weight.dtype is not None:

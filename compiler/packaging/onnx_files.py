@@ -1,4 +1,4 @@
-"""A rank's graphs as ONNX files, and their weights beside them."""
+"""Write a rank's graphs as ONNX files, and their weights beside them."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import onnx_ir as ir
 
 from splitc.compiler.packaging.package_writer import PackageWriter
 
-# Smaller weights stay in the ONNX file, where constant folding and shape inference see them.
+# The most bytes of a weight that stays in the ONNX file, where constant folding and shape inference see it.
 SMALL = 1024
 
 
 @dataclass(frozen=True)
 class WrittenWeights:
-    """The weights of a folder: where each tensor of the graphs was written, and the model's data files copied into it.
+    """The weights of a folder: each tensor as written, by the original's id, and the model's data files copied there.
 
-    Tensors are known by identity, so all of them are kept.
+    The originals are kept too, so that their ids stay valid.
     """
 
     tensors: Mapping[int, tuple[ir.TensorProtocol, ir.TensorProtocol]]
     copies: tuple[Path, ...] = ()
 
     def place(self, tensor: ir.TensorProtocol) -> ir.TensorProtocol:
-        """The tensor as the file has it; itself where it stays in the ONNX file."""
+        """The tensor as it was written, or the tensor itself if it stays in the ONNX file."""
         return self.tensors[id(tensor)][1] if id(tensor) in self.tensors else tensor
 
 
@@ -43,9 +43,9 @@ def write_model_files(
 ) -> WrittenWeights:
     """Write graphs to these paths, all in one folder, and their weights beside them, each once.
 
-    The file of the weights is named as the graphs are up to the first dot. With `link`, weights that lie in the model's
-    own data files stay there, and the graphs refer to hard links of these. `progress` is told the bytes of each weight.
-    Weights that are `known` are in the folder already. A rank that has nothing to do has no graphs.
+    The weights' file has the graphs' name up to the first dot. With `link`, weights in the model's own data files stay
+    there, and the graphs refer to hard links of these files. `progress` is called with the bytes of each weight.
+    Weights in `known` are in the folder already. A rank without work has no graphs.
     """
     if not graphs:
         return NONE
@@ -65,7 +65,7 @@ def write_weights(
     progress: Callable[[int], None],
     known: WrittenWeights,
 ) -> WrittenWeights:
-    """Stream the graphs' weights from where they are into the file `path`, each once, or link the files they lie in."""
+    """Stream the graphs' weights into the file `path`, each once, or link the files that they lie in."""
     folder = path.parent
     folder.mkdir(parents=True, exist_ok=True)
     links: dict[Path, Path] = {}
@@ -91,7 +91,7 @@ def write_weights(
             for tensor in inside.values():
                 progress(tensor.nbytes)
                 placed[id(tensor)] = tensor, _at(tensor, path, file.size, tensor.nbytes)
-                cast(Any, tensor).tofile(file)  # which the protocol lacks, and every class of onnx_ir 1.1 has
+                cast(Any, tensor).tofile(file)  # not in the protocol, but in every class since onnx_ir 1.1
     return WrittenWeights(placed, tuple(copies))
 
 
@@ -101,7 +101,7 @@ def _tensors(graphs: Iterable[ir.Graph]) -> list[ir.TensorProtocol]:
 
 
 def _at(tensor: ir.TensorProtocol, path: Path, offset: int | None, length: int | None) -> ir.ExternalTensor:
-    """The tensor as these bytes of a file."""
+    """The tensor as a reference to these bytes of a file."""
     return ir.ExternalTensor(
         path.name,
         offset,
@@ -116,7 +116,7 @@ def _at(tensor: ir.TensorProtocol, path: Path, offset: int | None, length: int |
 def write_graphs(
     graphs: Mapping[Path, ir.Graph], source: ir.Model, weights: WrittenWeights, writer: PackageWriter
 ) -> None:
-    """Write graphs whose weights are written; their initializers then refer to these."""
+    """Write graphs whose weights have been written. Their initializers are replaced by references, in place."""
     for path, graph in graphs.items():
         for value in graph.initializers.values():
             if value.const_value is not None:

@@ -1,4 +1,4 @@
-"""Compile a plan: engines and manifest, written beside the place where they will be, and renamed into it when whole."""
+"""Compile a plan into a package: engines and a manifest. The package appears at its place only when it is complete."""
 
 from __future__ import annotations
 
@@ -47,18 +47,21 @@ def compile_model(
     warn: Callable[[str], None] = lambda _: None,
     say: Callable[[str], None] = lambda _: None,
 ) -> m.Manifest:
-    """Build what `plan` says and write it to the folder `package`, replacing a package that is there with `force`.
+    """Write the package of `plan` to the folder `package`. With `force`, a package that is there is replaced.
 
-    `weights` is `copy`, or `link` to refer into hard links of the model's own data files instead of copying it: the
-    package then changes when they are written to in place. `threads` is recorded as the number for each CPU device.
-    A package in row or tensor mode is compared with the unsplit model before it is in its place, unless `verify` is
-    False; any other is loaded once. `build` says how engines are built that are not ONNX files, `fills` how arrays are
-    made up for some inputs. `progress` is told the bytes of weights as they are written, `building` how many engines
-    are built of how many, `warn` what is not as asked, `say` what came of the comparison. Either the whole package is
-    written or nothing.
-    Raises MisuseError when `package` can't be written to, ModelError for an input or output that can't be handed over
-    and for what ONNX Runtime can't load, SplitcError when the disk is full, BuildError for what can't be built,
-    OutputsDifferError when the package does not compute what the model does.
+    `weights` is `copy`, or `link` for hard links to the model's own data files; a linked package changes if these files
+    are written in place. `threads` is recorded as the number for each CPU device. `build` says how engines are built
+    that are not ONNX files, and `fills` how arrays for inputs are made up.
+
+    Every package is loaded once. In row and tensor mode it is also compared with the unsplit model, unless `verify` is
+    False. Either the whole package is written or nothing.
+
+    Callbacks: `progress` gets the bytes of each weight that is written, `building` the number of engines built and of
+    all, `warn` deviations from the request, `say` the result of the comparison.
+
+    Raises MisuseError if `package` can't be written to, ModelError for an input or output of a type that can't be
+    passed on and for files that ONNX Runtime can't load, SplitcError if the disk is full, BuildError for engines that
+    can't be built, OutputsDifferError if the package's outputs differ from the model's.
     """
     target = Path(package)
     check_target(target, force)
@@ -91,7 +94,7 @@ def compile_model(
 def _check_request(
     plan: Plan, weights: str, build: BuildSettings, fills: Mapping[str, m.Fill], warn: Callable[[str], None]
 ) -> None:
-    """Raise for what can be known to be wrong before anything is written; see `compile_model`."""
+    """Raise errors that are known before anything is written; see `compile_model`."""
     check_types(plan)
     check_fills(fills, [value.name or "" for value in plan.analysis.graph.graph.inputs])
     kind = find_kind(plan.engine)
@@ -106,7 +109,7 @@ def _check_request(
 
 
 def _programs(plan: Plan) -> Iterable[RankProgram]:
-    """The ranks' programs, one at a time where engines are not built for sizes that follow from all of them."""
+    """The ranks' programs, made one at a time unless engines are built for sizes, which depend on all programs."""
     programs = (plan.program(number) for number in range(len(plan.ranks)))
     if find_kind(plan.engine).is_built:
         return find_builder(plan.engine).prepare(plan.analysis, list(programs))
@@ -115,7 +118,7 @@ def _programs(plan: Plan) -> Iterable[RankProgram]:
 
 @contextmanager
 def _runnable(plan: Plan, folder: Path, weights: Sequence[WrittenWeights]) -> Iterator[Path]:
-    """The package as ONNX Runtime can run it: where engines are to be built, other graphs with the same weights."""
+    """The package in a form that ONNX Runtime runs: if engines are to be built, other graphs with the same weights."""
     if not find_kind(plan.engine).is_built:
         yield folder
         return
@@ -137,7 +140,7 @@ def _runnable(plan: Plan, folder: Path, weights: Sequence[WrittenWeights]) -> It
 
 @dataclass(frozen=True)
 class _Written:
-    """A rank's entry in the manifest, and its weights."""
+    """A rank's entry in the manifest, and its written weights."""
 
     entry: m.Rank
     weights: WrittenWeights
@@ -153,10 +156,10 @@ def _write_rank(
     known: WrittenWeights = NONE,
     stem: str | None = None,
 ) -> _Written:
-    """Write a rank's graphs, in files named by the stem or their stage, and its weights but those `known`."""
+    """Write a rank's graphs, in files named by `stem` or their stage, and its weights except those in `known`."""
     rank, folder = plan.ranks[number], writer.folder / f"rank{number}"
     paths = _graph_paths(folder, stem or f"stage{rank.group}", len(program.graphs))
-    # Names first: to write a graph changes where its weights are.
+    # Entries come first, since writing a graph changes its weights.
     entries = [
         m.EngineFile(f"{folder.name}/{path.name}", names(graph.inputs), names(graph.outputs), _sizes_only(graph))
         for path, graph in zip(paths, program.graphs, strict=True)
@@ -175,7 +178,7 @@ def _write_rank(
 
 
 def _graph_paths(folder: Path, stage: str, count: int) -> list[Path]:
-    """The paths of so many graphs of a stage: numbered where there are several."""
+    """The paths of a stage's graphs, numbered if there are several."""
     width = len(str(count - 1))
     return [folder / (f"{stage}.{number:0{width}}.onnx" if count > 1 else f"{stage}.onnx") for number in range(count)]
 
@@ -190,7 +193,7 @@ def _sizes_only(graph: ir.Graph) -> list[str]:
 
 
 def _to_build(engine: str, entry: m.EngineFile, sizes: dict[str, m.Sizes], group: list[int]) -> m.EngineFile:
-    """The entry of an engine that is built from the ONNX file of `entry`."""
+    """The manifest's entry for the engine that is built from the ONNX file of `entry`."""
     source = Path(entry.path)
     path = find_builder(engine).engine_path(source.parent, source.stem, group)
     return msgspec.structs.replace(entry, path=path.as_posix(), source=entry.path, sizes=sizes, group=group)

@@ -1,4 +1,4 @@
-"""Write the files of a package; their sizes and hashes are taken as they are written, so that nothing is read again."""
+"""Write the files of a package. They are hashed while they are written, so that nothing is read again."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import BinaryIO
 
 from splitc.runtime.manifest import File
 
-# What os.link answers where a hard link can't be: another file system, or one without hard links.
+# Errors of os.link if a hard link is impossible: another file system, one without hard links, or too many links.
 NO_LINK = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK)
 
 
 class HashedFile:
-    """A file that is written from its beginning to its end. It has no more of a file's interface than that."""
+    """A file that is only appended to, with its size and hash."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -35,7 +35,7 @@ class HashedFile:
 
     @property
     def sha256(self) -> str:
-        """The hash of what was written so far, in hexadecimal."""
+        """The SHA-256 of the content so far, in hexadecimal."""
         return self._digest.hexdigest()
 
 
@@ -48,24 +48,24 @@ class PackageWriter:
 
     @property
     def files(self) -> list[File]:
-        """What was written, in the order of the paths."""
+        """The files written so far, sorted by path."""
         return [self._files[path] for path in sorted(self._files)]
 
     @contextmanager
     def open(self, path: Path) -> Iterator[HashedFile]:
-        """A new file."""
+        """Open a new file for writing."""
         with path.open("wb") as file:
             hashed = HashedFile(file)
             yield hashed
         self._files[path] = File(self._name(path), hashed.size, hashed.sha256)
 
     def write(self, path: Path, content: bytes) -> None:
-        """A new file of this content."""
+        """Write a new file with this content."""
         with self.open(path) as file:
             file.write(content)
 
     def link(self, source: Path, target: Path) -> bool:
-        """Make `target` a hard link to `source`, which is not hashed; where that can't be, copy it and return False."""
+        """Make `target` a hard link to `source`, without a hash. If that is impossible, copy it and return False."""
         try:
             os.link(source.resolve(), target)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Measure what each block takes on its device, instead of estimating it."""
+"""Measure the time of each block on its device, instead of estimating it (`--profile`)."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from splitc.runtime.fills import fill_array
 from splitc.runtime.manifest import Fill
 
 WARMUP, RUNS = 2, 7
-# Where measured times are kept, by the content of what was measured.
+# The cache's file of measured times, by a hash of the block's content.
 FILE = "block_seconds.json"
 
 
 def measure_blocks(analysis: Analysis, devices: Sequence[Device], threads: int | None) -> list[float]:
     """Median seconds of each block by itself, with the bound shapes and made-up inputs.
 
-    Blocks with the same content (operators, attributes, shapes, types) are measured once, on this machine for ever:
-    the times are kept.
+    Blocks with the same content (operators, attributes, shapes, types) are measured once. The times are kept in the
+    user's cache folder.
     """
     count = threads_for(devices, threads)
     stages = divide_blocks(analysis.graph, analysis.partition, range(1, len(analysis.partition.blocks) + 1))
@@ -58,7 +58,7 @@ def measure_blocks(analysis: Analysis, devices: Sequence[Device], threads: int |
 
 
 def _content(analysis: Analysis, stage: Stage, device: Device, threads: int) -> str:
-    """A hash of all that a block's time depends on, in which names have no part."""
+    """A hash of all that a block's time depends on. Names of nodes and values are left out."""
     shapes = analysis.costs.shapes
     where = f"{threads} threads" if device.kind == "cpu" else str(device)
     lines = [platform.node(), platform.processor(), ort.__version__, where]
@@ -92,7 +92,7 @@ def _measure(analysis: Analysis, stage: Stage, device: Device, threads: int) -> 
 
 
 def _inputs(analysis: Analysis, values: Iterable[ir.Value]) -> Iterable[tuple[str, npt.NDArray[Any]]]:
-    """Arrays for a block's inputs. Integers that other blocks make are 0 here, which is valid as any index."""
+    """Arrays for a block's inputs. Integers from other blocks are 0, which is a valid index for any table."""
     generator = np.random.default_rng(0)
     roles = find_roles(analysis.graph)
     for value in values:

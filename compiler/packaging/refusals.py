@@ -1,4 +1,4 @@
-"""Which of a model's operators TensorRT would refuse, found before anything is built."""
+"""Which of a model's operators TensorRT does not support, found before anything is built."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from splitc.runtime.engines.kinds import PACKAGES, is_installed
 
 
 def describe_refusals(plan: Plan) -> list[str]:
-    """For each operator that the parser of the plan's engine refuses the blocks that have it, and what it says.
+    """Warnings for operators that the parser of the plan's engine does not support, with their blocks and the reason.
 
-    Blocks with the same operators and attributes share their fate, so one of them is parsed. Where TensorRT is not
-    installed, that is what is said.
+    Blocks with the same operators and attributes give the same result, so only one of them is parsed. If TensorRT is
+    not installed, the only warning says so.
     """
     if not is_installed(plan.engine):
         return [
@@ -46,7 +46,7 @@ def describe_refusals(plan: Plan) -> list[str]:
 
 
 def _content(stage: Stage) -> str:
-    """What TensorRT's parser sees of a stage: operators and their attributes."""
+    """A key of what TensorRT's parser reads of a stage: operators, attributes and types."""
     lines = []
     for node in stage.nodes:
         attributes = sorted((name, str(attribute.value)) for name, attribute in node.attributes.items())
@@ -56,7 +56,7 @@ def _content(stage: Stage) -> str:
 
 def _write(plan: Plan, stage: Stage, folder: Path) -> Job:
     graph = stage_graph(plan.analysis.graph, stage)
-    for value in graph.inputs:  # the parser wants to know how many dimensions there are, as the engine will
+    for value in graph.inputs:  # the parser needs the number of dimensions
         bound = plan.analysis.costs.shapes.get(value.name or "")
         if value.shape is None and bound is not None and value.name not in plan.analysis.costs.bound.uncertain:
             value.shape = ir.Shape([None] * len(bound))

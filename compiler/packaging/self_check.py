@@ -1,4 +1,4 @@
-"""Try a package that was just written: load it, and compare it with the unsplit model on small made-up inputs."""
+"""Check a package that was just written: load it, and compare it with the unsplit model on made-up inputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from splitc.compiler.frontend.loading import load_plainly
+from splitc.compiler.frontend.loading import load_unoptimized
 from splitc.compiler.model_errors import ModelError
 from splitc.compiler.planning.plan import Plan
 from splitc.runtime.devices import free_bytes
@@ -24,7 +24,7 @@ from splitc.runtime.tools.compare import Difference, compare
 from splitc.runtime.tools.unsplit import Arrays, fixed_feeds, open_reference
 from splitc.runtime.units import format_bytes
 
-# The weights of the largest model that is compared: it is loaded twice.
+# The most bytes of weights of a model that is compared, since it is loaded twice.
 LARGEST = 2 << 30
 # The most elements that a made-up input may have.
 MOST_ELEMENTS = 1 << 24
@@ -32,7 +32,7 @@ MOST_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a package was compared with the unsplit model, and what there is to say of it."""
+    """Whether a package was compared with the unsplit model, and the result or the reason why not."""
 
     compared: bool
     text: str
@@ -41,16 +41,16 @@ class Verdict:
 def check_loads(package: Path, manifest: Manifest) -> None:
     """Raise ModelError unless ONNX Runtime loads each of the package's ONNX files.
 
-    Weights are mapped into memory, and not read. That a kernel is missing says nothing of engines for GPUs, where the
-    CPU's provider has to do.
+    Weights are mapped into memory, and not read. Files are loaded with the CPU provider, so a missing kernel is only an
+    error for packages that run on CPUs.
     """
     on_cpu = all(rank.device.startswith("cpu") for rank in manifest.ranks)
     for engine in (engine for rank in manifest.ranks for engine in rank.engines):
         path = package / (engine.source or engine.path)
         if engine.group:
-            continue  # collectives are TensorRT's
+            continue  # it has collectives inside, which only TensorRT supports
         try:
-            load_plainly(path)
+            load_unoptimized(path)
         except ort_errors.NotImplemented:
             if on_cpu:
                 _load_whole(path, engine.path, manifest)
@@ -59,23 +59,23 @@ def check_loads(package: Path, manifest: Manifest) -> None:
 
 
 def _load_whole(path: Path, name: str, manifest: Manifest) -> None:
-    """Load an ONNX file as it will be: optimizations may put what has a kernel in the place of what has none."""
+    """Load an ONNX file with optimizations, which may replace an operator without a kernel by one with a kernel."""
     try:
         open_session(path, 1)
     except PackageError as error:
         reason = str(error.__cause__ or error)
         raise ModelError(
             f"ONNX Runtime can't load {name}, which was made of {manifest.source.name}: {reason}\nNothing was written. "
-            f"Where it can't load {manifest.source.name} either, the model is not valid for this version of it."
+            f"If it can't load {manifest.source.name} either, the model is not valid for this version of ONNX Runtime."
         ) from error
 
 
 def check_outputs(plan: Plan, package: Path) -> Verdict:
-    """Run package and model on the same inputs.
+    """Run package and model on the same inputs, and compare their outputs.
 
-    On GPUs where the plan's are in this machine and have room for both, else on CPU devices. Raises OutputsDifferError
-    when an output differs beyond the tolerance of the model's number type, and by more than ONNX Runtime's own
-    optimizations move it.
+    They run on the plan's GPUs if these are in this machine and have room for both, else on CPU devices. Raises
+    OutputsDifferError if an output differs by more than the tolerance of the model's number type, and by more than
+    ONNX Runtime's own optimizations change it.
     """
     graph = plan.analysis.graph
     weights = plan.analysis.costs.weight_bytes(graph.nodes)
@@ -94,12 +94,12 @@ def check_outputs(plan: Plan, package: Path) -> Verdict:
                 try:
                     expected = whole.run(feeds)
                 except SplitcError:
-                    continue  # sizes that the model does not take together
+                    continue  # the model does not take these sizes together
                 differences = compare(expected, session.run(feeds), number_type=session.manifest.number_type)
                 worst = max((each.relative for each in differences), default=0.0)
                 said = f"{len(differences)} outputs agree with {whole} (largest error {worst:.1e})"
                 if not all(each.passed for each in differences):
-                    plain = _run_plainly(graph.path, session.manifest, feeds)
+                    plain = _run_unoptimized(graph.path, session.manifest, feeds)
                     said += _judge(differences, compare(expected, plain))
                 return Verdict(True, said)
     return Verdict(
@@ -110,7 +110,7 @@ def check_outputs(plan: Plan, package: Path) -> Verdict:
 
 
 def _find_devices(plan: Plan) -> list[str]:
-    """The plan's devices, where these are GPUs of this machine with room for the package and the model."""
+    """The plan's devices if they are GPUs of this machine with room for package and model, else CPU devices."""
     devices = [rank.device for rank in plan.ranks]
     if all(device.kind == "cuda" for device in devices):
         needed = [rank.memory.total for rank in plan.ranks]
@@ -121,26 +121,25 @@ def _find_devices(plan: Plan) -> list[str]:
 
 
 def _whole_bytes(plan: Plan) -> int:
-    """What the unsplit model takes, on inputs as small as these: no more than all ranks do."""
+    """An upper bound of the unsplit model's bytes on made-up inputs: those of all ranks together."""
     return sum(rank.memory.total for rank in plan.ranks)
 
 
 def _judge(differences: Sequence[Difference], own: Sequence[Difference]) -> str:
-    """What to say of differences that are too large, beside those of the model's `own`: without optimizations.
+    """Judge differences that are too large by the model's `own`: between running it with and without optimizations.
 
-    Numbers that are rounded to a few bits on their way may be rounded otherwise by any other order of sums, and so may
-    all that follows. How far that goes is seen by the model itself: an output may be as far off as that is. Raises
-    OutputsDifferError when an output is farther off.
+    In quantized models another order of summation may change how a number is rounded, and with it all that follows.
+    So an output may differ by as much as the model's own output does. Raises OutputsDifferError if it differs more.
     """
     known = {each.name: each.relative for each in own if each.problem is None}
     _check_all([replace(d, passed=d.passed or d.relative <= known.get(d.name, 0.0)) for d in differences])
     return f"; ONNX Runtime's optimizations move the model's own outputs by {max(known.values()):.1e}"
 
 
-def _run_plainly(model: Path, manifest: Manifest, feeds: Arrays) -> Arrays:
-    """The outputs of the unsplit model without optimizations; none where it does not run so."""
+def _run_unoptimized(model: Path, manifest: Manifest, feeds: Arrays) -> Arrays:
+    """The outputs of the unsplit model without optimizations; empty if it fails to run without them."""
     try:
-        session = load_plainly(model)
+        session = load_unoptimized(model)
         names = [value.name for value in session.get_outputs()]
         return dict(zip(names, session.run(names, {**feeds, **fixed_feeds(manifest, feeds)}), strict=True))
     except ERRORS:
@@ -159,7 +158,7 @@ def _check_all(differences: Sequence[Difference]) -> None:
 
 
 def _candidates(plan: Plan, inputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The inputs with the shapes to try: distinct probe sizes, then those that were planned."""
+    """The inputs with the shapes to try: probe sizes first, then the planned shapes."""
     analysis = plan.analysis
     for shapes in (plan.split.probe_shapes.shapes, analysis.shapes):
         if all(np.prod(shapes[tensor.name]) <= MOST_ELEMENTS for tensor in inputs):

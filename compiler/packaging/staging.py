@@ -1,4 +1,4 @@
-"""Write a folder beside the place where it will be, and rename it into that when it is whole."""
+"""Write a folder beside its target, and rename it to the target when it is complete."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def check_target(target: Path, force: bool) -> None:
 
 @contextlib.contextmanager
 def written_aside(target: Path) -> Iterator[Path]:
-    """A new folder beside `target`, which takes its place if the block ends well and is removed if it does not."""
+    """A new folder beside `target`. It replaces `target` if the block succeeds, and is removed if it fails."""
     parent = target.absolute().parent
     prefix = f".{target.name}.partial-"
-    for left in parent.glob(f"{glob.escape(prefix)}*"):  # by a run that was killed
+    for left in parent.glob(f"{glob.escape(prefix)}*"):  # left by a process that was killed
         shutil.rmtree(left, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     try:
@@ -48,7 +48,7 @@ def written_aside(target: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def full_disk_explained(target: Path, needed: int) -> Iterator[None]:
-    """Raise SplitcError when the disk has not the `needed` bytes free, or is full in the end."""
+    """Raise SplitcError if the disk has less than the `needed` bytes free, or if it gets full in the block."""
     parent = target.absolute().parent
     free = shutil.disk_usage(parent).free
     if free < needed:

@@ -1,7 +1,7 @@
-"""TensorRT engines from ONNX files, built one after another in a process of their own.
+"""Build TensorRT engines from ONNX files, one after another in a separate process.
 
-A process, since polygraphy decides once, when it is imported, between TensorRT and TensorRT-RTX; since the memory of a
-build is back when it ends; and since TensorRT, when it fails badly, ends the process that it is in.
+A separate process is needed because polygraphy chooses between TensorRT and TensorRT-RTX once, when it is imported; to
+get the memory of a build back; and because TensorRT may crash its process.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.gpus import list_gpus
 from splitc.runtime.manifest import BuildOptions, Built
 
-# What an engine file of a rank that exchanges values inside is called: as Triton's per-rank layout wants it.
+# The prefix of engine files with collectives inside, by Triton's per-rank layout.
 PER_RANK = "model.plan.rank"
 # How many nodes an error lists.
 LISTED = 8
 
 
 class Order(Struct, frozen=True):
-    """What the process is told: engines of one kind, one after another."""
+    """What the process is to build: engines of one kind."""
 
     kind: str
     jobs: list[Job]
@@ -44,14 +44,14 @@ class Order(Struct, frozen=True):
 
 
 class Progress(Struct, frozen=True, tag="progress"):
-    """How far the job of this number is, from 0 to 1."""
+    """The progress of one job, from 0 to 1."""
 
     job: int
     done: float
 
 
 class Failed(Struct, frozen=True, tag="failed"):
-    """A job that came to nothing: the nodes that were refused, or what TensorRT said, and nodes that it named."""
+    """A failed job: the nodes that were refused; or TensorRT's message, and the nodes that it names."""
 
     job: int
     refused: list[Refusal]
@@ -68,7 +68,7 @@ Message = Progress | Failed | Finished
 
 
 class TensorrtBuilder:
-    """Builds TensorRT's and TensorRT-RTX's engines, one after the other in a process of their own."""
+    """Builds engines of TensorRT and TensorRT-RTX."""
 
     def check_here(self, engine: str) -> None:
         if engine == TENSORRT and not list_gpus():
@@ -82,19 +82,19 @@ class TensorrtBuilder:
         return fit_to_build(analysis, programs)
 
     def engine_path(self, folder: Path, stage: str, group: Sequence[int]) -> Path:
-        """Beside the engine's source, under Triton's name where ranks meet inside."""
+        """A file beside the engine's source, with Triton's name if the engine has collectives inside."""
         return folder / (f"{PER_RANK}{folder.name.removeprefix('rank')}" if group else f"{stage}.engine")
 
     def build(
         self, engine: str, jobs: Sequence[Job], options: BuildOptions, timing_cache: Path, building: Building
     ) -> Built:
-        # TensorRT-RTX times nothing when it builds.
+        # TensorRT-RTX measures no kernels when it builds.
         cache = str(timing_cache) if engine == TENSORRT else None
         most = 0.0
 
         def report(progress: Progress) -> None:
             nonlocal most
-            most = max(most, progress.job + progress.done)  # a phase may come to have more steps than it said
+            most = max(most, progress.job + progress.done)  # TensorRT's phases may get more steps than announced
             building(most, len(jobs))
 
         return build_engines(Order(engine, list(jobs), options, cache), report)
@@ -110,10 +110,10 @@ BUILDER = TensorrtBuilder()
 
 
 def build_engines(order: Order, progress: Callable[[Progress], None] = lambda _: None) -> Built:
-    """Build the engines of an order. Returns what built them.
+    """Build the engines of an order. Returns the versions that built them.
 
-    Raises MisuseError where TensorRT is not installed, BuildError naming the stage, the block and the node of what
-    TensorRT can't take or build.
+    Raises MisuseError if TensorRT is not installed; BuildError, which names the stage, the block and the node, if
+    TensorRT does not support a node or can't build an engine.
     """
     built = None
     with _messages(order) as messages:
@@ -130,7 +130,7 @@ def build_engines(order: Order, progress: Callable[[Progress], None] = lambda _:
 
 @contextmanager
 def _messages(order: Order) -> Iterator[Iterator[Message]]:
-    """Start the process; gives what it says, and ends it. Raises BuildError when it dies."""
+    """Start the process, iterate over its messages, and end it. Raises BuildError if it dies."""
     need_installed(order.kind)
     command = [sys.executable, "-m", "splitc.compiler.packaging.tensorrt_process"]
     environment = {**os.environ, "POLYGRAPHY_USE_TENSORRT_RTX": "1" if order.kind == TENSORRT_RTX else "0"}
@@ -142,12 +142,12 @@ def _messages(order: Order) -> Iterator[Iterator[Message]]:
     ):
         try:
             assert process.stdin is not None and process.stdout is not None
-            with suppress(BrokenPipeError):  # of a process that has died: what it said is read, and explained
+            with suppress(BrokenPipeError):  # the process has died: `_read` reports its last words
                 process.stdin.write(msgspec.json.encode(order))
                 process.stdin.close()
             yield _read(order, process, log)
         finally:
-            process.kill()  # whatever ends this, an error or an interrupt, ends the build
+            process.kill()  # an error or an interrupt here must end the build too
 
 
 def _read(order: Order, process: subprocess.Popen[bytes], log: IO[bytes]) -> Iterator[Message]:
@@ -170,9 +170,9 @@ def _read(order: Order, process: subprocess.Popen[bytes], log: IO[bytes]) -> Ite
 def _explain(order: Order, failed: Failed) -> str:
     where = order.jobs[failed.job].where
     if failed.message:
-        named = f"\nIt speaks of {_list(failed.refused)}." if failed.refused else ""
+        named = f"\nIt names {_list(failed.refused)}." if failed.refused else ""
         return (
-            f"{order.kind} can't build {where}: {failed.message}{named}\nWhere it ran out of memory, allow more with "
+            f"{order.kind} can't build {where}: {failed.message}{named}\nIf it ran out of memory, allow more with "
             "--workspace, or plan for smaller inputs (--shapes); else try another --builder-optimization-level, or "
             "--engine onnxruntime."
         )

@@ -1,6 +1,6 @@
 """The process that builds TensorRT engines: reads an order from standard input, writes messages to standard output.
 
-TensorRT 8.6 to 11 and TensorRT-RTX differ in what stands in `_open_network` and `_config`, and nowhere else.
+All differences between TensorRT 8.6 to 11 and TensorRT-RTX are in `_open_network` and `_config`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from splitc.runtime.engines.kinds import TENSORRT_RTX, find_kind
 from splitc.runtime.gpus import find_cupy
 from splitc.runtime.manifest import Built
 
-# Seconds between two reports of how far a build is.
+# Seconds between two progress reports.
 REPORT_EVERY = 0.1
 _PARSING = re.compile(r"Parsing node: (.*) \[\w+\]")
 
 
 def main() -> None:
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
-    # TensorRT prints to standard output at times: that goes where the log goes.
+    # TensorRT sometimes prints to standard output: redirect that to the log.
     channel = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
 
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def _run_job(trt: ModuleType, order: Order, number: int, job: Job, tell: Callable[[Any], None]) -> Failed | None:
-    """Parse the job's model, and build it where it asks for that. Returns what went wrong."""
+    """Parse the job's model, and build its engine if it has one. Returns the failure, or None."""
     from polygraphy.backend.trt import engine_bytes_from_network
     from polygraphy.exception import PolygraphyException
 
@@ -80,7 +80,7 @@ def _run_job(trt: ModuleType, order: Order, number: int, job: Job, tell: Callabl
 
 
 def _use_gpu(job: Job) -> None:
-    """Build on the job's own GPU where this machine has it; they are taken to be of one kind."""
+    """Build on the job's own GPU, or on this machine's last one if it has fewer: all are taken to be of one kind."""
     cupy = find_cupy()
     if cupy is not None and job.engine is not None:
         with suppress(cupy.cuda.runtime.CUDARuntimeError):
@@ -88,7 +88,7 @@ def _use_gpu(job: Job) -> None:
 
 
 def _logger(trt: ModuleType) -> Any:
-    """A logger that keeps errors, and the name of the node that is being parsed."""
+    """A logger that keeps errors and the name of the node that is being parsed."""
 
     class Log(trt.ILogger):  # type: ignore[name-defined, misc]
         def __init__(self) -> None:
@@ -106,10 +106,10 @@ def _logger(trt: ModuleType) -> Any:
 
 
 def _open_network(trt: ModuleType, log: Any) -> tuple[Any, Any]:
-    """A builder and an empty network that computes in the number types of the graph, where TensorRT can be told so."""
+    """A builder and an empty network. It is strongly typed (keeps the graph's number types) if TensorRT has that."""
     flags = trt.NetworkDefinitionCreationFlag
     builder = trt.Builder(log)
-    # Before 9 there are no strongly typed networks; since 10 a batch is always explicit.
+    # TensorRT has strongly typed networks since 9, and always an explicit batch since 10.
     wanted = ("STRONGLY_TYPED",) if hasattr(flags, "STRONGLY_TYPED") else ("EXPLICIT_BATCH",)
     return builder, builder.create_network(sum(1 << int(getattr(flags, name)) for name in wanted))
 
@@ -163,31 +163,31 @@ def _config(
 
 
 def _keep_float32(trt: ModuleType, network: Any, job: Job) -> None:
-    """What the graph computes in float32 stays so, in place: a network that is not strongly typed may take half.
+    """Keep float32 layers in float32, in place: a network that is not strongly typed may run them in float16.
 
-    TensorRT itself says float32 of everything before it builds, but tensors have the names of the graph's values.
+    Types come from the ONNX file, by the tensors' names: TensorRT reports float32 for all tensors until it builds.
     """
     model = ShapeInferencePass()(ir.load(job.source)).model
     single = {value.name for node in model.graph for value in node.outputs if value.dtype == ir.DataType.FLOAT}
-    free = (trt.LayerType.CONSTANT, trt.LayerType.SHAPE)
+    untyped = (trt.LayerType.CONSTANT, trt.LayerType.SHAPE)
     for layer in map(network.get_layer, range(network.num_layers)):
         outputs = [layer.get_output(number) for number in range(layer.num_outputs)]
-        if layer.type in free or not outputs or any(output.name not in single for output in outputs):
+        if layer.type in untyped or not outputs or any(output.name not in single for output in outputs):
             continue
-        if layer.type != trt.LayerType.CAST:  # which has no precision of its own
+        if layer.type != trt.LayerType.CAST:  # a cast has no precision of its own
             layer.precision = trt.float32
         for number in range(layer.num_outputs):
             layer.set_output_type(number, trt.float32)
 
 
 def _number_types(job: Job) -> set[ir.DataType | None]:
-    """The number types of what the graph takes, gives and holds."""
+    """The number types of the graph's inputs, outputs and weights."""
     graph = ir.load(job.source).graph
     return {value.dtype for value in (*graph.inputs, *graph.outputs, *graph.initializers.values())}
 
 
 def _monitor(trt: ModuleType, report: Callable[[float], None]) -> Any:
-    """TensorRT's progress as one number: of each phase so many steps are done, the last of them in part."""
+    """A monitor that reports TensorRT's progress as one number. Phases are nested: each divides a step of the last."""
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[name-defined, misc]
         def __init__(self) -> None:
@@ -229,7 +229,7 @@ def _nodes(job: Job) -> list[Refusal]:
 
 
 def _refused(parser: Any, log: Any, nodes: Sequence[Refusal]) -> list[Refusal]:
-    """The nodes that the parser complains of. A complaint that names none is about the one that it read last."""
+    """The nodes that the parser's errors are about. An error that names no node is about the last one it read."""
     by_name = {each.node: each for each in nodes}
     found: dict[str, Refusal] = {}
     for error in map(parser.get_error, range(parser.num_errors)):
@@ -237,14 +237,14 @@ def _refused(parser: Any, log: Any, nodes: Sequence[Refusal]) -> list[Refusal]:
         node = nodes[place] if 0 <= place < len(nodes) else by_name.get(log.parsing)
         node = node or Refusal(log.parsing or "?", "?", "?", "")
         reason = error.desc().strip()
-        # "false" is the parser's word for an operator that it knows by name only.
+        # The parser says "false" for an operator that it knows by name only.
         text = "the operator is not supported" if reason in ("", "false") else reason
         found.setdefault(node.node, msgspec.structs.replace(node, reason=text))
     return list(found.values()) or [Refusal("?", "?", "?", (log.errors or ["it gave no reason"])[-1])]
 
 
 def _describe(trt: ModuleType, order: Order) -> Built:
-    """What builds here. TensorRT-RTX builds for every GPU that it knows, and on none."""
+    """The version and GPU that build here. TensorRT-RTX needs no GPU, and builds for all that it supports."""
     cupy = find_cupy()
     if order.kind == TENSORRT_RTX or cupy is None:
         return Built(trt.__version__)

@@ -1,4 +1,4 @@
-"""Put a plan together, and say what a user should know of it."""
+"""Put a plan together, with its warnings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_request import Request
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.planning.split import Split
-from splitc.compiler.sharding.report import WeightFate, warn_of_little
+from splitc.compiler.sharding.report import WeightFate, warn_if_little_split
 from splitc.runtime.device_profiles import find_profile
 from splitc.runtime.engines.kinds import ONNXRUNTIME, choose_engine
 from splitc.runtime.errors import DoesNotFitError
@@ -26,10 +26,10 @@ def assemble(
     weights: Sequence[WeightFate] = (),
     whole: str = "",
 ) -> Plan:
-    """The plan of these ranks, with its warnings; `whole` says where weights are that are not sharded."""
+    """The plan of these ranks, with its warnings. `whole` says where unsplit weights are held, for messages."""
     engine = choose_engine(request.engine, [rank.device for rank in ranks])
     ranks = tuple(_with_sessions(rank, engine, split) for rank in ranks)
-    warnings = (*plan_warnings(analysis, ranks), *warn_of_little(weights, whole))
+    warnings = (*plan_warnings(analysis, ranks), *warn_if_little_split(weights, whole))
     return Plan(
         analysis,
         request.split_mode,
@@ -45,7 +45,7 @@ def assemble(
 
 
 def _with_sessions(rank: RankPlan, engine: str, split: Split) -> RankPlan:
-    """The rank with the memory of its engines' libraries on a GPU. Those of an only engine are left to the headroom."""
+    """The rank with the memory that its sessions take on a GPU beside the first one, which the headroom covers."""
     if engine != ONNXRUNTIME or rank.device.kind != "cuda":
         return rank
     size = split.more_sessions(rank) * find_profile(rank.device.kind).engine_bytes
@@ -53,7 +53,7 @@ def _with_sessions(rank: RankPlan, engine: str, split: Split) -> RankPlan:
 
 
 def plan_warnings(analysis: Analysis, ranks: Sequence[RankPlan]) -> list[str]:
-    """What makes the plan's numbers less than certain."""
+    """Reasons why the plan's numbers may be wrong."""
     found = []
     if observed := sorted(analysis.costs.bound.observed):
         found.append(
@@ -75,7 +75,7 @@ def plan_warnings(analysis: Analysis, ranks: Sequence[RankPlan]) -> list[str]:
 
 
 def check_memory(plan: Plan, whole: str) -> None:
-    """Raise DoesNotFitError for the rank that lacks most. `whole` says where weights are that can't be sharded."""
+    """Raise DoesNotFitError for the rank that lacks most bytes. `whole` says where unsplit weights are held."""
     lacking, number = max((rank.missing, number) for number, rank in enumerate(plan.ranks))
     if not lacking:
         return

@@ -1,4 +1,4 @@
-"""What work takes: a rank's nodes, a hand-over, a sum. From these the modes predict a plan's times."""
+"""How long things take: a rank's nodes, a copy between ranks, a sum. The modes predict a plan's times from these."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from splitc.runtime.machine import Machine
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds a request takes from its submission to its outputs, and seconds between the outputs of a stream."""
+    """Seconds from a request's submission to its outputs, and seconds between outputs in a stream of requests."""
 
     latency: float
     interval: float
 
 
-def all_of_it(node: ir.Node) -> float:
-    """The share of a node's work that a rank has which runs it whole."""
+def whole_node(node: ir.Node) -> float:
+    """The share of a node's work for a rank that runs whole nodes: 1."""
     return 1.0
 
 
 @dataclass(frozen=True)
 class Clock:
-    """The times of a plan's ranks on a machine, for a request whose states are on its devices already.
+    """The times of a plan's ranks on a machine, in seconds, for a request whose states are already on the devices.
 
-    `threads` are those of each CPU device. Nodes take what the roofline model says, times `measured`: what a profile
-    found the blocks to take over what is estimated for them. Where a plan was `profiled` and its ranks hold whole
-    blocks, their own times are taken.
+    `threads` are those of each CPU device. A node takes its time by the roofline model, times `measured`: the ratio of
+    the blocks' measured to their estimated time. If a plan was `profiled` and its ranks hold whole blocks, the measured
+    times of the ranks are used instead.
     """
 
     analysis: Analysis
@@ -48,9 +48,9 @@ class Clock:
     profiled: bool = False
 
     def seconds(
-        self, rank: RankPlan, nodes: Iterable[ir.Node], at_once: int, share: Callable[[ir.Node], float] = all_of_it
+        self, rank: RankPlan, nodes: Iterable[ir.Node], at_once: int, share: Callable[[ir.Node], float] = whole_node
     ) -> float:
-        """The time that a rank takes for its share of the nodes, while so many ranks are at work."""
+        """The time of a rank for its share of the nodes, while `at_once` ranks are working."""
         speed, one = (
             rank_speed(rank.device, threads, at_once, self.machine, self._is_cached) for threads in (self.threads, 1)
         )
@@ -66,11 +66,11 @@ class Clock:
 
     @cached_property
     def _is_cached(self) -> bool:
-        """Whether the processor's cache holds all that the ranks do, so that they don't wait for its memory."""
+        """Whether the processor's cache holds all of the ranks' memory, so that they don't wait for reads."""
         return sum(rank.memory.total for rank in self.ranks) < cache_bytes()
 
     def crowd(self, ranks: int) -> float:
-        """The share of all cores that so many ranks want; GPUs want none."""
+        """The share of all cores that this number of ranks uses; 0 for GPUs."""
         on_cpu = all(rank.device.kind == "cpu" for rank in self.ranks)
         return ranks * self.threads / cores() if on_cpu else 0.0
 
@@ -79,40 +79,40 @@ class Clock:
         return find_profile(rank.device.kind).engine_start
 
     def feeding(self, rank: RankPlan) -> float:
-        """The time to feed a rank its arrays and to take what it gives; states stay where they are."""
+        """The time to feed a rank its arrays and to fetch its outputs. States stay on the device."""
         ends = (*rank.stage.feeds, *rank.stage.outputs)
         return HOST.array * sum(value.name not in self.states for value in ends)
 
     @cached_property
     def states(self) -> frozenset[str]:
-        """What is neither fed nor given, but stays on the devices from one request of a sequence to the next."""
+        """The names of inputs and outputs that stay on the devices from one request of a sequence to the next."""
         return state_names(self.analysis.states)
 
     def cold(self, rank: RankPlan) -> float:
-        """What a hand-over from a rank takes beyond its link's measured time."""
+        """The time that a copy from a rank takes beyond its link's measured time."""
         return find_profile(rank.device.kind).cold_link
 
     def copy(self, one: RankPlan, other: RankPlan) -> Link:
-        """The link between two ranks."""
+        """The time of a copy between two ranks."""
         return self.machine.copy(one.device, other.device)
 
     def sum(self, one: RankPlan, other: RankPlan) -> Link:
-        """A sum over two ranks."""
+        """The time of a sum over two ranks."""
         return self.machine.sum(one.device, other.device)
 
     def meeting(self, seconds: float) -> float:
-        """The time between two meetings of ranks that each take so many seconds: the slowest is waited for."""
+        """The time between two collectives of ranks that each take `seconds`: all wait for the slowest."""
         return seconds * (1 + HOST.jitter)
 
     def copying(self, rank: RankPlan, size: int) -> float:
-        """The time to copy so many bytes within a rank's memory."""
+        """The time to copy `size` bytes within a rank's memory."""
         return 2 * size / rank_speed(rank.device, self.threads, 1, self.machine).bytes
 
 
 def rank_speed(device: Device, threads: int, at_once: int, machine: Machine, cached: bool = False) -> Speed:
-    """The speed of one of so many ranks that work at once, as it was measured on the machine, or as the profile has it.
+    """The speed of one rank while `at_once` ranks work: measured on the machine, or else from the device profile.
 
-    CPU devices share the cores, and their memory, unless what they read is in the cache.
+    CPU devices share the cores. They share the memory's bandwidth too, unless what they read is `cached`.
     """
     one = _unshared_speed(device, machine)
     if device.kind != "cpu":
@@ -128,12 +128,12 @@ def rank_speed(device: Device, threads: int, at_once: int, machine: Machine, cac
 
 
 def _gain(share: float, count: int) -> float:
-    """How many times faster so many threads are than one, each but the first of which gains this share."""
+    """The speedup of `count` threads over one, if each further thread adds this `share` of the first one's speed."""
     return 1 + share * (count - 1)
 
 
 def _unshared_speed(device: Device, machine: Machine) -> Speed:
-    """The speed of a GPU, or of one core. What is measured of a CPU is that of all cores."""
+    """The speed of a GPU, or of one CPU core. Measurements of a CPU are of all its cores together."""
     nominal, measured = nominal_speed(device.kind), machine.speed(device)
     count = cores() if device.kind == "cpu" else 1
     flops = measured.flops / _gain(HOST.thread_gain, count) if measured.flops else nominal.flops

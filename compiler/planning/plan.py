@@ -1,4 +1,4 @@
-"""Plan: who holds what, before anything is built."""
+"""Plan: which rank holds and runs what."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from splitc.compiler.sharding.report import WeightFate
 
 @dataclass(frozen=True)
 class Alternative:
-    """One way to use the devices that auto mode tried: seconds a request, and between the outputs of a stream.
+    """One way to use the devices that auto mode tried: seconds of a request, and between the outputs of a stream.
 
-    `fullest` is the share of its budget that the fullest device holds at its peak, in bytes where a budget is not
-    known; `peaks` are all devices' peaks in bytes. What can't be has `refused`, the reason, instead.
+    `fullest` is the share of its budget that the fullest device holds at its peak, or bytes if a budget is not known.
+    `peaks` are all devices' peaks in bytes. An impossible alternative has the reason in `refused` instead.
     """
 
     name: str
@@ -32,10 +32,10 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Plan:
-    """The decisions for one model: its ranks in pipeline order, the cuts between them, and what a user should know.
+    """The decisions for one model: its ranks in pipeline order, the cuts between them, and warnings.
 
-    `split` says how the ranks share the model, `weights` what becomes of each weight where that is not as in the model.
-    In auto mode `alternatives` are what was compared, and `choice` says what was chosen of them and why.
+    `split` says how the ranks share the model. `weights` say how each weight is split, in row and tensor mode. In auto
+    mode `alternatives` are what was compared, and `choice` says which one was chosen and why.
     """
 
     analysis: Analysis
@@ -53,7 +53,7 @@ class Plan:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """What each group of ranks runs, in pipeline order."""
+        """The stage of each group of ranks, in pipeline order."""
         return tuple(rank.stage for rank in self.ranks if rank.part == 0)
 
     def program(self, number: int) -> RankProgram:

@@ -18,15 +18,15 @@ from splitc.runtime.files import written_whole
 from splitc.runtime.manifest import Source, State
 
 SCHEMA = 2
-# Weights below this many bytes are not listed.
+# The least bytes of a weight that is listed.
 LISTED = 64 << 10
 
 
 class RankEntry(Struct, frozen=True):
-    """A rank: its device, budget and share, which an editor may change; the rest is for reading only.
+    """A rank. Its device, budget and share may be edited; the rest is informative.
 
-    In tensor mode ranks that follow each other share a `stage`, by their shares; in layer mode each has its own. In row
-    mode there is but one, and the first rank is the main one.
+    In tensor mode consecutive ranks share a `stage`, in proportion to `share`. In layer mode each rank has its own
+    stage. In row mode there is one stage, and rank 0 is the main one.
     """
 
     device: str
@@ -42,16 +42,16 @@ class RankEntry(Struct, frozen=True):
 
 
 class CutEntry(Struct, frozen=True):
-    """What crosses a cut, for reading only."""
+    """The values that cross a cut, and their bytes. Informative."""
 
     bytes: int
     values: list[str]
 
 
 class WeightEntry(Struct, frozen=True):
-    """Where a weight ends up, for reading only: on more than one rank when several read it.
+    """The ranks that hold a weight, or shards of it. Informative.
 
-    `split` is "whole", with the reason in row and tensor mode, or how many units of its axis each rank of a stage has.
+    `split` is "whole", with the reason in row and tensor mode; or the units of its axis that each rank of a stage has.
     """
 
     bytes: int
@@ -60,7 +60,10 @@ class WeightEntry(Struct, frozen=True):
 
 
 class CandidateEntry(Struct, frozen=True):
-    """What auto mode compared, for reading only: seconds, bytes at the devices' peaks, or why it can't be."""
+    """An alternative that auto mode compared: seconds, and the devices' peaks in bytes; or why it is impossible.
+
+    Informative.
+    """
 
     name: str
     latency: float = 0.0
@@ -72,11 +75,10 @@ class CandidateEntry(Struct, frozen=True):
 class PlanFile(Struct, frozen=True, forbid_unknown_fields=True):
     """The content of plan.json. `blocks` maps every block, in the model's order, to the number of its stage.
 
-    In layer mode stages are ranks. `states` are the inputs that take an output of the run before.
-
-    `shapes` are the largest of the inputs; the others are there where engines are to take a range of them.
-    `finest` says that the model is cut wherever it can be, instead of into the blocks that repeat. `row_min` is the
-    shortest side of a matrix that row mode slices. `settings` are inputs that are bound to constants.
+    In layer mode stages are ranks. `states` are the inputs that take an output of the run before. `shapes` are the
+    largest input shapes; `min_shapes` and `opt_shapes` are given if engines take a range. `finest` says that the model
+    is cut wherever it can be, instead of into the blocks that repeat. `row_min` is the minimum side of a matrix that
+    row mode slices. `settings` are inputs that are bound to constants.
     """
 
     schema: int
@@ -101,7 +103,7 @@ class PlanFile(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def to_file(plan: Plan) -> PlanFile:
-    """The plan as it is written."""
+    """The content of plan.json for a plan."""
     analysis = plan.analysis
     graph = analysis.graph
     weights: dict[str, WeightEntry] = {}
@@ -159,13 +161,13 @@ def _lists(shapes: Mapping[str, Shape]) -> dict[str, list[int]]:
 
 
 def write_plan(plan: Plan, path: Path) -> None:
-    """Write plan.json, all of it or nothing. Raises MisuseError when it can't be written."""
+    """Write plan.json atomically. Raises MisuseError when it can't be written."""
     with written_whole(path) as file:
         file.write(msgspec.json.format(msgspec.json.encode(to_file(plan)), indent=2) + b"\n")
 
 
 def read_plan(path: Path) -> PlanFile:
-    """Read plan.json. Raises MisuseError when it is no plan, of another schema, or names a block twice."""
+    """Read plan.json. Raises MisuseError if the file is missing, is no plan, or has a key twice."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
         return msgspec.convert(content, PlanFile)
@@ -178,7 +180,7 @@ def read_plan(path: Path) -> PlanFile:
 
 
 class _Duplicate(Exception):
-    """A key that stands twice in one object; json would keep the last without a word."""
+    """A key that occurs twice in one object; json would silently keep the last."""
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -191,6 +193,6 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_file_shares(ranks: Sequence[RankEntry], may_be_empty: int = 0) -> None:
-    """Raise MisuseError for a share of nothing or less; so many first ranks may have none."""
+    """Raise MisuseError for a share of 0 or less. The first `may_be_empty` ranks may have a share of 0."""
     if any(rank.share <= 0 for rank in ranks[may_be_empty:]) or any(rank.share < 0 for rank in ranks):
-        raise MisuseError("the plan has a rank with a share of 0 or less: take it out instead")
+        raise MisuseError("the plan has a rank with a share of 0 or less: remove the rank instead")

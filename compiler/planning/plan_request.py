@@ -1,6 +1,6 @@
-"""What a user asks of a plan, and the options by which the command line takes it.
+"""What a user asks of a plan, and the command line's options for it.
 
-To add an option, add a field. Importing this needs no library of the compiler's, so that help comes at once.
+To add an option, add a field. This module imports none of the compiler's libraries, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from splitc.runtime.units import parse_bytes
 
 OBJECTIVES = ("throughput", "latency")
 DEFAULT_HEADROOM = 1 << 30
-# Both sides of a matrix are at least this long, if row mode is to slice it: a small one is not worth the way.
+# Default of --row-min: sending the input of a smaller matrix costs more than slicing it saves.
 ROW_MIN = 256
 _OPTION = "option"
 _RANGE = "repeatable, for engines that are built for a range of sizes (TensorRT)."
@@ -30,9 +30,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Option:
-    """A field as the command line has it: Typer's parameter of type `kind`, and what reads the field's value from it.
+    """A field's command line option: Typer's parameter of type `kind`, and a function that reads the field's value.
 
-    With `only`, it belongs to this split mode, and `why` says what other modes do instead.
+    An option with `only` belongs to that split mode, and `why` says what other modes do instead.
     """
 
     parameter: Any
@@ -57,7 +57,7 @@ def _option(
     why: str = "",
     **more: Any,
 ) -> Any:
-    """A field with its option. `shown` is what the command line has by default, where that is not the field's own."""
+    """A field with its option. `shown` is the command line's default where it differs from the field's."""
     parameter = typer.Option(default if shown is None else shown, *flags, help=help, **more)
     metadata = {_OPTION: Option(parameter, kind, read, only, why)}
     if isinstance(default, dict):
@@ -78,22 +78,22 @@ def _shapes(*flags: str, help: str) -> Any:
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asks of a plan; the options' help says what each field is.
+    """What a user asks of a plan. The options' help describes each field.
 
-    `engine` None takes what the devices have. `shapes` are the inputs' to plan for; the other three give the ends of a
-    range of them, and the shape to be fast for. `tensor_split` gives shares on any scale. `memory` is budgets as the
-    command line takes them (`4GiB`, `cpu0=4GiB`); without, a device's budget is its free memory less `headroom` bytes.
-    `settings` binds inputs to constants: a number or truth value for all elements, or nested lists of these.
+    With `engine` None, the devices decide. `shapes` are the input shapes to plan for; `min_shapes`, `opt_shapes` and
+    `max_shapes` are a range and the shapes to tune for. `tensor_split` has shares on any scale. `memory` has budgets as
+    on the command line (`4GiB`, `cpu0=4GiB`); the default budget is a device's free memory less `headroom` bytes.
+    `settings` binds inputs to constants: one number or truth value for all elements, or nested lists of them.
     """
 
     split_mode: str = _option(
-        "auto", "--split-mode", kind=str, help="auto: what is predicted to be the best that fits."
+        "auto", "--split-mode", kind=str, help="auto: the mode that is predicted to be best and fits."
     )
     objective: str = _option(
         "throughput",
         "--objective",
         kind=str,
-        help="throughput: the slowest stage as fast as can be. latency: the sum of all stages.",
+        help="throughput: minimize the time of the slowest stage. latency: minimize the sum of all stages.",
     )
     spread: bool = _option(False, "--spread", kind=bool, help="Use every device, even where fewer would do.")
     pipeline_stages: int = _option(
@@ -125,15 +125,15 @@ class Request:
         None,
         "--fallback",
         kind=str | None,
-        help="layer: split by layer where the mode asked for can't split the model. Default: fail.",
+        help="layer: use layer mode if the chosen mode can't split the model. Default: fail.",
     )
     tensor_split: Sequence[float] | None = _option(
         None,
         "--tensor-split",
         kind=str | None,
         read=_read_shares,
-        help="Each device's share of the weights, as in 3,1. Default: what makes the objective best; in row and tensor "
-        "mode what the budgets are.",
+        help="Each device's share of the weights, as in 3,1. Default: whatever is best for the objective; in row and "
+        "tensor mode, in proportion to the budgets.",
     )
     memory: Sequence[str] = _option(
         (),
@@ -149,14 +149,13 @@ class Request:
         None,
         "--engine",
         kind=str | None,
-        help="onnxruntime, tensorrt or tensorrt-rtx. Default: on GPUs tensorrt where it is installed, else "
-        "onnxruntime.",
+        help="onnxruntime, tensorrt or tensorrt-rtx. Default: tensorrt on GPUs if it is installed, else onnxruntime.",
     )
     shapes: Mapping[str, Shape] | None = _shapes(
         "--shapes", help="An input's shape to plan for, repeatable: ids:1x16 or ids:[1,16]."
     )
     min_shapes: Mapping[str, Shape] | None = _shapes("--min-shapes", help=f"An input's smallest shape, {_RANGE}")
-    opt_shapes: Mapping[str, Shape] | None = _shapes("--opt-shapes", help=f"The shape to be fast for, {_RANGE}")
+    opt_shapes: Mapping[str, Shape] | None = _shapes("--opt-shapes", help=f"An input's shape to tune for, {_RANGE}")
     max_shapes: Mapping[str, Shape] | None = _shapes(
         "--max-shapes", help=f"An input's largest shape, which is planned for, {_RANGE}"
     )
@@ -176,12 +175,12 @@ class Request:
 
     @property
     def asked_shapes(self) -> AskedShapes:
-        """All that it says of shapes."""
+        """All shapes that are asked for."""
         given = (self.shapes, self.min_shapes, self.opt_shapes, self.max_shapes)
         return AskedShapes(*(each or {} for each in given))
 
     def check_modes(self) -> None:
-        """Raise MisuseError for an option of another split mode than the one asked for."""
+        """Raise MisuseError if an option of another split mode is given."""
         for each in fields(self):
             option: Option = each.metadata[_OPTION]
             if option.only not in (None, self.split_mode) and getattr(self, each.name) != each.default:
@@ -190,9 +189,9 @@ class Request:
 
 
 def request_reader(make: Callable[[Request], T], help: Mapping[str, str] = MappingProxyType({})) -> Callable[..., T]:
-    """A function that takes the options as arguments by the fields' names, and hands their Request to `make`.
+    """A function that takes the options as keyword arguments, named as the fields, and calls `make` with a Request.
 
-    Its signature is what Typer reads. `help` replaces that of some fields.
+    Typer reads its signature. `help` replaces the help of some fields.
     """
     options: dict[str, Option] = {each.name: each.metadata[_OPTION] for each in fields(Request)}
 

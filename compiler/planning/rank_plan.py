@@ -1,4 +1,4 @@
-"""What a plan says of one rank, and of what crosses between ranks."""
+"""A plan's entries for one rank, and for one cut between ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from splitc.runtime.devices import Device
 
 @dataclass(frozen=True)
 class Rematerialized:
-    """What a stage computes again although an earlier one has it, since that is cheaper than to send it.
+    """What a stage computes again although an earlier stage has it, since that is cheaper than sending it.
 
-    The price is `flops` a run and `weights` bytes held twice; what is saved is `unsent` bytes a run.
+    It costs `flops` operations per run and `weights` bytes that are held twice. It saves `unsent` bytes per run.
     """
 
     nodes: int = 0
@@ -27,11 +27,11 @@ class Rematerialized:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One rank: its device, its budget in bytes (None: unknown), its stage, and what that is predicted to hold.
+    """One rank: its device, its budget in bytes (None: unknown), its stage, and its predicted memory.
 
-    Ranks of one `group` share a stage, each with its own `part`, counted from 0, and a size by its `share` of the
-    group's shares. By row the first has all of the model, and the others the products of which they have a slice.
-    `seconds` is the time a run, measured or, as a rule, estimated.
+    The ranks of a `group` share a stage. `part` is a rank's number in its group, and `share` its share of the stage. In
+    row mode rank 0 has the whole model, and the others the products that they have a slice of. `seconds` is the time
+    per run, measured with --profile and otherwise estimated.
     """
 
     device: Device
@@ -46,15 +46,15 @@ class RankPlan:
 
     @property
     def missing(self) -> int:
-        """The bytes that it lacks; 0 where it fits, and where its budget is not known."""
+        """The bytes by which it exceeds its budget; 0 if it fits or if the budget is not known."""
         return 0 if self.budget is None else max(0, self.memory.total - self.budget)
 
 
 @dataclass(frozen=True)
 class CutPlan:
-    """What crosses from the stages before a cut to those after it, and its bytes.
+    """The values that cross from the stages before a cut to those after it, and their bytes.
 
-    By row there is one for each rank but the main one: what crosses between the two, both ways.
+    In row mode there is one for each rank but the main one: the values that cross between the two, in both directions.
     """
 
     values: tuple[ir.Value, ...]

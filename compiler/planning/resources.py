@@ -1,4 +1,4 @@
-"""What there is to plan with: devices, their budgets, and the time that blocks take on them."""
+"""The resources to plan with: devices, their budgets, and the time of blocks on them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from splitc.runtime.devices import Device, free_bytes, memory_of
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.units import parse_bytes
 
-# Bytes that a rank may use; None where that is not known, since its GPU is not in this machine.
+# Bytes that a rank may use; None if its GPU is not in this machine, and so its memory is not known.
 Budget = int | None
-# Measures the seconds of each block on devices of one kind, each with so many threads (None divides the cores).
+# Measures the seconds of each block on devices of one kind. The last argument is the threads of each device (None
+# divides the cores among them).
 BlockTimer = Callable[[Analysis, Sequence[Device], int | None], list[float]]
 
 
@@ -22,8 +23,8 @@ BlockTimer = Callable[[Analysis, Sequence[Device], int | None], list[float]]
 class Resources:
     """Devices in the user's order, and the budget of each.
 
-    `threads` are those of each CPU device; None divides the cores. Blocks are timed by `timer`, if there is one; else
-    their time is estimated.
+    `threads` are those of each CPU device; None divides the cores. `timer` measures the blocks; without one, their time
+    is estimated.
     """
 
     devices: tuple[Device, ...]
@@ -32,7 +33,7 @@ class Resources:
     timer: BlockTimer | None = None
 
     def block_seconds(self, analysis: Analysis) -> list[float]:
-        """The time of each block on the first device."""
+        """The seconds of each block on the first device."""
         if self.timer is not None:
             return self.timer(analysis, self.devices, self.threads)
         speed, costs = nominal_speed(self.devices[0].kind), analysis.costs
@@ -45,14 +46,14 @@ class Resources:
 
     @property
     def shares(self) -> list[float]:
-        """The devices' shares as their budgets have it: equal ones unless all are known."""
+        """The devices' shares, in proportion to their budgets: equal ones unless all budgets are known."""
         return as_shares(self.budgets)
 
 
 def find_budgets(devices: Sequence[Device], memory: Sequence[str], headroom: int) -> list[Budget]:
-    """Bytes that each rank may use. A later entry of `memory` overrides an earlier one. Raises MisuseError.
+    """The budget of each device in bytes. A later entry of `memory` overrides an earlier one.
 
-    The headroom is left free once in each memory, whatever the number of ranks that share it.
+    Devices that share a memory share one headroom. Raises MisuseError for an unknown device or an unreadable size.
     """
     sharers = Counter(map(memory_of, devices))
     budgets = [
@@ -77,7 +78,7 @@ def as_shares(budgets: Sequence[Budget]) -> list[float]:
 
 
 def check_shares(tensor_split: Sequence[float] | None, count: int) -> None:
-    """Raise MisuseError unless there is one share above 0 for each device, or none at all."""
+    """Raise MisuseError unless `tensor_split` is None or has one share above 0 for each device."""
     if tensor_split is None:
         return
     if len(tensor_split) != count:

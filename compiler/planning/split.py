@@ -1,4 +1,4 @@
-"""What a split mode decides for a model: the one interface behind which the modes differ."""
+"""What a split mode decides for a model: the interface that all modes implement."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from splitc.runtime.steps import Step
 class RankProgram:
     """What one rank loads and runs: its graphs, each of which becomes an engine, and its steps.
 
-    `inputs` and `outputs` are those that it takes from and gives to the caller, `parts` say of which of these it has a
-    shard only. `keeps` are outputs that it has for its states while another rank gives them. `sizes` are, for each
-    graph, those of its inputs, where engines are built for them.
+    It takes `inputs` from the caller and gives `outputs` to it. `parts` describe those of which it has only a shard.
+    `keeps` are outputs that it keeps for its states, while another rank gives them. `sizes` are, for each graph, the
+    ranges of its input sizes, for engines that are built for them.
     """
 
     graphs: tuple[ir.Graph, ...]
@@ -44,38 +44,38 @@ class Split(Protocol):
 
     @property
     def probe_shapes(self) -> BoundShapes:
-        """Shapes with distinct probe sizes, on which a package is tried."""
+        """Shapes with distinct probe sizes, to check a package with."""
 
     @property
     def rewrites(self) -> bool:
-        """Whether ranks compute otherwise than the model does, so that a package must be compared with it."""
+        """Whether rank graphs compute differently from the model, so that a package must be compared with it."""
 
     @property
     def fixes_ranks(self) -> bool:
-        """Whether an input of unknown rank is taken with the rank that was planned for, and no other."""
+        """Whether inputs of unknown rank (number of axes) are only accepted with the rank that was planned for."""
 
     @property
     def is_radial(self) -> bool:
-        """Whether values cross between the first rank and each other one, and not from stage to stage."""
+        """Whether values cross between rank 0 and each other rank, rather than from stage to stage."""
 
     @property
     def collectives(self) -> int:
-        """How many times a run the ranks bring together what they have."""
+        """The number of collectives in a run."""
 
     def exchanged_bytes(self, cuts: Sequence[CutPlan]) -> int:
-        """Bytes of what they bring together in a run."""
+        """Bytes that collectives exchange in a run."""
 
     def more_sessions(self, rank: RankPlan) -> int:
-        """How many engines the rank has beside its first one, where engines have no collectives inside."""
+        """The number of engines that the rank has beyond its first, if collectives are outside engines."""
 
     def predict(self, ranks: Sequence[RankPlan], cuts: Sequence[CutPlan], clock: Clock) -> Prediction:
-        """The time of a request and of a stream."""
+        """The predicted seconds of a request, and between the outputs of a stream."""
 
     def program(self, ranks: Sequence[RankPlan], number: int, engine: str) -> RankProgram:
-        """The graphs and steps of the rank of this number, for engines of this kind."""
+        """The graphs and steps of rank `number`, for this kind of engine."""
 
     def axis_fates(self) -> Sequence[AxisFate] | None:
-        """The axes that reach weights, and whether they are sharded; None where the mode looks at none."""
+        """The axes of weights, and whether they are sharded; None if the mode does not look at axes."""
 
     def file_fields(self) -> Mapping[str, Any]:
-        """What the plan's file says of the split beside its ranks, by the names of its fields."""
+        """Fields of plan.json that describe the split beyond its ranks, by name."""

@@ -1,8 +1,8 @@
 """Which blocks go to which device: an exact search over the cuts, by dynamic programming.
 
-Devices are taken in the order in which the user named them, each for one stage at most. Two objectives: `throughput`
-makes the slowest stage (or link) as fast as can be, `latency` the sum of all. Among plans as good, the one with the
-fewest stages; then the one with the fewest bytes cut and the most evenly spread weights, in one sum.
+Devices are used in the user's order, each for one stage at most. The objective `throughput` minimizes the time of the
+slowest stage or link; `latency` minimizes the sum of all. Ties go to the fewest stages, and for throughput then to the
+fewest bytes cut and the most evenly spread weights (`_most_even`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from splitc.runtime.errors import DoesNotFitError, MisuseError
 from splitc.runtime.units import format_bytes
 
 OBJECTIVES = ("throughput", "latency")
-# Loads that differ by less than this share are the same.
+# Costs that differ by less than this share are equal.
 SAME = 1e-9
 
 Floats = npt.NDArray[np.float64]
@@ -25,9 +25,9 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Target:
-    """A device to plan for. Its loads go by `speed`; `budget` is in bytes, or None when nothing is known of it.
+    """A device to plan for. Loads are divided by its `speed`. `budget` is in bytes, or None if it is not known.
 
-    `most_weights` limits the bytes of weights by themselves.
+    `most_weights` limits the bytes of weights alone.
     """
 
     device: str
@@ -38,11 +38,11 @@ class Target:
 
 @dataclass(frozen=True)
 class StageCosts:
-    """What the planner asks of the blocks from number `start` to before number `end`.
+    """What the planner asks about the blocks from number `start` to before number `end`.
 
-    `load` is the time that they take on a device of speed 1 (or any other quantity that adds up), `weights` the bytes
-    of their weights and `memory` all bytes that they hold, `cut` the bytes that cross before block i, and `link` the
-    time for so many bytes to cross.
+    `load` is their time on a device of speed 1, or any other additive quantity. `weights` are the bytes of their
+    weights, and `memory` all bytes that they hold. `cut` are the bytes that cross before block i, and `link` is the
+    time for a number of bytes to cross.
     """
 
     names: Sequence[str]
@@ -72,10 +72,10 @@ def plan_stages(
 ) -> list[Assignment]:
     """The best stages, in order. With `spread` every target gets one.
 
-    For throughput the slowest stage may be slower than need be by the share `slack`, where that saves stages, cut bytes
-    or unevenness.
+    For throughput the slowest stage may exceed the optimum by the share `slack`, if that saves cut bytes or spreads
+    the weights more evenly.
 
-    Raises DoesNotFitError when no way to cut fits the budgets, MisuseError for more targets than blocks.
+    Raises DoesNotFitError if no cuts fit the budgets, MisuseError if there are more targets than blocks.
     """
     count = len(costs.names)
     if len(targets) > count:
@@ -100,7 +100,7 @@ def plan_stages(
 
 
 def _fitting(costs: StageCosts, start: int, target: Target) -> npt.NDArray[np.bool_]:
-    """For each end whether the blocks from `start` fit the target. More blocks never need less."""
+    """For each end whether the blocks from `start` fit the target. By bisection, since more blocks never need less."""
     count = len(costs.names)
     fits = np.ones(count + 1, dtype=bool)
     for limit, measure in ((target.budget, costs.memory), (target.most_weights, costs.weights)):
@@ -122,10 +122,10 @@ class _Chain:
 
 
 def _search(loads: Floats, combine: Callable[[Floats, Floats], Floats], links: Floats) -> dict[int, _Chain]:
-    """For each number of stages the cheapest chain of so many, where a chain costs its stages and links, combined.
+    """The cheapest chain for each number of stages. A chain's cost is that of its stages and links, by `combine`.
 
-    `loads[k, i, j]` is the cost of the blocks from i to before j on target k; `links[i]` that of the cut before i.
-    Numbers of stages for which every chain is infinitely expensive are left out.
+    `loads[k, i, j]` is the cost of the blocks from i to before j on target k; `links[i]` is that of the cut before i.
+    Numbers of stages without a chain of finite cost are left out.
     """
     targets, count, _ = loads.shape
     ends = np.arange(count + 1)
@@ -164,8 +164,8 @@ def _trace(came: npt.NDArray[np.int_], stages: int, target: int, end: int) -> li
 def _most_even(costs: StageCosts, loads: Floats, links: Floats, slowest: float) -> dict[int, _Chain]:
     """For each number of stages the chain with the fewest bytes cut and the most evenly spread weights.
 
-    No stage or link is slower than `slowest`. Least is bytes cut + squares of the stages' weights / all weights:
-    its second term has its minimum where all stages hold the same.
+    It minimizes bytes cut + the sum of squares of the stages' weight bytes / all weight bytes. The second term is least
+    if all stages hold the same. No stage or link is slower than `slowest`.
     """
     count = len(costs.names)
     all_bytes = max(1, costs.weights(0, count))
@@ -178,7 +178,7 @@ def _most_even(costs: StageCosts, loads: Floats, links: Floats, slowest: float) 
 
 
 def explain_misfit(costs: StageCosts, targets: Sequence[Target]) -> str:
-    """What was needed and what there was, after filling the devices in order as far as they go."""
+    """A message with the bytes needed and available, and what each device holds if they are filled in order."""
     start, count = 0, len(costs.names)
     lines = []
     for target in targets:

@@ -1,4 +1,4 @@
-"""The axes of a whole model: every value's factors, and what each node's rule said of them."""
+"""The axes of a whole model: every value's factors, and what each node's rule recorded about them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from splitc.compiler.operators.registry import relate_axes
 
 @dataclass(frozen=True)
 class AxisMap:
-    """For each node its operation, in the model's order, and for each value that it makes or that is an input its axes.
+    """Each node's operation, in the model's order, and the axes of each model input and computed value.
 
-    What a node reads has its axes in `operations[node].inputs`: small weights have others at each use. `bound` are the
-    shapes with which they were found.
+    The axes of what a node reads are in `operations[node].inputs`, since small weights have new axes at each use.
+    `bound` are the shapes that the axes were found with.
     """
 
     operations: Mapping[ir.Node, Operation]
@@ -32,7 +32,7 @@ class AxisMap:
     bound: BoundShapes
 
     def weight_uses(self) -> Iterator[tuple[ir.Value, Axes]]:
-        """Each weight with its axes, once a use."""
+        """Each weight with its axes, once for every use."""
         for node, operation in self.operations.items():
             for value, axes in zip(node.inputs, operation.inputs, strict=True):
                 if value is not None and value.is_initializer():
@@ -40,22 +40,26 @@ class AxisMap:
 
 
 def find_axes(graph: Graph, bound: BoundShapes) -> AxisMap:
-    """Relate all axes of the model, node by node. `bound` should have unlike sizes for what is not alike."""
+    """Relate all axes of the model, node by node. `bound` should have distinct sizes for unrelated axes."""
     inputs = {value: _fresh(bound.shapes.get(value.name or "")) for value in graph.graph.inputs}
     return _relate(graph, bound, graph.nodes, inputs, frozenset())
 
 
-def find_axes_apart(graph: Graph, bound: BoundShapes, nodes: Collection[ir.Node]) -> AxisMap:
-    """Relate the axes of these nodes, each by itself: they have only weights, and what is made of those, in common."""
+def find_axes_separately(graph: Graph, bound: BoundShapes, nodes: Collection[ir.Node]) -> AxisMap:
+    """Relate the axes of these nodes, each separately: they share only the axes of weights and of folded weights."""
     return _relate(graph, bound, _with_constant(graph, nodes, graph.constant), {}, frozenset(nodes))
 
 
 def _relate(
-    graph: Graph, bound: BoundShapes, nodes: Iterable[ir.Node], shared: dict[ir.Value, Axes], apart: Collection[ir.Node]
+    graph: Graph,
+    bound: BoundShapes,
+    nodes: Iterable[ir.Node],
+    shared: dict[ir.Value, Axes],
+    separate: Collection[ir.Node],
 ) -> AxisMap:
-    """The axes of the nodes, in order; `shared` are those of the values that are there before them.
+    """The axes of the nodes, in order. `shared` starts with the axes of the graph's inputs and is added to.
 
-    Any other value that they read, what the nodes `apart` make included, has axes of its own at each use.
+    Any other value has new axes at each use. So have the outputs of the nodes in `separate`.
     """
     operations: dict[ir.Node, Operation] = {}
 
@@ -68,13 +72,13 @@ def _relate(
         if (source := source_of(value)) is not None and not source.is_fixed:
             return tuple(_whole(size, f"the optional input '{value.name}' may have another shape") for size in shape)
         if sum(size != 1 for size in shape) < 2:
-            # Exporters merge equal vectors: biases of zeros, norms of ones. Each use may be cut in another way.
+            # Exporters merge equal vectors: biases of zeros, norms of ones. Each use may be cut differently.
             return _fresh(shape)
         return shared.setdefault(value, _fresh(shape))
 
     for node in nodes:
         made = [_fresh(bound.shapes.get(value.name or "")) for value in node.outputs]
-        if node not in apart:
+        if node not in separate:
             shared.update(zip(node.outputs, made, strict=True))
         constants = [_constant(value, bound) for value in node.inputs]
         weights = [n for n, value in enumerate(node.inputs) if value is not None and graph.is_constant(value)]
@@ -89,7 +93,7 @@ def _relate(
 
 
 def _with_constant(graph: Graph, nodes: Collection[ir.Node], constant: Collection[ir.Node]) -> list[ir.Node]:
-    """The nodes, and the constant ones above them, in the model's order."""
+    """The nodes and their constant ancestors, in the model's order."""
     found: set[ir.Node] = set()
     stack = list(nodes)
     while stack:
@@ -106,21 +110,21 @@ def _fresh(shape: Shape | None) -> Axes:
 
 
 def _whole(size: int, reason: str) -> Axis:
-    """A new axis of this size that nobody may cut."""
+    """A new axis of this size that is pinned."""
     axis = ax.new_axis(size)
     ax.pin(axis, Pin(None, reason))
     return axis
 
 
 def _constant(value: ir.Value | None, bound: BoundShapes) -> npt.NDArray[Any] | None:
-    """What a value is known to be with the bound shapes, if it is a few whole numbers."""
+    """The value as an array, if the bound shapes determine it and it is a few whole numbers."""
     if value is None or source_of(value) is not None:
         return None
     tensor = value.const_value
-    if tensor is not None and tensor.size <= PLACES and tensor.dtype.is_integer():
+    if tensor is not None and tensor.size <= MOST_CONSTANT_ELEMENTS and tensor.dtype.is_integer():
         return tensor.numpy()
     return bound.constants.get(value.name or "")
 
 
-# What says axes, sizes or bounds is no longer than this.
-PLACES = 64
+# The most elements of a constant that is read. Axes, sizes and bounds are short lists.
+MOST_CONSTANT_ELEMENTS = 64

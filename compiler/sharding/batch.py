@@ -1,4 +1,4 @@
-"""The batch: the axis that goes through the whole model without its rows ever meeting."""
+"""The batch axis: it passes through the whole model, and no node mixes its rows."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from splitc.compiler.sharding.axis_map import AxisMap
 
 
 def find_batch(graph: Graph, axis_map: AxisMap) -> dict[str, int] | None:
-    """The batch axis of each input that has one and of each output, by name; None where there is no such axis.
+    """The number of the batch axis in each output, and in each input that has one, by name. None if there is no batch.
 
-    It is one factor, alone on its axis, of a size that is not fixed; all outputs have it; no node needs it whole, sums
-    over it or picks from it, and no weight has it.
+    The batch is a single factor, alone on its axis, of dynamic size. All outputs have it and no weight does. No node
+    needs it whole, sums over it or picks from it.
     """
     summed = {atom for operation in axis_map.operations.values() for atom in ax.atoms(operation.contracted)}
     weighted = {atom for _, axes in axis_map.weight_uses() for axis in axes or () for atom in ax.atoms(axis)}

@@ -1,4 +1,4 @@
-"""Atoms that could be split: the weights that they reach, and what the sums that they need cost."""
+"""Atoms that could be split: the weights that they divide, and the cost of the sums that they need."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from splitc.compiler.operators.axes import Axis, Factor, Pin
 from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.compiler.sharding.partial import chosen_atoms, find_sums
 
-# What a sum costs beside its bytes, in bytes: ranks wait for each other.
+# The fixed cost of a sum, in bytes, added to what it moves: ranks wait for each other.
 SUM_BYTES = 64 << 10
-# An atom is split when it covers this share of the bytes that the best one does for what its sums cost.
-WORTH = 1 / 32
-# The share of the model's weight bytes that an atom must cover at least.
+# Minimum gain of an atom that is split, as a share of the best atom's gain.
+LEAST_GAIN_RATIO = 1 / 32
+# Minimum share of the model's weight bytes that a split atom covers.
 LEAST_SHARE = 1e-4
-# A table of which a run reads a few rows is split when that spares each rank so many bytes: it saves no time.
+# Minimum bytes saved on each rank for splitting a lookup table. A run reads few of its rows, so only memory is saved.
 LOOKUP_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """An atom that reaches weights: the bytes of each that it would split, its sums, and what these cost in bytes.
+    """An atom that divides weights: the bytes of each weight, the number of sums, and their cost in bytes.
 
-    Where nothing is summed, it is an output that is joined, which costs as much.
+    If nothing is summed, the cost is that of joining the model's outputs.
     """
 
     atom: Factor
@@ -42,17 +42,17 @@ class Candidate:
         return sum(self.weights.values())
 
     @property
-    def worth(self) -> float:
-        """Bytes covered for each byte that its sums cost."""
+    def gain(self) -> float:
+        """Bytes of weights covered per byte that the sums cost."""
         return self.bytes / self.cost
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """The candidates, the worthiest first, and those that are not worth it with the reason.
+    """The candidates by falling gain, and the reasons for those that are rejected.
 
-    `order` has all atoms that reach weights, in the model's order; `contractions` the nodes that sum over each atom,
-    `ranged` those that need the range of all its elements.
+    `order` has all atoms that divide weights, in the model's order. `contractions` are the nodes that sum over each
+    atom. `ranged` are the nodes that need the least and the greatest of all its elements.
     """
 
     candidates: tuple[Candidate, ...]
@@ -62,12 +62,12 @@ class Candidates:
     ranged: Mapping[Factor, list[ir.Node]]
 
     def start(self, atom: Factor) -> list[ir.Node]:
-        """Where collectives for an atom may be needed."""
+        """The nodes whose results may need collectives if the atom is split."""
         return [*self.contractions.get(atom, ()), *self.ranged.get(atom, ())]
 
 
 def find_candidates(graph: Graph, axis_map: AxisMap, size: Callable[[ir.Value], int], ranks: int) -> Candidates:
-    """All atoms that reach weights and that no node needs whole. `size` gives the bytes of a value."""
+    """All atoms that divide weights and that no node needs whole. `size` gives the bytes of a value."""
     _pin_ends(graph, axis_map)
     _pin_tables(axis_map)
     weights, contractions, ranged = reached_weights(axis_map, size), _contractions(axis_map), _ranged(axis_map)
@@ -76,25 +76,25 @@ def find_candidates(graph: Graph, axis_map: AxisMap, size: Callable[[ir.Value], 
     found = Candidates((), {}, tuple(weights), contractions, ranged)
     candidates = []
     for atom, covered in weights.items():
-        is_used = atom in given or atom in contractions  # what is neither is cut off and thrown away
+        is_used = atom in given or atom in contractions  # otherwise its elements are dropped by a Slice
         if is_used and atom.pinned is None and atom.size > 1 and sum(covered.values()) > least:
             sums = find_sums(axis_map, graph.position, {atom}, found.start(atom), size)
             joined = [value for value in graph.graph.outputs if chosen_atoms(axis_map.axes[value], {atom})]
             moved = sum(map(size, sums.summed or joined))
             candidates.append(Candidate(atom, covered, sums.count, max(1, sums.count) * SUM_BYTES + moved))
-    candidates.sort(key=lambda each: (each.worth, each.bytes), reverse=True)
-    rejected = _not_worth_it(graph, candidates, axis_map, ranks)
+    candidates.sort(key=lambda each: (each.gain, each.bytes), reverse=True)
+    rejected = _reject_costly(graph, candidates, axis_map, ranks)
     return Candidates(tuple(candidates), rejected, tuple(weights), contractions, ranged)
 
 
-def _not_worth_it(graph: Graph, candidates: list[Candidate], axis_map: AxisMap, ranks: int) -> dict[Factor, str]:
-    """The candidates that cost more than they spare, with the reason."""
+def _reject_costly(graph: Graph, candidates: list[Candidate], axis_map: AxisMap, ranks: int) -> dict[Factor, str]:
+    """The candidates that cost more than they save, with the reason."""
     looked_up = _looked_up(axis_map)
-    only = looked_up - _read_otherwise(graph, axis_map) if looked_up else set()
-    best = max((each.worth for each in candidates if each.sums and each.atom not in looked_up), default=0.0)
+    only = looked_up - _read_without_lookup(graph, axis_map) if looked_up else set()
+    best = max((each.gain for each in candidates if each.sums and each.atom not in looked_up), default=0.0)
     rejected: dict[Factor, str] = {}
     for each in candidates:
-        if each.worth < WORTH * best:
+        if each.gain < LEAST_GAIN_RATIO * best:
             rejected[each.atom] = f"its {each.sums} sums cost more than they spare"
         elif each.atom in only and each.bytes * (ranks - 1) / ranks < LOOKUP_BYTES:
             rejected[each.atom] = "it is only looked up in, and small"
@@ -102,7 +102,7 @@ def _not_worth_it(graph: Graph, candidates: list[Candidate], axis_map: AxisMap, 
 
 
 def _pin_ends(graph: Graph, axis_map: AxisMap) -> None:
-    """What goes in and out is cut and joined by the runtime, which knows of factors but not of sections."""
+    """Pin the sections of inputs and outputs: the runtime cuts and joins these by factors, not by sections."""
     for value in (*graph.graph.inputs, *graph.graph.outputs):
         for axis in axis_map.axes.get(value) or ():
             for leaf in ax.leaves(axis):
@@ -111,7 +111,7 @@ def _pin_ends(graph: Graph, axis_map: AxisMap) -> None:
 
 
 def _pin_tables(axis_map: AxisMap) -> None:
-    """A rank looks up in consecutive rows of a table, which it has only where the rows are one atom."""
+    """Pin rows of tables that are not one atom: a rank's rows must be consecutive for a lookup."""
     for node, operation in axis_map.operations.items():
         leaves = ax.leaves(operation.contracted) if operation.lookup else []
         if len(leaves) > 1 or not all(leaf.is_atom for leaf in leaves):
@@ -119,7 +119,7 @@ def _pin_tables(axis_map: AxisMap) -> None:
 
 
 def reached_weights(axis_map: AxisMap, size: Callable[[ir.Value], int]) -> dict[Factor, dict[ir.Value, int]]:
-    """For each atom the weights that have it, with the bytes that it divides."""
+    """For each atom the weights that it divides, and how many of their bytes."""
     found: dict[Factor, dict[ir.Value, int]] = defaultdict(dict)
     for value, axes in axis_map.weight_uses():
         for axis in axes or ():
@@ -149,7 +149,7 @@ def _contractions(axis_map: AxisMap) -> dict[Factor, list[ir.Node]]:
 
 
 def _ranged(axis_map: AxisMap) -> dict[Factor, list[ir.Node]]:
-    """For each atom the nodes that need the range of all its elements."""
+    """For each atom the nodes that need the least and the greatest of all its elements."""
     found: dict[Factor, list[ir.Node]] = defaultdict(list)
     for node, operation in axis_map.operations.items():
         for axis in (axis for axes in operation.inputs for axis in axes or () if operation.ranged):
@@ -159,12 +159,12 @@ def _ranged(axis_map: AxisMap) -> dict[Factor, list[ir.Node]]:
 
 
 def _looked_up(axis_map: AxisMap) -> set[Factor]:
-    """The atoms that are rows of tables that are looked up in."""
+    """The atoms that are rows of lookup tables."""
     return {atom for op in axis_map.operations.values() if op.lookup for atom in ax.atoms(op.contracted)}
 
 
-def _read_otherwise(graph: Graph, axis_map: AxisMap) -> set[Factor]:
-    """The atoms that are read at run time by what does not look them up."""
+def _read_without_lookup(graph: Graph, axis_map: AxisMap) -> set[Factor]:
+    """The atoms that a node reads at run time without a lookup."""
     return {
         atom
         for node, operation in axis_map.operations.items()

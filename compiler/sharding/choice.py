@@ -1,4 +1,4 @@
-"""Which atoms are split over the ranks: those that cover most weight bytes for the fewest and smallest sums."""
+"""Which atoms are split over the ranks: those that cover the most weight bytes for the fewest and smallest sums."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.compiler.sharding.candidates import Candidate, Candidates, find_candidates
 from splitc.compiler.sharding.partial import Sums, find_sums
 
-# How much as worthy it must be as others to take their place for its covering more.
-NEARLY = 0.6
+# Minimum gain of a larger candidate, as a share of its rivals' gain, to displace them.
+LEAST_DISPLACING_RATIO = 0.6
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The atoms that are split, in the model's order; the candidates with the reason of those that are not; the sums.
+    """The atoms that are split, in the model's order; all candidates; the reasons for rejected ones; the sums.
 
-    `partners` maps an atom with fewer elements than ranks (key-value heads) to another chosen with it (queries of a
-    group), so that ranks that share an element divide what belongs to it.
+    `partners` maps an atom with fewer units than ranks (key-value heads) to another one inside it (the query heads of
+    a group). Ranks that hold the same unit divide the partner's units.
     """
 
     chosen: tuple[Factor, ...]
@@ -54,10 +54,10 @@ def choose(graph: Graph, axis_map: AxisMap, size: Callable[[ir.Value], int], ran
 def _select(
     candidates: Sequence[Candidate], conflicts: Mapping[Factor, set[Factor]], rejected: dict[Factor, str]
 ) -> dict[Factor, Candidate]:
-    """Candidates of which no two conflict: greedily the worthiest first.
+    """Candidates that do not conflict, chosen greedily by falling gain.
 
-    Then one that was left out takes the place of those that it conflicts with, where it covers more bytes than they do
-    together and its sums cost not much more for each.
+    Afterwards a candidate that was left out displaces its rivals if it covers more bytes than all of them together and
+    its gain is not much lower (LEAST_DISPLACING_RATIO).
     """
     chosen: dict[Factor, Candidate] = {}
     for candidate in (*candidates, *sorted(candidates, key=lambda each: -each.bytes), *candidates):
@@ -65,7 +65,7 @@ def _select(
             continue
         rivals = [chosen[atom] for atom in conflicts[candidate.atom] if atom in chosen]
         held, cost = sum(each.bytes for each in rivals), sum(each.cost for each in rivals)
-        if not rivals or (candidate.bytes > held and candidate.worth > NEARLY * held / cost):
+        if not rivals or (candidate.bytes > held and candidate.gain > LEAST_DISPLACING_RATIO * held / cost):
             for rival in rivals:
                 del chosen[rival.atom]
             chosen[candidate.atom] = candidate
@@ -77,9 +77,9 @@ def _select(
 
 
 def _conflicts(axis_map: AxisMap, atoms: Collection[Factor]) -> dict[Factor, set[Factor]]:
-    """For each atom the others that some value has together with it: split along both, a rank would lack most of it.
+    """For each atom the atoms that some value has beside it. Split along both, a rank would lack most of the value.
 
-    Atoms in different sections of one axis go together well.
+    Atoms in different sections of one axis do not conflict.
     """
     found: dict[Factor, set[Factor]] = defaultdict(set)
 
@@ -108,7 +108,7 @@ def _conflicts(axis_map: AxisMap, atoms: Collection[Factor]) -> dict[Factor, set
 
 
 def _drop_mixed(axis_map: AxisMap, chosen: dict[Factor, Candidate], rejected: dict[Factor, str]) -> None:
-    """Give up atoms that are summed over together with others that are not split: a rank would add those again."""
+    """Reject atoms that are summed over together with unsplit ones: every rank would add the unsplit ones again."""
     again = True
     while again:
         again = False
@@ -128,7 +128,7 @@ def _drop_mixed(axis_map: AxisMap, chosen: dict[Factor, Candidate], rejected: di
 def _find_partners(
     chosen: Mapping[Factor, Candidate], found: Candidates, conflicts: Mapping[Factor, set[Factor]], ranks: int
 ) -> dict[Factor, Factor]:
-    """For atoms with fewer elements than ranks, the one that divides most of the same weights and the same sums."""
+    """For each atom with fewer units than ranks, the atom that divides most bytes of the same weights and sums."""
     partners: dict[Factor, Factor] = {}
     for atom, candidate in chosen.items():
         if atom.size >= ranks:

@@ -1,4 +1,4 @@
-"""The bytes that a rank holds of values that are sharded."""
+"""The bytes of a rank's shards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from splitc.compiler.sharding.sharded_model import ShardedModel
 
 
 def held_shards(costs: Costs, sharded: ShardedModel, nodes: Collection[ir.Node], part: int) -> Held:
-    """What one rank of a group holds of the nodes' weights, and of values."""
+    """The bytes of the shards that one rank of a group holds: of the nodes' weights, and of any value."""
     shards, size = sharded.shards(part), costs.value_bytes
     own = frozenset(nodes)
     parts: dict[tuple[ir.Value, bytes], int] = {}
@@ -23,6 +23,6 @@ def held_shards(costs: Costs, sharded: ShardedModel, nodes: Collection[ir.Node],
     weights: dict[ir.Value, int] = dict.fromkeys(costs.weights(nodes), 0)
     for (value, _), held in parts.items():
         weights[value] += held
-    for value in weights:  # what only subgraphs read is whole
+    for value in weights:  # a weight that only subgraphs read is whole
         weights[value] = weights[value] or size(value)
     return Held(weights, lambda value: int(size(value) * shards.share(sharded.axes(value))))

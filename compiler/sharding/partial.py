@@ -1,4 +1,4 @@
-"""Where partial values are summed: what each rank has computed from its part of a contracted axis, added up."""
+"""Where partial values are summed. A value is partial where each rank has contracted only its shard of an axis."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from splitc.compiler.sharding.axis_map import AxisMap
 
 @dataclass(frozen=True)
 class Sums:
-    """What is partial, and what is done about it.
+    """The partial values, and where they are made whole.
 
-    `partial` maps each partial value to the atoms over which it is: ranks without a part of any have none of it.
-    `summed` are those that are added up right where they are made, in the model's order; the others are handed on as
-    they are. `once` maps a node to the inputs that only one rank may add to a partial result.
-    `ranged` are the nodes for which the ranks find the greatest and the least element together.
+    `partial` maps each partial value to the atoms that it is partial over. A rank without units of them contributes
+    zero. `summed` are the values that are summed where they are made, in the model's order; the other partial values
+    are passed on. `once` maps a node to the inputs that only one rank may add to a partial result. `ranged` are the
+    nodes for which the ranks find the least and the greatest element together.
     """
 
     partial: Mapping[ir.Value, frozenset[Factor]]
@@ -32,11 +32,11 @@ class Sums:
 
     @property
     def count(self) -> int:
-        """How many collectives a run takes."""
+        """The number of collectives in a run."""
         return len(self.summed) + len(self.ranged)
 
 
-# Where nothing is partial.
+# For a model without partial values.
 NO_SUMS = Sums({}, (), {}, ())
 
 
@@ -49,10 +49,10 @@ def find_sums(
 ) -> Sums:
     """Follow partial values from the nodes that contract a chosen atom to where they must be whole.
 
-    `start` are these nodes, and those that need the range of a chosen atom's elements.
+    `start` are these nodes, and those that need the range of a chosen atom's elements. `size` gives a value's bytes.
 
-    A partial value goes through what is linear in it, and is summed at the last place before it is not: where it meets
-    a whole value (the residual), where more than one node reads it, where it would grow.
+    A partial value passes through nodes that are linear in it. It is summed at the last place where that is possible:
+    before it meets a whole value (the residual), before several nodes read it, or before it grows.
     """
     partial: dict[ir.Value, frozenset[Factor]] = {}
     summed: dict[ir.Value, None] = {}
@@ -93,7 +93,7 @@ def find_sums(
 
 
 def _is_handed_on(value: ir.Value, node: ir.Node) -> bool:
-    """Whether one other node, and nothing else, reads a value that a node makes."""
+    """Whether exactly one other node of the same graph reads a value of this node."""
     readers = [reader for reader, _ in value.uses()]
     return len(readers) == 1 and not value.is_graph_output() and readers[0].graph is node.graph
 
@@ -116,7 +116,7 @@ def _passes(
     chosen: Collection[Factor],
     size: Callable[[ir.Value], int],
 ) -> frozenset[int] | None:
-    """Whether the node takes these partial inputs as they are: the inputs that only one rank adds, or None if not."""
+    """The inputs that only one rank adds, where the node may take these inputs as partial; None where it may not."""
     node = operation.node
     output = node.outputs[0]
     sizes = [size(value) for number in incoming if (value := node.inputs[number]) is not None]
@@ -126,7 +126,7 @@ def _passes(
         return None
     given = frozenset(number for number, value in enumerate(node.inputs) if value is not None)
     additive = bool(operation.once)
-    # Only an addition goes on when a rank has no part of one of its inputs.
+    # Only an addition can leave out an input that a rank contributes nothing to.
     if len(set(incoming.values())) > 1 and not additive:
         return None
     if any(together & given == incoming.keys() for together in operation.linear):
@@ -143,7 +143,7 @@ def _is_weight(operation: Operation, number: int) -> bool:
 
 
 def _meets_partial(value: ir.Value, partial: Mapping[ir.Value, frozenset[Factor]]) -> bool:
-    """Whether the one node that reads a value adds another partial one, so that one sum will do for both."""
+    """Whether the only reader of a value adds another partial value to it: then one sum serves both."""
     uses = value.uses()
     if len(uses) != 1 or value.is_graph_output():
         return False

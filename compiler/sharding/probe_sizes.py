@@ -1,4 +1,4 @@
-"""Distinct probe sizes, to find axes with: sizes that happen to be equal would line up unrelated axes."""
+"""Probe sizes to find axes with: distinct, since sizes that happen to be equal would relate unrelated axes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ Array = npt.NDArray[Any]
 
 
 def bind_probe_sizes(graph: Graph, given: Mapping[str, Shape], bound: BoundShapes) -> BoundShapes:
-    """Shapes with a prime number for each symbol of the inputs, that divides no size of a weight.
+    """Shapes with a distinct prime for each symbol of the inputs. No prime divides any size of a weight.
 
-    Exporters write relations between symbols into their heads only: where one symbol's given size is the sum of two
-    others' (total, past and new length) it stays that. Where such sizes leave more shapes unknown than the given ones
-    (an image must be so many patches), the given ones are kept. `constants` are only those that do not depend on sizes.
+    Exporters do not record relations between symbols. So if a symbol's given size is the sum of two others' (total,
+    past and new length), its probe size is the sum of theirs. The given shapes are returned if probe sizes leave more
+    shapes unknown (an image whose sides must be multiples of the patch size). `constants` are only those that do not
+    depend on sizes.
     """
     symbols: dict[str, int] = {}
     for value in graph.graph.inputs:
@@ -42,11 +43,12 @@ def bind_probe_sizes(graph: Graph, given: Mapping[str, Shape], bound: BoundShape
 
 
 def _same(first: Mapping[str, Array], second: Mapping[str, Array]) -> dict[str, Array]:
-    """What is the same with both, and so does not depend on the inputs' sizes."""
+    """The constants that are equal with both sizes, and so do not depend on the inputs' sizes."""
     return {name: array for name, array in first.items() if name in second and np.array_equal(array, second[name])}
 
 
 def _number(graph: Graph, symbols: Mapping[str, int], sums: bool) -> dict[str, int]:
+    """A probe size for each symbol. With `sums`, a symbol whose given size is a sum of two others' keeps that."""
     primes = _primes({size for weight in graph.graph.initializers.values() for size in shape_of(weight)})
     numbers: dict[str, int] = {}
     for symbol, size in sorted(symbols.items(), key=lambda item: item[1]):
@@ -68,7 +70,7 @@ def _primes(avoid: set[int]) -> Iterator[int]:
 
 
 def _input_shapes(graph: Graph, given: Mapping[str, Shape], numbers: Mapping[str, int]) -> dict[str, Shape]:
-    """Each dimension that is a symbol or an expression of symbols with their new numbers, the others as given."""
+    """The inputs' shapes: symbols and expressions of symbols with the new `numbers`, other sizes as given."""
     shapes = {}
     for value in graph.graph.inputs:
         sizes = []

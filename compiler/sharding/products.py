@@ -1,6 +1,6 @@
-"""The products of which row mode can give each rank some columns, and why it can't slice the others.
+"""The products that row mode can slice by columns, and why it can't slice the others.
 
-A product is a matmul inside a block that multiplies what is computed with a large matrix that only such products read.
+A product is a matmul inside a block. It multiplies a computed value with a large matrix that only products read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from splitc.compiler.nodes import describe_node
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Factor
 from splitc.compiler.operators.registry import operator_of
-from splitc.compiler.sharding.axis_map import AxisMap, find_axes_apart
+from splitc.compiler.sharding.axis_map import AxisMap, find_axes_separately
 from splitc.runtime.units import format_shape
 
 Readers = Mapping[ir.Value, tuple[ir.Node, ...]]
@@ -26,10 +26,11 @@ Readers = Mapping[ir.Value, tuple[ir.Node, ...]]
 
 @dataclass(frozen=True)
 class Product:
-    """A matmul that can be sliced, what it reads that is no constant, and the factor along which its columns are cut.
+    """A matmul that can be sliced. `takes` are the non-constant values that it reads.
 
-    A unit of that is a column, or the columns of one quantization block. `axis` is where the columns are in the result.
-    What is dequantized for a matmul is taken as it was before: it is smaller, and engines multiply it as it is.
+    `columns` is the factor that is cut. Its unit is a column, or the columns of one quantization block. `axis` is the
+    number of the columns' axis in the result. An input that is dequantized for the matmul is taken in its quantized
+    form, which is smaller and which engines multiply directly.
     """
 
     node: ir.Node
@@ -45,7 +46,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Declined:
-    """Why a node that reads weights is not sliced: what kind of weights these are, and the whole reason."""
+    """Why a node that reads weights is not sliced: a short kind for summaries, and the full reason."""
 
     kind: str
     reason: str
@@ -53,10 +54,10 @@ class Declined:
 
 @dataclass(frozen=True)
 class Products:
-    """The products of a model in its order, and the axes of what they read.
+    """The products in the model's order, and the axes of what they read.
 
-    `readers` are, for each weight, the nodes that read it, or what is computed from weights alone, at run time. For
-    those that are no products `declined` says why.
+    `readers` are, for each weight, the nodes that read it or its folded form at run time. `declined` says of each
+    reader that is not a product why it is not.
     """
 
     found: tuple[Product, ...]
@@ -77,7 +78,7 @@ def find_products(analysis: Analysis, least: int) -> Products:
     _decline_shared(readers, declined)
     candidates = [node for node in nodes if node not in declined]
     unpacking = _unpacking(graph, candidates, constant)
-    axis_map = find_axes_apart(graph, analysis.costs.certain, [*candidates, *unpacking])
+    axis_map = find_axes_separately(graph, analysis.costs.certain, [*candidates, *unpacking])
     given = {atom for node in candidates for atom in _run_time_atoms(axis_map, node, constant)}
     columns = {node: _columns(axis_map, node, given) for node in candidates}
     declined.update({node: each for node, each in columns.items() if isinstance(each, Declined)})
@@ -93,7 +94,10 @@ def find_products(analysis: Analysis, least: int) -> Products:
 
 
 def _readers(graph: Graph, constant: Collection[ir.Node]) -> Readers:
-    """For each weight the nodes that read it at run time, or what is made of it before; an output's own node too."""
+    """For each weight the nodes that read it, or what is folded from it, at run time.
+
+    A folded node whose result is an output counts as a reader too.
+    """
     uses: dict[ir.Value, list[ir.Node]] = {}
     for node in graph.nodes:
         for value in graph.reads[node]:
@@ -111,11 +115,11 @@ def _readers(graph: Graph, constant: Collection[ir.Node]) -> Readers:
 
 
 def _inside_blocks(partition: Partition) -> frozenset[ir.Node]:
-    """The nodes of repeated blocks, and the free ones that only these stand on."""
+    """The nodes of repeated blocks, and the rematerializable nodes that only repeated blocks need."""
     inside: set[ir.Node] = set()
     outside: set[ir.Node] = set()
     for block in partition.blocks:
-        (inside if block.kind == "block" else outside).update(partition.with_free(block))
+        (inside if block.kind == "block" else outside).update(partition.with_upstream(block))
     return frozenset(inside - outside)
 
 
@@ -124,7 +128,7 @@ def _is_constant(value: ir.Value, constant: Collection[ir.Node]) -> bool:
 
 
 def _unpacking(graph: Graph, nodes: Iterable[ir.Node], constant: Collection[ir.Node]) -> frozenset[ir.Node]:
-    """What dequantizes, by constant scales, what the nodes read."""
+    """The nodes that dequantize inputs of `nodes` with constant scales."""
     above = (value.producer() for node in nodes for value in graph.reads[node])
     return frozenset(
         node
@@ -139,7 +143,7 @@ def _unpacking(graph: Graph, nodes: Iterable[ir.Node], constant: Collection[ir.N
 def _taken(
     graph: Graph, node: ir.Node, constant: Collection[ir.Node], unpacking: Collection[ir.Node]
 ) -> dict[ir.Value, None]:
-    """What a product takes at run time: what it reads, or what that is unpacked from."""
+    """What a product takes at run time: its non-constant inputs, quantized where they are unpacked for it."""
     taken: dict[ir.Value, None] = {}
     for value in graph.reads[node]:
         producer = value.producer()
@@ -151,14 +155,14 @@ def _taken(
 
 
 def _name(node: ir.Node) -> str:
-    """A node for people, with its operator."""
+    """A node's name and operator, for messages."""
     return f"{describe_node(node)} ({node.op_type})"
 
 
 def _why_not(
     analysis: Analysis, node: ir.Node, constant: Collection[ir.Node], inside: bool, least: int
 ) -> Declined | None:
-    """Why a node that reads weights is no product that may be sliced, or None."""
+    """Why a node that reads weights can't be sliced, or None if it can."""
     number = operator_of(node).matrix
     weight = node.inputs[number] if number is not None and number < len(node.inputs) else None
     if node in constant or weight is None:
@@ -179,7 +183,7 @@ def _why_not(
 
 
 def _sides(analysis: Analysis, node: ir.Node, weight: ir.Value) -> list[int]:
-    """The shape of the matrix that a product multiplies with; leading axes of size 1 don't count."""
+    """The shape of the matrix that a product multiplies with, without leading axes of size 1."""
     if node.op_type == "MatMulNBits":
         return [node.attributes.get_int("K", 0), node.attributes.get_int("N", 0)]
     sides = list(shape_of(weight, analysis.costs.shapes))
@@ -189,7 +193,7 @@ def _sides(analysis: Analysis, node: ir.Node, weight: ir.Value) -> list[int]:
 
 
 def _decline_shared(readers: Readers, declined: dict[ir.Node, Declined]) -> None:
-    """Decline, until there are no more of them, the nodes that read a matrix together with one that is declined."""
+    """Decline every node that shares a matrix with a declined one, until no more are found."""
     again = True
     while again:
         again = False
@@ -203,12 +207,12 @@ def _decline_shared(readers: Readers, declined: dict[ir.Node, Declined]) -> None
 
 
 def _is_matrix(weight: ir.Value) -> bool:
-    """Whether it has two axes or more: smaller ones (scales, biases) may be cut for one reader and whole for others."""
+    """Whether it has two or more axes. Vectors (scales, biases) may be cut for one reader and whole for others."""
     return sum(size != 1 for size in shape_of(weight)) > 1
 
 
 def _run_time_atoms(axis_map: AxisMap, node: ir.Node, constant: Collection[ir.Node]) -> set[Factor]:
-    """The atoms of what a product reads that is no constant: cut along these, it would have to be cut too."""
+    """The atoms of a product's non-constant inputs. If one were cut, these inputs would have to be cut too."""
     pairs = zip(node.inputs, axis_map.operations[node].inputs, strict=True)
     return {
         atom
@@ -220,7 +224,7 @@ def _run_time_atoms(axis_map: AxisMap, node: ir.Node, constant: Collection[ir.No
 
 
 def _columns(axis_map: AxisMap, node: ir.Node, given: Collection[Factor]) -> Factor | Declined:
-    """The factor along which a product's columns can be cut so that each part is one stretch of them, or why not."""
+    """The factor to cut a product's columns by, such that each slice is contiguous; or why there is none."""
     output = axis_map.operations[node].outputs[0]
     leaves = ax.leaves(output[-1]) if output else []
     reason = ""

@@ -1,4 +1,4 @@
-"""What of a model's weights is split, and why the rest is not."""
+"""Which of a model's weights are split, and why the others are not."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from splitc.compiler.sharding.products import Products
 from splitc.compiler.sharding.sharded_model import ShardedModel
 from splitc.runtime.units import format_bytes
 
-# Less than this share of the blocks' weight bytes split is said aloud.
-WORTHWHILE = 0.5
+# Warn when a smaller share of the blocks' weight bytes is split.
+WARN_BELOW_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class WeightFate:
-    """A weight: of its bytes those that are split over the ranks, and why the rest is whole.
+    """A weight: how many of its bytes are split over the ranks, and why the rest is whole.
 
-    `units` says how it is cut: for each axis that is, how many units each rank has.
+    `units` are the units of each rank, for each axis that is cut: "768,768".
     """
 
     name: str
@@ -42,15 +42,15 @@ def block_weights(analysis: Analysis) -> set[ir.Value]:
         weight
         for block in analysis.partition.blocks
         if block.kind == "block"
-        for weight in analysis.costs.weights(analysis.partition.with_free(block))
+        for weight in analysis.costs.weights(analysis.partition.with_upstream(block))
     }
 
 
-def warn_of_little(weights: Sequence[WeightFate], where: str) -> list[str]:
-    """Say when little of the blocks' weights is split, and `where` the rest is."""
+def warn_if_little_split(weights: Sequence[WeightFate], where: str) -> list[str]:
+    """A warning if little of the blocks' weights is split (WARN_BELOW_SHARE). `where` says where the rest is held."""
     inside = [each for each in weights if each.in_block]
     held, divided = sum(each.bytes for each in inside), sum(each.split for each in inside)
-    if divided >= WORTHWHILE * held:
+    if divided >= WARN_BELOW_SHARE * held:
         return []
     return [
         f"only {divided / held:.0%} of the blocks' weights could be split ({format_bytes(divided)} of "
@@ -68,7 +68,7 @@ def sharded_weights(analysis: Analysis, split: ShardedModel, choice: Choice) -> 
 
 
 def sliced_weights(analysis: Analysis, products: Products, columns: ShardedModel) -> list[WeightFate]:
-    """All weights of the model, in the order in which they are read, as row split divides them by `columns`."""
+    """All weights of the model, in the order in which they are read, as row mode divides them by `columns`."""
     inside, sliced = block_weights(analysis), {each.node for each in products.found if each.columns in columns.ranges}
     uses: dict[ir.Value, list[Axes]] = {}
     for value, axes in products.axis_map.weight_uses():
@@ -93,10 +93,10 @@ def _why_not_sliced(products: Products, others: Sequence[ir.Node]) -> str:
 
 
 def _units(split: ShardedModel, axes: Axes) -> str:
-    """For each axis that is cut how many units each rank has."""
+    """The units of each rank, for each axis that is cut."""
     atoms = [atom for axis in axes or () for atom in dict.fromkeys(ax.atoms(axis))]
     return "; ".join(
-        ",".join(str(each.size if each.counts else 0) for each in split.ranges[atom])
+        ",".join(str(each.size if each.owned else 0) for each in split.ranges[atom])
         for atom in atoms
         if atom in split.ranges
     )
@@ -115,7 +115,7 @@ def _fate(
 
 
 def _split_share(split: ShardedModel, axes: Axes) -> float:
-    """The share of a weight's elements that is cut, and not the same on all ranks."""
+    """The share of a weight's elements that is sharded rather than replicated."""
     found = 0.0
     for axis in axes or ():
         found = max(found, _axis_share(split, axis))
@@ -137,7 +137,7 @@ def _axis_share(split: ShardedModel, axis: ax.Axis) -> float:
 
 
 def why_whole(split: ShardedModel, choice: Choice, atom: Factor) -> str | None:
-    """Why an atom is not split, for people."""
+    """Why an atom is not split, for messages; None if it is."""
     if atom in split.ranges:
         return None
     if atom.pinned is not None:
@@ -151,9 +151,10 @@ def why_whole(split: ShardedModel, choice: Choice, atom: Factor) -> str | None:
 
 @dataclass(frozen=True)
 class AxisFate:
-    """An axis that reaches weights: its size, their number and bytes, the sums that it needs (None: no candidate).
+    """An axis of weights: its size, the number and bytes of these weights, and the sums needed to split it.
 
-    `units` are those of each rank where it is sharded, else `reason` says why it is not. `first` is one of the weights.
+    `sums` is None if the axis is no candidate. `units` are those of each rank if it is sharded; if not, `reason` says
+    why. `first` is the name of the first weight.
     """
 
     size: int
@@ -166,7 +167,7 @@ class AxisFate:
 
 
 def axis_fates(split: ShardedModel, choice: Choice, size: Callable[[ir.Value], int]) -> list[AxisFate]:
-    """The axes that reach weights, those that cover most bytes first."""
+    """The axes of weights, those that cover the most bytes first."""
     reached: dict[Factor, dict[ir.Value, None]] = {}
     for value, axes in split.axis_map.weight_uses():
         for atom in (atom for axis in axes or () for atom in ax.atoms(axis)):
@@ -178,7 +179,7 @@ def axis_fates(split: ShardedModel, choice: Choice, size: Callable[[ir.Value], i
             len(weights),
             sum(map(size, weights)),
             sums.get(atom),
-            tuple(each.size if each.counts else 0 for each in split.ranges.get(atom, ())),
+            tuple(each.size if each.owned else 0 for each in split.ranges.get(atom, ())),
             why_whole(split, choice, atom),
             next(iter(weights)).name or "",
         )

@@ -1,4 +1,4 @@
-"""A model whose axes are sharded over the ranks of a group: which units of each axis a rank has."""
+"""A model whose axes are sharded over the ranks of a group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from splitc.compiler.sharding.shares import Ranges, assign_units
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """A model's axes, which units each of so many ranks has of those that are sharded, and what the ranks sum."""
+    """A model's axes, each rank's units of the sharded ones (`ranges`), and what the ranks sum."""
 
     graph: Graph
     axis_map: AxisMap
@@ -28,7 +28,7 @@ class ShardedModel:
     sums: Sums = NO_SUMS
 
     def shards(self, rank: int) -> Shards:
-        """The part of one rank."""
+        """The shards of one rank."""
         return self._shards[rank]
 
     @cached_property
@@ -39,13 +39,13 @@ class ShardedModel:
         """The axes of a value of the model."""
         return self.axis_map.axes.get(value)
 
-    def counts(self, rank: int, operation: Operation) -> bool:
-        """Whether the rank contracts anything of its own at a node, and not just copies of another rank's units."""
-        return self.shards(rank).counts(operation.contracted)
+    def owns(self, rank: int, operation: Operation) -> bool:
+        """Whether the rank contracts units that it owns at a node, rather than only replicas of another rank's."""
+        return self.shards(rank).owns(operation.contracted)
 
     def adds(self, rank: int, operation: Operation) -> bool:
-        """Whether it is this rank that adds what only one may add to a partial value: the first that counts."""
-        return rank == next((other for other in range(self.ranks) if self.counts(other, operation)), 0)
+        """Whether this rank adds what only one may add to a partial value: the first rank that owns units does."""
+        return rank == next((other for other in range(self.ranks) if self.owns(other, operation)), 0)
 
 
 def shard_model(

@@ -1,4 +1,4 @@
-"""One rank's part of values: sizes, and which elements of a weight."""
+"""One rank's shards: their sizes, and which elements of a value they hold."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from splitc.runtime.manifest import AxisPart, Part
 
 @dataclass(frozen=True)
 class Shards:
-    """The ranges of one rank."""
+    """One rank's range of each sharded atom."""
 
     ranges: Mapping[Factor, Range]
     _cut: dict[tuple[int, bytes], ir.TensorProtocol] = field(default_factory=dict, repr=False, compare=False)
@@ -35,11 +35,11 @@ class Shards:
         return sum(self.size(section) for section in leaf.sections)
 
     def is_split(self, axis: Axis) -> bool:
-        """Whether the rank's part of the axis is not all of it."""
+        """Whether the rank has less than the whole axis."""
         return self.size(axis) != ax.size_of(axis)
 
     def splits(self, axes: Axes) -> bool:
-        """Whether the rank has only a part of a value with these axes."""
+        """Whether the rank has only a shard of a value with these axes."""
         return any(map(self.is_split, axes or ()))
 
     def share(self, axes: Axes) -> float:
@@ -47,9 +47,9 @@ class Shards:
         return math.prod(self.size(axis) / max(1, ax.size_of(axis)) for axis in axes or ())
 
     def ratio(self, axis: Axis) -> tuple[int, int] | None:
-        """The rank's size of an axis over the whole size, in terms that hold whatever the other factors' sizes are.
+        """The rank's size of an axis and the whole size, as a ratio that holds for any sizes of the unsplit factors.
 
-        None where sections make that impossible.
+        None if a section is split, since there is no such ratio then.
         """
         own, whole = 1, 1
         for leaf in ax.leaves(axis):
@@ -60,7 +60,7 @@ class Shards:
         return own, whole
 
     def indices(self, axis: Axis) -> npt.NDArray[np.int64]:
-        """Which elements along an axis are the rank's, in order."""
+        """The indices of the rank's elements along an axis, ascending."""
         found = np.zeros(1, np.int64)
         for leaf in ax.leaves(axis):
             found = (found[:, None] * leaf.size + self._leaf_indices(leaf)[None, :]).reshape(-1)
@@ -68,54 +68,54 @@ class Shards:
 
     def _leaf_indices(self, leaf: Factor) -> npt.NDArray[np.int64]:
         if leaf.is_atom:
-            part = self.ranges.get(leaf, Range(0, leaf.size))
-            return np.arange(part.start, part.stop)
+            own = self.ranges.get(leaf, Range(0, leaf.size))
+            return np.arange(own.start, own.stop)
         starts = np.cumsum([0, *(ax.size_of(section) for section in leaf.sections)])
         return np.concatenate(
             [start + self.indices(section) for start, section in zip(starts, leaf.sections, strict=False)]
         )
 
-    def counts(self, axis: Axis, sections: Callable[[Iterable[bool]], bool] = any) -> bool:
-        """Whether any (or `all`) of the rank's elements along an axis are its own, and not copies of another rank's.
+    def owns(self, axis: Axis, sections: Callable[[Iterable[bool]], bool] = any) -> bool:
+        """Whether the rank owns its elements along an axis: not if they are replicas of another rank's.
 
-        These differ only where a rank has units of some sections, and none of others.
+        `sections` is `any` or `all`: a rank may own units of some sections and of others not.
         """
         return all(
-            (leaf not in self.ranges or self.ranges[leaf].counts)
+            (leaf not in self.ranges or self.ranges[leaf].owned)
             if leaf.is_atom
-            else sections(self.counts(section, sections) for section in leaf.sections)
+            else sections(self.owns(section, sections) for section in leaf.sections)
             for leaf in ax.leaves(axis)
         )
 
-    def counted(self, axis: Axis) -> npt.NDArray[np.bool_]:
-        """Which of the rank's elements along an axis are its own, in order."""
+    def owned_mask(self, axis: Axis) -> npt.NDArray[np.bool_]:
+        """For each of the rank's elements along an axis, whether the rank owns it."""
         found = np.ones(1, np.bool_)
         for leaf in ax.leaves(axis):
-            found = (found[:, None] & self._leaf_counted(leaf)[None, :]).reshape(-1)
+            found = (found[:, None] & self._leaf_owned(leaf)[None, :]).reshape(-1)
         return found
 
-    def _leaf_counted(self, leaf: Factor) -> npt.NDArray[np.bool_]:
+    def _leaf_owned(self, leaf: Factor) -> npt.NDArray[np.bool_]:
         if leaf.is_atom:
-            return np.full(self._leaf(leaf), leaf not in self.ranges or self.ranges[leaf].counts)
-        return np.concatenate([self.counted(section) for section in leaf.sections])
+            return np.full(self._leaf(leaf), leaf not in self.ranges or self.ranges[leaf].owned)
+        return np.concatenate([self.owned_mask(section) for section in leaf.sections])
 
     def key(self, axes: Axes) -> bytes:
-        """The same for the same part of a value."""
+        """A key that is equal for equal shards of a value."""
         return b"|".join(self.indices(axis).tobytes() for axis in axes or () if self.is_split(axis))
 
     def places(self, axes: Axes) -> dict[int, npt.NDArray[np.int64]]:
-        """Which elements are the rank's, along each axis of a value of which it has not all."""
+        """The indices of the rank's elements, along each axis that is split, by the axis's number."""
         return {number: self.indices(axis) for number, axis in enumerate(axes or ()) if self.is_split(axis)}
 
     def part(self, name: str, axes: Axes, shape: ir.Shape | None) -> Part | None:
-        """How the rank's part of a model's input or output is cut out of the whole; None where it has all of it."""
+        """How the rank's shard of a model's input or output is cut out of the whole; None if it has all of it."""
         parts = []
         for number, axis in enumerate(axes or ()):
             if not self.is_split(axis):
                 continue
             leaves = ax.leaves(axis)
             fixed = shape is None or isinstance(shape[number], int)
-            # Before the first factor that is split there may be one that the model does not fix, such as the batch.
+            # The factors before the first split one may be dynamic, such as the batch.
             first = next(n for n, leaf in enumerate(leaves) if leaf in self.ranges)
             head = ax.size_of(tuple(leaves[:first]))
             sizes = [head if fixed else -1, *(leaf.size for leaf in leaves[first:])]
@@ -124,9 +124,9 @@ class Shards:
         return Part(name, parts) if parts else None
 
     def weight(self, tensor: ir.TensorProtocol, axes: Axes, name: str) -> ir.TensorProtocol:
-        """The rank's part of a weight, read when it is written: it costs no memory until then.
+        """The rank's shard of a weight. It is read lazily, when it is written, and takes no memory until then.
 
-        The same part of one weight is the same tensor each time, so that it is written once.
+        The same shard of a weight is the same tensor each time, so that it is written once.
         """
         key = (id(tensor), self.key(axes))
         if key not in self._cut:
@@ -144,7 +144,7 @@ class Shards:
                 return _stored(tensor, places[0].start * row // 8, sizes[0] * row // 8, ir.Shape(sizes), name)
 
         def read() -> ir.TensorProtocol:
-            # A tensor that was read keeps its file mapped, with all pages that were touched: so another one is read.
+            # A tensor that was read keeps its file and all touched pages mapped. A new one lets them go afterwards.
             source = tensor
             if isinstance(tensor, ir.ExternalTensor):
                 source = _stored(tensor, 0, tensor.nbytes, ir.Shape(tensor.shape.numpy()), name)
@@ -159,7 +159,7 @@ class Shards:
 
 
 def _stored(tensor: ir.ExternalTensor, start: int, length: int, shape: ir.Shape, name: str) -> ir.ExternalTensor:
-    """What lies in a tensor's file from byte `start` of it on."""
+    """A tensor of `length` bytes that starts at byte `start` of another one in its file."""
     offset = (tensor.offset or 0) + start
     return ir.ExternalTensor(
         tensor.location, offset, length, tensor.dtype, shape=shape, name=name, base_dir=tensor.base_dir
@@ -167,6 +167,6 @@ def _stored(tensor: ir.ExternalTensor, start: int, length: int, shape: ir.Shape,
 
 
 def _as_slice(indices: npt.NDArray[np.int64]) -> slice | npt.NDArray[np.int64]:
-    """Indices that follow each other as a slice, which costs no copy."""
+    """Consecutive indices as a slice, which needs no copy; others as they are."""
     first, last = int(indices[0]), int(indices[-1])
     return slice(first, last + 1) if last - first + 1 == len(indices) else indices

@@ -1,4 +1,4 @@
-"""How many units of each split axis a rank gets, by its share."""
+"""How many units of each sharded axis a rank gets, by its share."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from splitc.compiler.operators.axes import Factor
 class Range:
     """A rank's units of an axis, from `start` to before `stop`.
 
-    A rank for which there is none holds one that is another's too, and what it adds to a sum does not count.
+    With fewer units than ranks, surplus ranks replicate a neighbour's unit and contribute zero to sums. Their range is
+    not `owned`.
     """
 
     start: int
     stop: int
-    counts: bool = True
+    owned: bool = True
 
     @property
     def size(self) -> int:
@@ -36,12 +37,14 @@ def assign_units(
     home: Mapping[ir.Value, int] = MappingProxyType({}),
     partners: Mapping[Factor, Factor] = MappingProxyType({}),
 ) -> Ranges:
-    """For each atom the ranges of a group's ranks, by the shares of the group that has its first weight.
+    """The ranges of each atom, one for each rank of a group.
 
-    `weights` has, for each atom, the bytes of the weights that it divides. `home` is the number of the first group that
-    has a weight. An atom with fewer units than ranks may have one of the `partners`, which divides what is inside it.
-    Each gets its share of units rounded down or up. Who gets the units that are left over goes by what each is owed in
-    bytes, here and from the atoms before, so that the sum keeps to the shares, and each part of the model as well.
+    `weights` are the bytes of the weights that each atom divides. `shares` has one list for each group; an atom goes by
+    the shares of the first group that holds one of its weights, which `home` gives (0 if absent). `partners` maps an
+    atom with fewer units than ranks to the atom that is divided among ranks with the same unit.
+
+    Each rank gets its share of the units, rounded down or up by the largest-remainder method. Rounding errors are
+    carried over from atom to atom, in bytes, so that both the total and each part of the model keep to the shares.
     """
     groups = [[share / sum(group) for share in group] for group in shares]
     carried = [[0.0] * len(group) for group in groups]
@@ -54,7 +57,7 @@ def assign_units(
             ranges[atom], ranges[partner] = _divide_units(atom.size, partner.size, parts)
             continue
         if atom in partners.values():
-            continue  # comes with its own
+            continue  # it is divided with the atom that it is the partner of
         unit = max(1.0, sum(divided.values()) / atom.size)
         counts = largest_remainder([atom.size * part for part in parts], atom.size, [c / unit for c in carried[group]])
         carried[group] = [
@@ -65,7 +68,10 @@ def assign_units(
 
 
 def largest_remainder(ideal: Sequence[float], total: int, owed: Sequence[float] | None = None) -> list[int]:
-    """The ideal numbers rounded down, or up where the remainder and what is owed beside it are largest."""
+    """Whole numbers that add up to `total`: the `ideal` ones rounded down, or up where the remainder is largest.
+
+    What is `owed` from before is added to the remainders.
+    """
     counts = [int(each + 1e-9) for each in ideal]
     missing = [
         each - count + extra for each, count, extra in zip(ideal, counts, owed or [0.0] * len(counts), strict=True)
@@ -83,13 +89,13 @@ def _ranges(counts: Sequence[int]) -> list[Range]:
             ranges.append(Range(start, start + count))
         else:
             last = max(start, 1)
-            ranges.append(Range(last - 1, last, counts=False))
+            ranges.append(Range(last - 1, last, owned=False))
         start += count
     return ranges
 
 
 def _divide_units(units: int, inner: int, parts: Sequence[float]) -> tuple[list[Range], list[Range]]:
-    """Fewer units than ranks: each unit goes to ranks that follow each other, which divide what is inside it."""
+    """Ranges where there are fewer units than ranks: consecutive ranks share a unit and divide its `inner` units."""
     outer_ranges: list[Range] = []
     inner_ranges: list[Range] = []
     first = 0

@@ -1,8 +1,7 @@
-"""Which columns of the products each rank computes, by row mode.
+"""Row mode: which columns of the products each rank computes.
 
-What a product reads at run time is sent to all ranks. Each multiplies it with its slice of the matrix, and the main
-rank, the first one, puts the columns together. Llama.cpp calls this mode `row`, since its matrices lie transposed;
-Megatron calls it column-parallel.
+A product's input is sent to all ranks. Each rank multiplies it with its slice of the matrix, and the main rank (rank 0)
+joins the columns. Megatron calls this column-parallel. The name `row` is llama.cpp's, which stores matrices transposed.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from splitc.compiler.sharding.shares import assign_units
 
 @dataclass(frozen=True)
 class Work:
-    """A rank's part of a round: what it takes that it did not take in an earlier one, and what it has columns of."""
+    """A rank's work in a round: the values it takes that it did not take before, and the products it has columns of."""
 
     takes: tuple[ir.Value, ...]
     products: tuple[Product, ...]
@@ -32,10 +31,10 @@ class Work:
 
 @dataclass(frozen=True)
 class SlicedProducts:
-    """What is sliced, and how.
+    """The sliced products, and each rank's columns.
 
-    `rounds` are the products in the order in which they run; those of one round don't wait for each other. `columns`
-    says which units each rank has: a sharded model of the products alone, in which nothing is summed.
+    `rounds` are the products in the order in which they run; those of one round are independent. `columns` is a sharded
+    model of the products alone, in which nothing is summed.
     """
 
     graph: Graph
@@ -44,12 +43,12 @@ class SlicedProducts:
 
     @cached_property
     def products(self) -> Mapping[str, Product]:
-        """The products by the name of what they compute."""
+        """The products by the name of their result."""
         return {product.result.name or "": product for products in self.rounds for product in products}
 
     def ranks(self, product: Product) -> list[int]:
         """The ranks that have columns of a product."""
-        return [number for number, part in enumerate(self.columns.ranges[product.columns]) if part.counts]
+        return [number for number, part in enumerate(self.columns.ranges[product.columns]) if part.owned]
 
     def width(self, rank: int, product: Product) -> int:
         """How many columns of a product a rank has."""
@@ -63,7 +62,7 @@ class SlicedProducts:
         return self.columns.axis_map.operations[product.node].output()[-1]
 
     def of_rank(self, rank: int, products: Collection[Product]) -> list[Product]:
-        """Those of the products of which the rank has columns."""
+        """The products that the rank has columns of."""
         return [product for product in products if rank in self.ranks(product)]
 
     def work(self, rank: int) -> list[Work]:
@@ -83,10 +82,10 @@ def slice_products(
 ) -> ShardedModel:
     """Divide the products' columns among the ranks by their shares. `size` gives the bytes of a value.
 
-    Those of which all columns are the main rank's are not split.
+    A product stays unsplit if the main rank has all its columns.
     """
     reached = reached_weights(products.axis_map, size)
     atoms = dict.fromkeys(product.columns for product in products.found)
     divided = assign_units({atom: reached[atom] for atom in atoms}, [shares])
-    ranges = {atom: parts for atom, parts in divided.items() if any(part.counts for part in parts[1:])}
+    ranges = {atom: parts for atom, parts in divided.items() if any(part.owned for part in parts[1:])}
     return ShardedModel(graph, products.axis_map, ranges, len(shares))

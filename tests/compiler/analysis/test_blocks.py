@@ -123,14 +123,14 @@ def test_large_model_is_not_judged_by_the_share_of_one_weight(write: MakeModel) 
     assert sum(kind == "block" for kind in kinds(analysis)) == 80
 
 
-def test_masks_and_rotary_tables_are_free_and_weights_are_not(decoder: Path) -> None:
+def test_masks_and_rotary_tables_are_rematerializable_and_weights_are_not(decoder: Path) -> None:
     analysis = analyze(decoder, AskedShapes(), 1)
-    free = {node.op_type for node in analysis.partition.free}
-    assert {"Cos", "Sin", "LessOrEqual", "Where", "Range"} <= free
-    assert not {"MatMul", "Softmax"} & free
-    spine = [node for block in analysis.partition.blocks for node in block.nodes]
-    assert {*spine} | analysis.partition.free == {*analysis.graph.nodes}
-    assert not {*spine} & analysis.partition.free
+    repeated = {node.op_type for node in analysis.partition.rematerializable}
+    assert {"Cos", "Sin", "LessOrEqual", "Where", "Range"} <= repeated
+    assert not {"MatMul", "Softmax"} & repeated
+    main_path = [node for block in analysis.partition.blocks for node in block.nodes]
+    assert {*main_path} | analysis.partition.rematerializable == {*analysis.graph.nodes}
+    assert not {*main_path} & analysis.partition.rematerializable
 
 
 def test_random_numbers_are_not_made_twice(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_random_numbers_are_not_made_twice(tmp_path: Path) -> None:
     y = w.op("MatMul", w.op("Add", y, noise), w.weight("b", ir.tensor(np.ones((64, 64), np.float32))))
     w.output(y, "y", ir.DataType.FLOAT, [2, 64])
     save(w.model(), tmp_path / "model.onnx")
-    assert not analyze(tmp_path / "model.onnx", AskedShapes(), 2).partition.free
+    assert not analyze(tmp_path / "model.onnx", AskedShapes(), 2).partition.rematerializable
 
 
 def test_chain_without_repetition_is_cut_between_its_heavy_nodes(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ def factors(*sizes: int) -> dict[Factor, dict[ir.Value, int]]:
 
 def counts(sizes: Sequence[int], shares: Sequence[float]) -> list[list[int]]:
     found = assign_units(factors(*sizes), [shares])
-    return [[each.size if each.counts else 0 for each in ranges] for ranges in found.values()]
+    return [[each.size if each.owned else 0 for each in ranges] for ranges in found.values()]
 
 
 def test_units_follow_the_shares() -> None:
