@@ -1,4 +1,4 @@
-"""How values get from rank to rank."""
+"""How ranks exchange values: send, receive, all-reduce, all-gather."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from splitc.runtime.steps import Reduce
 
 
 class Exchange(Protocol):
-    """What a rank's program needs: its end of the channels to all other ranks. A channel keeps its order."""
+    """A rank's end of the channels to all other ranks, as its program needs it. Channels are first in, first out."""
 
     def send(self, target: int, name: str, value: Any) -> None:
-        """Hand `value` to the rank `target`. Does not wait for it to be taken."""
+        """Send `value` to the rank `target`. Does not wait for it to be received."""
 
     def receive(self, source: int, name: str) -> Any:
-        """The next value from the rank `source`, which must be the one called `name`; waits for it."""
+        """Wait for the next value from the rank `source`, which must have this name."""
 
     def all_reduce(self, step: Reduce, parts: Any, accumulate: Callable[[str, Any, Any], None]) -> Any:
-        """What comes of the parts that all ranks of the step hand in, each a list of as many as it names.
+        """Reduce the parts of all ranks of the step. Each rank gives a list with one part for each name in the step.
 
-        They are brought together in the order of the ranks, so the bits are the same each time. Parts may be
-        overwritten, and the results are shared: nobody may write to them. A rank that hands in a Failure has failed;
-        all get that instead.
+        Parts are reduced in the order of the ranks, so the result has the same bits each time. Parts may be
+        overwritten. The results are shared, so nobody may write to them. If a rank gives a Failure, all ranks get that
+        instead.
         """
 
 
 class Collectives(Exchange, Protocol):
-    """One rank's end of all that the ranks of a session do together.
+    """One rank's end of all collectives of a session.
 
-    `rank` is its number. `capturable` says that all of it can be captured as a CUDA graph: the values of all ranks stay
-    on GPUs that have access to each other's memory. `by_host` are pairs of GPUs of which the first's arrays go to the
-    second through the host, since copies between them come out wrong.
+    `rank` is its number. `capturable` says that they can be captured as a CUDA graph: all ranks are on GPUs with peer
+    access to each other. `by_host` are pairs of GPUs (source, target) that copy through the host, since direct copies
+    between them give wrong results.
     """
 
     @property
@@ -45,24 +45,24 @@ class Collectives(Exchange, Protocol):
     def by_host(self) -> frozenset[tuple[int, int]]: ...
 
     def all_gather(self, ranks: Sequence[int], value: Any) -> Any:
-        """What these ranks hand in, a list in their order, once all have done so; or the Failure that one handed in.
+        """Wait for a value of each of these ranks. Returns them in order, or the Failure that one of them gave.
 
-        The values are Python objects, which are handed on as they are.
+        The values are Python objects, which are passed on as they are.
         """
 
     def abort(self, error: BaseException) -> None:
-        """Let no rank wait any more: all that waits, now or later, gets a Failure."""
+        """End all waits: every rank that waits, now or later, gets a Failure."""
 
     def close(self) -> None:
-        """The rank's thread ends: let go of what it has."""
+        """Release the rank's resources, when its thread ends."""
 
 
 class CommunicatorMaker(ABC):
-    """Collectives that can also connect engines, which then exchange values while they run."""
+    """Collectives that can also connect engines with collectives inside."""
 
     @abstractmethod
     def create_communicator(self, group: Sequence[int]) -> Any:
-        """What engines of these ranks exchange values by; all ranks of the group call this at the same time.
+        """A communicator for engines of these ranks. All ranks of the group must call this at the same time.
 
-        Raises PackageError where the library is missing, and what another rank of the group failed with.
+        Raises PackageError if the library is missing, and the error of any other rank of the group.
         """

@@ -1,4 +1,4 @@
-"""The collectives that a session's devices need."""
+"""Choose the collectives for a session's devices."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from splitc.runtime.entries import load_entry
 
 @dataclass(frozen=True)
 class Connection:
-    """A way in which ranks are connected: between which kinds of devices, and the function that does it.
+    """A way to connect ranks on these kinds of devices.
 
-    The function `connect` takes the ranks' devices and backends, and returns one end a rank.
+    `connect` names a function that takes the ranks' devices and backends, and returns one end for each rank.
     """
 
     devices: frozenset[str]
     connect: str
 
 
-# The first that serves all of the devices is taken.
+# The first one that supports all of the devices is used.
 CONNECTIONS = (
-    # Ranks that are threads: values are handed on as they are.
+    # Ranks that are threads: values are passed on as they are.
     Connection(frozenset({"cpu"}), "splitc.runtime.collectives.host:connect_devices"),
     # Ranks that are threads: values are copied from, to and between GPUs. Their engines are connected by NCCL.
     Connection(frozenset({"cpu", "cuda"}), "splitc.runtime.collectives.gpu_collectives:connect_devices"),
@@ -32,7 +32,7 @@ CONNECTIONS = (
 
 
 def connect_devices(devices: Sequence[Device], backends: Sequence[Backend]) -> Sequence[Collectives]:
-    """One end a rank, of the first way that serves the devices."""
+    """One end for each rank, of the first connection that supports the devices."""
     kinds = {device.kind for device in devices}
     way = next(way for way in CONNECTIONS if kinds <= way.devices)
     ends: Sequence[Collectives] = load_entry(way.connect)(devices, backends)

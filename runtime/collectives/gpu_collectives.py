@@ -1,7 +1,7 @@
-"""Ranks that are threads of one process, some or all of them on GPUs: arrays go from GPU to GPU, ordered by events.
+"""Collectives of threads of one process, with some or all ranks on GPUs: arrays are copied between GPUs, by events.
 
-The host waits for no GPU here. Groups of GPUs that have access to each other's memory sum by themselves
-(`peer_all_reduce`); others, and those with CPU devices, sum on the host.
+Copies between GPUs never make the host wait. Groups of GPUs with peer access sum on the GPUs (`peer_all_reduce`). Other
+groups, and those with CPU devices, sum on the host.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from splitc.runtime.steps import Reduce
 
 @dataclass(frozen=True)
 class Parcel:
-    """An array on its way from a GPU, which is there once `ready` has happened; or its copy on the host."""
+    """An array on its way from a GPU. It is computed once the event `ready` has completed."""
 
     value: Any
     gpu: int
@@ -37,10 +37,10 @@ class Parcel:
 
 
 class GpuCollectives(HostCollectives, CommunicatorMaker):
-    """The end of a rank. `places` are the GPUs of all ranks, None for a CPU device.
+    """The end of one rank. `places` are the GPUs of all ranks, None for a CPU device.
 
-    `links` are the pairs of GPUs of which the first has access to the second's memory. Pairs in `by_host` exchange
-    arrays through the host, since copies between them are not to be trusted.
+    `links` are the pairs of GPUs of which the first has access to the second's memory. Pairs in `by_host` copy through
+    the host, since direct copies between them give wrong results.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class GpuCollectives(HostCollectives, CommunicatorMaker):
     def _take(self, value: Any) -> Any:
         if not isinstance(value, Parcel):
             return self._backend.upload(value)
-        assert self._gpu is not None, "what goes to a CPU device goes through the host"
+        assert self._gpu is not None, "values for a CPU device are sent through the host"
         self._gpu.stream.wait_event(value.ready)
-        # Also on one GPU: the sender's stream gets its memory back when this copy is done, not when all reads are.
+        # Copy even on the same GPU: then the sender's memory can be reused after this copy, not after all reads.
         return self._gpu.copy_from(value.value, value.gpu)
 
     def all_reduce(self, step: Reduce, parts: Any, accumulate: Callable[[str, Any, Any], None]) -> Any:
@@ -100,7 +100,7 @@ class GpuCollectives(HostCollectives, CommunicatorMaker):
         return self._all_reduce_on_host(step, parts)
 
     def _all_reduce_on_host(self, step: Reduce, parts: Any) -> Any:
-        """All ranks bring their parts to the host, and the wholes to their devices."""
+        """Copy parts to the host, reduce them there, and copy the results to the devices."""
         if not isinstance(parts, Failure):
             arrays = attempt(lambda: self._backend.download({str(number): part for number, part in enumerate(parts)}))
             parts = arrays if isinstance(arrays, Failure) else list(arrays.values())
@@ -108,12 +108,12 @@ class GpuCollectives(HostCollectives, CommunicatorMaker):
         return wholes if isinstance(wholes, Failure) else [self._backend.upload(whole) for whole in wholes]
 
     def _are_peers(self, ranks: Sequence[int]) -> bool:
-        """Whether all of the ranks are on GPUs that can read each other's memory."""
+        """Whether all of the ranks are on GPUs with peer access to each other."""
         gpus = {self._places[rank] for rank in ranks}
         return None not in gpus and all(pair in self._links for pair in permutations(gpus, 2))
 
     def _why_stop(self) -> BaseException | None:
-        """Why this rank's GPU may never finish the request."""
+        """The error why this rank's GPU may never finish the request, or None. Aborts the communicators."""
         if self.hub.failure is None:
             return None
         self.close()
@@ -121,9 +121,9 @@ class GpuCollectives(HostCollectives, CommunicatorMaker):
 
 
 def connect_devices(devices: Sequence[Device], backends: Sequence[Backend]) -> list[GpuCollectives]:
-    """The ends of ranks of which some or all are on GPUs. Arrays are copied from, to and between these."""
+    """The ends of ranks of which some or all are on GPUs."""
     gpus = {backend.index: backend for backend in backends if isinstance(backend, GpuDevice)}
-    with ThreadPoolExecutor(1) as pool:  # CuPy's current device and stream are a thread's: the caller's stay
+    with ThreadPoolExecutor(1) as pool:  # CuPy's current device is per thread: the caller's must not change
         links = pool.submit(enable_peer_access, gpus).result()
         by_host = pool.submit(check_copies, gpus).result()
     places = [backend.index if isinstance(backend, GpuDevice) else None for backend in backends]

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process: a value is handed on as it is."""
+"""Collectives of threads of one process, on the host: values are passed on as they are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Channels = dict[tuple[int, int], "SimpleQueue[tuple[str | None, Any]]"]
 
 @dataclass
 class Meeting:
-    """Where the ranks of a group hand in a value each. The last one to come makes the result, which all get."""
+    """A meeting of the ranks of a group, each with a value. The last rank to come computes the result for all."""
 
     ranks: Sequence[int]
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -30,7 +30,7 @@ class Meeting:
         self.results = {rank: SimpleQueue() for rank in self.ranks}
 
     def meet(self, rank: int, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
-        """What `combine` makes of all values, in the order of the ranks; the first Failure among them, if any."""
+        """The result of `combine` on all values in the order of the ranks; or the first Failure among them."""
         with self.lock:
             if self.aborted is not None:
                 return self.aborted
@@ -55,7 +55,7 @@ class Meeting:
 
 @dataclass
 class Hub:
-    """What the ranks of a session share: a channel from each to each, a meeting for each group, and its end."""
+    """What the ranks of a session share: channels between all pairs, a meeting for each group, and the failure."""
 
     channels: Channels
     meetings: dict[tuple[int, ...], Meeting] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Hub:
 
 
 class HostCollectives:
-    """The end that belongs to `rank`."""
+    """The end of one rank."""
 
     capturable = False
     by_host: frozenset[tuple[int, int]] = frozenset()
@@ -82,7 +82,7 @@ class HostCollectives:
         channel = self.hub.channels[source, self.rank]
         sent, value = channel.get()
         if sent is None:
-            channel.put((None, value))  # for whoever receives next
+            channel.put((None, value))  # for the next receiver
             return value
         if sent != name:
             raise RuntimeError(f"rank {self.rank} waits for '{name}' from rank {source}, which sent '{sent}'")
@@ -101,7 +101,7 @@ class HostCollectives:
 
     def all_reduce(self, step: Reduce, parts: Any, accumulate: Callable[[str, Any, Any], None]) -> Any:
         def add_up(handed_in: list[tuple[Reduce, list[Any]]]) -> list[Any]:
-            """The first rank's parts with those of the others in them."""
+            """Reduce the other ranks' parts into those of the first rank."""
             if any(other != step for other, _ in handed_in):
                 raise RuntimeError(f"ranks do not reduce the same values: {[other for other, _ in handed_in]}")
             totals = handed_in[0][1]
@@ -114,15 +114,15 @@ class HostCollectives:
 
     def _meet(self, ranks: Sequence[int], value: Any, combine: Callable[[list[Any]], Any]) -> Any:
         group = tuple(ranks)
-        # Made by whoever comes first: dict.setdefault is atomic.
+        # The first rank to come creates the meeting: dict.setdefault is atomic.
         meeting = self.hub.meetings.get(group) or self.hub.meetings.setdefault(group, Meeting(group))
-        if self.hub.failure is not None:  # a meeting made after the end would not know of it
+        if self.hub.failure is not None:  # a meeting created after `abort` was not aborted by it
             return self.hub.failure
         return meeting.meet(self.rank, value, combine)
 
 
 def connect(ranks: int) -> list[HostCollectives]:
-    """The ends of a new set of channels, one a rank."""
+    """The ends of new channels, one for each rank."""
     hub = Hub({(source, target): SimpleQueue() for source in range(ranks) for target in range(ranks)})
     return [HostCollectives(rank, hub) for rank in range(ranks)]
 

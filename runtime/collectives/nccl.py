@@ -1,4 +1,4 @@
-"""NCCL's communicators, for engines that exchange values with other ranks' while they run."""
+"""NCCL's communicators, for engines with collectives inside."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from splitc.runtime.failures import Failure, attempt
 
 
 class NcclCommunicators:
-    """The communicators of one rank. `all_gather` is that of its collectives."""
+    """The communicators of one rank. `all_gather` is the method of its collectives."""
 
     def __init__(self, rank: int, all_gather: Callable[[Sequence[int], Any], Any]) -> None:
         self._rank = rank
@@ -20,16 +20,16 @@ class NcclCommunicators:
         self._made: list[Any] = []
 
     def create(self, group: Sequence[int]) -> Any:
-        """A communicator of the ranks of the group, all of which call this at the same time.
+        """A communicator for the group. All of its ranks must call this at the same time.
 
-        Raises PackageError where NCCL is missing, and what another rank failed with.
+        Raises PackageError if NCCL is missing, and the error of any other rank.
         """
 
         def name() -> Any:
             nccl = find_nccl()
             return nccl, nccl.get_unique_id() if self._rank == group[0] else None
 
-        # Who makes a communicator waits for all others: none begins when one can't.
+        # NCCL waits for all ranks of a communicator, so no rank may begin if one of them can't.
         known = self._all_gather(group, attempt(name))
         if isinstance(known, Failure):
             raise known.error
@@ -38,18 +38,18 @@ class NcclCommunicators:
         return self._made[-1]
 
     def abort(self) -> None:
-        """End what the communicators do, and let them go."""
+        """Abort the communicators' work, and release them."""
         while self._made:
             self._made.pop().abort()
 
 
 def find_nccl() -> Any:
-    """CuPy's NCCL. Raises PackageError, with the package that brings it, where it is missing."""
+    """CuPy's NCCL module. Raises PackageError, which names the package to install, if NCCL is missing."""
     nccl = importlib.import_module("cupy.cuda.nccl")
     if not nccl.available:
         raise PackageError(
             "these engines sum over GPUs by NCCL: pip install nvidia-nccl-cu12 (or -cu13, with a driver of CUDA 13)"
         )
-    # All connections when a communicator is made, and not in the first collective, which would make the host wait.
+    # Connect when a communicator is created. Otherwise the first collective does, and makes the host wait.
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     return nccl

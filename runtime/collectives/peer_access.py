@@ -1,4 +1,4 @@
-"""GPUs' access to each other's memory, and whether copies between them are right."""
+"""Peer access between GPUs, and whether copies between them are correct."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import numpy as np
 
 from splitc.runtime.engines.gpu_device import GpuDevice
 
-# cudaErrorPeerAccessAlreadyEnabled: another session of this process did it.
+# cudaErrorPeerAccessAlreadyEnabled, by another session of this process.
 ALREADY = 704
-# A pattern that no copy of part of it, and no array of zeros, equals.
+# A pattern that differs from any incomplete copy of it.
 PATTERN = (np.arange(1 << 20, dtype=np.uint32) * np.uint32(2654435761)).view(np.uint8)
 
 
 def enable_peer_access(gpus: Mapping[int, GpuDevice]) -> frozenset[tuple[int, int]]:
-    """Give each GPU access to the others' memory, where it can have it; else the driver copies through the host.
+    """Give each GPU access to the others' memory where that is possible. Elsewhere the driver copies through the host.
 
-    Returns the pairs of which the first has access to the second's. To be called before `check_copies`.
+    Returns the pairs of which the first has access to the second's memory. Must be called before `check_copies`.
     """
     links = set()
     for one, gpu in gpus.items():
@@ -35,9 +35,9 @@ def enable_peer_access(gpus: Mapping[int, GpuDevice]) -> frozenset[tuple[int, in
 
 
 def check_copies(gpus: Mapping[int, GpuDevice]) -> frozenset[tuple[int, int]]:
-    """The pairs of GPUs between which copies come out wrong, as they do on some machines; one array is sent each way.
+    """The pairs of GPUs (source, target) whose copies are wrong, as on some machines. Copies one array for each pair.
 
-    To be called before the ranks' threads start.
+    Must be called before the ranks' threads start.
     """
     wrong = set()
     for source in gpus:

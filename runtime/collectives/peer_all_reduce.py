@@ -1,4 +1,4 @@
-"""All-reduce over GPUs that read each other's memory: their threads meet only to say where the parts will be."""
+"""All-reduce over GPUs with peer access. Their threads meet only to exchange the addresses of the parts."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.failures import Failure, attempt
 from splitc.runtime.steps import Reduce
 
-# Bytes that slices begin at multiples of.
+# Slices begin at multiples of this many bytes.
 ALIGNED = 256
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A rank's parts of a sum, for others to read once `ready` has happened."""
+    """A rank's parts of a reduction, which others may read once the event `ready` has completed."""
 
     parts: Sequence[GpuArray]
     ready: Any
 
 
 class PeerAllReduce:
-    """The end of one rank. `all_gather` is that of its collectives.
+    """The end of one rank. `all_gather` is the method of its collectives.
 
-    No GPU waits for what will not come: a rank that fails says so when the threads meet.
+    No GPU waits for a rank that has failed: the threads exchange failures when they meet.
     """
 
     def __init__(self, gpu: GpuDevice, rank: int, all_gather: Callable[[Sequence[int], Any], Any]) -> None:
@@ -38,11 +38,11 @@ class PeerAllReduce:
         self._offered: dict[tuple[int, ...], Any] = {}
 
     def run(self, step: Reduce, parts: Any) -> Any:
-        """The wholes of the step, or a Failure; `parts` are this rank's, or its Failure."""
+        """The results of the step, or a Failure. `parts` are this rank's parts, or its Failure."""
         offers = self._exchange(step, parts)
         if isinstance(offers, Failure):
             return offers
-        # The others have read what this rank offered before when they offer the next: its memory may go only now.
+        # When the others make new offers, they have read this rank's previous one: only now may its memory be freed.
         self._offered[tuple(step.ranks)] = parts
         columns = list(zip(*(offer.parts for offer in offers), strict=True))
         large = sum(part.nbytes for part in parts) >= self._gpu.profile.two_step_bytes
@@ -51,7 +51,7 @@ class PeerAllReduce:
         return attempt(lambda: _combine(self._gpu, step.operation, columns))
 
     def _exchange(self, step: Reduce, parts: Any) -> Any:
-        """The offers of all ranks, which this rank's stream waits for, or a Failure."""
+        """The offers of all ranks, or a Failure. This rank's stream waits until the offers are ready."""
         own = parts if isinstance(parts, Failure) else attempt(lambda: Offer(parts, self._gpu.record()))
         offers = self._all_gather(step.ranks, own)
         if not isinstance(offers, Failure):
@@ -60,9 +60,9 @@ class PeerAllReduce:
         return offers
 
     def _run_in_two_steps(self, step: Reduce, columns: Sequence[Sequence[GpuArray]]) -> Any:
-        """Each rank combines a slice, and takes the others' slices from them: 2 (n - 1) / n of the bytes, not n - 1.
+        """Each rank reduces one slice and copies the others from the other ranks: a reduce-scatter and an all-gather.
 
-        That is a reduce-scatter and an all-gather.
+        With n ranks, each reads 2 (n - 1) / n times the bytes of the value, instead of n - 1 times.
         """
         count, place = len(step.ranks), list(step.ranks).index(self._rank)
         own = attempt(lambda: _combine(self._gpu, step.operation, columns, (place, count)))
@@ -80,7 +80,7 @@ class PeerAllReduce:
 
 
 def slices(array: GpuArray, count: int) -> list[GpuArray]:
-    """The array's elements in so many pieces, of which the last may be smaller, or empty."""
+    """The array's elements in `count` slices. The last ones may be smaller, or empty."""
     size = math.prod(array.shape)
     width = array.nbytes // size if size else 1
     step = -(-size // count)
@@ -95,7 +95,7 @@ def slices(array: GpuArray, count: int) -> list[GpuArray]:
 def _combine(
     gpu: GpuDevice, operation: str, columns: Sequence[Sequence[GpuArray]], piece: tuple[int, int] | None = None
 ) -> list[GpuArray]:
-    """The wholes of the columns' parts; where a piece is asked for, only that one of so many is filled."""
+    """Reduce each column of parts. With `piece` (number, count), only that slice of the results is filled."""
     wholes = [gpu.empty(column[0].shape, column[0].dtype) for column in columns]
     for column, whole in zip(columns, wholes, strict=True):
         arrays = [*column, whole]

@@ -1,4 +1,4 @@
-"""What the runtime asks of an engine, whatever built it."""
+"""The interfaces of engines and of the backends that load them."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ import numpy.typing as npt
 
 
 class Engine(Protocol):
-    """One compiled piece of a model, as a rank's program runs it."""
+    """One compiled file, as a rank's program runs it."""
 
     @property
     def inputs(self) -> Sequence[str]:
-        """Names of the values that it takes."""
+        """Names of its inputs."""
 
     @property
     def optional(self) -> frozenset[str]:
-        """Names of the values that it may be given: weights that these then replace."""
+        """Names of optional inputs: values that may replace weights."""
 
     @property
     def outputs(self) -> Sequence[str]:
-        """Names of the values that it gives."""
+        """Names of its outputs."""
 
     def run(self, values: Mapping[str, Any], into: Mapping[str, Any]) -> dict[str, Any]:
-        """Run on values of the backend that loaded it, by name: all of `inputs`, any of `optional`. Returns `outputs`.
+        """Run on values by name: all of `inputs`, any of `optional`. Returns all of `outputs`.
 
-        An output in `into` is written to that value, which may be one of the inputs.
-        Raises EngineError when the engine fails.
+        Values are those of the backend that loaded the engine. An output in `into` is written to that value, which may
+        be one of the inputs. Raises EngineError if the engine fails.
         """
 
 
@@ -39,7 +39,7 @@ class LoadedEngine(Engine, Protocol):
 
     @property
     def capture_blocker(self) -> str | None:
-        """Why its work can't be captured as a CUDA graph; None where it can, and where there are no CUDA graphs."""
+        """Why its work can't be captured as a CUDA graph; None if it can, and on CPUs."""
 
 
 class CollectiveEngine(ABC):
@@ -47,60 +47,59 @@ class CollectiveEngine(ABC):
 
     @abstractmethod
     def connect(self, communicator: Any) -> None:
-        """Give the engine what it exchanges values by. All ranks of the group do so at the same time.
+        """Give the engine its communicator. All ranks of the group must do so at the same time.
 
-        Raises PackageError where the engine does not take it.
+        Raises PackageError if the engine does not accept it.
         """
 
 
 class Backend(Protocol):
-    """Loads engines on one device, and moves arrays to it and from it.
+    """Loads engines on one device, and copies arrays to it and from it.
 
-    Where it is `asynchronous`, engines have only been told to run when `run` returns. `notes` are what a user should
-    know of how it works.
+    If it is `asynchronous`, engines have only been launched when `run` returns. `notes` are messages for the user.
     """
 
     asynchronous: bool
     notes: list[str]
 
     def attach(self) -> None:
-        """To be called first by the thread that uses the backend."""
+        """Must be called first by the thread that uses the backend."""
 
     def detach(self) -> None:
-        """To be called last by that thread."""
+        """Must be called last by that thread."""
 
     def load(self, path: Path, source: Path | None = None, sizes_only: Collection[str] = ()) -> LoadedEngine:
-        """Load the engine file at `path`, which was built from `source`. Raises PackageError when it can't be.
+        """Load the engine file at `path`, which was built from `source`. Raises PackageError if it can't be loaded.
 
-        Of the inputs `sizes_only` it reads nothing but the sizes.
+        The engine reads only the sizes of the inputs `sizes_only`.
         """
 
     def upload(self, array: npt.NDArray[Any]) -> Any:
-        """The array as a value that the backend's engines take."""
+        """The array as a value for the backend's engines."""
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Any:
-        """Zeros as a value that the backend's engines take and may write to. `dtype` is numpy's name."""
+        """Zeros as a value for the backend's engines, which may write to it. `dtype` is numpy's name."""
 
     def download(self, values: Mapping[str, Any]) -> dict[str, npt.NDArray[np.generic]]:
-        """Values of the backend's engines as arrays, by name; waits until they are made."""
+        """Values of the backend's engines as arrays on the host, by name. Waits until they are computed."""
 
     def fetch(self, values: Mapping[str, Any]) -> Callable[[], dict[str, npt.NDArray[np.generic]]]:
-        """Begin to download; what is returned waits, on any thread, and gives the arrays."""
+        """Begin to download. Returns a function that waits, on any thread, and gives the arrays."""
 
     def persist_state(self, value: Any, before: Any) -> Any:
-        """A state where it may stay from request to request: `value`, or what was there `before`, with that in it."""
+        """Where a state stays until the next request: `value` itself, or `before` with `value` copied into it."""
 
     def wait_all(self) -> None:
-        """Wait until all that the device was given is done."""
+        """Wait until the device has finished all its work."""
 
     def used_bytes(self) -> int | None:
-        """The bytes in use of a memory that is the device's own; None for the host's."""
+        """The bytes in use of the device's own memory; None if it uses the host's."""
 
     def reserve(self, size: int) -> None:
-        """Expect to need so many bytes beside the engines'."""
+        """Reserve this many bytes beside the engines' own."""
 
     def stop(self) -> None:
-        """Make the engines that are running fail at once; they can't be run again."""
+        """Make running engines fail at once. They can't be run again."""
 
     def accumulate(self, operation: str, total: Any, part: Any) -> None:
-        """Bring `part` into `total`, in place, by `sum` or `max`; both are values of the backend's engines."""
+        """Reduce `part` into `total`, in place, by `sum` or `max`. Both are values of the backend's engines."""

@@ -13,9 +13,9 @@ from splitc.runtime.manifest import Build, BuildOptions
 def make_backend(
     engine: str, device: Device, threads: int, build: Build | None = None, cuda_graphs: bool = True
 ) -> Backend:
-    """What loads engines of the kind on the device: a CPU device with so many threads, or a GPU.
+    """The backend for this kind of engine on the device. `threads` are those of a CPU device.
 
-    Raises PackageError where the GPU, or a library, is missing.
+    Raises PackageError if the GPU or a library is missing.
     """
     kind = find_kind(engine)
     options = BackendOptions(kind, device, threads, BuildOptions() if build is None else build.options, cuda_graphs)

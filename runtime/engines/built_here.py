@@ -1,4 +1,4 @@
-"""Whether a package's engines were built for the machine at hand."""
+"""Whether a package's engines were built for this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from splitc.runtime.manifest import Manifest
 
 
 def check_built_here(package: Path, manifest: Manifest, devices: Sequence[Device]) -> None:
-    """Raise PackageError, naming both, unless the package's engines were built for this library and these GPUs."""
+    """Raise PackageError unless the package's engines were built for the installed library and these GPUs."""
     kind = find_kind(manifest.engine)
     if not kind.is_built or manifest.build is None:
         return

@@ -1,4 +1,4 @@
-"""What there is to know of a kind of engines, and what its backends are made from."""
+"""The description of a kind of engine, and the options of its backends."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from splitc.runtime.manifest import BuildOptions
 
 @dataclass(frozen=True)
 class EngineKind:
-    """One kind of engines.
+    """One kind of engine.
 
-    - `title`: what people call it. `on_gpus`: what runs it there, for people.
-    - `module`: the Python module that runs it. `package`: what pip installs that from.
-    - `backends`: by the kind of device the class that loads such engines, as `module:Class`.
-    - `builder`: the module of the compiler that builds engines from ONNX files, for one version and one kind of GPU;
-      None where engines are the ONNX files themselves.
-    - `priority`: where nobody says which kind, the one with the highest is taken; None only where it is asked for.
-    - `collectives_since`: the version from which on an engine can exchange values with other ranks' while it runs;
-      () is any, None is never.
+    - `title`: its name in messages. `on_gpus`: what runs it on GPUs, for messages.
+    - `module`: the Python module that runs it. `package`: the pip package of this module.
+    - `backends`: the class that loads such engines, as `module:Class`, for each kind of device.
+    - `builder`: the compiler's module that builds engines from ONNX files, for one version and one kind of GPU; None if
+      engines are the ONNX files themselves.
+    - `priority`: the installed kind with the highest priority is the default; None if it is never the default.
+    - `collectives_since`: the first version that supports collectives inside engines; () for all, None for none.
     """
 
     name: str
@@ -38,7 +37,7 @@ class EngineKind:
 
     @property
     def is_built(self) -> bool:
-        """Whether such engines are built from ONNX files."""
+        """Whether such engines are built from ONNX files, rather than being these files."""
         return self.builder is not None
 
     @property
@@ -48,7 +47,7 @@ class EngineKind:
 
     @property
     def version(self) -> str | None:
-        """The version that is installed here; None where none is."""
+        """The installed version; None if it is not installed."""
         try:
             return str(importlib.import_module(self.module).__version__)
         except ImportError:
@@ -56,7 +55,7 @@ class EngineKind:
 
     @property
     def has_collectives(self) -> bool:
-        """Whether the engines that are built here can exchange values with other ranks' while they run."""
+        """Whether engines that are built here may have collectives inside."""
         if not self.collectives_since:
             return self.collectives_since is not None
         version = self.version if self.is_installed else None
@@ -66,16 +65,16 @@ class EngineKind:
         return tuple(int(number) for number in version.split(".")[:count]) >= self.collectives_since
 
     def need_installed(self) -> None:
-        """Raise MisuseError, naming the package that is missing, where such engines can't be built or run."""
+        """Raise MisuseError, which names the package to install, if such engines can't be built or run here."""
         if not self.is_installed:
             raise MisuseError(f"{self.name} is not installed: pip install {self.package}")
 
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """What a backend is made from: `threads` are those of a CPU device, `build` is how its engines were built.
+    """The options of a backend. `threads` are those of a CPU device, `build` is how its engines were built.
 
-    With `cuda_graphs` requests may be captured as CUDA graphs.
+    With `cuda_graphs`, requests may be captured as CUDA graphs.
     """
 
     kind: EngineKind

@@ -1,4 +1,4 @@
-"""Arrays in GPUs' memory, and the host's memory that a captured request copies them from and to."""
+"""Arrays in GPU memory, and the pinned memory that a captured request copies from and to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from splitc.runtime.arrays import number_type
 
 @dataclass(frozen=True, eq=False)
 class GpuArray:
-    """An array in a GPU's memory at the address `pointer`, which `owner` keeps. `dtype` is numpy's name."""
+    """An array in a GPU's memory, at the address `pointer`. `owner` keeps the memory alive. `dtype` is numpy's name."""
 
     pointer: int
     shape: tuple[int, ...]
@@ -27,9 +27,11 @@ class GpuArray:
 
 @dataclass(eq=False)
 class Tape:
-    """A rank's part of a recorded request: memory on the host that is copied to the GPU when the request begins, and
-    from it when it ends, by the names of inputs and outputs. What is `kept` is needed until all is captured: whatever
-    else a graph uses is the GPU's private memory, which no one else gets.
+    """A rank's buffers for a recorded request.
+
+    `inputs` is pinned memory, by name, that a replay copies to the GPU at its begin; `outputs` is what it copies to at
+    its end. Objects in `kept` must stay alive until the capture ends. All other memory of a graph comes from the GPU's
+    private pool, which nobody else uses.
     """
 
     inputs: dict[str, npt.NDArray[Any]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""One GPU as a rank uses it: a stream, memory, and copies on that stream. Nothing but a download waits for the GPU."""
+"""One GPU as a rank uses it: a stream, memory, and copies on that stream. Only downloads wait for the GPU."""
 
 from __future__ import annotations
 
@@ -18,33 +18,32 @@ from splitc.runtime.engines.kernels import combine, copy
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.gpus import need_cupy
 
-# Seconds that a rank waits for its GPU before it says that something hangs.
+# Seconds that a rank waits for its GPU before it reports that it hangs.
 PATIENCE = 120.0
-# Seconds between two looks whether a GPU is done: to look all the time would keep the interpreter's lock from the other
-# ranks' threads, which have work to give to their GPUs.
+# Seconds between two polls of a GPU. Polling without a pause would keep Python's global lock from the threads of other
+# ranks, which launch work on their GPUs.
 NAP = 1e-5
-# The parts of a known time in which to sleep, and after which to look now and then only: a sleep takes some 60
-# microseconds longer than it should, and on some machines several times that.
+# If the expected time is known, a thread sleeps until the first share of it, then polls without a pause until the
+# second, and with pauses afterwards. (A sleep takes about 60 microseconds too long, on some machines much more.)
 EARLY, LATE = 0.5, 2.0
-# Seconds that are worth sleeping in.
-WORTH = 5e-4
+# The least expected seconds to sleep for.
+LEAST_SLEEP = 5e-4
 # Seconds that a rank waits for its GPU when it ends.
 CLOSING = 5.0
-# GPUs whose streams did not come to an end.
+# GPUs whose streams did not finish. They are kept for ever, since their memory may still be in use.
 _STUCK: list[GpuDevice] = []
 # cudaErrorNotReady.
 NOT_READY = 600
-# Smaller pieces of memory are taken as they are asked for.
+# Sizes of allocations from this many bytes on are rounded up.
 LARGE = 1 << 20
 
 
 class GpuDevice:
-    """A rank's GPU. To be made anywhere, and then used by one thread, which calls `attach` first.
+    """A rank's GPU. It may be created on any thread, and is then used by one thread, which calls `attach` first.
 
-    `profile` is what is known of its kind. `notes` are what a user should know of it.
-    While a request is recorded as a CUDA graph, `tape` is this rank's part of that; `recorded` says that one ever was.
-    `interrupted` tells, while the thread waits, why it should not wait any longer.
-    Raises PackageError where there is no such GPU.
+    `profile` describes its kind. `notes` are messages for the user. While a request is recorded as a CUDA graph, `tape`
+    has this rank's buffers; `recorded` says that a request was ever recorded. `interrupted` returns an error if the
+    thread should stop waiting. Raises PackageError if there is no such GPU.
     """
 
     asynchronous = True
@@ -69,21 +68,21 @@ class GpuDevice:
         with self.device:
             self.stream = self.cuda.Stream(non_blocking=True)
         self._kept: deque[tuple[Any, tuple[Any, ...]]] = deque()
-        # Memory of recordings: each uses it from its beginning to its end, one after the other.
+        # The memory of recordings.
         self._private = self.cuda.MemoryPool()
 
     @property
     def device(self) -> Any:
-        """CuPy's device, by itself for each use: it remembers what to go back to, which is one thing in each thread."""
+        """A new CuPy device for each use: as a context manager it stores the previous device, which is per thread."""
         return self.cuda.Device(self.index)
 
     def attach(self) -> None:
-        """Make the calling thread work on this GPU and stream."""
+        """Make this GPU and stream current in the calling thread."""
         self.device.use()
         self.stream.use()
 
     def detach(self) -> None:
-        """Wait until the stream is done, so that its memory may go; that of a stream that hangs stays for ever."""
+        """Wait until the stream has finished, so that its memory may be freed. If it hangs, its memory is kept."""
         self.interrupted = lambda: None
         try:
             self.wait(self.record(), CLOSING)
@@ -91,28 +90,28 @@ class GpuDevice:
             _STUCK.append(self)
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> GpuArray:
-        """Memory for an array, of CuPy's pool, which gives it to later work on this stream when it is free again."""
+        """Memory for an array from CuPy's pool. When it is freed, the pool reuses it for later work on this stream."""
         size = math.prod(shape) * number_type(dtype).itemsize
         take = self.cuda.alloc if self.tape is None else self._private.malloc
-        memory = take(_rounded(max(1, size)))  # engines want an address also where there is nothing
+        memory = take(_rounded(max(1, size)))  # engines need an address even for empty arrays
         return GpuArray(memory.ptr, shape, dtype, memory)
 
     def upload(self, array: npt.NDArray[Any]) -> GpuArray:
-        """The array on the GPU, copied behind what the stream has to do."""
+        """A copy of the array on the GPU, made on the stream."""
         return self.stage(array)[0]
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> GpuArray:
-        """Zeros on the GPU, which nothing is copied for."""
+        """Zeros on the GPU, made there without a copy."""
         target = self.empty(shape, dtype)
         self.clear(target)
         return target
 
     def clear(self, array: GpuArray) -> None:
-        """Make the array zeros."""
+        """Set the array to zeros, on the stream."""
         self.cuda.runtime.memsetAsync(array.pointer, 0, array.nbytes, self.stream.ptr)
 
     def stage(self, array: npt.NDArray[Any]) -> tuple[GpuArray, npt.NDArray[Any]]:
-        """As `upload`; beside it the pinned memory that the array is copied from, as an array."""
+        """As `upload`, and also returns the pinned memory that is copied from, as an array."""
         target = self.empty(array.shape, str(array.dtype))
         if not array.nbytes:
             return target, array
@@ -123,11 +122,11 @@ class GpuDevice:
         return target, staged
 
     def download(self, values: Mapping[str, GpuArray]) -> dict[str, npt.NDArray[np.generic]]:
-        """The arrays on the host; waits until the stream has made them all."""
+        """Copies of the arrays on the host. Waits until the stream has computed them."""
         return self.fetch(values)()
 
     def fetch(self, values: Mapping[str, GpuArray]) -> Callable[[], dict[str, npt.NDArray[np.generic]]]:
-        """Begin to download; what is returned waits, on any thread, and gives the arrays."""
+        """Begin to download. Returns a function that waits, on any thread, and gives the arrays."""
         if not values:
             return dict
         if self.tape is not None:
@@ -141,18 +140,18 @@ class GpuDevice:
         return wait
 
     def copy_to_pinned(self, values: Mapping[str, GpuArray]) -> dict[str, npt.NDArray[np.generic]]:
-        """Pinned memory on the host that the arrays are copied to, behind what the stream has to do."""
+        """Pinned memory that the arrays are copied to on the stream, by name."""
         copied = {}
         for name, value in values.items():
             copied[name] = self._pinned(value.shape, number_type(value.dtype))
             self._copy(copied[name].ctypes.data, value.pointer, value.nbytes, self.cuda.runtime.memcpyDeviceToHost)
-        self.keep(*copied.values())  # also when a wait ends in an error, and the copies are still to come
+        self.keep(*copied.values())  # even if a wait fails, the stream may still write to them
         return copied
 
     def copy_from(self, value: GpuArray, other: int) -> GpuArray:
-        """An array of the GPU `other` on this one. Without peer access the driver takes it through the host."""
+        """A copy of an array of the GPU `other` on this one. Without peer access the driver copies through the host."""
         target = self.empty(value.shape, value.dtype)
-        if self.tape is not None:  # where all GPUs have access to each other, and CUDA does not capture copies of peers
+        if self.tape is not None:  # then all GPUs have peer access, and CUDA can't capture memcpyPeerAsync
             self._copy(target.pointer, value.pointer, value.nbytes, self.cuda.runtime.memcpyDefault)
         elif value.nbytes:
             self.cuda.runtime.memcpyPeerAsync(
@@ -162,7 +161,7 @@ class GpuDevice:
         return target
 
     def persist_state(self, value: GpuArray, before: GpuArray | None) -> GpuArray:
-        """Recordings know states by their addresses, and write to memory of engines' own pools."""
+        """See Backend. Recordings have the addresses of states in them, so these must not change."""
         if value is before or not self.recorded:
             return value
         if before is None or (before.shape, before.dtype) != (value.shape, value.dtype):
@@ -171,58 +170,58 @@ class GpuDevice:
         return before
 
     def copy_over(self, target: GpuArray, value: GpuArray) -> None:
-        """Write an array of this GPU over another one of the same size."""
+        """Copy an array of this GPU over another one of the same size."""
         self._copy(target.pointer, value.pointer, value.nbytes, self.cuda.runtime.memcpyDeviceToDevice)
         self.keep(value)
 
     def combine(self, operation: str, parts: Sequence[GpuArray], whole: GpuArray) -> None:
-        """Write the `sum` or `max` of arrays, of which others are on GPUs that this one has access to, to `whole`."""
+        """Write the `sum` or `max` of arrays to `whole`. The arrays may be on GPUs that this one has peer access to."""
         if size := math.prod(whole.shape):
             combine(operation, parts, whole, size)
 
     def cast(self, value: GpuArray, dtype: str) -> GpuArray:
-        """The array in another number type: int64 as int32 on the GPU, all else by way of the host."""
+        """The array in another number type. int64 is cast to int32 on the GPU, other types on the host."""
         if (value.dtype, dtype) != ("int64", "int32"):
             return self.upload(self.download({"": value})[""].astype(number_type(dtype)))
         target = self.empty(value.shape, dtype)
         if count := math.prod(value.shape):
-            # The lower half of each number, as a copy of rows: a kernel would want a compiler on every machine.
+            # Copy the lower half of each number, as rows of 4 bytes. A kernel would need a compiler on every machine.
             kind = self.cuda.runtime.memcpyDeviceToDevice
             self.cuda.runtime.memcpy2DAsync(target.pointer, 4, value.pointer, 8, 4, count, kind, self.stream.ptr)
         return target
 
     def reserve(self, size: int) -> None:
-        """Take memory for the pool in one piece, which it then divides.
+        """Allocate memory for the pool in one chunk, which it then divides.
 
-        Pieces that it takes one by one never become one again: a cache that grows a little with each step would find
-        none of those that were freed large enough.
+        The pool never merges chunks that it allocates separately. A cache that grows with each step would find none of
+        the freed chunks large enough.
         """
         self.cuda.alloc(max(1, size))
 
     def prepare(self) -> None:
-        """Load what a recording copies with, which can't be done while it is captured, and wait for the stream."""
+        """Load the copy kernel, which is impossible during a capture, and wait for the stream."""
         here = self.empty((1,), "uint8")
         copy(here.pointer, here.pointer, 1)
         self.wait_all()
 
     def wait_all(self) -> None:
-        """Wait until the stream has done all that it was given."""
+        """Wait until the stream has finished all its work."""
         self.wait(self.record())
 
     def used_bytes(self) -> int:
-        """The bytes of this GPU's memory that are in use, by anyone."""
+        """The bytes of this GPU's memory that are in use by any process."""
         with self.device:
             free, total = self.cuda.runtime.memGetInfo()
         return int(total - free)
 
     def record(self) -> Any:
-        """An event that happens when the stream has done all that it was given so far."""
+        """An event that completes when the stream has finished all work so far."""
         event = self.cuda.Event(disable_timing=True)
         event.record(self.stream)
         return event
 
     def keep(self, *objects: Any) -> None:
-        """Hold on to objects until the stream has come so far: it may not have read their memory yet."""
+        """Keep objects alive until the stream has finished all work so far, which may use their memory."""
         if self.tape is not None:
             self.tape.kept.extend(objects)
             return
@@ -231,31 +230,32 @@ class GpuDevice:
             self._kept.popleft()
 
     def wait(self, event: Any, patience: float | None = None, expected: float = 0.0) -> None:
-        """Wait for an event. Raises what `interrupted` tells, and EngineError when it takes too long.
+        """Wait for an event, for at most `patience` seconds.
 
-        When it is known how many seconds it takes, the thread looks all the time towards their end.
+        With `expected` seconds, the thread sleeps first and polls without pauses around the expected end. Raises the
+        error that `interrupted` returns, and EngineError if the GPU fails or the wait takes too long.
         """
         most = PATIENCE if patience is None else patience
         start = time.monotonic()
-        if expected > WORTH:
+        if expected > LEAST_SLEEP:
             time.sleep(EARLY * expected)
         while (status := self.cuda.runtime.eventQuery(event.ptr)) != 0:
-            if status != NOT_READY:  # an earlier kernel or copy failed, and all that follows it
+            if status != NOT_READY:  # an earlier kernel or copy failed, and so does everything after it
                 raise EngineError(f"cuda{self.index} failed with CUDA error {status}")
             if (error := self.interrupted()) is not None:
                 raise error
             waited = time.monotonic() - start
             if waited > most:
-                raise EngineError(f"cuda{self.index} did not come to an end within {most:.0f} s: it seems to hang")
+                raise EngineError(f"cuda{self.index} did not finish within {most:.0f} s: it seems to hang")
             if waited > LATE * expected:
                 time.sleep(NAP)
 
     def accumulate(self, operation: str, total: npt.NDArray[Any], part: npt.NDArray[Any]) -> None:
-        """Of arrays on the host: what GPUs do not sum by themselves is summed there."""
+        """Reduce arrays on the host, where ranks sum that can't do so on GPUs."""
         accumulate_arrays(operation, total, part)
 
     def _pinned(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """An array in the host's memory that a GPU can copy to and from by itself."""
+        """An array in pinned memory."""
         size = math.prod(shape) * np.dtype(dtype).itemsize
         pinned = self.cuda.alloc_pinned_memory(max(1, size))
         return np.frombuffer(pinned, np.uint8, size).view(dtype).reshape(shape)
@@ -268,7 +268,7 @@ class GpuDevice:
 
 
 def _rounded(size: int) -> int:
-    """The size of the piece of memory to take: so that a cache that grows a little fits one that was freed."""
+    """The size to allocate. Large sizes are rounded up, so that a growing cache fits into a freed chunk."""
     if size < LARGE:
         return size
     step = 1 << (size.bit_length() - 4)

@@ -1,7 +1,7 @@
-"""Arrays of several GPUs brought together by one of them, which reads the others' memory: a kernel of a few lines.
+"""A small CUDA kernel that reduces arrays of several GPUs on one of them, by peer access.
 
-NCCL's collectives wait on each GPU for the others, which may hang when several GPUs' work is captured as a CUDA graph.
-This kernel waits for nothing: the graph runs it when what it reads is there.
+NCCL's collectives wait on each GPU for the other GPUs. That may hang if several GPUs' work is captured as one CUDA
+graph. This kernel does not wait: the graph runs it when its inputs are ready.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from splitc.runtime.engines.gpu_array import GpuArray
 from splitc.runtime.errors import EngineError
 from splitc.runtime.gpus import need_cupy
 
-# CUDA's type for each of numpy's, and the one to compute in.
+# For each of numpy's types CUDA's type, and the one to compute in.
 TYPES = {
     "bfloat16": ("__nv_bfloat16", "float"),
     "float16": ("__half", "float"),
@@ -25,11 +25,11 @@ TYPES = {
     "int32": ("int", "int"),
     "int64": ("long long", "long long"),
 }
-# Headers of types that CUDA does not know by itself. CuPy brings that of `__half`; the other comes with CUDA's runtime.
+# The headers of types that are not built in. CuPy includes that of `__half`; the other comes with CUDA's runtime.
 HEADERS = {"__nv_bfloat16": "#include <cuda_bf16.h>", "__half": "#include <cuda_fp16.h>"}
 OPERATIONS = {"sum": "total + part", "max": "total > part ? total : part"}
 THREADS = 256
-# Bytes that a thread reads of each part at once: as many as one instruction does.
+# Bytes of each part that a thread reads at once: the most that one instruction can.
 WIDTH = 16
 SOURCE = """
 {header}
@@ -65,10 +65,10 @@ extern "C" __global__ void combine({parameters}{kind}* whole, long long size) {{
 
 
 def combine(operation: str, parts: Sequence[GpuArray], whole: GpuArray, size: int) -> None:
-    """Write the sum, or the greatest, of parts of `size` elements to `whole`, on CuPy's current GPU and stream.
+    """Write the `sum` or `max` of parts of `size` elements to `whole`, on CuPy's current GPU and stream.
 
-    The parts are taken in their order, so the bits are the same on all GPUs. Raises EngineError for a number type that
-    can't be summed, and where CuPy can't compile.
+    The parts are reduced in their order, so the result has the same bits on all GPUs. Raises EngineError for an
+    unsupported number type, and if CuPy can't compile the kernel.
     """
     if whole.dtype not in TYPES:
         raise EngineError(f"can't sum {whole.dtype} over GPUs")
@@ -77,9 +77,9 @@ def combine(operation: str, parts: Sequence[GpuArray], whole: GpuArray, size: in
 
 
 def copy(target: int, source: int, size: int) -> None:
-    """Copy so many bytes from one address to another, either of which may be in pinned memory or on another GPU.
+    """Copy `size` bytes between two addresses, which may be in pinned memory or on another GPU.
 
-    That is the sum of one part. Raises EngineError where CuPy can't compile.
+    This is the sum of a single part. Raises EngineError if CuPy can't compile the kernel.
     """
     _launch(_compile("sum", "uint8", 1), [source, target], size, 1)
 
@@ -106,9 +106,9 @@ def _compile(operation: str, dtype: str, count: int) -> Any:
     try:
         kernel = need_cupy().RawKernel(source, "combine")
         kernel.compile()
-    except Exception as error:  # of CuPy's several, none of which says what to do
+    except Exception as error:  # CuPy has several kinds of errors, none of which says what to do
         raise EngineError(
-            "CuPy can't compile what copies and sums over GPUs; its compiler is NVRTC, pip install "
+            "CuPy can't compile the kernel that copies and sums over GPUs; its compiler is NVRTC, pip install "
             f"nvidia-cuda-nvrtc-cu12 (or nvidia-cuda-nvrtc with a driver of CUDA 13): {error}"
         ) from error
     return kernel

@@ -1,4 +1,4 @@
-"""The kinds of engines, and which one a package gets where nobody says."""
+"""The kinds of engines, and which one is the default."""
 
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ _TABLE = (
         package="tensorrt-rtx-cu13",
         backends=_TENSORRT_BACKENDS,
         builder=_TENSORRT_BUILDER,
-        collectives_since=(),  # all releases that Python has
+        collectives_since=(),  # all releases for Python
     ),
 )
 KINDS = {kind.name: kind for kind in _TABLE}
-# The Python module of those that are built, and the package that brings it.
+# The Python modules and pip packages of the kinds that are built.
 MODULES = {kind.name: kind.module for kind in _TABLE if kind.is_built}
 PACKAGES = {kind.name: kind.package for kind in _TABLE if kind.is_built}
 
 
 def find_kind(name: str) -> EngineKind:
-    """The kind of that name. Raises MisuseError where there is none."""
+    """The kind of this name. Raises MisuseError if there is none."""
     if name not in KINDS:
         raise MisuseError(f"unknown engine '{name}': there are {', '.join(KINDS)}")
     return KINDS[name]
 
 
 def choose_engine(asked: str | None, devices: Sequence[Device]) -> str:
-    """The engine kind that was asked for; else TensorRT where it is installed and all devices are GPUs.
+    """The kind that was asked for, or else the best installed one that runs on all devices: TensorRT on GPUs.
 
     Raises MisuseError for an unknown kind, and for one that does not run on the devices.
     """
@@ -77,29 +77,29 @@ def choose_engine(asked: str | None, devices: Sequence[Device]) -> str:
 
 
 def _by_priority() -> list[EngineKind]:
-    """The kinds that a package may get where nobody asks for one, the best first."""
+    """The kinds that may be the default, the best first."""
     return sorted(
         (kind for kind in KINDS.values() if kind.priority is not None), key=lambda kind: -(kind.priority or 0)
     )
 
 
 def describe_engine(engine: str) -> str:
-    """What runs engines of the kind on GPUs, and why it is not a better one."""
+    """What runs engines of this kind on GPUs, and why no better kind is used."""
     kind, best = find_kind(engine), _by_priority()[0]
     passed_over = kind.priority is not None and kind != best and not best.is_installed
     return kind.on_gpus + (f" ({best.title} is not installed)" if passed_over else "")
 
 
 def is_installed(engine: str) -> bool:
-    """Whether this machine can build and run engines of the kind."""
+    """Whether this machine can build and run engines of this kind."""
     return find_kind(engine).is_installed
 
 
 def has_collectives(engine: str) -> bool:
-    """Whether the engines that are built here can exchange values with other ranks' while they run."""
+    """Whether engines of this kind that are built here may have collectives inside."""
     return find_kind(engine).has_collectives
 
 
 def need_installed(engine: str) -> None:
-    """Raise MisuseError, naming the package that is missing, where engines of the kind can't be built or run."""
+    """Raise MisuseError, which names the package to install, if engines of this kind can't be built or run here."""
     find_kind(engine).need_installed()

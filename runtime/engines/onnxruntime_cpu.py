@@ -20,7 +20,7 @@ from splitc.runtime.engines.engine_kind import BackendOptions
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.onnx_types import CODES, NAMES
 
-# What ONNX Runtime raises has no common base but Exception.
+# ONNX Runtime's errors, which have no common base but Exception.
 ERRORS = (
     RuntimeError,
     ort_errors.EPFail,
@@ -36,12 +36,12 @@ ERRORS = (
 
 
 def open_session(path: Path, threads: int) -> ort.InferenceSession:
-    """An ONNX Runtime session on the CPU with `threads` threads. Raises PackageError when the file can't be loaded."""
+    """An ONNX Runtime session on the CPU with `threads` threads. Raises PackageError if the file can't be loaded."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
-    options.log_severity_level = 4  # errors come as exceptions, and warnings are about what its optimizer did
-    # The stages of one process take turns: a stage that is done must not keep spinning on the cores of the next.
+    options.log_severity_level = 4  # errors are raised as exceptions, and warnings are about its optimizer
+    # The stages of one process take turns: threads of a finished stage must not keep spinning on the next one's cores.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     try:
         return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
@@ -50,7 +50,7 @@ def open_session(path: Path, threads: int) -> ort.InferenceSession:
 
 
 class OnnxRuntimeEngine:
-    """One ONNX file in a session of its own. Values are OrtValues, which pass between sessions without a copy."""
+    """One ONNX file in its own session. Values are OrtValues, which pass between sessions without a copy."""
 
     capture_blocker: str | None = None
 
@@ -68,8 +68,8 @@ class OnnxRuntimeEngine:
             for name, value in into.items():
                 host_array(value)[...] = host_array(made[name])
             return {**made, **into}
-        # To keep a binding would save 2 microseconds. It costs more to bind inputs and outputs, and that must be done
-        # each time: outputs that stay bound are written over.
+        # Reusing the binding would save only 2 microseconds. Inputs and outputs must be bound anew each time anyway,
+        # since outputs that stay bound are overwritten.
         binding = self._session.io_binding()
         for name in self.inputs:
             binding.bind_ortvalue_input(name, values[name])
@@ -82,18 +82,21 @@ class OnnxRuntimeEngine:
             self._session.run_with_iobinding(binding, self._options)
         except ERRORS as error:
             raise EngineError(f"{self._name} failed: {error}") from error
-        binding.clear_binding_inputs()  # each output keeps its binding, which would keep the states before these
-        # What was bound is handed back itself: another OrtValue on its memory would not keep that.
+        binding.clear_binding_inputs()  # outputs keep the binding alive, which would keep the previous states alive
+        # Return bound outputs themselves: a new OrtValue on their memory would not keep it alive.
         return {name: into.get(name, value) for name, value in zip(self.outputs, binding.get_outputs(), strict=True)}
 
 
 def run_overridden(
     name: str, session: ort.InferenceSession, values: Mapping[str, ort.OrtValue]
 ) -> dict[str, ort.OrtValue]:
-    """Run on values on the host that replace weights, which a binding does not take. Raises EngineError."""
+    """Run on host values of which some replace weights, which an IO binding does not support.
+
+    Raises EngineError if the run fails.
+    """
     outputs = [value.name for value in session.get_outputs()]
     options = ort.RunOptions()
-    options.add_run_config_entry("gpu_graph_id", "-1")  # or a session for GPUs would capture what it is given once
+    options.add_run_config_entry("gpu_graph_id", "-1")  # otherwise a GPU session would capture this run
     try:
         return dict(zip(outputs, session.run_with_ort_values(outputs, dict(values), options), strict=True))
     except ERRORS as error:
@@ -101,7 +104,7 @@ def run_overridden(
 
 
 class OnnxRuntimeBackend:
-    """ONNX Runtime's CPU provider with a number of threads an engine."""
+    """ONNX Runtime's CPU provider, with a number of threads for each engine."""
 
     asynchronous = False
 
@@ -109,7 +112,7 @@ class OnnxRuntimeBackend:
         self.notes: list[str] = []
         self._threads = threads
         self._options = ort.RunOptions()
-        # Without any entry ONNX Runtime 1.31 looks for this one in vain, by way of an exception: 40 microseconds a run.
+        # Without this entry, ONNX Runtime 1.31 looks for it and raises an exception inside: 40 microseconds per run.
         self._options.add_run_config_entry("gpu_graph_id", "-1")
 
     @classmethod
@@ -158,7 +161,7 @@ class OnnxRuntimeBackend:
 
 
 def host_value(array: npt.NDArray[Any]) -> ort.OrtValue:
-    """The array as an OrtValue, which keeps it and shares its memory."""
+    """The array as an OrtValue, which shares its memory and keeps it alive."""
     whole = np.asarray(array, order="C")
     if (code := CODES.get(whole.dtype.name)) is not None:
         return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(whole, code)
@@ -166,12 +169,12 @@ def host_value(array: npt.NDArray[Any]) -> ort.OrtValue:
 
 
 def host_array(value: ort.OrtValue) -> npt.NDArray[Any]:
-    """The value as an array on its memory. Of types that numpy lacks, ONNX Runtime gives no array, or one of bytes."""
+    """The value as an array that shares its memory, also for types that numpy lacks and ONNX Runtime can't convert."""
     name = NAMES.get(value.element_type())
     if name is None:
         return np.asarray(value.numpy())
     dtype = number_type(name)
     memory = (ctypes.c_uint8 * (math.prod(value.shape()) * dtype.itemsize)).from_address(value.data_ptr())
-    memory.owner = value  # type: ignore[attr-defined]  # the array keeps the one, and the one the other
+    memory.owner = value  # type: ignore[attr-defined]  # the array keeps `memory` alive, and that keeps `value`
     array: npt.NDArray[Any] = np.ctypeslib.as_array(memory).view(dtype).reshape(value.shape())
     return array

@@ -26,14 +26,14 @@ from splitc.runtime.gpus import need_cupy
 from splitc.runtime.onnx_types import CODES, read_type
 
 PROVIDER = "CUDAExecutionProvider"
-# Previously seen shapes of inputs whose outputs' shapes an engine remembers.
+# The number of previously seen input shapes whose output shapes an engine remembers.
 REMEMBERED = 64
-# KiB of scratch space that a session's cuBLAS takes, and how often.
+# The scratch space of a session's cuBLAS: the size of a buffer in KiB, and their number.
 WORKSPACE = ":4096:1"
 
 
 class OnnxRuntimeGpuEngine:
-    """One ONNX file in a session of its own, which works on the GPU's stream and does not wait for it."""
+    """One ONNX file in its own session, which launches work on the GPU's stream and does not wait for it."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class OnnxRuntimeGpuEngine:
         if self._on_host:
             self.capture_blocker = f"{name} takes '{min(self._on_host)}' on the host"
         self._types = {value.name: read_type(value.type) for value in session.get_outputs()}
-        # The outputs' shapes, in their order, for previously seen shapes of its inputs.
+        # The outputs' shapes, in order, by previously seen shapes of the inputs.
         self._shapes: dict[Any, list[tuple[int, ...]]] = {}
 
     def run(self, values: Mapping[str, Any], into: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
@@ -69,8 +69,8 @@ class OnnxRuntimeGpuEngine:
         shapes = tuple(values[name].shape for name in self.inputs)
         if self._gpu.tape is not None:
             into = {**into, **self._room(shapes, into)}
-        # ONNX Runtime would copy these to the host itself, waiting for the stream with the interpreter's lock held:
-        # the stream may wait for another rank, whose thread needs that lock.
+        # ONNX Runtime would copy these to the host itself, but hold Python's global lock while it waits for the stream.
+        # The stream may wait for another rank, whose thread needs the lock.
         on_host = self._gpu.download({name: values[name] for name in self.inputs if name in self._on_host})
         try:
             for name in self.inputs:
@@ -99,7 +99,7 @@ class OnnxRuntimeGpuEngine:
         }
 
     def _run_overridden(self, values: Mapping[str, GpuArray], into: Mapping[str, GpuArray]) -> dict[str, GpuArray]:
-        """Run on values that replace weights: a binding does not take those, and all else takes values on the host."""
+        """Run on values of which some replace weights. They go through the host, as an IO binding can't take them."""
         fed = {name: host_value(array) for name, array in self._gpu.download(values).items()}
         found = run_overridden(f"{self._name} on cuda{self._gpu.index}", self._session, fed)
         made = {name: self._gpu.upload(host_array(value)) for name, value in found.items()}
@@ -108,16 +108,16 @@ class OnnxRuntimeGpuEngine:
         return {**made, **into}
 
     def _room(self, shapes: Any, into: Collection[str]) -> dict[str, GpuArray]:
-        """Memory of ours for all other outputs: what ONNX Runtime's arena has now, it gives to others after the run."""
+        """Our own memory for outputs that are not in `into`: the arena's memory may be reused after the run."""
         if shapes not in self._shapes:
             raise EngineError(f"{self._name} has not run with these shapes before")
         known = zip(self.outputs, self._shapes[shapes], strict=True)
         return {name: self._gpu.empty(shape, self._types[name]) for name, shape in known if name not in into}
 
     def _own(self, name: str, value: ort.OrtValue) -> GpuArray:
-        """An output by itself: as an OrtValue it would keep all outputs of its run, through the binding."""
+        """An output by DLPack: as an OrtValue it would keep all outputs of its run alive, through the binding."""
         dtype, owner = self._types[name], value
-        passed_on = dtype != "bool" and dtype not in CODES  # by DLPack, and by CuPy
+        passed_on = dtype != "bool" and dtype not in CODES  # the types that both DLPack and CuPy support
         if passed_on and math.prod(value.shape()):
             owner = self._gpu.cupy.from_dlpack(value)
         return GpuArray(value.data_ptr(), tuple(value.shape()), dtype, owner)
@@ -134,29 +134,29 @@ class OnnxRuntimeGpuBackend(GpuDevice):
         super().__init__(index)
         self._cuda_graphs = cuda_graphs
         self._options = ort.RunOptions()
-        # What follows on the stream waits for it there; the host need not.
+        # Later work on the stream waits on the GPU, so the host need not wait.
         self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-        self._options.add_run_config_entry("gpu_graph_id", "-1")  # what is captured is captured by us
+        self._options.add_run_config_entry("gpu_graph_id", "-1")  # the runtime captures graphs itself
 
     @classmethod
     def create(cls, options: BackendOptions) -> OnnxRuntimeGpuBackend:
-        """The backend of a GPU. Raises PackageError where it, or CuPy, is missing."""
+        """The backend of a GPU. Raises PackageError if the GPU or CuPy is missing."""
         return cls(options.device.index, options.cuda_graphs)
 
     def load(self, path: Path, source: Path | None = None, sizes_only: Collection[str] = ()) -> OnnxRuntimeGpuEngine:
         _load_libraries()
         options = ort.SessionOptions()
-        options.log_severity_level = 4  # errors come as exceptions
-        options.intra_op_num_threads = options.inter_op_num_threads = 1  # what is left to the CPU is shape arithmetic
-        # Weights outside the arena, which takes twice as much each time that it grows.
+        options.log_severity_level = 4  # errors are raised as exceptions
+        options.intra_op_num_threads = options.inter_op_num_threads = 1  # only shape arithmetic runs on the CPU
+        # Weights are allocated outside the arena, which doubles its size whenever it grows.
         options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
         provider = {
             "device_id": str(self.index),
             "user_compute_stream": str(self.stream.ptr),
-            "use_tf32": "0",  # what the graph computes in float32 has all its digits
+            "use_tf32": "0",  # float32 is computed in full precision
         }
         session, capture_blocker = self._open_capturable(path, options, provider)
-        if PROVIDER not in session.get_providers():  # it goes without a word
+        if PROVIDER not in session.get_providers():  # it was dropped silently
             raise PackageError(
                 f"ONNX Runtime dropped its {PROVIDER}, and would have run on the CPU: it wants CUDA and cuDNN of the "
                 "versions that it was built for (pip install 'onnxruntime-gpu[cuda,cudnn]'), and onnxruntime and "
@@ -167,11 +167,10 @@ class OnnxRuntimeGpuBackend(GpuDevice):
     def _open_capturable(
         self, path: Path, options: ort.SessionOptions, provider: Mapping[str, str]
     ) -> tuple[ort.InferenceSession, str | None]:
-        """A session, and why its work can't be captured as a CUDA graph, if that is so.
+        """A session, and its capture blocker, if it has one.
 
-        ONNX Runtime refuses to capture control flow, and nodes on the CPU that exchange values with the GPU, by memory
-        that would be used for something else when a graph is replayed. It has no code for that, so what loads without
-        graphs, and only so, is taken for it.
+        ONNX Runtime refuses to capture control flow, and CPU nodes that exchange values with the GPU. It has no error
+        code for this, so the session is opened again without CUDA graphs: if that succeeds, capture was refused.
         """
         capture_blocker = None
         if self._cuda_graphs:
@@ -196,9 +195,9 @@ _LOADING = threading.Lock()
 
 
 def _load_libraries() -> None:
-    """Load CUDA and cuDNN where pip put them, which the provider does not look for itself.
+    """Load CUDA and cuDNN from pip's packages, where the provider does not look for them.
 
-    Ranks' threads come here at the same time; one of them does it, and the others wait.
+    Ranks' threads may call this at the same time: one of them loads, and the others wait.
     """
     with _LOADING:
         _load_libraries_once()
@@ -206,12 +205,12 @@ def _load_libraries() -> None:
 
 @cache
 def _load_libraries_once() -> None:
-    # Each session has a cuBLAS of its own, which takes 70 MiB for scratch space by itself: more than many a segment.
+    # Each session has its own cuBLAS, with 70 MiB of scratch space by default: more than many segments need.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACE)
     if need_cupy().cuda.runtime.getDeviceCount() > 1:
-        # Attention kernels that fail on all GPUs of a process but the first: cudaErrorInvalidValue, in version 1.31.
+        # XQA attention kernels fail with cudaErrorInvalidValue on all GPUs of a process but the first, in version 1.31.
         os.environ.setdefault("ORT_ENABLE_XQA", "0")
-    ort.set_default_logger_severity(3)  # it warns, for each session, of a plug-in that nobody has
+    ort.set_default_logger_severity(3)  # otherwise each session warns about a missing plug-in
     if hasattr(ort, "preload_dlls"):
         with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
             ort.preload_dlls()

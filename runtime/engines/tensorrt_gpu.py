@@ -1,4 +1,4 @@
-"""TensorRT engines, TensorRT-RTX's included, on the rank's own stream."""
+"""Engines of TensorRT and TensorRT-RTX, on the rank's own stream."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.manifest import BuildOptions
 
-# Graphs that an engine keeps.
+# The most CUDA graphs that an engine keeps.
 MOST_GRAPHS = 32
-# TensorRT's names of number types, where they are not numpy's in upper case.
+# TensorRT's names of number types that are not numpy's in upper case.
 TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "FP8": "float8_e4m3fn"}
 
 
 class TensorrtEngine(CollectiveEngine):
-    """One engine and its context. Its scratch memory is the backend's, which all engines of a rank use in turn."""
+    """One engine and its context. All engines of a rank use the backend's scratch memory in turn."""
 
     optional: frozenset[str] = frozenset()  # TensorRT has none
 
@@ -48,7 +48,7 @@ class TensorrtEngine(CollectiveEngine):
         self.context = _make_context(trt, engine)
         if self.context is None:
             raise PackageError(f"TensorRT can't make a context for {name} on cuda{backend.index}: {backend.said()}")
-        # Version 10 renamed it.
+        # TensorRT 10 renamed it.
         v2 = hasattr(engine, "device_memory_size_v2")
         self.scratch_bytes = int(engine.device_memory_size_v2 if v2 else engine.device_memory_size)
         self._shapes: dict[Any, dict[str, tuple[int, ...]]] = {}
@@ -57,10 +57,10 @@ class TensorrtEngine(CollectiveEngine):
         self._seen: set[Any] = set()
 
     def connect(self, communicator: Any) -> None:
-        """Hand NCCL's communicator to the context. All ranks of the group do so at the same time: it is a handshake."""
+        """Give NCCL's communicator to the context. This is a handshake: all ranks must do so at the same time."""
         new = ctypes.pythonapi.PyCapsule_New
         new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-        self._capture = False  # to capture what waits for other ranks has been seen to hang
+        self._capture = False  # capturing collectives has been seen to hang
         self.capture_blocker = f"{self._name} waits for other ranks while it runs"
         if not self.context.set_communicator(new(communicator.comm, b"ncclComm_t", None)):
             raise PackageError(f"{self._name} does not take its communicator: {self._backend.said()}")
@@ -82,7 +82,7 @@ class TensorrtEngine(CollectiveEngine):
         return made
 
     def _bind(self, values: Mapping[str, GpuArray], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Tell the context where values are, and what sizes inputs have."""
+        """Set the addresses of values and the shapes of inputs in the context."""
         for name, value in values.items():
             pointer = arrays[name].ctypes.data if name in arrays else value.pointer
             self.context.set_tensor_address(name, pointer)
@@ -99,10 +99,10 @@ class TensorrtEngine(CollectiveEngine):
         return shapes
 
     def _launch(self, key: Any, bind: Callable[[], None]) -> None:
-        """Run what `bind` binds; what was bound like that before is captured as a graph, and replayed from then on.
+        """Run the engine on what `bind` binds. The second run with the same `key` is captured, and later ones replayed.
 
-        To launch a graph takes the host a few microseconds, and to launch an engine of a few layers hundreds. A graph
-        is of the addresses that it was captured with: the pool gives the same ones again and again.
+        Launching a graph takes the host a few microseconds, launching an engine of a few layers hundreds. A graph only
+        fits the addresses that it was captured with, but the pool gives the same ones again and again.
         """
         stream = self._backend.stream
         if self._backend.tape is not None:
@@ -125,7 +125,7 @@ class TensorrtEngine(CollectiveEngine):
         self._enqueue()
 
     def _captured(self) -> Any:
-        """What the context does with what is bound, as a graph; None, and never tried again, where that can't be."""
+        """A run with the bound values as a CUDA graph; None if it can't be captured, which is then not tried again."""
         stream = self._backend.stream
         try:
             stream.begin_capture(self._backend.cuda.runtime.streamCaptureModeThreadLocal)
@@ -146,7 +146,7 @@ class TensorrtEngine(CollectiveEngine):
             raise EngineError(f"{self._name} failed on cuda{self._backend.index}: {self._backend.said()}")
 
     def _fit(self, name: str, value: GpuArray) -> GpuArray:
-        """The value in the engine's number type: before version 10 TensorRT has no int64, and takes int32 for it."""
+        """The value in the engine's number type: TensorRT before version 10 has int32 instead of int64."""
         return value if value.dtype == self._types[name] else self._backend.cast(value, self._types[name])
 
 
@@ -164,13 +164,13 @@ class TensorrtBackend(GpuDevice):
         if hasattr(self.trt, "init_libnvinfer_plugins"):
             self.trt.init_libnvinfer_plugins(self._logger, "")
         self._runtime = self.trt.Runtime(self._logger)
-        self._runtime.engine_host_code_allowed = options.version_compatible  # such engines hold code for the host
+        self._runtime.engine_host_code_allowed = options.version_compatible  # such engines contain host code
         self._scratch: GpuArray | None = None
         self._most_scratch = 0
 
     @classmethod
     def create(cls, options: BackendOptions) -> TensorrtBackend:
-        """The backend of a GPU. Raises PackageError where it, or CuPy, is missing, MisuseError where TensorRT is."""
+        """The backend of a GPU. Raises PackageError if the GPU or CuPy is missing, MisuseError if TensorRT is."""
         return cls(options.kind, options.device.index, options.build, options.cuda_graphs)
 
     def load(self, path: Path, source: Path | None = None, sizes_only: Collection[str] = ()) -> TensorrtEngine:
@@ -186,14 +186,14 @@ class TensorrtBackend(GpuDevice):
         return loaded
 
     def _refit(self, engine: Any, path: Path, source: Path | None) -> None:
-        """Give an engine that was built without weights those of its ONNX file."""
+        """Give an engine that was built without weights the weights of its ONNX file."""
         refitter = self.trt.Refitter(engine, self._logger)
         parser = self.trt.OnnxParserRefitter(refitter, self._logger)
         if source is None or not parser.refit_from_file(str(source)) or not refitter.refit_cuda_engine():
             raise PackageError(f"{path} has no weights, and can't be given those of {source}: {self.said()}")
 
     def lend_scratch(self, engine: TensorrtEngine) -> int:
-        """Let the engine work in the memory that all engines of the rank have together: one runs at a time.
+        """Let the engine use the scratch memory that all engines of the rank share: one runs at a time.
 
         Returns its address.
         """
@@ -210,11 +210,11 @@ class TensorrtBackend(GpuDevice):
         return self._errors[-1] if self._errors else "it gave no reason"
 
     def stop(self) -> None:
-        """An engine that is running can't be stopped; whoever waits for it is told by `interrupted`."""
+        """Do nothing: a running engine can't be stopped. Threads that wait for it learn by `interrupted`."""
 
 
 def _make_context(trt: ModuleType, engine: Any) -> Any:
-    """A context without scratch memory of its own. The way to ask for that changed with TensorRT 10."""
+    """A context without its own scratch memory. TensorRT 10 changed the way to ask for that."""
     if hasattr(trt, "ExecutionContextAllocationStrategy"):
         return engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
     return engine.create_execution_context_without_device_memory()

@@ -1,1 +1,1 @@
-"""One rank at work: its loop, and what runs it."""
+"""The ranks of a session: each runs its program in a thread."""

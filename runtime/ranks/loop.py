@@ -1,6 +1,6 @@
 """The loop that runs a rank's program for one request.
 
-Values are whatever the rank's backend makes of arrays (`splitc.runtime.engines`); the loop only passes them on.
+Values are of the backend's own type (`splitc.runtime.engines`). The loop only passes them on.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from splitc.runtime.steps import Receive, Reduce, Run, Send, Step
 
 @dataclass(frozen=True)
 class Replay:
-    """All steps of all ranks at once, as a CUDA graph."""
+    """The replay of a CUDA graph, which has all steps of all ranks."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """One step as it ran: times in seconds of time.perf_counter."""
+    """When one step ran, in seconds of time.perf_counter."""
 
     step: Step | Replay
     start: float
@@ -34,7 +34,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Program:
-    """A rank's steps, the engines that they run, and the names of what is wanted of it in the end."""
+    """A rank's steps, the engines that they run, and the names of the values to return at the end."""
 
     steps: Sequence[Step]
     engines: Sequence[Engine]
@@ -42,7 +42,7 @@ class Program:
 
     @cached_property
     def last_uses(self) -> Mapping[int, Sequence[str]]:
-        """For each step the values that no later step reads and nobody wants, so that their memory can go."""
+        """For each step the values that can be freed after it: no later step reads them, and they are no outputs."""
         last: dict[str, int] = {}
         for number, step in enumerate(self.steps):
             last.update(dict.fromkeys(self._names(step), number))
@@ -53,7 +53,7 @@ class Program:
         return uses
 
     def _names(self, step: Step) -> list[str]:
-        """What a step reads or makes."""
+        """The names of the values that a step reads or makes."""
         if isinstance(step, Run):
             engine = self.engines[step.engine]
             return [*engine.inputs, *engine.outputs]
@@ -67,13 +67,14 @@ def execute(
     accumulate: Callable[[str, Any, Any], None],
     into: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[dict[str, Any], list[Span]]:
-    """Run the program on what `feeds` gives. Returns every value still held at the end, and when each step ran.
+    """Run the program on the values of `feeds`. Returns all values that are left at the end, and when each step ran.
 
-    `accumulate` brings a part into another one in place, by the operation of a Reduce step. Outputs in `into` are
+    `accumulate` reduces a part into another one in place, by the operation of a Reduce step. Outputs in `into` are
     written to those values.
 
-    When something fails, the rest of the program is still walked: what others send is taken, what others wait for is
-    sent as a Failure. So one bad request leaves every channel as it found it. The first error is raised at the end.
+    After a failure, the rest of the program is walked without computing: values from other ranks are received, and a
+    Failure is sent instead of values for them. So a failed request leaves all channels empty. The first error is
+    raised at the end.
     """
     values: dict[str, Any] = {}
     spans = []
@@ -119,9 +120,9 @@ def _run(engine: Engine, values: Mapping[str, Any], into: Mapping[str, Any]) -> 
 
 
 def _send(exchange: Exchange, step: Send, value: Any) -> Failure | None:
-    """Send a value, or a Failure where that can't be. Returns the Failure that was sent."""
+    """Send a value, or a Failure if sending fails. Returns the Failure that was sent, or None."""
     failed = attempt(partial(exchange.send, step.target, step.value, value))
-    if isinstance(failed, Failure):  # nothing was sent, and the other rank must not wait for it
+    if isinstance(failed, Failure):  # nothing was sent, but the other rank waits
         value = failed
         exchange.send(step.target, step.value, value)
     return value if isinstance(value, Failure) else None

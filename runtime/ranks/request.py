@@ -1,4 +1,4 @@
-"""One request on its way through the ranks."""
+"""One request in flight."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from splitc.runtime.ranks.loop import Span
 
 @dataclass(frozen=True)
 class Served:
-    """A request on one rank: when it began and ended there, in seconds of time.perf_counter, and its steps."""
+    """A request on one rank: when it began and ended there, in seconds of time.perf_counter, and when its steps ran."""
 
     start: float
     end: float
@@ -25,17 +25,17 @@ NEVER = Served(0.0, 0.0, ())
 
 
 def closed_before() -> SplitcError:
-    """What a request gets that was cancelled."""
+    """The error of a cancelled request."""
     return SplitcError("the session was closed before this request ran")
 
 
 @dataclass(eq=False)
 class InFlightRequest:
-    """One run on its way through the ranks, each of which adds its part; the last one calls `done`.
+    """A request in flight. Each rank adds its outputs, and the last one calls `done`.
 
-    `sequence` is the number of the stateful sequence that it belongs to, `initial` the states that this begins with;
-    with `room` there is room in them for what is to come, so that they are written in place.
-    `outputs` and `served` are by rank.
+    `sequence` is the number of the request's sequence, `initial` the states that the sequence begins with. With `room`,
+    the states have room for all later tokens, and are written in place. `waiting` is the number of ranks that have not
+    finished. `outputs` and `served` are by rank.
     """
 
     feeds: Mapping[str, Array]
@@ -54,18 +54,18 @@ class InFlightRequest:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self) -> bool:
-        """Whether to run it. All ranks get the same answer: once one has begun, it is too late to cancel."""
+        """Whether to run it. All ranks get the same answer: after one has begun, the request can't be cancelled."""
         with self.lock:
             self.started = self.started or not self.cancelled
             return self.started
 
     def cancel(self) -> None:
-        """Do not run it, unless a rank has begun."""
+        """Cancel it, unless a rank has begun."""
         with self.lock:
             self.cancelled = True
 
     def finish(self, rank: int, outputs: Mapping[str, Array], served: Served, error: BaseException | None) -> None:
-        """What came of it on one rank; only the first time counts."""
+        """Record one rank's outputs or error. Later calls for the same rank are ignored."""
         with self.lock:
             if rank in self.outputs:
                 return

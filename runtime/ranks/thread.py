@@ -1,4 +1,4 @@
-"""One rank at work: a thread that loads its engines and runs its program for each request, in order."""
+"""The thread of one rank: it loads the rank's engines and runs its program for each request, in order."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from splitc.runtime.ranks.request import NEVER, InFlightRequest, Served, closed_
 
 
 class Worker(threading.Thread):
-    """One rank of a session. `states` are those that stay on the ranks.
+    """The thread of one rank of a session. `states` are those that stay on the ranks.
 
-    `requests` are run in their order; what else the thread is to do comes with them, as a function.
-    `broken` is called when the thread itself fails, not just a request.
-    `resident` has the output for each input that is a state; `sequences` hold the states.
-    `capture_blocker` says, once it is loaded, why its work can't be captured as a CUDA graph, if that is so.
+    The queue `requests` has requests, functions to call on the thread, and None to end it, which are taken in order.
+    `broken` is called if the thread itself fails, not just a request. `resident` maps each input that is a state to its
+    output. `sequences` hold the states. `capture_blocker`, set after loading, says why the rank's work can't be
+    captured as a CUDA graph, or is None.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Worker(threading.Thread):
         self._overrides = {each.value: each for each in rank.overrides}
         self.collectives = collectives
         self._broken = broken
-        # So that a device that works by itself has the next request to do while one waits for what it did.
+        # Waits for results of an asynchronous device on another thread, so that this one can launch the next request.
         self._finisher = ThreadPoolExecutor(1) if backend.asynchronous else None
         self.sequences: dict[int | None, dict[str, Any]] = {}
 
@@ -74,7 +74,7 @@ class Worker(threading.Thread):
         except BaseException as error:  # a thread has no caller: the session must know that it is gone
             self._broken(error)
         finally:
-            # Here, and not whenever the garbage collector comes by: this thread is on the right device.
+            # Free memory here rather than in the garbage collector, since this thread is on the right device.
             self.sequences.clear()
             if self._finisher is not None:
                 self._finisher.shutdown()
@@ -83,7 +83,7 @@ class Worker(threading.Thread):
             del self._program
 
     def _serve_next(self) -> bool:
-        """Run what comes next. Returns whether there was something; nothing of it stays here."""
+        """Run the next request. Returns False at the end. No reference to the request is kept."""
         request = self.requests.get()
         if isinstance(request, InFlightRequest):
             if request.begin():
@@ -95,7 +95,7 @@ class Worker(threading.Thread):
         return request is not None
 
     def _load(self) -> Program:
-        """Load the engines; those that exchange values while they run learn with whom."""
+        """Load the engines, and connect those with collectives inside."""
         self.backend.attach()
         self._before = self.backend.used_bytes()
         engines = []
@@ -111,7 +111,7 @@ class Worker(threading.Thread):
         return Program(self._rank.program, engines, [*self._rank.outputs, *self._rank.keeps])
 
     def _connect(self, engine: LoadedEngine, file: EngineFile) -> None:
-        """Let an engine exchange values with those of its group while it runs. Raises PackageError where it can't."""
+        """Connect an engine with collectives inside to its group. Raises PackageError if that is impossible."""
         if not isinstance(engine, CollectiveEngine) or not isinstance(self.collectives, CommunicatorMaker):
             raise PackageError(
                 f"{file.path} exchanges values with other ranks while it runs, which it can't on this device"
@@ -119,9 +119,9 @@ class Worker(threading.Thread):
         engine.connect(self.collectives.create_communicator(file.group))
 
     def device_memory(self) -> RankMemory | None:
-        """What the rank's own device holds more than before it was loaded; None where that is the host's memory.
+        """How much more memory the rank's device uses than before loading; None if it uses the host's memory.
 
-        What CuPy and the engines have once taken they keep, so after a run this is the most that it took.
+        CuPy and the engines never return memory, so after a run this is the peak.
         """
         now = self.backend.used_bytes()
         if now is None or self._before is None or self._loaded is None:
@@ -138,7 +138,7 @@ class Worker(threading.Thread):
             self._finisher.submit(self._finish, request, start, fetch)
 
     def _finish(self, request: InFlightRequest, start: float, fetch: Any) -> None:
-        """Give the request what came of it; `fetch` waits for its outputs."""
+        """Give the request its outputs or its error. `fetch` waits for the outputs."""
         made, spans = (fetch, ()) if isinstance(fetch, Failure) else (attempt(fetch[0]), fetch[1])
         served = Served(start, time.perf_counter(), spans)
         if not isinstance(made, Failure):
@@ -146,22 +146,22 @@ class Worker(threading.Thread):
             return
         request.finish(self.number, {}, served, made.error)
         if any(file.group for file in self._rank.engines):
-            self._broken(made.error)  # the other ranks' engines wait for this one's on their GPUs, and would for ever
+            self._broken(made.error)  # the other ranks' engines would wait for this one for ever, on their GPUs
 
     def _run_request(self, request: InFlightRequest) -> tuple[Callable[[], dict[str, Array]], list[Span]]:
-        """Run the program. Returns what waits for the outputs."""
+        """Run the program. Returns a function that waits for the outputs, and when each step ran."""
         states = self.sequences.get(request.sequence, {})
         values, spans = self.execute(request, states, partial(self._upload, request))
         if request.sequence is not None:
             kept = {n: self.backend.persist_state(values[output], states.get(n)) for n, output in self.resident.items()}
-            if not states or any(kept[name] is not states[name] for name in kept):  # recordings know the states by it
+            if not states or any(kept[name] is not states[name] for name in kept):  # recordings go by this dict's id
                 self.sequences[request.sequence] = kept
         return self.backend.fetch({name: values[name] for name in self.given(request)}), spans
 
     def execute(
         self, request: InFlightRequest, states: Mapping[str, Any], upload: Callable[[str], Any]
     ) -> tuple[dict[str, Any], list[Span]]:
-        """Run the program on the states that stay on this rank, and on what `upload` makes of inputs."""
+        """Run the program on the states that stay on this rank, and on other inputs that `upload` makes by name."""
         into: dict[str, Any] = {}
 
         def feeds() -> dict[str, Any]:
@@ -174,16 +174,16 @@ class Worker(threading.Thread):
         return execute(self._program, self.collectives, feeds, self.backend.accumulate, into)
 
     def given(self, request: InFlightRequest) -> list[str]:
-        """The outputs that the rank gives the request, rather than keep as a state."""
+        """The outputs that the rank gives to the caller rather than keeps as states."""
         kept = set(self.resident.values()) if request.sequence is not None else set[str]()
         return [name for name in self._rank.outputs if name not in kept]
 
     def forget(self, sequence: int) -> None:
-        """Let the states of a sequence go."""
+        """Free the states of a sequence."""
         self.sequences.pop(sequence, None)
 
     def _upload(self, request: InFlightRequest, name: str) -> Any:
-        """A value of the backend for an input: what a state begins as, or what is fed."""
+        """The backend's value for an input: the initial value of a state, or a feed."""
         if name not in request.initial:
             return self.backend.upload(self.cut_feed(name, request))
         initial = self.cut_initial(name, request)
@@ -194,14 +194,14 @@ class Worker(threading.Thread):
         )
 
     def cut_initial(self, name: str, request: InFlightRequest) -> Array | Zeros:
-        """This rank's part of what a state begins as."""
+        """This rank's shard of a state's initial value."""
         whole, part = request.initial[name], self._parts.get(name)
         if part is None:
             return whole
         return Zeros(part_shape(whole.shape, part), whole.dtype) if isinstance(whole, Zeros) else cut_part(whole, part)
 
     def cut_feed(self, name: str, request: InFlightRequest) -> Array:
-        """This rank's part of a feed, by the name of the input, or of the weight that an optional input replaces."""
+        """This rank's shard of a feed, by the name of the input, or of the weight that an optional input replaces."""
         if name in self._overrides:
             return cut_places(request.feeds[self._overrides[name].input], self._overrides[name].places)
         array, part = request.feeds[name], self._parts.get(name)

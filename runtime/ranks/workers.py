@@ -1,4 +1,4 @@
-"""All ranks of a session: loaded together, and ended together."""
+"""All ranks of a session, which are loaded and ended together."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.ranks.thread import Worker
 
-# Seconds that ranks get to end, when one of them could not be loaded.
+# Seconds that ranks get to end after one of them has failed to load.
 PATIENCE = 10.0
 
 
 class Workers:
-    """The ranks of a package, each on its device, with their engines loaded. `states` are those that stay on them.
+    """The ranks of a package, each on its device, with loaded engines. `states` are those that stay on the ranks.
 
-    `broken` is called when a rank's thread fails. Raises PackageError for what a rank can't load.
+    `broken` is called if a rank's thread fails. Raises PackageError if a rank can't load its engines.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Workers:
         return iter(self._workers)
 
     def _wait_loaded(self) -> None:
-        """Wait until each rank has its engines. Raises the first error; the other ranks are then ended."""
+        """Wait until all ranks have loaded their engines. Raises the first error, after ending the other ranks."""
         done, _ = wait([worker.ready for worker in self._workers], return_when=FIRST_EXCEPTION)
         failed = [error for future in done if (error := future.exception()) is not None]
         if failed:
@@ -66,44 +66,44 @@ class Workers:
 
     @property
     def capturable(self) -> bool:
-        """Whether what the ranks exchange can be captured as a CUDA graph."""
+        """Whether the ranks' collectives can be captured as a CUDA graph."""
         return all(each.capturable for each in self._collectives)
 
     @property
     def by_host(self) -> list[tuple[int, int]]:
-        """Pairs of GPUs that exchange values through the host, since copies between them come out wrong here."""
+        """Pairs of GPUs that copy through the host, since direct copies between them give wrong results here."""
         return sorted({pair for each in self._collectives for pair in each.by_host})
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know of how the devices work."""
+        """Messages of the backends for the user."""
         return [note for worker in self._workers for note in worker.backend.notes]
 
     def device_memory(self) -> list[RankMemory]:
-        """What the ranks' GPUs hold since they were loaded; nothing for CPU devices."""
+        """The memory of the ranks' GPUs since loading; empty for CPU devices."""
         return [memory for worker in self._workers if (memory := worker.device_memory()) is not None]
 
     def put(self, request: InFlightRequest | None) -> None:
-        """Give all ranks a request; None ends them after all that they were given."""
+        """Give all ranks a request. None ends them after all earlier requests."""
         for worker in self._workers:
             worker.requests.put(request)
 
     def abort(self, error: BaseException) -> None:
-        """Let no rank wait for another one any more."""
+        """End all waits of ranks for each other with this error."""
         self._collectives[0].abort(error)
 
     def stop(self) -> None:
-        """Make the engines that are running fail at once."""
+        """Make running engines fail at once."""
         for worker in self._workers:
             worker.backend.stop()
 
     def join(self, patience: float) -> bool:
-        """Wait for the ranks to end, for so many seconds at most. Returns whether they have."""
+        """Wait for the ranks to end, for at most `patience` seconds. Returns whether they have ended."""
         deadline = time.monotonic() + patience
         for worker in self._workers:
             worker.join(max(0.0, deadline - time.monotonic()))
         return not any(worker.is_alive() for worker in self._workers)
 
     def clear(self) -> None:
-        """Forget the ranks, which have ended."""
+        """Release the ranks after they have ended."""
         self._workers = []

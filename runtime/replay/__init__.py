@@ -1,1 +1,1 @@
-"""Requests as CUDA graphs."""
+"""Replay requests as CUDA graphs."""

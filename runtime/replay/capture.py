@@ -1,8 +1,8 @@
-"""What several ranks give their GPUs, captured as one CUDA graph.
+"""Capture the work of several ranks' GPUs as one CUDA graph.
 
-A capture begins on the first rank's stream, spreads to each stream that waits for it, and comes back. The ranks'
-threads agree on each step: none goes on when another one has failed, and when it is over all streams are themselves
-again.
+A capture begins on the first rank's stream, spreads to the streams that wait for an event of it, and ends when the
+first stream waits for events of the others. The ranks' threads agree on each step: none continues if another one has
+failed, and at the end no stream is left capturing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from splitc.runtime.failures import Failure, attempt
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph, which the GPU launches, and events before and after it."""
+    """A graph, the GPU that launches it, and events before and after it."""
 
     gpu: GpuDevice
     graph: Any
@@ -28,9 +28,9 @@ class Captured:
     end: Any
 
     def play(self, expected: float = 0.0) -> float:
-        """Run the graph and wait for it, as long as is `expected` at first. Returns the seconds that it took the GPUs.
+        """Launch the graph and wait for it. Returns the seconds that it took the GPUs; `expected` is a guess of these.
 
-        To be called by one thread at a time, which may be any.
+        May be called by any thread, but by one at a time.
         """
         gpu = self.gpu
         with gpu.device:
@@ -44,10 +44,10 @@ class Captured:
 def capture(
     gpu: GpuDevice, collectives: Collectives, everyone: Sequence[int], tape: Tape, give: Callable[[], None]
 ) -> Captured | None:
-    """Capture what `give` gives the rank's stream, while all others do the same; the first one gets the graph.
+    """Capture the work that `give` puts on the rank's stream, while all other ranks do the same.
 
-    `tape` gets the memory on the host that the graph copies to and from. Raises on all ranks what one of them failed
-    with.
+    Returns the graph on the first rank, None on the others. `tape` gets the pinned memory that the graph copies from
+    and to. If a rank fails, its error is raised on all ranks.
     """
     leads = collectives.rank == everyone[0]
     _agreed(collectives.all_gather(everyone, attempt(gpu.prepare)))
@@ -65,20 +65,20 @@ def capture(
 
 
 def _agreed(met: Any) -> Any:
-    """What all ranks handed in. Raises what one of them failed with."""
+    """The values of all ranks. Raises the error of a rank that has failed."""
     if isinstance(met, Failure):
         raise met.error
     return met
 
 
 def _begin(gpu: GpuDevice) -> Any:
-    # Engines may take memory while they are captured, which CUDA allows in this mode only.
+    # Engines may allocate memory while they are captured, which CUDA only allows in this mode.
     gpu.stream.begin_capture(gpu.cuda.runtime.streamCaptureModeRelaxed)
     return gpu.record()
 
 
 def _give(gpu: GpuDevice, tape: Tape, give: Callable[[], None], start: Any) -> Any:
-    """Returns the event of the end of what the rank's stream was given."""
+    """Put the rank's work on its stream, after the event `start`. Returns an event at its end."""
     gpu.stream.wait_event(start)
     gpu.tape = tape
     try:
@@ -89,7 +89,7 @@ def _give(gpu: GpuDevice, tape: Tape, give: Callable[[], None], start: Any) -> A
 
 
 def _end(gpu: GpuDevice, ends: Any) -> Any:
-    """The graph. To be called whatever came of the capture."""
+    """End the capture and return the graph. Must be called even if the capture has failed."""
     if not isinstance(ends, Failure):
         for end in ends:
             gpu.stream.wait_event(end)

@@ -1,13 +1,12 @@
-"""One request as a CUDA graph: what all GPUs do for it, recorded once for its shapes, and replayed.
+"""One request as a CUDA graph: the work of all GPUs, recorded once for its shapes, and replayed.
 
-What the host gives a GPU piece by piece takes it some ten microseconds each, and in a step of a decoder that is more
-than the GPUs take. A graph is given at once. It has all ranks' engines, what passes between them, and the copies of
-inputs and outputs. It is ordered by events, as eager work is: no GPU in it spins until another one has come so far, and
-so it can't hang.
+Eager work takes the host about ten microseconds per launch, which in a step of a decoder is more than the GPUs take. A
+graph is launched at once. It has all ranks' engines, the copies between them, and the copies of inputs and outputs. It
+is ordered by events, as eager work is. No GPU spins to wait for another one, so a graph can't hang.
 
-The ranks' threads record it together (`splitc.runtime.replay.capture`): each gives its own stream what it would give it
-anyway. The same shapes have to be run eagerly before, so that engines know the shapes of their outputs, and all memory
-and all kernels are there.
+The ranks' threads record it together (`splitc.runtime.replay.capture`): each puts the same work on its stream as it
+does eagerly. The same shapes must have run eagerly before, so that engines know their output shapes, and all memory is
+allocated and all kernels are loaded.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ from splitc.runtime.replay.capture import Captured, capture
 
 # The states of a sequence, by rank.
 States = Sequence[dict[str, Any]]
-# What requests have that belong to no sequence.
+# The states of requests that belong to no sequence.
 STATELESS: dict[str, Any] = {}
-# Seconds between two looks whether the session is broken or closed.
+# Seconds between two checks whether the session is broken or closed.
 LOOK = 0.1
 
 
 @dataclass(eq=False)
 class Recording:
-    """The graph of requests of one kind, and the memory that it uses, by rank.
+    """The graph of requests of one kind, and each rank's buffers.
 
-    It has the addresses of `states` in it, which are those of a sequence, by rank. The shortest replay took the GPUs so
-    many `seconds`; the `last` request has that number.
+    The graph contains the addresses of `states`, which are the states of one sequence, by rank. `seconds` is the GPUs'
+    time of the shortest replay; `last` is the number of the last request that was replayed.
     """
 
     captured: Captured
@@ -51,7 +50,7 @@ class Recording:
     last: int = 0
 
     def launch(self, workers: Sequence[Worker], request: InFlightRequest) -> tuple[list[dict[str, Array]], Span]:
-        """Replay the request. Returns the ranks' outputs, and when the GPUs were at work."""
+        """Replay the request. Returns the ranks' outputs, and when the GPUs were working."""
         for worker, tape in zip(workers, self.tapes, strict=True):
             for name, staged in tape.inputs.items():
                 staged[...] = worker.cut_feed(name, request)
@@ -62,20 +61,20 @@ class Recording:
         return outputs, Span(Replay(), now - seconds, now)
 
     def wait_for(self, workers: Sequence[Worker]) -> None:
-        """Let the graph wait for what the ranks' streams were given so far."""
+        """Make the graph wait for all work so far on the ranks' streams."""
         for worker in workers:
             self.captured.gpu.stream.wait_event(_record_event(worker.backend))
 
 
 def states_of(workers: Sequence[Worker], sequence: int | None) -> States:
-    """The ranks' states of a sequence; None is that of requests which belong to none."""
+    """The ranks' states of a sequence; None for requests that belong to no sequence."""
     return [worker.sequences.get(sequence, STATELESS) for worker in workers]
 
 
 def record(workers: Sequence[Worker], request: InFlightRequest, check: Callable[[], None]) -> Recording:
-    """Have all ranks' threads record the request. Raises the first one's error where it can't be captured.
+    """Have all ranks' threads record the request. Raises the first error if it can't be captured.
 
-    `check` raises when nobody may wait for the ranks any longer.
+    `check` raises if the session is broken or closed, which ends the wait for the ranks.
     """
     tapes = [Tape() for _ in workers]
     made: list[Future[Captured | None]] = [Future() for _ in workers]
@@ -98,7 +97,7 @@ def _record_event(gpu: Any) -> Any:
 
 
 def _take_part(worker: Worker, ranks: int, request: InFlightRequest, tape: Tape, made: Future[Captured | None]) -> None:
-    """Record what one rank does for the request, while all others do the same; `made` gets the first one's graph."""
+    """Record one rank's work for the request, while all others do the same. `made` gets the graph on the first rank."""
     gpu, collectives = worker.backend, worker.collectives
     assert isinstance(gpu, GpuDevice)
     try:
@@ -108,7 +107,7 @@ def _take_part(worker: Worker, ranks: int, request: InFlightRequest, tape: Tape,
 
 
 def _give(worker: Worker, gpu: GpuDevice, request: InFlightRequest, tape: Tape) -> None:
-    """Give the rank's stream all that it does for the request."""
+    """Put the rank's work for the request on its stream."""
     states = worker.sequences.get(request.sequence, {})
 
     def stage(name: str) -> GpuArray:
@@ -123,7 +122,7 @@ def _give(worker: Worker, gpu: GpuDevice, request: InFlightRequest, tape: Tape) 
 
 
 def _replace(gpu: GpuDevice, name: str, state: GpuArray, value: GpuArray) -> None:
-    """Write what a state becomes over what it was, where the next replay finds it."""
+    """Copy a state's new value over the old one, where the next replay reads it."""
     if value.shape != state.shape or value.dtype != state.dtype:
         raise EngineError(f"the state '{name}' grows from {state.shape} to {value.shape}")
     if value.pointer != state.pointer:

@@ -1,4 +1,4 @@
-"""The recordings of a session: which requests are recorded, which are replayed, and which go when there are many."""
+"""The recordings of a session: which requests are recorded and replayed, and which recordings are dropped."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ from splitc.runtime.ranks.request import NEVER, InFlightRequest, Served, closed_
 from splitc.runtime.ranks.thread import Worker
 from splitc.runtime.replay.recording import Recording, States, record, states_of
 
-# What tells sequences' states from others, and what tells requests apart.
+# The identity of a sequence's states, and the kind of a request. A recording is for one of each.
 Places = tuple[int, ...]
 Kind = tuple[Any, ...]
 Key = tuple[Places, Kind]
-# Recordings that a session keeps, and kinds of requests of which it remembers that they were seen.
+# The most recordings that a session keeps, and the most kinds of requests that it remembers as seen.
 MOST, REMEMBERED = 8, 64
-# Sequences that have ended whose states are kept for new ones.
-FREE = 2
-# Requests of other kinds after which a recording is not in use any more.
+# The most ended sequences whose states are kept for new ones.
+MOST_SPARE = 2
+# A recording is unused if this many requests came since its last replay.
 IDLE = 64
 
 
 class Recordings:
-    """What a session has recorded. One request at a time is replayed: `lock` is held meanwhile.
+    """A session's recordings. `lock` is held while a request is replayed, one at a time.
 
-    `behind` is set when streams were given eager work, with which they may not be done yet. `blocker` says why nothing
-    can be captured, if that is so.
-    `check` raises when the session is broken or closed, so that nobody waits any longer.
+    `behind` says that streams may have unfinished eager work, which a replay must wait for. `blocker` says why nothing
+    can be captured, or is None. `check` raises if the session is broken or closed, which ends waits.
     """
 
     def __init__(self, workers: Sequence[Worker], check: Callable[[], None]) -> None:
@@ -46,17 +45,17 @@ class Recordings:
         self._workers = workers
         self._kept: OrderedDict[Key, Recording] = OrderedDict()
         self._seen: OrderedDict[Kind, None] = OrderedDict()
-        # States of sequences that have ended.
-        self._free: dict[Places, States] = {}
+        # States of ended sequences, for which there are recordings.
+        self._spare: dict[Places, States] = {}
 
     def adopt(self, request: InFlightRequest) -> None:
-        """Give a new sequence the states of one that has ended, which graphs know, where they are of its shapes."""
+        """Give a new sequence the states of an ended one, if the shapes fit, so that recordings can be reused."""
         if not all(isinstance(each, Zeros) for each in request.initial.values()):
             return
-        states = next((states for states in self._free.values() if self._fit(request, states)), None)
+        states = next((states for states in self._spare.values() if self._fit(request, states)), None)
         if states is None:
             return
-        del self._free[_places(states)]
+        del self._spare[_places(states)]
         for worker, own in zip(self._workers, states, strict=True):
             gpu = worker.backend
             assert isinstance(gpu, GpuDevice)
@@ -68,7 +67,7 @@ class Recordings:
         self.behind = True
 
     def _fit(self, request: InFlightRequest, states: States) -> bool:
-        """Whether the states are of the shapes that the sequence begins with."""
+        """Whether the states have the shapes and types of the sequence's initial states."""
         if set(request.initial) != {name for own in states for name in own}:
             return False
         pairs = [
@@ -79,7 +78,7 @@ class Recordings:
         return all(initial.shape == state.shape and str(initial.dtype) == state.dtype for initial, state in pairs)
 
     def takes(self, request: InFlightRequest) -> Key | None:
-        """What to find the request's recording by, if it is to be replayed: its shapes were seen before."""
+        """The key of the request's recording, if it is to be replayed: its shapes were seen before. None otherwise."""
         self._requests += 1
         if self.blocker is not None or request.initial:
             return None
@@ -96,15 +95,15 @@ class Recordings:
         return key if known and self._has_room() else None
 
     def find(self, request: InFlightRequest, key: Key) -> Recording | None:
-        """The recording for the request, which is made now if it is not there; None where that can't be.
+        """The recording for the request, which is made if there is none; None if the request can't be captured.
 
-        Nothing else may run meanwhile.
+        Nothing else may run at the same time.
         """
         known = self._kept.pop(key, None)
         if known is None:
             try:
                 known = record(self._workers, request, self._check)
-            except Exception as error:  # of engines, CuPy, CUDA: the request may still run eagerly
+            except Exception as error:  # of an engine, CuPy or CUDA: the request can still run eagerly
                 self.blocker = str(error)
                 return None
         known.last = self._requests
@@ -114,37 +113,38 @@ class Recordings:
         return known
 
     def _has_room(self) -> bool:
-        """Whether another recording may be made. One that is in use does not go for it: more sequences than recordings
-        would else make each step record.
+        """Whether another recording may be made. Recordings in use are not dropped for it.
+
+        Otherwise, with more sequences than recordings, each step would make a new recording.
         """
         oldest = next(iter(self._kept.values()), None)
         return len(self._kept) < MOST or oldest is None or self._requests - oldest.last > IDLE
 
     def forget(self, sequence: int) -> None:
-        """A sequence has ended. Another one may have its states, where a graph knows them."""
+        """End a sequence. If there are recordings for its states, these are kept for another sequence."""
         states = states_of(self._workers, sequence)
         places = _places(states)
         if any(known == places for known, _ in self._kept):
-            self._free[places] = states
-        if len(self._free) > FREE:
-            self._drop(next(iter(self._free)), MOST)
+            self._spare[places] = states
+        if len(self._spare) > MOST_SPARE:
+            self._drop(next(iter(self._spare)), MOST)
 
     def _drop(self, places: Places, count: int) -> None:
-        """Let so many recordings with these states go, the oldest first."""
+        """Drop up to `count` recordings with these states, the oldest first."""
         for key in [key for key in self._kept if key[0] == places][:count]:
             del self._kept[key]
         if not any(known == places for known, _ in self._kept):
-            self._free.pop(places, None)
+            self._spare.pop(places, None)
 
     def end(self, patience: float) -> None:
-        """Let the recordings go when none is being replayed any more, or after so many seconds."""
+        """Drop all recordings once none is being replayed. Gives up after `patience` seconds."""
         if self.lock.acquire(timeout=patience):
             self._kept.clear()
-            self._free.clear()
+            self._spare.clear()
             self.lock.release()
 
     def play(self, request: InFlightRequest, recording: Recording) -> None:
-        """Replay the request; it gets its outputs, or the error."""
+        """Replay the request, and give it its outputs or the error."""
         with self.lock:
             if not request.begin():
                 for worker in self._workers:
@@ -169,12 +169,12 @@ class Recordings:
 
 
 def _places(states: States) -> Places:
-    """What tells the ranks' states from others, as long as they are there."""
+    """The identity of the ranks' states, which is valid as long as they are alive."""
     return tuple(map(id, states))
 
 
 def _kind(request: InFlightRequest, states: States) -> Kind:
-    """What requests have in common of which engines do the same; of a sequence also how long its states are."""
+    """A key that is equal for requests with the same work: their shapes, and the lengths of a sequence's states."""
     shapes = [(name, array.shape) for name, array in request.feeds.items()]
     shapes += [(name, own[name].shape) for own in states for name in list(own)[:1]]
     return request.sequence is None, request.room, *shapes

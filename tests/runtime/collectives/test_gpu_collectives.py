@@ -75,7 +75,7 @@ def test_hang_ends_in_an_error(decoder: Path, monkeypatch: pytest.MonkeyPatch) -
     with Session(package(decoder, "layer", 2), devices=["cuda0", "cuda1"]) as session:
         stream = session._workers[1].backend.stream  # type: ignore[attr-defined]
         stream.put(stuck.wait)
-        with pytest.raises(EngineError, match=r"cuda1 did not come to an end within 1 s: it seems to hang"):
+        with pytest.raises(EngineError, match=r"cuda1 did not finish within 1 s: it seems to hang"):
             session.run(decoder_feeds())
         stuck.set()
 
