@@ -17,6 +17,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
 
 from splitc.compiler.model_errors import ModelError
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
+from splitc.runtime.engines.operator_library import library_path
 
 
 def load_model(path: Path) -> ir.Model:
@@ -49,12 +50,15 @@ def load_model(path: Path) -> ir.Model:
     return model
 
 
-def load_unoptimized(path: Path) -> ort.InferenceSession:
+def load_unoptimized(path: Path, uses_operators: bool = False) -> ort.InferenceSession:
     """Load an ONNX file in ONNX Runtime without optimizations. External weights are mapped into memory, not read.
 
-    Raises one of ERRORS: NotImplemented if the CPU provider has no kernel for an operator.
+    One that `uses_operators` of splitc's library can't be run. Raises one of ERRORS: NotImplemented if the CPU provider
+    has no kernel for an operator.
     """
     options = ort.SessionOptions()
+    if uses_operators:
+        options.register_custom_ops_library(str(library_path()))
     options.log_severity_level = 4
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.enable_mem_reuse = False  # planning the reuse takes 20 seconds for 8,000 nodes

@@ -17,10 +17,9 @@ from splitc.compiler.analysis.memory import stage_memory
 from splitc.compiler.analysis.stages import divide_blocks
 from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.lowering.annotations import IR_VERSION, annotate
+from splitc.compiler.lowering.engine_segments import engine_segments
 from splitc.compiler.lowering.programs import kept_states, names, stage_program
-from splitc.compiler.lowering.rank_forms import COLLECTIVE
 from splitc.compiler.lowering.rank_graph import rank_graph
-from splitc.compiler.lowering.segments import Segment, cut_segments
 from splitc.compiler.model_errors import CannotSplitError
 from splitc.compiler.modes.mode import Mode, Way
 from splitc.compiler.modes.pipeline import choose_stages, predict_pipeline, rematerialized, stage_cuts
@@ -41,7 +40,6 @@ from splitc.compiler.sharding.probe_sizes import bind_probe_sizes
 from splitc.compiler.sharding.report import AxisFate, WeightFate, axis_fates, sharded_weights
 from splitc.compiler.sharding.sharded_model import ShardedModel, shard_model
 from splitc.runtime.device_profiles import HOST
-from splitc.runtime.engines.kinds import has_collectives
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.manifest import Part
 from splitc.runtime.units import format_bytes
@@ -114,10 +112,8 @@ class TensorSplit:
         outputs = [value.name or "" for value in rank.stage.outputs if self._gives(rank, value)]
         keeps = kept_states(self.analysis.states, rank, outputs)
         graph = rank_graph(sharded, rank.stage, rank.part)
-        if has_collectives(engine):
-            segments = [Segment(graph, ())]
-        else:
-            segments = cut_segments(graph, {*outputs, *keeps, *names(rank.stage.sends)}, COLLECTIVE)
+        wanted = {*outputs, *keeps, *names(rank.stage.sends)}
+        segments = engine_segments(graph, wanted, engine, [each.device for each in ranks])
         if self.analysis.graph.model.ir_version >= IR_VERSION:
             for segment in segments:
                 annotate(segment.graph, sharded, rank.part, rank.group)

@@ -13,8 +13,8 @@ import msgspec
 import onnx_ir as ir
 
 from splitc.compiler.frontend.optional import make_overridable
+from splitc.compiler.lowering.collective_operators import has_collectives_inside
 from splitc.compiler.lowering.programs import names
-from splitc.compiler.lowering.rank_forms import COLLECTIVE
 from splitc.compiler.packaging.builder import Building, find_builder
 from splitc.compiler.packaging.building import BuildSettings, finish_package
 from splitc.compiler.packaging.manifest_entries import check_types, make_manifest, rank_entry
@@ -164,12 +164,13 @@ def _write_rank(
         m.EngineFile(f"{folder.name}/{path.name}", names(graph.inputs), names(graph.outputs), _sizes_only(graph))
         for path, graph in zip(paths, program.graphs, strict=True)
     ]
+    group = [n for n, each in enumerate(plan.ranks) if each.group == rank.group]
+    groups = [group if has_collectives_inside(graph) else [] for graph in program.graphs]
+    entries = [msgspec.structs.replace(entry, group=group) for entry, group in zip(entries, groups, strict=True)]
     overrides: dict[str, m.Override] = {}
     if find_kind(plan.engine).is_built:
-        group = [n for n, each in enumerate(plan.ranks) if each.group == rank.group]
-        groups = [group if any(node.op_type == COLLECTIVE for node in graph) else [] for graph in program.graphs]
-        parts = zip(entries, program.sizes, groups, strict=True)
-        entries = [_to_build(plan.engine, entry, sizes, group) for entry, sizes, group in parts]
+        parts = zip(entries, program.sizes, strict=True)
+        entries = [_to_build(plan.engine, entry, sizes) for entry, sizes in parts]
     else:
         overrides = {each.value: each for graph in program.graphs for each in make_overridable(graph)}
     graphs = dict(zip(paths, program.graphs, strict=True))
@@ -192,8 +193,8 @@ def _sizes_only(graph: ir.Graph) -> list[str]:
     ]
 
 
-def _to_build(engine: str, entry: m.EngineFile, sizes: dict[str, m.Sizes], group: list[int]) -> m.EngineFile:
+def _to_build(engine: str, entry: m.EngineFile, sizes: dict[str, m.Sizes]) -> m.EngineFile:
     """The manifest's entry for the engine that is built from the ONNX file of `entry`."""
     source = Path(entry.path)
-    path = find_builder(engine).engine_path(source.parent, source.stem, group)
-    return msgspec.structs.replace(entry, path=path.as_posix(), source=entry.path, sizes=sizes, group=group)
+    path = find_builder(engine).engine_path(source.parent, source.stem, entry.group)
+    return msgspec.structs.replace(entry, path=path.as_posix(), source=entry.path, sizes=sizes)

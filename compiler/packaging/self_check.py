@@ -14,7 +14,9 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from splitc.compiler.frontend.loading import load_unoptimized
 from splitc.compiler.model_errors import ModelError
 from splitc.compiler.planning.plan import Plan
+from splitc.runtime.collectives.engine_meeting import EngineMeeting
 from splitc.runtime.devices import free_bytes
+from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS, open_session
 from splitc.runtime.errors import OutputsDifferError, PackageError, SplitcError
 from splitc.runtime.fills import make_inputs
@@ -47,21 +49,22 @@ def check_loads(package: Path, manifest: Manifest) -> None:
     on_cpu = all(rank.device.startswith("cpu") for rank in manifest.ranks)
     for engine in (engine for rank in manifest.ranks for engine in rank.engines):
         path = package / (engine.source or engine.path)
-        if engine.group:
+        uses_operators = bool(engine.group) and find_kind(manifest.engine).uses_operators
+        if engine.group and not uses_operators:
             continue  # it has collectives inside, which only TensorRT supports
         try:
-            load_unoptimized(path)
+            load_unoptimized(path, uses_operators)
         except ort_errors.NotImplemented:
             if on_cpu:
-                _load_whole(path, engine.path, manifest)
+                _load_whole(path, engine.path, manifest, uses_operators)
         except ERRORS:
-            _load_whole(path, engine.path, manifest)
+            _load_whole(path, engine.path, manifest, uses_operators)
 
 
-def _load_whole(path: Path, name: str, manifest: Manifest) -> None:
+def _load_whole(path: Path, name: str, manifest: Manifest, uses_operators: bool) -> None:
     """Load an ONNX file with optimizations, which may replace an operator without a kernel by one with a kernel."""
     try:
-        open_session(path, 1)
+        open_session(path, 1, EngineMeeting(1).join(0) if uses_operators else None)
     except PackageError as error:
         reason = str(error.__cause__ or error)
         raise ModelError(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from splitc.runtime.engines import Communicator
 from splitc.runtime.steps import Reduce
 
 
@@ -53,16 +53,11 @@ class Collectives(Exchange, Protocol):
     def abort(self, error: BaseException) -> None:
         """End all waits: every rank that waits, now or later, gets a Failure."""
 
-    def close(self) -> None:
-        """Release the rank's resources, when its thread ends."""
-
-
-class CommunicatorMaker(ABC):
-    """Collectives that can also connect engines with collectives inside."""
-
-    @abstractmethod
-    def create_communicator(self, group: Sequence[int]) -> Any:
+    def create_communicator(self, group: Sequence[int]) -> Communicator:
         """A communicator for engines of these ranks. All ranks of the group must call this at the same time.
 
         Raises PackageError if the library is missing, and the error of any other rank of the group.
         """
+
+    def close(self) -> None:
+        """Release the rank's resources, when its thread ends."""

@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 
 from splitc.runtime.arrays import accumulate_arrays
-from splitc.runtime.collectives import CommunicatorMaker
 from splitc.runtime.collectives.host import HostCollectives, connect
 from splitc.runtime.collectives.nccl import NcclCommunicators
 from splitc.runtime.collectives.peer_access import check_copies, enable_peer_access
 from splitc.runtime.collectives.peer_all_reduce import PeerAllReduce
 from splitc.runtime.devices import Device
-from splitc.runtime.engines import Backend
+from splitc.runtime.engines import Backend, Communicator
 from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.failures import Failure, attempt
 from splitc.runtime.steps import Reduce
@@ -36,7 +35,7 @@ class Parcel:
     ready: Any
 
 
-class GpuCollectives(HostCollectives, CommunicatorMaker):
+class GpuCollectives(HostCollectives):
     """The end of one rank. `places` are the GPUs of all ranks, None for a CPU device.
 
     `links` are the pairs of GPUs of which the first has access to the second's memory. Pairs in `by_host` copy through
@@ -64,7 +63,7 @@ class GpuCollectives(HostCollectives, CommunicatorMaker):
             self._peers = PeerAllReduce(self._gpu, host.rank, host.all_gather)
             self._gpu.interrupted = self._why_stop
 
-    def create_communicator(self, group: Sequence[int]) -> Any:
+    def create_communicator(self, group: Sequence[int]) -> Communicator:
         return self._communicators.create(group)
 
     def close(self) -> None:

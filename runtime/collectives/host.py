@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
+from splitc.runtime.collectives.engine_meeting import EngineMeeting
 from splitc.runtime.devices import Device
-from splitc.runtime.engines import Backend
+from splitc.runtime.engines import Backend, Communicator
 from splitc.runtime.failures import Failure, attempt
 from splitc.runtime.steps import Reduce
 
@@ -55,10 +56,11 @@ class Meeting:
 
 @dataclass
 class Hub:
-    """What the ranks of a session share: channels between all pairs, a meeting for each group, and the failure."""
+    """What the ranks of a session share: channels between all pairs, meetings for each group, and the failure."""
 
     channels: Channels
     meetings: dict[tuple[int, ...], Meeting] = field(default_factory=dict)
+    engine_meetings: dict[tuple[int, ...], EngineMeeting] = field(default_factory=dict)
     failure: Failure | None = None
 
 
@@ -95,6 +97,14 @@ class HostCollectives:
             channel.put((None, failure))
         for meeting in list(self.hub.meetings.values()):
             meeting.abort(failure)
+        for engine_meeting in list(self.hub.engine_meetings.values()):
+            engine_meeting.abort()
+
+    def create_communicator(self, group: Sequence[int]) -> Communicator:
+        key = tuple(group)
+        # dict.setdefault is atomic: the first rank's meeting is everybody's.
+        meeting = self.hub.engine_meetings.get(key) or self.hub.engine_meetings.setdefault(key, EngineMeeting(len(key)))
+        return meeting.join(key.index(self.rank))
 
     def all_gather(self, ranks: Sequence[int], value: Any) -> Any:
         return self._meet(ranks, value, list)

@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from splitc.runtime.collectives.engine_meeting import registered
+from splitc.runtime.engines.operator_library import load_library
 from splitc.runtime.errors import PackageError
 from splitc.runtime.failures import Failure, attempt
+
+
+class NcclCommunicator:
+    """One rank's end of a communicator of NCCL's. A rank that fails can't tell the others' GPUs."""
+
+    def __init__(self, communicator: Any) -> None:
+        self._communicator = communicator
+        self.pointer: int | None = communicator.comm
+
+    @contextmanager
+    def registered(self) -> Iterator[Path]:
+        # CuPy has loaded the library, which is found by its name.
+        function = ctypes.cast(ctypes.CDLL("libnccl.so.2").ncclAllReduce, ctypes.c_void_p)
+        with registered(load_library().splitc_end_of_nccl(function, self.pointer)) as path:
+            yield path
+
+    def begin(self) -> None:
+        pass
+
+    def fail(self) -> bool:
+        return False
+
+    def abort(self) -> None:
+        """Abort its work, and release it."""
+        self._communicator.abort()
 
 
 class NcclCommunicators:
@@ -17,9 +47,9 @@ class NcclCommunicators:
     def __init__(self, rank: int, all_gather: Callable[[Sequence[int], Any], Any]) -> None:
         self._rank = rank
         self._all_gather = all_gather
-        self._made: list[Any] = []
+        self._made: list[NcclCommunicator] = []
 
-    def create(self, group: Sequence[int]) -> Any:
+    def create(self, group: Sequence[int]) -> NcclCommunicator:
         """A communicator for the group. All of its ranks must call this at the same time.
 
         Raises PackageError if NCCL is missing, and the error of any other rank.
@@ -34,7 +64,7 @@ class NcclCommunicators:
         if isinstance(known, Failure):
             raise known.error
         nccl, unique = known[0]
-        self._made.append(nccl.NcclCommunicator(len(group), unique, list(group).index(self._rank)))
+        self._made.append(NcclCommunicator(nccl.NcclCommunicator(len(group), unique, list(group).index(self._rank))))
         return self._made[-1]
 
     def abort(self) -> None:

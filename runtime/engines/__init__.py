@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,14 +42,24 @@ class LoadedEngine(Engine, Protocol):
         """Why its work can't be captured as a CUDA graph; None if it can, and on CPUs."""
 
 
-class CollectiveEngine(ABC):
-    """An engine with collectives inside: it exchanges values with other ranks' engines while it runs."""
+class Communicator(Protocol):
+    """A rank's end of the collectives inside engines. `pointer` is that of NCCL's communicator; None on the host."""
 
-    @abstractmethod
-    def connect(self, communicator: Any) -> None:
-        """Give the engine its communicator. All ranks of the group must do so at the same time.
+    pointer: int | None
 
-        Raises PackageError if the engine does not accept it.
+    def registered(self) -> AbstractContextManager[Path]:
+        """The library to register ONNX Runtime's operators from. Meanwhile, on this thread, they get this end.
+
+        Raises PackageError if the library was not built.
+        """
+
+    def begin(self) -> None:
+        """Begin a request. All ranks of the group call this once for each request, in the same order."""
+
+    def fail(self) -> bool:
+        """Take no further part in the request. Returns whether the other ranks' collectives then fail at once.
+
+        If not, they would wait for ever.
         """
 
 
@@ -68,10 +78,17 @@ class Backend(Protocol):
     def detach(self) -> None:
         """Must be called last by that thread."""
 
-    def load(self, path: Path, source: Path | None = None, sizes_only: Collection[str] = ()) -> LoadedEngine:
+    def load(
+        self,
+        path: Path,
+        source: Path | None = None,
+        sizes_only: Collection[str] = (),
+        communicator: Communicator | None = None,
+    ) -> LoadedEngine:
         """Load the engine file at `path`, which was built from `source`. Raises PackageError if it can't be loaded.
 
-        The engine reads only the sizes of the inputs `sizes_only`.
+        The engine reads only the sizes of the inputs `sizes_only`. An engine with collectives inside takes a
+        communicator. All ranks of its group must load theirs at the same time.
         """
 
     def upload(self, array: npt.NDArray[Any]) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from splitc.runtime.devices import Device
+from splitc.runtime.engines import operator_library
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.manifest import BuildOptions
 
@@ -23,6 +24,7 @@ class EngineKind:
       engines are the ONNX files themselves.
     - `priority`: the installed kind with the highest priority is the default; None if it is never the default.
     - `collectives_since`: the first version that supports collectives inside engines; () for all, None for none.
+    - `uses_operators`: whether these collectives are operators of splitc's own C library.
     """
 
     name: str
@@ -34,6 +36,7 @@ class EngineKind:
     builder: str | None = None
     priority: int | None = None
     collectives_since: tuple[int, ...] | None = None
+    uses_operators: bool = False
 
     @property
     def is_built(self) -> bool:
@@ -56,6 +59,8 @@ class EngineKind:
     @property
     def has_collectives(self) -> bool:
         """Whether engines that are built here may have collectives inside."""
+        if self.uses_operators and not operator_library.is_built():
+            return False
         if not self.collectives_since:
             return self.collectives_since is not None
         version = self.version if self.is_installed else None

@@ -23,6 +23,8 @@ _TABLE = (
             "cuda": "splitc.runtime.engines.onnxruntime_gpu:OnnxRuntimeGpuBackend",
         },
         priority=0,
+        collectives_since=(),
+        uses_operators=True,
     ),
     EngineKind(
         name=TENSORRT,
@@ -95,9 +97,13 @@ def is_installed(engine: str) -> bool:
     return find_kind(engine).is_installed
 
 
-def has_collectives(engine: str) -> bool:
-    """Whether engines of this kind that are built here may have collectives inside."""
-    return find_kind(engine).has_collectives
+def has_collectives(engine: str, devices: Sequence[Device]) -> bool:
+    """Whether engines that are built here may have collectives inside, on these devices.
+
+    Operators are for CPU devices: on GPUs they would call NCCL from threads of one process, which may hang.
+    """
+    kind = find_kind(engine)
+    return kind.has_collectives and (not kind.uses_operators or all(device.kind == "cpu" for device in devices))
 
 
 def need_installed(engine: str) -> None:

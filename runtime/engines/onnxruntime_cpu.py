@@ -16,6 +16,7 @@ import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from splitc.runtime.arrays import accumulate_arrays, number_type
+from splitc.runtime.engines import Communicator
 from splitc.runtime.engines.engine_kind import BackendOptions
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.onnx_types import CODES, NAMES
@@ -35,7 +36,7 @@ ERRORS = (
 )
 
 
-def open_session(path: Path, threads: int) -> ort.InferenceSession:
+def open_session(path: Path, threads: int, communicator: Communicator | None = None) -> ort.InferenceSession:
     """An ONNX Runtime session on the CPU with `threads` threads. Raises PackageError if the file can't be loaded."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
@@ -43,10 +44,18 @@ def open_session(path: Path, threads: int) -> ort.InferenceSession:
     options.log_severity_level = 4  # errors are raised as exceptions, and warnings are about its optimizer
     # The stages of one process take turns: threads of a finished stage must not keep spinning on the next one's cores.
     options.add_session_config_entry("session.force_spinning_stop", "1")
+    register_operators(options, communicator)
     try:
         return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except ERRORS as error:
         raise PackageError(f"ONNX Runtime can't load {path}: {error}") from error
+
+
+def register_operators(options: ort.SessionOptions, communicator: Communicator | None) -> None:
+    """Give a session with a communicator the operators for collectives. Raises PackageError without the library."""
+    if communicator is not None:
+        with communicator.registered() as library:
+            options.register_custom_ops_library(str(library))
 
 
 class OnnxRuntimeEngine:
@@ -54,9 +63,16 @@ class OnnxRuntimeEngine:
 
     capture_blocker: str | None = None
 
-    def __init__(self, name: str, session: ort.InferenceSession, options: ort.RunOptions) -> None:
+    def __init__(
+        self,
+        name: str,
+        session: ort.InferenceSession,
+        options: ort.RunOptions,
+        communicator: Communicator | None = None,
+    ) -> None:
         self._name = name
         self._session = session
+        self._communicator = communicator  # its memory must outlive the session
         self._options = options
         self.inputs = [value.name for value in session.get_inputs()]
         self.optional = frozenset(value.name for value in session.get_overridable_initializers())
@@ -126,8 +142,15 @@ class OnnxRuntimeBackend:
     def detach(self) -> None:
         pass
 
-    def load(self, path: Path, source: Path | None = None, sizes_only: Collection[str] = ()) -> OnnxRuntimeEngine:
-        return OnnxRuntimeEngine(path.name, open_session(path, self._threads), self._options)
+    def load(
+        self,
+        path: Path,
+        source: Path | None = None,
+        sizes_only: Collection[str] = (),
+        communicator: Communicator | None = None,
+    ) -> OnnxRuntimeEngine:
+        session = open_session(path, self._threads, communicator)
+        return OnnxRuntimeEngine(path.name, session, self._options, communicator)
 
     def fetch(self, values: Mapping[str, Any]) -> Callable[[], dict[str, npt.NDArray[np.generic]]]:
         return partial(self.download, values)

@@ -17,10 +17,11 @@ import numpy as np
 import onnxruntime as ort
 
 from splitc.runtime.arrays import number_type
+from splitc.runtime.engines import Communicator
 from splitc.runtime.engines.engine_kind import BackendOptions
 from splitc.runtime.engines.gpu_array import GpuArray
 from splitc.runtime.engines.gpu_device import GpuDevice
-from splitc.runtime.engines.onnxruntime_cpu import ERRORS, host_array, host_value, run_overridden
+from splitc.runtime.engines.onnxruntime_cpu import ERRORS, host_array, host_value, register_operators, run_overridden
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.gpus import need_cupy
 from splitc.runtime.onnx_types import CODES, read_type
@@ -143,7 +144,13 @@ class OnnxRuntimeGpuBackend(GpuDevice):
         """The backend of a GPU. Raises PackageError if the GPU or CuPy is missing."""
         return cls(options.device.index, options.cuda_graphs)
 
-    def load(self, path: Path, source: Path | None = None, sizes_only: Collection[str] = ()) -> OnnxRuntimeGpuEngine:
+    def load(
+        self,
+        path: Path,
+        source: Path | None = None,
+        sizes_only: Collection[str] = (),
+        communicator: Communicator | None = None,
+    ) -> OnnxRuntimeGpuEngine:
         _load_libraries()
         options = ort.SessionOptions()
         options.log_severity_level = 4  # errors are raised as exceptions
@@ -155,7 +162,10 @@ class OnnxRuntimeGpuBackend(GpuDevice):
             "user_compute_stream": str(self.stream.ptr),
             "use_tf32": "0",  # float32 is computed in full precision
         }
+        register_operators(options, communicator)
         session, capture_blocker = self._open_capturable(path, options, provider)
+        if communicator is not None:
+            capture_blocker = f"{path.name} waits for other ranks while it runs"
         if PROVIDER not in session.get_providers():  # it was dropped silently
             raise PackageError(
                 f"ONNX Runtime dropped its {PROVIDER}, and would have run on the CPU: it wants CUDA and cuDNN of the "

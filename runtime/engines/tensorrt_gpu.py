@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from splitc.runtime.engines import CollectiveEngine
+from splitc.runtime.engines import Communicator
 from splitc.runtime.engines.engine_kind import BackendOptions, EngineKind
 from splitc.runtime.engines.gpu_array import GpuArray
 from splitc.runtime.engines.gpu_device import GpuDevice
@@ -25,7 +25,7 @@ MOST_GRAPHS = 32
 TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "FP8": "float8_e4m3fn"}
 
 
-class TensorrtEngine(CollectiveEngine):
+class TensorrtEngine:
     """One engine and its context. All engines of a rank use the backend's scratch memory in turn."""
 
     optional: frozenset[str] = frozenset()  # TensorRT has none
@@ -56,13 +56,16 @@ class TensorrtEngine(CollectiveEngine):
         self._graphs: dict[Any, Any] = {}
         self._seen: set[Any] = set()
 
-    def connect(self, communicator: Any) -> None:
-        """Give NCCL's communicator to the context. This is a handshake: all ranks must do so at the same time."""
+    def connect(self, communicator: Communicator) -> None:
+        """Give NCCL's communicator to the context. This is a handshake: all ranks must do so at the same time.
+
+        Raises PackageError if the context does not accept it.
+        """
         new = ctypes.pythonapi.PyCapsule_New
         new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
         self._capture = False  # capturing collectives has been seen to hang
         self.capture_blocker = f"{self._name} waits for other ranks while it runs"
-        if not self.context.set_communicator(new(communicator.comm, b"ncclComm_t", None)):
+        if not self.context.set_communicator(new(communicator.pointer, b"ncclComm_t", None)):
             raise PackageError(f"{self._name} does not take its communicator: {self._backend.said()}")
 
     def run(self, values: Mapping[str, Any], into: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
@@ -173,7 +176,13 @@ class TensorrtBackend(GpuDevice):
         """The backend of a GPU. Raises PackageError if the GPU or CuPy is missing, MisuseError if TensorRT is."""
         return cls(options.kind, options.device.index, options.build, options.cuda_graphs)
 
-    def load(self, path: Path, source: Path | None = None, sizes_only: Collection[str] = ()) -> TensorrtEngine:
+    def load(
+        self,
+        path: Path,
+        source: Path | None = None,
+        sizes_only: Collection[str] = (),
+        communicator: Communicator | None = None,
+    ) -> TensorrtEngine:
         engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
         if engine is None:
             raise PackageError(f"TensorRT can't load {path} on cuda{self.index}: {self.said()}")
@@ -183,6 +192,8 @@ class TensorrtBackend(GpuDevice):
             self._refit(engine, path, source)
         loaded = TensorrtEngine(path.name, engine, self)
         self._most_scratch = max(self._most_scratch, loaded.scratch_bytes)
+        if communicator is not None:
+            loaded.connect(communicator)
         return loaded
 
     def _refit(self, engine: Any, path: Path, source: Path | None) -> None:

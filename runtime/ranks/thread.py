@@ -12,9 +12,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from splitc.runtime.arrays import Array, Zeros
-from splitc.runtime.collectives import Collectives, CommunicatorMaker
-from splitc.runtime.engines import Backend, CollectiveEngine, LoadedEngine
-from splitc.runtime.errors import PackageError
+from splitc.runtime.collectives import Collectives
+from splitc.runtime.engines import Backend, Communicator
 from splitc.runtime.failures import Failure, attempt
 from splitc.runtime.manifest import EngineFile, Rank, State
 from splitc.runtime.memory_use import RankMemory
@@ -60,6 +59,7 @@ class Worker(threading.Thread):
         # Waits for results of an asynchronous device on another thread, so that this one can launch the next request.
         self._finisher = ThreadPoolExecutor(1) if backend.asynchronous else None
         self.sequences: dict[int | None, dict[str, Any]] = {}
+        self._communicators: dict[tuple[int, ...], Communicator] = {}
 
     def run(self) -> None:
         try:
@@ -101,22 +101,19 @@ class Worker(threading.Thread):
         engines = []
         for file in self._rank.engines:
             source = self._package / file.source if file.source is not None else None
-            engines.append(self.backend.load(self._package / file.path, source, file.sizes_only))
+            communicator = self._communicator(file) if file.group else None
+            engines.append(self.backend.load(self._package / file.path, source, file.sizes_only, communicator))
         self.backend.reserve(self._rank.activation_bytes + 2 * self._rank.cache_bytes)
-        for file, engine in zip(self._rank.engines, engines, strict=True):
-            if file.group:
-                self._connect(engine, file)
         self.capture_blocker = next((why for each in engines if (why := each.capture_blocker)), None)
         self._loaded = self.backend.used_bytes()
         return Program(self._rank.program, engines, [*self._rank.outputs, *self._rank.keeps])
 
-    def _connect(self, engine: LoadedEngine, file: EngineFile) -> None:
-        """Connect an engine with collectives inside to its group. Raises PackageError if that is impossible."""
-        if not isinstance(engine, CollectiveEngine) or not isinstance(self.collectives, CommunicatorMaker):
-            raise PackageError(
-                f"{file.path} exchanges values with other ranks while it runs, which it can't on this device"
-            )
-        engine.connect(self.collectives.create_communicator(file.group))
+    def _communicator(self, file: EngineFile) -> Communicator:
+        """The communicator of an engine with collectives inside: one for each group that the rank is in."""
+        group = tuple(file.group)
+        if group not in self._communicators:
+            self._communicators[group] = self.collectives.create_communicator(group)
+        return self._communicators[group]
 
     def device_memory(self) -> RankMemory | None:
         """How much more memory the rank's device uses than before loading; None if it uses the host's memory.
@@ -131,6 +128,8 @@ class Worker(threading.Thread):
 
     def _serve(self, request: InFlightRequest) -> None:
         start = time.perf_counter()
+        for communicator in self._communicators.values():
+            communicator.begin()
         fetch = attempt(lambda: self._run_request(request))
         if self._finisher is None:
             self._finish(request, start, fetch)
@@ -144,9 +143,14 @@ class Worker(threading.Thread):
         if not isinstance(made, Failure):
             request.finish(self.number, made, served, None)
             return
-        request.finish(self.number, {}, served, made.error)
-        if any(file.group for file in self._rank.engines):
-            self._broken(made.error)  # the other ranks' engines would wait for this one for ever, on their GPUs
+        request.finish(self.number, {}, served, made.error)  # before the others, whose errors only follow from it
+        self._give_up(made.error)
+
+    def _give_up(self, error: BaseException) -> None:
+        """Make the request fail on the ranks whose engines would wait for this one's. Or else the session is broken."""
+        told = [communicator.fail() for communicator in self._communicators.values()]
+        if not all(told):
+            self._broken(error)
 
     def _run_request(self, request: InFlightRequest) -> tuple[Callable[[], dict[str, Array]], list[Span]]:
         """Run the program. Returns a function that waits for the outputs, and when each step ran."""

@@ -15,6 +15,7 @@ import pytest
 
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime.devices import Device
+from splitc.runtime.engines import Communicator
 from splitc.runtime.engines.gpu_array import GpuArray
 from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
@@ -68,7 +69,13 @@ class FakeBackend(GpuDevice):
 
     failing: tuple[int, int] | None = None
 
-    def load(self, path: Path, source: Path | None = None, sizes_only: Collection[str] = ()) -> HostEngine:
+    def load(
+        self,
+        path: Path,
+        source: Path | None = None,
+        sizes_only: Collection[str] = (),
+        communicator: Communicator | None = None,
+    ) -> HostEngine:
         engine = HostEngine(self, path)
         if self.failing and self.failing[0] == self.index and path.name.endswith(("stage0.1.onnx", "stage1.onnx")):
             _fail_in(engine, self.failing[1])

@@ -223,12 +223,6 @@ EXPORT End* splitc_end_of_nccl(NcclAllReduce all_reduce, void* communicator) {
     return end;
 }
 
-/* To be called when the sessions that have its operators are gone. */
-EXPORT void splitc_end_free(End* end) {
-    if (end->domain) ORT(end->api, ReleaseCustomOpDomain)(end->domain);
-    free(end);
-}
-
 /* The end that operators get which are registered on this thread from now on; NULL for none. */
 EXPORT void splitc_end_register(End* end) { registered = end; }
 

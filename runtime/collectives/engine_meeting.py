@@ -1,0 +1,72 @@
+"""Where engines of ranks on CPU devices meet to sum: in the C library, without Python."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from splitc.runtime.engines.operator_library import library_path, load_library
+
+# The most seconds that a rank waits for another one in a sum.
+PATIENCE = 120.0
+# The alignment of a meeting's memory, in bytes.
+LINE = 64
+
+
+class EngineMeeting:
+    """A meeting of ranks that are threads of this process. Raises PackageError if the C library was not built."""
+
+    def __init__(self, ranks: int) -> None:
+        library = load_library()
+        self._memory = ctypes.create_string_buffer(library.splitc_meeting_bytes(ranks, 0) + LINE)
+        self.address = -(-ctypes.addressof(self._memory) // LINE) * LINE
+        library.splitc_meeting_init(self.address, ranks, 0)
+
+    def join(self, place: int, patience: float = PATIENCE) -> MeetingEnd:
+        """The end of the rank that has this number in its group. It waits for others for `patience` seconds."""
+        # Ends are never freed: ONNX Runtime may call its operators' functions as long as the process lives.
+        return MeetingEnd(self, load_library().splitc_end_of_meeting(self.address, place, patience))
+
+    def abort(self) -> None:
+        """End all waits, now and later."""
+        load_library().splitc_meeting_abort(self.address)
+
+
+class MeetingEnd:
+    """One rank's end of a meeting: a communicator on the host."""
+
+    pointer: int | None = None
+
+    def __init__(self, meeting: EngineMeeting, handle: int) -> None:
+        self._meeting = meeting  # whose memory engines use
+        self._library = load_library()
+        self._handle = handle
+
+    @contextmanager
+    def registered(self) -> Iterator[Path]:
+        with registered(self._handle) as path:
+            yield path
+
+    def begin(self) -> None:
+        self._library.splitc_begin(self._handle)
+
+    def fail(self) -> bool:
+        self._library.splitc_fail(self._handle)
+        return True
+
+    def all_reduce(self, operation: int, code: int, given: int, made: int, count: int) -> int:
+        """Reduce without an engine. Takes pointers and ONNX's code of the number type; returns 0 or an error code."""
+        return int(self._library.splitc_all_reduce(self._handle, operation, code, given, made, count))
+
+
+@contextmanager
+def registered(handle: int) -> Iterator[Path]:
+    """The library's path. Operators that are registered on this thread meanwhile belong to the end `handle`."""
+    library = load_library()
+    library.splitc_end_register(handle)
+    try:
+        yield library_path()
+    finally:
+        library.splitc_end_register(None)

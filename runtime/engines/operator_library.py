@@ -1,0 +1,52 @@
+"""The C library of operators for collectives inside engines. It is built with splitc if there is a C compiler."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from splitc.runtime.errors import PackageError
+
+MODULE = "splitc.runtime.collectives._operators"
+_POINTER, _INT, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+# The types of its functions, which are defined in native/operators.c.
+_FUNCTIONS = {
+    "splitc_meeting_bytes": (_SIZE, [_INT, _SIZE]),
+    "splitc_meeting_init": (None, [_POINTER, _INT, _SIZE]),
+    "splitc_meeting_abort": (None, [_POINTER]),
+    "splitc_end_of_meeting": (_POINTER, [_POINTER, _INT, ctypes.c_double]),
+    "splitc_end_of_nccl": (_POINTER, [_POINTER, _POINTER]),
+    "splitc_end_register": (None, [_POINTER]),
+    "splitc_begin": (None, [_POINTER]),
+    "splitc_fail": (None, [_POINTER]),
+    "splitc_all_reduce": (_INT, [_POINTER, _INT, _INT, _POINTER, _POINTER, _SIZE]),
+}
+
+
+def is_built() -> bool:
+    """Whether engines of ONNX Runtime can have collectives inside on this machine."""
+    return find_spec(MODULE) is not None
+
+
+def library_path() -> Path:
+    """The library's file. Raises PackageError if it was not built."""
+    spec = find_spec(MODULE)
+    if spec is None or spec.origin is None:
+        raise PackageError(
+            "these engines sum over ranks while they run, for which they need splitc's C library, and this machine has "
+            "none: install a C compiler (gcc or clang), then install splitc again. Or compile the model on this "
+            "machine: without the library, engines are cut at their sums."
+        )
+    return Path(spec.origin)
+
+
+@cache
+def load_library() -> ctypes.CDLL:
+    """The library, with its functions' types. Raises PackageError if it was not built."""
+    library = ctypes.CDLL(str(library_path()))
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
