@@ -12,7 +12,7 @@ from tests.helpers.blocks import Block, check_rows, check_split
 
 
 class RandomBlock(Block):
-    """A transformer of one to three layers whose every part is drawn by chance."""
+    """A random transformer of one to three layers."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(opset=20)
