@@ -1,4 +1,4 @@
-"""Load a package that `splitc compile` wrote, and run its engines as one model. Needs neither onnx nor onnx_ir."""
+"""Load a package of `splitc compile`, and run its engines as one model. Needs neither onnx nor onnx_ir."""
 
 from splitc.runtime.errors import (
     DoesNotFitError,

@@ -9,12 +9,12 @@ from typing import NoReturn
 from splitc.runtime.cli.commands import app
 from splitc.runtime.cli.terminal import run_app
 
-# Adds its commands to those of the runtime. By its name: the runtime imports nothing of the compiler, and does without.
+# The compiler adds its commands when it is imported. It is imported by name, since the runtime must work without it.
 COMPILER = "splitc.compiler"
 
 
 def main() -> NoReturn:
-    """Run the command line: the runtime's commands, and the compiler's where that is installed."""
+    """Run the command line: the runtime's commands, and the compiler's if it is installed."""
     if find_spec(COMPILER) is not None:
         import_module(f"{COMPILER}.cli")
     run_app(app)

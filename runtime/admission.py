@@ -1,4 +1,4 @@
-"""Requests on their way into a session's ranks, and how they end when it breaks or is closed."""
+"""Admit requests to a session's ranks, and end them if the session breaks or is closed."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from splitc.runtime.replay.recording import Recording
 from splitc.runtime.replay.recordings import Recordings
 from splitc.runtime.steps import overlap
 
-# Seconds between two looks whether a session is broken or closed.
-BROKEN = 0.1
-# Seconds that a session waits, when it is closed, for requests under way; then their engines are stopped.
+# Seconds between two checks whether a session is broken or closed.
+CHECK_EVERY = 0.1
+# Seconds that a closing session waits for requests in flight before it stops their engines.
 PATIENCE = 10.0
 
 
 class Admission:
     """Gives requests to the ranks, at most `in_flight` at a time, or replays them.
 
-    `recordings` are None where nothing is to be replayed.
+    `recordings` is None if nothing is replayed.
     """
 
     def __init__(self, workers: Workers, manifest: Manifest, in_flight: int, replay: bool) -> None:
@@ -37,10 +37,10 @@ class Admission:
         self._closed = False
         self._closing = threading.Lock()
         self._failure: BaseException | None = None
-        # Requests don't know their futures, which give them: outputs would go when the garbage collector comes by, and
-        # it counts objects, not bytes.
+        # Requests have no reference to their futures, which refer to them: in such a cycle outputs would only be freed
+        # by the garbage collector, which counts objects rather than bytes.
         self._under_way: dict[InFlightRequest, Future[InFlightRequest]] = {}
-        # All ranks must see requests in one order, whoever submits them: values of two requests have the same names.
+        # All ranks must get requests in the same order, since values of different requests have the same names.
         self._order = threading.Lock()
 
     def submit(
@@ -51,7 +51,10 @@ class Admission:
         room: bool,
         here: bool,
     ) -> Future[InFlightRequest]:
-        """Start a run; see `Session.submit_request`. Waits for a place. Raises SplitcError where the session ended."""
+        """Start a request; see `Session.submit_request`. Waits while `in_flight` requests are in flight.
+
+        Raises SplitcError if the session is broken or closed.
+        """
         self._places.acquire()
         request = InFlightRequest(arrays, len(self._workers), self._done, sequence, initial, room)
         future: Future[InFlightRequest] = Future()
@@ -74,17 +77,17 @@ class Admission:
         return future
 
     def _find_recording(self, request: InFlightRequest) -> tuple[Recordings, Recording] | None:
-        """The recording to replay the request with, if it is to be replayed.
+        """The recording to replay the request with, or None if it runs eagerly.
 
-        Where requests overlap, only those that find nothing else under way are. What is replayed and what is eager
-        never run together: both work on the same streams.
+        If the package's requests can overlap, a request is only replayed if no other one is in flight. Replayed and
+        eager requests never run at the same time, since they use the same streams.
         """
         if self.recordings is None:
             return None
         others = list(self._under_way)
         if request.initial:
             self.recordings.adopt(request)
-        # What replaces weights goes another way than what is recorded.
+        # Requests that override weights can't be replayed: they run through the host.
         key = None if not self._optional.isdisjoint(request.feeds) else self.recordings.takes(request)
         recording = None
         if key is not None and not (self._overlap and others):
@@ -98,9 +101,9 @@ class Admission:
         return self.recordings, recording
 
     def _wait_for(self, requests: Sequence[InFlightRequest]) -> None:
-        """Wait for requests to end. Raises SplitcError when the session breaks, or is closed."""
+        """Wait for requests to end. Raises SplitcError if the session breaks or is closed."""
         futures = [future for request in requests if (future := self._under_way.get(request)) is not None]
-        while wait(futures, BROKEN).not_done:
+        while wait(futures, CHECK_EVERY).not_done:
             self.check_usable()
 
     def _done(self, request: InFlightRequest) -> None:
@@ -112,7 +115,7 @@ class Admission:
             future.set_result(request)
 
     def check_usable(self) -> None:
-        """Raise SplitcError where the session is broken or closed."""
+        """Raise SplitcError if the session is broken or closed."""
         if self._closed or self._failure is not None:
             raise self._unusable()
 
@@ -122,7 +125,7 @@ class Admission:
         return SplitcError("the session is closed")
 
     def fail(self, error: BaseException) -> None:
-        """A rank has died: nobody may wait for it any more."""
+        """Break the session: a rank has died, so all waits for it end with an error."""
         self._failure = self._failure or error
         self._workers.abort(error)
         with self._order:
@@ -132,7 +135,7 @@ class Admission:
                 request.finish(number, {}, NEVER, self._unusable())
 
     def forget(self, sequence: int) -> None:
-        """Let the states of a sequence go."""
+        """Free the states of a sequence."""
         with self._order:
             if self.recordings is not None:
                 self.recordings.forget(sequence)
@@ -140,13 +143,13 @@ class Admission:
                 worker.requests.put(partial(worker.forget, sequence))
 
     def close(self) -> None:
-        """End the ranks, in bounded time. What has begun is completed, or stopped; what has not is cancelled."""
+        """End the ranks, in bounded time. Requests that have begun are completed or stopped; others are cancelled."""
         with self._closing:
             if self._closed:
                 return
-            self._closed = True  # before all else: who waits while he orders requests looks at it
+            self._closed = True  # first of all, since threads that hold `_order` and wait check it
         with self._order:
-            for request in list(self._under_way):  # they end meanwhile
+            for request in list(self._under_way):  # a copy, since requests end meanwhile
                 request.cancel()
             if self.recordings is not None:
                 self.recordings.end(PATIENCE)

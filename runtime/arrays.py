@@ -1,4 +1,4 @@
-"""Arrays: on disk, of number types that numpy lacks, of zeros that are still to be made."""
+"""Arrays: reading and writing them, number types that numpy lacks, zeros that are allocated later."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ OPERATIONS: dict[str, np.ufunc] = {"sum": np.add, "max": np.maximum}
 def load_arrays(path: Path) -> dict[str, Array]:
     """Arrays by name from an .npz file, a folder of NAME.npy files, or the first feed of polygraphy's JSON.
 
-    The array of a name with slashes lies in folders of the folder.
-    Raises FeedError when there is no such file or it is none of these.
+    Slashes in a name are subfolders. Raises FeedError if there is no such file or it is none of these.
     """
     try:
         if path.is_dir():
@@ -45,10 +44,10 @@ def load_arrays(path: Path) -> dict[str, Array]:
 
 
 def save_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
-    """Write arrays to an .npz file, or as polygraphy's JSON where the name ends in .json. All of it or nothing.
+    """Write arrays atomically to an .npz file, or as polygraphy's JSON if the path ends in .json.
 
-    Number types of ml_dtypes (bfloat16, float8) are written as raw bytes, which is what numpy would read.
-    Raises MisuseError when the file can't be written, or can't hold arrays of these names.
+    Number types of ml_dtypes (bfloat16, float8) are written as raw bytes, as numpy would read them anyway. Raises
+    MisuseError if the file can't be written, or can't hold arrays of these names.
     """
     if path.suffix == ".json":
         _check_names(arrays)
@@ -60,25 +59,25 @@ def save_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
 
 
 def _as_known(array: Array) -> Array:
-    """The array in a number type that numpy reads again: those of ml_dtypes as raw bytes."""
+    """The array in a number type that numpy can read: types of ml_dtypes become raw bytes."""
     return array if array.dtype.isbuiltin == 1 else array.view(np.dtype((np.void, array.dtype.itemsize)))
 
 
 def _write_npz(file: BinaryIO, arrays: Mapping[str, Array]) -> None:
-    """Write what np.savez would, which takes names as arguments: an output named `file` would be the file."""
+    """Write what np.savez would. That function takes names as arguments, so it fails for an output named `file`."""
     with zipfile.ZipFile(file, "w") as archive:
         for name, array in arrays.items():
-            # np.load leaves out the ending, unless that is the name of another array.
+            # np.load drops the ending .npy, unless there is another member with the shorter name.
             member = name if f"{name}.npy" in arrays else f"{name}.npy"
             with archive.open(member, "w", force_zip64=True) as entry:
                 np.lib.format.write_array(entry, _as_known(array), allow_pickle=False)
 
 
 def _check_names(names: Iterable[str]) -> None:
-    """Raise MisuseError for names that polygraphy, when it reads its JSON, takes for its own."""
+    """Raise MisuseError for names that polygraphy would read as its own keywords."""
     try:
         polygraphy_json.from_json(polygraphy_json.to_json([dict.fromkeys(names, np.zeros(2))]))
-    except Exception as error:  # of any kind: it takes the arrays for something else
+    except Exception as error:  # of any kind, since it misreads the arrays
         raise MisuseError(
             f"polygraphy's JSON can't hold arrays of these names, since some are its own: {', '.join(names)}; write "
             "an .npz file instead"
@@ -86,7 +85,7 @@ def _check_names(names: Iterable[str]) -> None:
 
 
 def number_type(name: str) -> np.dtype[Any]:
-    """The numpy type of that name; bfloat16 and the like are ml_dtypes'."""
+    """The numpy type of this name; bfloat16, float8 and others come from ml_dtypes."""
     try:
         known: np.dtype[Any] = np.dtype(name)
     except TypeError:
@@ -98,12 +97,12 @@ def number_type(name: str) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class Zeros:
-    """An array of zeros that nobody made yet. `dtype` is numpy's name."""
+    """An array of zeros that is not allocated yet. `dtype` is numpy's name."""
 
     shape: tuple[int, ...]
     dtype: str
 
 
 def accumulate_arrays(operation: str, total: Array, part: Array) -> None:
-    """Bring `part` into `total`, in place, by `sum` or `max`."""
+    """Reduce `part` into `total`, in place, by `sum` or `max`."""
     OPERATIONS[operation](total, part, out=total)

@@ -1,4 +1,4 @@
-"""A batch in pieces: rows that don't depend on each other go through the stages one after another."""
+"""Micro-batches: independent rows of a batch, which follow each other through the stages."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 
 def cut_batches(feeds: Mapping[str, npt.NDArray[Any]], axes: Mapping[str, int] | None, rows: int) -> list[Arrays]:
-    """The feeds in pieces of `rows` along the batch axis of each input that has one.
+    """Micro-batches of `rows` rows, cut along the batch axis of each input that has one (`axes`).
 
-    Raises MisuseError when the model is not known to have a batch axis, FeedError when inputs disagree on its length.
+    Raises MisuseError if the model has no known batch axis, FeedError if inputs disagree on its length.
     """
     if rows < 1:
-        raise MisuseError(f"micro_batch={rows}: a piece has one row or more")
+        raise MisuseError(f"micro_batch={rows}: a micro-batch has one row or more")
     if axes is None:
         raise MisuseError(
-            "micro_batch: this model is not known to treat the rows of a batch apart: the compiler found no axis that "
+            "micro_batch: the rows of a batch may depend on each other in this model: the compiler found no axis that "
             "goes through the whole model from its inputs to all outputs"
         )
     lengths = {name: array.shape[axes[name]] for name, array in feeds.items() if name in axes}
     if len(set(lengths.values())) > 1:
-        raise FeedError(f"micro_batch: the inputs have batches of other lengths: {lengths}")
+        raise FeedError(f"micro_batch: the inputs have batches of different lengths: {lengths}")
     whole = next(iter(lengths.values()))
     return [
         {
@@ -39,6 +39,6 @@ def cut_batches(feeds: Mapping[str, npt.NDArray[Any]], axes: Mapping[str, int] |
 
 
 def join_batches(pieces: Sequence[Mapping[str, npt.NDArray[Any]]], axes: Mapping[str, int] | None) -> Arrays:
-    """The outputs of all pieces, one after the other along the batch axis of each."""
+    """The outputs of all micro-batches, joined along the batch axis of each output."""
     assert axes is not None
     return {name: np.concatenate([piece[name] for piece in pieces], axes[name]) for name in pieces[0]}

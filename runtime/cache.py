@@ -1,4 +1,4 @@
-"""Small files that this machine keeps from run to run: what was measured on it."""
+"""The user's cache folder: small files with measurements of this machine."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from splitc.runtime.files import written_whole
 
 
 def cache_file(name: str) -> Path:
-    """Where the file of this name is kept."""
+    """The path of a file in the cache."""
     return user_cache_path("splitc", appauthor=False) / name
 
 
 def read_cache(name: str) -> bytes:
-    """What the file holds; nothing where it is not there."""
+    """The file's content; empty if there is no such file."""
     try:
         return cache_file(name).read_bytes()
     except OSError:
@@ -24,12 +24,12 @@ def read_cache(name: str) -> bytes:
 
 
 def write_cache(name: str, content: bytes) -> None:
-    """Write the file, whole or not at all: other processes may read and write it at the same time.
+    """Write the file atomically: other processes may read and write it at the same time.
 
-    Raises MisuseError when it can't be written.
+    Raises MisuseError if it can't be written.
     """
     path = cache_file(name)
-    with suppress(OSError):  # what is wrong with the folder is said when the file is written
+    with suppress(OSError):  # writing the file reports what is wrong with the folder
         path.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(path) as file:
         file.write(content)

@@ -1,4 +1,4 @@
-"""What kinds of devices are known to do in a second, and what each thing costs there, where nothing was measured."""
+"""Typical speeds and costs of kinds of devices, for what was not measured on this machine."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from msgspec import Struct
 
 
 class Link(Struct, frozen=True):
-    """Seconds that a value takes between two devices: `latency`, and `per_byte` for each of its bytes."""
+    """The seconds that a value takes between two devices: `latency`, plus `per_byte` for each byte."""
 
     latency: float
     per_byte: float
 
     def seconds(self, size: int) -> float:
-        """For so many bytes."""
+        """The time for `size` bytes."""
         return self.latency + size * self.per_byte
 
 
@@ -23,17 +23,17 @@ class Link(Struct, frozen=True):
 class DeviceProfile:
     """One kind of device. Times are in seconds, sizes in bytes.
 
-    `names` are parts of the names of devices that it is of, `compute_capabilities` those of GPUs.
+    A device is of this kind if its name contains one of `names`, or if it has one of the `compute_capabilities`.
 
-    - `flops` and `bytes` a second: of one core of a CPU, of a whole GPU.
-    - `copy` and `sum`: between two such devices, of one value.
-    - `engine_start`: to start an engine, beside what it computes; on GPUs as part of a CUDA graph.
-    - `kernel`: a kernel that has next to nothing to do.
-    - `cold_link`: what a copy takes beyond what the link was measured to take, when the devices have had other things
-      to do meanwhile.
-    - `engine_bytes`: what an ONNX Runtime session takes beside weights and activations.
-    - `kernel_copy_bytes`: up to this size a captured copy is faster as a kernel.
-    - `two_step_bytes`: from this size on an all-reduce over more than two is faster as reduce-scatter and all-gather.
+    - `flops` and `bytes`: operations and bytes per second, of one core of a CPU or of a whole GPU.
+    - `copy` and `sum`: of one value, between two such devices.
+    - `engine_start`: to start an engine, beyond its computation; on GPUs as part of a CUDA graph.
+    - `kernel`: the time of a kernel with almost no work.
+    - `cold_link`: the time of a copy beyond the measured one, if the devices had other work since the last copy.
+    - `engine_bytes`: the memory of an ONNX Runtime session beside weights and activations.
+    - `kernel_copy_bytes`: up to this size, a captured copy is faster as a kernel.
+    - `two_step_bytes`: from this size on, an all-reduce over more than two GPUs is faster as a reduce-scatter and an
+      all-gather.
     """
 
     kind: str
@@ -51,7 +51,7 @@ class DeviceProfile:
     two_step_bytes: int = 1 << 20
 
 
-# One core of a server's CPU. Ranks are threads of one process, which hand a value on as it is and wake each other.
+# One core of a server's CPU. Ranks are threads of one process: they pass values without a copy, and wake each other.
 CPU = DeviceProfile(
     kind="cpu",
     names=(),
@@ -62,10 +62,10 @@ CPU = DeviceProfile(
     sum=Link(6e-5, 2e-10),
     engine_start=4e-5,
 )
-# What half precision reaches on a data center's GPU of 2022. PCI Express 4 between them; all is replayed. Measured on
-# H200s, with ONNX Runtime 1.31: `kernel`, `cold_link`, `engine_bytes` (at the peak of a decoder in tensor mode: 20 MiB
-# when it is loaded) and `kernel_copy_bytes` (a kernel begins 2 to 4 microseconds after another GPU's, and a copy that
-# is none takes 10 more before and after it).
+# A data center's GPU of 2022, in half precision, with PCI Express 4 and replayed requests. Measured on H200s with ONNX
+# Runtime 1.31: `kernel`, `cold_link`, `engine_bytes` (at the peak of a decoder in tensor mode; 20 MiB after loading)
+# and `kernel_copy_bytes` (a kernel begins 2 to 4 microseconds after another GPU's; a copy that is no kernel takes 10
+# more before and after it).
 HOPPER = DeviceProfile(
     kind="cuda",
     names=("H100", "H200", "GH200"),
@@ -80,22 +80,22 @@ HOPPER = DeviceProfile(
     engine_bytes=42 << 20,
     kernel_copy_bytes=1 << 20,
 )
-# The first of a kind is taken for devices that are not known.
+# The first profile of a kind is used for unknown devices.
 PROFILES = (CPU, HOPPER)
-# Between a CPU device and a GPU.
+# Links between a CPU device and a GPU.
 MIXED_COPY, MIXED_SUM = Link(5e-5, 1e-10), Link(1e-4, 4e-10)
 
 
 @dataclass(frozen=True)
 class HostCosts:
-    """What requests cost on the host, and how CPU devices share it. Times are in seconds.
+    """The costs of requests on the host, and how CPU devices share it. Times are in seconds.
 
-    - `array`: to feed an engine an array or give one. `part`: to cut or join one of which ranks have parts.
-    - `thread_gain`, `bandwidth_gain`: how much of another thread's work, or another core's bandwidth, is gained by
-      using it for one operator: threads wait for each other, and the cores of a CPU share its memory.
-    - `single_thread`: what takes less than this is not spread over threads.
-    - `crowded`: the share of their speed that CPU devices keep which wait for memory at the same time.
-    - `jitter`: where ranks meet again and again the slower one is waited for, for so much of the time between.
+    - `array`: to feed an array to an engine, or to take an output. `part`: to cut or join a sharded array.
+    - `thread_gain`, `bandwidth_gain`: what another thread, or another core's bandwidth, adds to an operator, as a share
+      of the first one: threads wait for each other, and cores share the memory.
+    - `single_thread`: operators that take less than this are not spread over threads.
+    - `crowded`: the share of their speed that CPU devices keep if they wait for memory at the same time.
+    - `jitter`: the time that ranks wait for the slowest one at a collective, as a share of the time between two.
     """
 
     array: float = 5e-6
@@ -111,7 +111,7 @@ HOST = HostCosts()
 
 
 def find_profile(kind: str, name: str = "", compute_capability: str | None = None) -> DeviceProfile:
-    """The profile of a device of the kind `cpu` or `cuda`: by its name, by its compute capability, else any."""
+    """The profile of a device of kind `cpu` or `cuda`: by its name, its compute capability, or else the first one."""
     alike = [profile for profile in PROFILES if profile.kind == kind]
     named = [profile for profile in alike if any(each in name for each in profile.names)]
     capable = [profile for profile in alike if compute_capability in profile.compute_capabilities]

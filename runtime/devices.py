@@ -1,6 +1,6 @@
 """Device names, the devices of this machine, and their memory.
 
-`cpu0`, `cpu1`, ... are as many as a user asks for: each is one rank with its share of the cores and of the memory.
+There are as many of `cpu0`, `cpu1`, ... as a user asks for: each is one rank with a share of the cores and the memory.
 `cuda0`, ... are NVIDIA GPUs in CUDA's order, which CUDA_VISIBLE_DEVICES changes.
 """
 
@@ -36,9 +36,9 @@ class Device:
 
 @dataclass(frozen=True)
 class DeviceStatus:
-    """What a device offers now. Memory in bytes; the CPU devices share theirs and their cores.
+    """A device's current state. Memory is in bytes; CPU devices share their memory and cores.
 
-    `peers` has for each other GPU how this one reaches it: `peer` directly, or `host` through the host's memory.
+    `peers` says how this GPU copies to each other one: `peer` (directly) or `host` (through the host's memory).
     """
 
     name: str
@@ -52,7 +52,7 @@ class DeviceStatus:
 def parse_devices(texts: Sequence[str]) -> list[Device]:
     """The devices named by `-d` values, in order: `cpu0`, `CPU:0`, `cpu0&cpu1`, `3xcpu`. One may be named twice.
 
-    Raises MisuseError for a name that is none, saying which there are.
+    Raises MisuseError for an unknown name. The message says which ones there are.
     """
     devices: list[Device] = []
     for text in texts:
@@ -78,7 +78,7 @@ def _parse_one(name: str) -> list[Device]:
 
 
 def list_devices() -> list[DeviceStatus]:
-    """The devices of this machine. All CPU devices are one line, since they share one memory."""
+    """The devices of this machine. All CPU devices are one entry, since they share one memory."""
     memory = psutil.virtual_memory()
     found = [DeviceStatus("cpu0, cpu1, ...", f"{cores()} cores", memory.total, memory.available)]
     for gpu in list_gpus():
@@ -90,25 +90,25 @@ def list_devices() -> list[DeviceStatus]:
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """The number of cores that this process may use."""
     process = psutil.Process()
     # Not every platform can pin a process (macOS has no affinity).
     return len(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else psutil.cpu_count() or 1
 
 
 def cache_bytes() -> int:
-    """The size of the processor's last cache; 0 where the system does not say."""
+    """The size of the processor's last-level cache in bytes; 0 if the system does not say."""
     sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
-    return max((parse_bytes(f"{size}iB") for size in sizes), default=0)  # they read 32768K
+    return max((parse_bytes(f"{size}iB") for size in sizes), default=0)  # files have text such as 32768K
 
 
 def threads_for(devices: Sequence[Device], threads: int | None) -> int:
-    """Threads of one CPU device: what was asked, else an equal share of the cores, at least one."""
+    """Threads of one CPU device: as asked for, or else an equal share of the cores, at least one."""
     return threads or max(1, cores() // max(1, sum(device.kind == "cpu" for device in devices)))
 
 
 def free_bytes(devices: Sequence[Device]) -> list[int | None]:
-    """Free memory of each rank's device, where ranks on one memory get equal parts of it; None for an absent GPU."""
+    """Free bytes for each rank. Ranks that share a memory get equal shares of it. None for a GPU that is absent."""
     places = [memory_of(device) for device in devices]
     memory: dict[str, int | None] = {"cpu": psutil.virtual_memory().available}
     if any(place != "cpu" for place in places):

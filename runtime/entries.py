@@ -1,4 +1,4 @@
-"""What tables name as `module:attribute`, so that a machine needs only the libraries of what it uses."""
+"""Entries of tables as `module:attribute`, which are imported on use: a machine only needs the libraries it uses."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from typing import Any
 
 
 def load_entry(entry: str) -> Any:
-    """Import what an entry names. Raises what the import of its module raises."""
+    """Import what an entry names. Raises the errors of the module's import."""
     module, _, attribute = entry.partition(":")
     return getattr(import_module(module), attribute)

@@ -1,16 +1,16 @@
-"""What a user can get wrong, each kind with the exit code that the command line ends with."""
+"""Errors for users, each kind with the command line's exit code."""
 
 from __future__ import annotations
 
 
 class SplitcError(Exception):
-    """A failure that one message explains; the command line prints it without a traceback and exits with 1."""
+    """A failure that its message explains. The command line prints it without a traceback, and exits with 1."""
 
     exit_code = 1
 
 
 class MisuseError(SplitcError):
-    """The request itself is wrong: an unknown device, a shape for an input that is not there."""
+    """The request itself is wrong: an unknown device, a shape for an unknown input."""
 
     exit_code = 2
 
@@ -22,7 +22,7 @@ class DoesNotFitError(SplitcError):
 
 
 class OutputsDifferError(SplitcError):
-    """A package computed something else than the unsplit model."""
+    """A package's outputs differ from the unsplit model's."""
 
     exit_code = 4
 
@@ -32,8 +32,8 @@ class PackageError(SplitcError):
 
 
 class EngineError(SplitcError):
-    """An engine failed on a request: its sizes do not fit together, or it ran out of memory."""
+    """An engine failed on a request: sizes do not fit together, or it ran out of memory."""
 
 
 class FeedError(MisuseError):
-    """Inputs that a model does not take: a name missing or unknown, another number type, another shape."""
+    """Feeds that do not fit the model: a missing or unknown name, a wrong number type, a wrong shape."""

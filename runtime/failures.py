@@ -1,4 +1,4 @@
-"""Failures that travel in the place of values, so that nobody waits for what will not come."""
+"""Failures that are sent in place of values, so that no rank waits for ever."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Failure:
-    """Stands for a value that was not computed, so that ranks further on are released rather than left to wait."""
+    """Stands for a value that could not be computed. It is sent to ranks that wait for the value."""
 
     error: BaseException
 
 
 def attempt(work: Callable[[], Any]) -> Any:
-    """What the work returns; a Failure where it raises, for other ranks that wait for what comes of it."""
+    """The result of the work, or a Failure if it raises an error."""
     try:
         return work()
-    except Exception as error:  # whatever it is, it belongs to the request
+    except Exception as error:  # any error belongs to the request
         _clear_frames(error)
         return Failure(error)
 
 
 def _clear_frames(error: BaseException | None) -> None:
-    """Free what the frames hold that the error came through: a device's memory, and its engines, belong to its thread,
-    and the error goes wherever the caller takes it.
+    """Free the local variables of the error's frames.
+
+    They refer to a device's memory and engines, which the device's thread must free, while the error may be kept
+    anywhere.
     """
     while error is not None:
         traceback.clear_frames(error.__traceback__)

@@ -1,4 +1,4 @@
-"""What a caller feeds a model, as arrays that are what its inputs say."""
+"""Check feeds against a model's inputs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from splitc.runtime.units import format_shape
 def check_feeds(
     feeds: Mapping[str, npt.ArrayLike], inputs: Sequence[Tensor], optional: Sequence[Tensor] = (), copy: bool = False
 ) -> dict[str, Array]:
-    """The feeds as arrays, or as a `copy` of them, which the caller can't change any more.
+    """The feeds as arrays; with `copy` as new ones, which the caller can't change.
 
-    Those for `optional` inputs may be there. Raises FeedError when a name, a number type or a shape is not what the
-    inputs say.
+    Feeds for `optional` inputs may be missing. Raises FeedError if a name, a number type or a shape does not fit the
+    inputs.
     """
     known = {tensor.name: tensor for tensor in (*optional, *inputs)}
     if missing := [tensor.name for tensor in inputs if tensor.name not in feeds]:
@@ -36,7 +36,7 @@ def check_feeds(
 
 
 def _read(feed: npt.ArrayLike, tensor: Tensor) -> Array:
-    """The feed as an array. numpy's files have types that it does not know, as bfloat16, as raw bytes."""
+    """The feed as an array. Raw bytes, as numpy's files have for types that numpy lacks, get the input's type."""
     array = np.asarray(feed)
     if array.dtype.type is np.void and array.dtype.itemsize == number_type(tensor.dtype).itemsize:
         return array.view(number_type(tensor.dtype))
@@ -44,7 +44,7 @@ def _read(feed: npt.ArrayLike, tensor: Tensor) -> Array:
 
 
 def _check_array(array: Array, tensor: Tensor) -> None:
-    """Raise FeedError unless the array is what the input says."""
+    """Raise FeedError unless the array fits the input."""
     if str(array.dtype) != tensor.dtype:
         raise FeedError(f"input '{tensor.name}' is {array.dtype}, and the model takes {tensor.dtype}")
     want = array.shape if tensor.shape is None else tensor.shape

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Files that are written atomically."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from splitc.runtime.errors import MisuseError
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """A new file, which takes the place of `path` if the block ends well and is removed if it does not.
+    """A new file, which replaces `path` if the block succeeds, and is removed if it fails.
 
-    What is there and is no regular file itself (a pipe, a terminal, a link such as /dev/stdout) is written to as it is.
-    Raises MisuseError, naming the path and the reason, when it can't be written.
+    If `path` is not a regular file (a pipe, a terminal, a link such as /dev/stdout), it is written to directly. Raises
+    MisuseError, which names the path and the reason, if it can't be written.
     """
     folder = path.absolute().parent
     if not folder.is_dir():
@@ -27,7 +27,7 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
             with path.open("wb") as file:
                 yield file
             return
-        # Several may write the same file at once, threads of one process too: each has a name of its own.
+        # A random name, since several threads or processes may write the same file at once.
         aside = path.with_name(f".splitc-{secrets.token_hex(8)}")
         try:
             with aside.open("xb") as file:
@@ -41,7 +41,7 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
 
 
 def _is_replaced(path: Path) -> bool:
-    """Whether a new file may take the place of what is there."""
+    """Whether a new file may replace `path`: if it is a regular file or does not exist."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except FileNotFoundError:

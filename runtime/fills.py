@@ -1,4 +1,4 @@
-"""Arrays made up for a package's inputs: as the compiler found sensible, or as a user says (`--fill`)."""
+"""Make up arrays for a package's inputs: by their roles, or as a user says (`--fill`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ FILLS: Mapping[str, Fill] = {
 
 
 def parse_fills(texts: Sequence[str]) -> dict[str, Fill]:
-    """Fills from `NAME=ones`, `zeros`, `normal`, `arange` or `randint:LOW:HIGH`. Raises MisuseError."""
+    """Fills from `NAME=ones`, `zeros`, `normal`, `arange` or `randint:LOW:HIGH`.
+
+    Raises MisuseError for any other text.
+    """
     fills = {}
     for text in texts:
         name, _, how = text.rpartition("=")
@@ -45,9 +48,9 @@ def check_fills(fills: Iterable[str], names: Sequence[str]) -> None:
 def make_inputs(
     inputs: Sequence[Tensor], seed: int = 0, fills: Mapping[str, Fill] = MappingProxyType({})
 ) -> dict[str, Array]:
-    """Seeded arrays in the shapes that the package was planned for, filled as it says, or as `fills` do.
+    """Random arrays from a seed, in the shapes that the package was planned for. `fills` override the package's fills.
 
-    Raises MisuseError for a fill of an input that is not there.
+    Raises MisuseError for a fill of an unknown input.
     """
     check_fills(fills, [tensor.name for tensor in inputs])
     generator = np.random.default_rng(seed)
@@ -60,7 +63,7 @@ def make_inputs(
 
 
 def fill_array(fill: Fill, dtype: str, shape: Sequence[int], generator: np.random.Generator) -> Array:
-    """An array of this type and shape, filled as `fill` says."""
+    """An array of this type and shape, made by the fill."""
     shape = tuple(shape)
     if fill.kind == "randint":
         array: Array = np.asarray(generator.integers(fill.low, fill.high, shape))

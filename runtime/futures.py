@@ -1,4 +1,4 @@
-"""Results that are still to come."""
+"""Helpers for futures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def in_order(futures: Iterable[Future[T]], most: int) -> Iterator[T]:
-    """Yield the futures' results in order. At most `most` are taken from `futures` before a result is asked for."""
+    """Yield the futures' results in order. At most `most` futures are pending at a time."""
     pending: deque[Future[T]] = deque()
     try:
         for each in futures:
@@ -22,19 +22,19 @@ def in_order(futures: Iterable[Future[T]], most: int) -> Iterator[T]:
         while pending:
             yield pending.popleft().result()
     finally:
-        # A caller that stops reading leaves at most these, and they are waited for here, not by whoever comes next.
+        # If the caller stops early, wait for the pending ones here, so that no later request has to.
         wait(pending)
 
 
 def then(future: Future[S], function: Callable[[S], T]) -> Future[T]:
-    """A future of what the function makes of another future's result."""
+    """A future of the function's result on another future's result."""
     result: Future[T] = Future()
-    result.set_running_or_notify_cancel()  # it can't be cancelled: the ranks may be at it
+    result.set_running_or_notify_cancel()  # it can't be cancelled, since ranks may be running it
 
     def done(finished: Future[S]) -> None:
         try:
             result.set_result(function(finished.result()))
-        except BaseException as error:  # the one who waits for the result gets it
+        except BaseException as error:  # whoever waits for the result gets it
             result.set_exception(error)
 
     future.add_done_callback(done)

@@ -1,4 +1,4 @@
-"""The NVIDIA GPUs of this machine, as CuPy sees them; none where CuPy or the driver is missing."""
+"""The NVIDIA GPUs of this machine, as CuPy sees them; none if CuPy or the driver is missing."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from types import ModuleType
 
 from splitc.runtime.errors import PackageError
 
-# What a missing CuPy is answered with.
+# The message if CuPy is missing.
 INSTALL = "GPUs need CuPy: pip install cupy-cuda12x, or cupy-cuda13x for a driver of CUDA 13"
 
 
 @dataclass(frozen=True)
 class GpuInfo:
-    """Facts of one GPU: its index in CUDA's order, memory in bytes, and whether it can copy from each other one."""
+    """One GPU: its index in CUDA's order, its memory in bytes, and whether it has peer access to each other one."""
 
     index: int
     name: str
@@ -25,7 +25,7 @@ class GpuInfo:
 
 
 def find_cupy() -> ModuleType | None:
-    """CuPy, or None where it is not installed."""
+    """CuPy, or None if it is not installed."""
     try:
         import cupy
     except ImportError:
@@ -34,7 +34,7 @@ def find_cupy() -> ModuleType | None:
 
 
 def need_cupy() -> ModuleType:
-    """CuPy. Raises PackageError, with the package that brings it, where it is missing."""
+    """CuPy. Raises PackageError, which names the package to install, if it is missing."""
     cupy = find_cupy()
     if cupy is None:
         raise PackageError(INSTALL)
@@ -42,7 +42,7 @@ def need_cupy() -> ModuleType:
 
 
 def list_gpus() -> list[GpuInfo]:
-    """The GPUs of this machine with their memory as it is now."""
+    """The GPUs of this machine, with their current free memory."""
     cupy = find_cupy()
     if cupy is None:
         return []

@@ -1,4 +1,4 @@
-"""What is known of a machine: how fast its devices are, and how fast values get from one to another."""
+"""Measurements of a machine: the speeds of its devices and of the links between them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from splitc.runtime.cache import read_cache, write_cache
 from splitc.runtime.device_profiles import MIXED_COPY, MIXED_SUM, Link, find_profile
 from splitc.runtime.devices import Device
 
-# Where what was measured is kept.
+# The cache's file of measurements.
 FILE = "machine.json"
 
 
 class MeasuredLink(Struct, frozen=True):
-    """One size as it was measured, in seconds: to copy a value from one device to the other, and to sum over both."""
+    """Measured seconds for one size: to copy a value from one device to the other, and to sum over both."""
 
     bytes: int
     copy: float
@@ -22,9 +22,9 @@ class MeasuredLink(Struct, frozen=True):
 
 
 class MeasuredSpeed(Struct, frozen=True):
-    """What a device was measured to do in a second: floating point operations, and bytes that it reads or writes.
+    """A device's measured floating point operations per second, and bytes read or written per second.
 
-    All cores of a CPU together compute in float32, a GPU in float16. None where it could not be measured.
+    For a CPU these are of all cores together in float32, for a GPU in float16. None if they can't be measured.
     """
 
     flops: float | None = None
@@ -32,9 +32,9 @@ class MeasuredSpeed(Struct, frozen=True):
 
 
 class Machine(Struct, frozen=True):
-    """What was measured of pairs of devices, named `cpu-cpu` or `cuda0-cuda1`, and of devices, named `cpu` or `cuda0`.
+    """Measurements of pairs of devices, named `cpu-cpu` or `cuda0-cuda1`, and of devices, named `cpu` or `cuda0`.
 
-    `copies` and `sums` are lines through what is `measured`.
+    `copies` and `sums` are lines fitted to `measured`.
     """
 
     copies: dict[str, Link] = {}
@@ -43,30 +43,30 @@ class Machine(Struct, frozen=True):
     speeds: dict[str, MeasuredSpeed] = {}
 
     def copy(self, one: Device, other: Device) -> Link:
-        """The link from one device to another; that of the devices' profiles where it was not measured."""
+        """The time of a copy between two devices: measured, or else from the devices' profiles."""
         return self.copies.get(pair_name(one, other)) or typical_copy(one, other)
 
     def sum(self, one: Device, other: Device) -> Link:
-        """The sum over two devices; that of the devices' profiles where it was not measured."""
+        """The time of a sum over two devices: measured, or else from the devices' profiles."""
         return self.sums.get(pair_name(one, other)) or typical_sum(one, other)
 
     def speed(self, device: Device) -> MeasuredSpeed:
-        """What was measured of a device; nothing where it was not."""
+        """The measured speed of a device; an empty one if it was not measured."""
         return self.speeds.get(link_end(device), MeasuredSpeed())
 
 
 def typical_copy(one: Device, other: Device) -> Link:
-    """The link from one device to another as it is on most machines."""
+    """The typical time of a copy between two devices, from their profiles."""
     return find_profile(one.kind).copy if one.kind == other.kind else MIXED_COPY
 
 
 def typical_sum(one: Device, other: Device) -> Link:
-    """The sum over two devices as it is on most machines."""
+    """The typical time of a sum over two devices, from their profiles."""
     return find_profile(one.kind).sum if one.kind == other.kind else MIXED_SUM
 
 
 def link_end(device: Device) -> str:
-    """The name of a device as the end of a link: all CPU devices are alike."""
+    """The name of a device as the end of a link: `cpu` for all CPU devices."""
     return "cpu" if device.kind == "cpu" else str(device)
 
 
@@ -76,7 +76,7 @@ def pair_name(one: Device, other: Device) -> str:
 
 
 def known_machine() -> Machine:
-    """What `splitc devices --measure` found on this machine; nothing where it never ran."""
+    """The results of `splitc devices --measure` on this machine; empty if it never ran."""
     try:
         return msgspec.json.decode(read_cache(FILE), type=Machine)
     except msgspec.DecodeError:
@@ -84,5 +84,5 @@ def known_machine() -> Machine:
 
 
 def keep_machine(machine: Machine) -> None:
-    """Keep what was measured for later runs. Raises MisuseError where it can't be written."""
+    """Store measurements for later runs. Raises MisuseError if they can't be written."""
     write_cache(FILE, msgspec.json.format(msgspec.json.encode(machine), indent=2) + b"\n")

@@ -16,8 +16,10 @@ FILE_NAME = "manifest.json"
 
 
 class Fill(Struct, frozen=True):
-    """How to make up an array for an input: normally distributed numbers, ones, zeros, or whole numbers by chance from
-    `low` to before `high`; or numbers that count up along the last axis, and begin again at `high` where it is not 0.
+    """How to make up an array for an input.
+
+    `normal`: normally distributed numbers. `randint`: random integers from `low` to before `high`. `arange`: numbers
+    that count up along the last axis, modulo `high` unless that is 0.
     """
 
     kind: Literal["normal", "ones", "zeros", "arange", "randint"]
@@ -26,23 +28,25 @@ class Fill(Struct, frozen=True):
 
 
 class Role(Struct, frozen=True):
-    """What an input is: `indices` of a table of so many `rows`, `positions` (in a table, where it has rows), a `mask`
-    that attention's mask is made from, or a `bias` that is added to its scores as it is.
+    """The meaning of an input.
+
+    `kind` is `indices` (of a table of `rows` rows), `positions` (of a table, if `rows` is not 0), `mask` (an attention
+    mask is made from it) or `bias` (it is added to attention scores as it is).
     """
 
     kind: str
     rows: int = 0
 
 
-# What a file says of a shape: a dimension is a number, a symbol, or unknown; None is any shape, of any rank.
+# A shape in the model's file: a dimension is a number, a symbol, or None if unknown. None as a whole is any shape.
 Shape = list[int | str | None] | None
 
 
 class Tensor(Struct, frozen=True):
     """An input or output of the model. `dtype` is numpy's name.
 
-    `sample_shape` has a number for every dimension: the sizes that were planned for. The engines take sizes from
-    `min_shape` to `max_shape`; None is no limit beside `shape`.
+    `sample_shape` are the planned sizes: a number for every dimension. Engines take sizes from `min_shape` to
+    `max_shape`; None is no limit beyond `shape`.
     """
 
     name: str
@@ -56,7 +60,7 @@ class Tensor(Struct, frozen=True):
 
 
 class FixedInput(Struct, frozen=True):
-    """An input that the model has and the package does not: it is that `value` here, or nothing reads it (None)."""
+    """An input of the model that the package does not have: bound to `value`, or (None) not read by anything."""
 
     name: str
     dtype: str
@@ -65,10 +69,10 @@ class FixedInput(Struct, frozen=True):
 
 
 class State(Struct, frozen=True):
-    """A model input that is meant to be fed with an output of the step before (a past and its present).
+    """An input that is fed with an output of the run before (a past and its present).
 
-    A sequence begins with zeros, of length 0 along the axis `grows` where a step makes the state longer. With
-    `in_place` the engine can write the output over the input, which then has room for what is to come.
+    A sequence begins with zeros. A state that grows has length 0 along the axis `grows` then. With `in_place` the
+    engine can write the output over the input, which may have room for later tokens.
     """
 
     input: str
@@ -78,9 +82,9 @@ class State(Struct, frozen=True):
 
 
 class AxisPart(Struct, frozen=True):
-    """A part of an axis, which is seen as a product of `sizes`, major first (-1: whatever is left).
+    """A shard of an axis. The axis is a product of factors of these `sizes`, major first (-1: whatever is left).
 
-    `ranges` has for each of these the first and the one after the last that belong to the part; None means all.
+    `ranges` are the shard's indices of each factor, from the first to before the last; None is all.
     """
 
     axis: int
@@ -89,16 +93,16 @@ class AxisPart(Struct, frozen=True):
 
 
 class Part(Struct, frozen=True):
-    """The part of an input or output of the model that a rank takes or gives, where that is not all of it."""
+    """The shard of an input or output of the model that a rank takes or gives."""
 
     name: str
     axes: list[AxisPart]
 
 
 class Override(Struct, frozen=True):
-    """An optional input as a rank's engines take it: in the place of their weight `value`.
+    """An optional input as a rank's engines take it: it replaces their weight `value`.
 
-    `places` has, for each axis along which the rank has a part only, stretches from a first element to before a last.
+    `places` are the rank's elements along each axis that is sharded, as runs from the first to before the last.
     """
 
     input: str
@@ -107,9 +111,9 @@ class Override(Struct, frozen=True):
 
 
 class Sizes(Struct, frozen=True):
-    """What an engine's input may be: its smallest, its typical and its largest shape.
+    """The smallest, the typical and the largest shape of an engine's input.
 
-    `values` are those of a list of sizes that the model computes (a target shape), likewise; None for any other input.
+    If the input is a shape vector, `values` are its smallest, typical and largest value; None otherwise.
     """
 
     shapes: tuple[list[int], list[int], list[int]]
@@ -117,11 +121,11 @@ class Sizes(Struct, frozen=True):
 
 
 class EngineFile(Struct, frozen=True):
-    """An engine of a rank: its file, relative to the package, and the names that it takes and gives.
+    """An engine of a rank: its file, relative to the package, and the names of its inputs and outputs.
 
-    `source` is the ONNX file that it is built from, where the package holds that, and `sizes` the inputs' that it is
-    built for. `group` are the ranks with which it exchanges values while it runs, itself included.
-    `sizes_only` are the inputs of which it reads nothing but the sizes.
+    `source` is the ONNX file that it is built from, if the package holds it. `sizes` are the input sizes that it is
+    built for. `group` are the ranks of collectives inside the engine, its own included. `sizes_only` are the inputs
+    whose sizes it reads, but not their data.
     """
 
     path: str
@@ -134,11 +138,11 @@ class EngineFile(Struct, frozen=True):
 
 
 class Rank(Struct, frozen=True):
-    """One worker on one device: what it loads, what it runs, and what that was predicted to hold, in bytes.
+    """One rank: its device, what it loads and runs, and the memory that it is predicted to hold, in bytes.
 
-    `parts` are those inputs and outputs of which it takes or gives only a part, `overrides` the optional inputs among
-    its weights. `keeps` are outputs that it makes for its states and another rank hands to the caller.
-    `total_bytes` is the most at any time, loading included, which may be more than the sum of the others.
+    `parts` are the shards of inputs and outputs that it takes or gives. `overrides` are the optional inputs among its
+    weights. `keeps` are outputs that it keeps for its states, while another rank gives them to the caller.
+    `total_bytes` is the peak, loading included, which may be more than the sum of the others.
     """
 
     device: str
@@ -157,23 +161,23 @@ class Rank(Struct, frozen=True):
 
 
 class Cut(Struct, frozen=True):
-    """What crosses from all earlier stages into those after the cut, in bytes a run for the planned shapes."""
+    """The values that cross a cut, and their bytes per run for the planned shapes."""
 
     values: list[str]
     bytes: int
 
 
 class Source(Struct, frozen=True):
-    """The model that the package was made from. `sha256` is that of its ONNX file, without external data."""
+    """The model that the package was made from. `sha256` is the hash of its ONNX file, without external data."""
 
     name: str
     sha256: str
 
 
 class BuildOptions(Struct, frozen=True):
-    """How TensorRT builds engines; None leaves a choice to it. `workspace` is in bytes.
+    """How TensorRT builds engines; None is TensorRT's default. `workspace` is in bytes.
 
-    `tactic_sources` are names of trt.TacticSource. With `strip_weights` an engine takes its weights from its source.
+    `tactic_sources` are names of trt.TacticSource. With `strip_weights` an engine reads its weights from its source.
     """
 
     optimization_level: int | None = None
@@ -186,7 +190,7 @@ class BuildOptions(Struct, frozen=True):
 
 
 class Built(Struct, frozen=True):
-    """What built the engines: TensorRT's version, and the GPU's name and compute capability, if there was one."""
+    """What built the engines: TensorRT's version, and the name and compute capability of the GPU, if one was used."""
 
     version: str
     gpu: str | None = None
@@ -194,14 +198,14 @@ class Built(Struct, frozen=True):
 
 
 class Build(Struct, frozen=True):
-    """How a package's engines are built, and what built them; None while they are not."""
+    """How a package's engines are built, and what built them (None: not built yet)."""
 
     options: BuildOptions
     built: Built | None = None
 
 
 class UnsplitWeight(Struct, frozen=True):
-    """A weight that a split mode had to leave whole on each rank."""
+    """A weight that the split mode could not split, or not entirely: its unsplit bytes and the reason."""
 
     name: str
     bytes: int
@@ -209,9 +213,9 @@ class UnsplitWeight(Struct, frozen=True):
 
 
 class File(Struct, frozen=True):
-    """A file of the package, its size and hash, to be verified before it is loaded.
+    """A file of the package, with its size and hash, which are verified before it is loaded.
 
-    A hard link to the model's own data has no hash: to read it would take as long as to copy it.
+    A hard link to the model's own data has no hash, since reading the data would take as long as copying it.
     """
 
     path: str
@@ -220,11 +224,11 @@ class File(Struct, frozen=True):
 
 
 class Manifest(Struct, frozen=True):
-    """All that the runtime knows of a package. Threads are those of each CPU device; None divides the cores.
+    """All that the runtime knows about a package. `threads` are those of each CPU device; None divides the cores.
 
-    `build` is for engines that are not the ONNX files themselves. `fixed` are inputs of the model that are none here.
-    `optional` are inputs beside `inputs` that need not be fed: the engines have the model's values for them.
-    `batch` has the axis of each input and output along which rows don't depend on each other, if there is one.
+    `build` is set for engines that are built from ONNX files. `fixed` are inputs of the model that the package does not
+    have. `optional` are further inputs that need not be fed, since the engines have default values. `batch` is the
+    number of the batch axis of each input and output that has one; None if there is no batch axis.
     """
 
     schema: int
@@ -259,7 +263,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def read_manifest(package: Path) -> Manifest:
-    """Read a package's manifest. Raises PackageError when there is none, or one that this version can't read."""
+    """Read a package's manifest. Raises PackageError if there is none, or one that this version can't read."""
     path = package / FILE_NAME
     try:
         text = path.read_bytes()
@@ -269,7 +273,7 @@ def read_manifest(package: Path) -> Manifest:
     except OSError as error:
         raise PackageError(f"can't read {path}: {error.strerror}") from error
     try:
-        # The version first: a newer schema must be named as such, not as a field that is missing.
+        # Check the version first, so that the error for a newer schema is not about a missing field.
         schema = msgspec.json.decode(text, type=_Version).schema
         if schema != SCHEMA:
             raise PackageError(

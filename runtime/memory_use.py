@@ -6,9 +6,9 @@ from msgspec import Struct
 
 
 class RankMemory(Struct, frozen=True):
-    """Resident bytes of a rank's process above what it had before: with its engines loaded, and at its peak.
+    """Bytes that a rank uses beyond what it had before loading: with loaded engines, and at the peak.
 
-    The peak counts loading, and one run on the given feeds with their shapes.
+    The peak includes loading and running.
     """
 
     device: str

@@ -1,8 +1,8 @@
-"""The number types that values on their way between caller, engines and devices may have, and what ONNX calls them."""
+"""The number types of values between caller, engines and devices, and ONNX's names for them."""
 
 from __future__ import annotations
 
-# ONNX's codes (TensorProto.DataType) of those that numpy lacks and ml_dtypes has, by ml_dtypes' names.
+# ONNX's codes (TensorProto.DataType) of types that ml_dtypes has and numpy lacks, by ml_dtypes' names.
 CODES = {
     "bfloat16": 16,
     "float8_e4m3fn": 17,
@@ -13,15 +13,15 @@ CODES = {
 }
 # The names of these by ONNX's codes.
 NAMES = {code: name for name, code in CODES.items()}
-# All that ONNX Runtime's Python interface can be given and asked for, by numpy's and ml_dtypes' names. It makes no
-# OrtValue of strings and none of numbers of which a byte holds several, and has no complex numbers.
+# All types that ONNX Runtime's Python interface supports, by numpy's and ml_dtypes' names. It has no OrtValues of
+# strings, of complex numbers, or of numbers smaller than a byte.
 KNOWN = (
     "bool",
     *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
     *("float16", "float32", "float64"),
     *CODES,
 )
-# ONNX Runtime's own names, where these are neither numpy's nor ml_dtypes'.
+# ONNX Runtime's own names of types, if they differ from numpy's and ml_dtypes'.
 _OTHERS = {
     "float": "float32",
     "double": "float64",
@@ -31,6 +31,6 @@ _OTHERS = {
 
 
 def read_type(text: str) -> str:
-    """`tensor(float16)`, as ONNX Runtime writes it, by the name that numpy or ml_dtypes has for it."""
+    """The name in numpy or ml_dtypes of a type that ONNX Runtime writes as `tensor(float16)`."""
     name = text[text.index("(") + 1 : -1]
     return _OTHERS.get(name, name)

@@ -1,4 +1,4 @@
-"""The outputs of a request, of those that its ranks gave."""
+"""Join the ranks' outputs of a request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from splitc.runtime.ranks.request import InFlightRequest
 
 
 class OutputJoiner:
-    """Joins the ranks' outputs: whole ones, those of which ranks have parts, and inputs that are handed back."""
+    """Joins the ranks' outputs: whole ones, sharded ones, and outputs that are inputs."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._outputs = manifest.outputs
@@ -17,7 +17,7 @@ class OutputJoiner:
         self._parts = [{part.name: part for part in rank.parts} for rank in manifest.ranks]
 
     def join(self, request: InFlightRequest) -> dict[str, Array]:
-        """The outputs by name, in the model's order; without those that stay on the ranks."""
+        """The outputs by name, in the model's order, without those that stay on the ranks."""
         joined: dict[str, Array] = {}
         parts: dict[str, list[tuple[Part, Array]]] = {}
         for number, own in enumerate(self._parts):
@@ -29,7 +29,7 @@ class OutputJoiner:
         joined.update({name: join_parts(each) for name, each in parts.items()})
         joined.update({name: request.feeds[name].copy() for name in self._passed})
         return {
-            # Before version 10 TensorRT gives int32 where the model says int64.
+            # TensorRT before version 10 gives int32 for outputs that are int64 in the model.
             tensor.name: joined[tensor.name].astype(number_type(tensor.dtype), copy=False)
             for tensor in self._outputs
             if tensor.name in joined

@@ -1,4 +1,4 @@
-"""The files of a package: their hashes, and whether they are what the manifest says."""
+"""The files of a package: hash them, and verify them against the manifest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def hash_file(path: Path) -> str:
 
 
 def describe_files(package: Path, paths: Iterable[Path], links: Iterable[Path] = ()) -> list[File]:
-    """Entries for files of the package, read in parallel (hashing leaves the interpreter's lock)."""
+    """Manifest entries for files of the package. They are hashed in parallel, which releases Python's global lock."""
     ordered, unread = sorted(paths), frozenset(links)
     with ThreadPoolExecutor() as pool:
         hashes = list(pool.map(lambda path: None if path in unread else hash_file(path), ordered))
@@ -32,7 +32,7 @@ def describe_files(package: Path, paths: Iterable[Path], links: Iterable[Path] =
 
 
 def verify_files(package: Path, files: Iterable[File]) -> None:
-    """Compare the package's files with the manifest. Raises PackageError naming the first that differs, and how."""
+    """Compare the package's files with the manifest. Raises PackageError, which says which file differs and how."""
 
     def verify(file: File) -> None:
         path = package / file.path

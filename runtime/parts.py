@@ -1,4 +1,4 @@
-"""Parts of arrays: what a rank takes of a model's input, and how the ranks' parts of an output make the whole."""
+"""Shards of arrays: cut a rank's shard out of an input, and join the ranks' shards of an output."""
 
 from __future__ import annotations
 
@@ -12,23 +12,20 @@ from splitc.runtime.manifest import AxisPart, Part
 
 
 def cut_part(array: Array, part: Part) -> Array:
-    """Cut a rank's part out of a whole array."""
+    """Cut a rank's shard out of a whole array."""
     shape = part_shape(array.shape, part)
     return np.ascontiguousarray(array.reshape(_factors(array.shape, part))[_places(array.ndim, part)]).reshape(shape)
 
 
 def cut_places(array: Array, places: Mapping[int, Sequence[tuple[int, int]]]) -> Array:
-    """Keep these stretches of an array, one after the other.
-
-    `places` has stretches by axis, each from its first element to before its last.
-    """
-    for axis, stretches in places.items():
-        array = array.take(np.concatenate([np.arange(*each) for each in stretches]), axis)
+    """Keep these runs of an array along each axis. Runs go from the first element to before the last."""
+    for axis, runs in places.items():
+        array = array.take(np.concatenate([np.arange(*each) for each in runs]), axis)
     return np.ascontiguousarray(array)
 
 
 def part_shape(shape: Sequence[int], part: Part) -> tuple[int, ...]:
-    """The shape that the part of an array of this shape has."""
+    """The shape of a shard, for an array of this shape."""
     sizes = list(shape)
     for axis in part.axes:
         sizes[axis.axis] = _part_size(axis, sizes[axis.axis])
@@ -36,7 +33,7 @@ def part_shape(shape: Sequence[int], part: Part) -> tuple[int, ...]:
 
 
 def join_parts(parts: Sequence[tuple[Part, Array]]) -> Array:
-    """Join parts to the whole array. Where parts overlap, their elements are equal."""
+    """Join shards to the whole array. Overlapping elements are equal."""
     first, array = parts[0]
     shape = list(array.shape)
     for axis in first.axes:
@@ -49,7 +46,7 @@ def join_parts(parts: Sequence[tuple[Part, Array]]) -> Array:
 
 
 def _lengths(axis: AxisPart) -> list[int]:
-    """The part's length along each factor but a first one of unknown size."""
+    """The shard's length along each factor, without a factor of dynamic size."""
     return [
         size if places is None else places[1] - places[0]
         for size, places in zip(axis.sizes, axis.ranges, strict=True)
@@ -66,7 +63,7 @@ def _whole_size(axis: AxisPart, part: int) -> int:
 
 
 def _factors(shape: Sequence[int], part: Part) -> list[int]:
-    """The array's shape with each axis that is cut as its factors."""
+    """The array's shape, with each sharded axis replaced by its factors."""
     cut = {axis.axis: axis for axis in part.axes}
     factors: list[int] = []
     for number, size in enumerate(shape):

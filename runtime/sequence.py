@@ -1,4 +1,4 @@
-"""A stateful sequence: what a run leaves for the next one stays on the ranks that use it."""
+"""A sequence of requests, whose states stay on the ranks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from splitc.runtime.ranks.request import InFlightRequest
 
 
 class SequenceRunner(Protocol):
-    """What a sequence needs of the session that it belongs to."""
+    """The session's interface for a sequence."""
 
     @property
     def manifest(self) -> Manifest:
-        """What the package says of itself."""
+        """The package's manifest."""
 
     @property
     def resident_states(self) -> Sequence[State]:
-        """The states that stay on the ranks from run to run."""
+        """The states that stay on the ranks from request to request."""
 
     def submit_request(
         self,
@@ -35,24 +35,24 @@ class SequenceRunner(Protocol):
         room: bool = False,
         here: bool = False,
     ) -> Future[InFlightRequest]:
-        """Start a run of checked feeds, of the sequence of that number."""
+        """Start a request of this sequence, with checked feeds."""
 
     def join(self, request: InFlightRequest) -> dict[str, Array]:
         """The outputs of a request that all ranks have finished."""
 
     def forget(self, sequence: int) -> None:
-        """Let the states of a sequence go."""
+        """Free the states of a sequence."""
 
 
 class StateSequence:
-    """Runs that belong together, made by `Session.start`.
+    """Requests that follow each other, made by `Session.start`.
 
         with session.start() as sequence:
             outputs = sequence.run({"input_ids": prompt, ...})
             outputs = sequence.run({"input_ids": next_token, ...})
 
-    States are not fed and not given: they begin as zeros (caches with length 0), and stay on the ranks. Where the rank
-    that makes a state is not the one that takes it, it goes through this object. Several sequences may be open at once.
+    States are neither fed nor given: they begin as zeros (caches with length 0), and stay on the ranks. A state that
+    one rank makes and another one takes is carried by this object. Several sequences may be open at once.
     """
 
     def __init__(self, session: SequenceRunner, number: int, capacity: int | None) -> None:
@@ -72,9 +72,9 @@ class StateSequence:
         self._closed = False
 
     def run(self, feeds: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
-        """Run the model on the feeds, which lack the states; returns the outputs that are no states.
+        """Run the model on the feeds, which have no states. Returns the outputs that are not states.
 
-        Raises FeedError for feeds that the model does not take, SplitcError after a run that failed or after `close`.
+        Raises FeedError for feeds that do not fit the model, SplitcError after a failed run or after `close`.
         """
         self._check_open()
         if self._failed:
@@ -89,11 +89,10 @@ class StateSequence:
         return {name: array for name, array in outputs.items() if name not in self._outputs}
 
     def load(self, states: Mapping[str, npt.ArrayLike]) -> None:
-        """Begin with these states, by the names of their inputs, instead of zeros. Only before the first run.
+        """Begin with these states instead of zeros, by the names of their inputs. Only before the first run.
 
-        They are copied: what becomes of the arrays later is no matter.
-
-        Raises FeedError for states that the model does not have, SplitcError after a run or after `close`.
+        The arrays are copied. Raises FeedError for states that do not fit the model, SplitcError after a run or after
+        `close`.
         """
         self._check_open()
         if self._begun or self._capacity is not None:
@@ -101,7 +100,7 @@ class StateSequence:
         self._loaded = check_feeds(states, self._states, copy=True)
 
     def _zeros(self, feeds: Mapping[str, Array]) -> dict[str, Zeros]:
-        """Zeros for each state, in the sizes that the feeds' symbols have."""
+        """Zeros for each state. Sizes of symbols are those in the feeds."""
         inputs = {tensor.name: tensor for tensor in (*self._session.manifest.inputs, *self._session.manifest.optional)}
         sizes = {
             symbol: length
@@ -124,7 +123,7 @@ class StateSequence:
             raise SplitcError("this sequence is closed, and its states are gone: start another one")
 
     def close(self) -> None:
-        """Let the states go. The sequence can't be run any more."""
+        """Free the states. The sequence can't run any more."""
         if self._begun and not self._closed:
             self._session.forget(self._number)
         self._closed = True
@@ -140,7 +139,7 @@ class StateSequence:
 
 
 def _zeros(state: State, tensor: Tensor, sizes: Mapping[str, int], batch: int, room: int) -> Zeros:
-    """A state before the first run: a symbol of the feeds has their size; another first axis is the batch."""
+    """A state before the first run. A symbol has its size in the feeds; any other first axis is the batch."""
     shape = []
     for axis, size in enumerate([None] * len(tensor.sample_shape or ()) if tensor.shape is None else tensor.shape):
         if axis == state.grows:
@@ -156,7 +155,7 @@ def _zeros(state: State, tensor: Tensor, sizes: Mapping[str, int], batch: int, r
 
 
 def find_resident(manifest: Manifest) -> list[State]:
-    """The states that stay on the ranks in a sequence: each rank that takes one makes it too. Others are carried."""
+    """The states that stay on the ranks in a sequence: those that each rank that takes them also makes."""
     resident = []
     for state in manifest.states:
         takers = [rank for rank in manifest.ranks if state.input in rank.inputs]

@@ -1,4 +1,4 @@
-"""Session: load a package, one worker thread a rank, and stream requests through them."""
+"""Session: load a package, with a thread for each rank, and run requests."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ class Session:
         with Session("package") as session:
             outputs = session.run({"input_ids": ids})
 
-    `threads` is the number for each CPU device (default: the package's own, else the cores divided among them).
+    `threads` is the number for each CPU device (default: the package's, or else the cores divided among the devices).
     `verify=False` skips comparing the files' hashes with the manifest, which reads every byte of the weights once.
-    `devices` are others to run on than the package was made for, one for each rank; an ONNX Runtime package for GPUs
-    runs on CPU devices too, and the other way round.
-    On GPUs, requests of previously seen shapes are replayed as CUDA graphs, unless `cuda_graphs` is False.
-    At most `in_flight` requests are under way at a time (default: two a stage): their feeds, what they have on the
-    devices and their outputs are what the session holds beside its weights. Any number of threads may use one session.
-    Raises PackageError for a package that is damaged or that an engine can't load.
+    `devices` replaces the package's devices, one for each rank. An ONNX Runtime package for GPUs also runs on CPU
+    devices, and the other way round. On GPUs, requests of previously seen shapes are replayed as CUDA graphs, unless
+    `cuda_graphs` is False. At most `in_flight` requests are in flight at a time (default: two for each rank), which
+    bounds the memory of their feeds, activations and outputs.
+
+    Any number of threads may use one session. Raises PackageError for a package that is damaged or that an engine
+    can't load, MisuseError for devices that do not fit the package.
     """
 
     def __init__(
@@ -82,19 +83,19 @@ class Session:
 
     @property
     def by_host(self) -> list[tuple[str, str]]:
-        """Pairs of GPUs that exchange values through the host, since copies between them come out wrong here."""
+        """Pairs of GPUs that copy through the host, since direct copies between them give wrong results here."""
         return [(f"cuda{source}", f"cuda{target}") for source, target in self._workers.by_host]
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know of how the GPUs work."""
+        """Messages for the user about engines and replay."""
         notes, recordings = self._workers.notes, self._admission.recordings
         if recordings is not None and recordings.blocker is not None:
             notes.append(f"requests are not replayed as CUDA graphs: {recordings.blocker}")
         return notes
 
     def device_memory(self) -> list[RankMemory]:
-        """What the ranks' GPUs hold since the session began, beside what was predicted; nothing for CPU devices."""
+        """The memory of the ranks' GPUs since the session began, and the predictions; empty for CPU devices."""
         return self._workers.device_memory()
 
     @property
@@ -104,7 +105,7 @@ class Session:
 
     @property
     def optional(self) -> list[Tensor]:
-        """Inputs that need not be fed: the model has values for them."""
+        """Inputs that need not be fed, since the model has default values for them."""
         return self.manifest.optional
 
     @property
@@ -115,47 +116,48 @@ class Session:
     def run(self, feeds: Mapping[str, npt.ArrayLike], *, micro_batch: int | None = None) -> dict[str, Array]:
         """Run the model once. Feeds and outputs are arrays by name, in the shapes of the model's inputs and outputs.
 
-        `micro_batch` cuts a batch into pieces of so many rows, which are in the stages at the same time.
-        Raises FeedError for feeds that the model does not take, MisuseError where its batch can't be cut.
+        `micro_batch` cuts the batch into micro-batches of this many rows, which are in the stages at the same time.
+        Raises FeedError for feeds that do not fit the model, MisuseError if its batch can't be cut, EngineError if an
+        engine fails.
         """
         if micro_batch is None:
             return self.run_timed(feeds)[0]
         arrays = check_feeds(feeds, self.inputs, self.optional)
-        pieces = cut_batches(arrays, self.manifest.batch, micro_batch)
-        answers = list(in_order(map(self._submit, pieces), self.in_flight))
+        batches = cut_batches(arrays, self.manifest.batch, micro_batch)
+        answers = list(in_order(map(self._submit, batches), self.in_flight))
         return join_batches(answers, self.manifest.batch)
 
     def run_timed(self, feeds: Mapping[str, npt.ArrayLike]) -> tuple[dict[str, Array], dict[int, Served]]:
-        """As `run`; returns beside the outputs when each rank did what."""
+        """As `run`, and also returns when each rank ran its steps."""
         request = self.submit_request(check_feeds(feeds, self.inputs, self.optional), here=True).result()
         return self.join(request), request.served
 
     def submit(self, feeds: Mapping[str, npt.ArrayLike]) -> Future[dict[str, Array]]:
-        """Start a run, and return at once: the future gives the outputs. Requests run in the order of submission.
+        """Start a request and return a future of its outputs. Requests run in the order of submission.
 
-        The feeds are copied, and may be changed when it returns. Waits while `in_flight` requests are under way. A
-        request that fails fails alone. Raises as `run` does.
+        The feeds are copied, so they may be changed afterwards. Waits while `in_flight` requests are in flight. A
+        failed request does not affect others. Raises as `run` does.
         """
         return self._submit(check_feeds(feeds, self.inputs, self.optional, copy=True))
 
     def _submit(self, arrays: Mapping[str, Array]) -> Future[dict[str, Array]]:
-        """As `submit`, of arrays that nobody changes while the request is under way."""
+        """As `submit`, for arrays that nobody changes while the request is in flight."""
         return then(self.submit_request(arrays), self.join)
 
     def map(
         self, feeds: Iterable[Mapping[str, npt.ArrayLike]], *, in_flight: int | None = None
     ) -> Iterator[dict[str, Array]]:
-        """Run each of the feeds, with `in_flight` of them under way at a time; yields the outputs in the same order.
+        """Run each of the feeds, with `in_flight` of them at a time, and yield the outputs in the same order.
 
-        It takes no more from `feeds` than are under way or asked for. The first that fails ends it with its error.
+        Feeds are taken lazily. The first failed request ends the iteration with its error.
         """
         return in_order(map(self.submit, feeds), min(in_flight or self.in_flight, self.in_flight))
 
     def start(self, capacity: int | None = None) -> StateSequence:
-        """Open a stateful sequence: its states (caches, recurrent states) stay on the ranks from run to run.
+        """Open a sequence: its states (caches, recurrent states) stay on the ranks from request to request.
 
-        With `capacity`, caches that an engine can write in place get room for so many tokens at once; without, and for
-        other caches, each run makes them anew, longer.
+        With `capacity`, caches that an engine can write in place get room for this many tokens. Without it, and for
+        other caches, each request allocates new, longer ones. Raises MisuseError if the model has no states.
         """
         if not self.manifest.states:
             raise MisuseError(
@@ -164,7 +166,7 @@ class Session:
         return StateSequence(self, next(self._sequences), capacity)
 
     def generate(self, prompt: Sequence[int], **options: Any) -> Iterator[int]:
-        """Tokens that follow the prompt, as they come; the options are those of `generate.tokens.generate`."""
+        """Generate tokens after the prompt, one by one. For the options see `generate.tokens.generate`."""
         return generate(self, prompt, **options)
 
     def submit_request(
@@ -175,25 +177,25 @@ class Session:
         room: bool = False,
         here: bool = False,
     ) -> Future[InFlightRequest]:
-        """Start a run of checked feeds: of a stateful sequence, where that is given, from the states `initial` on.
+        """Start a request with checked feeds. With `sequence`, it belongs to that one, which begins with `initial`.
 
-        `room` says that these have room for what is to come. One who waits for the result anyway may have the calling
-        thread replay the request, if it is replayed: `here`.
+        `room` says that the initial states have room for later tokens. With `here`, a replay is done by the calling
+        thread, which is faster if it waits for the result anyway.
         """
         return self._admission.submit(arrays, sequence, initial or {}, room, here)
 
     def forget(self, sequence: int) -> None:
-        """Let the states of a sequence go."""
+        """Free the states of a sequence."""
         self._admission.forget(sequence)
 
     def join(self, request: InFlightRequest) -> dict[str, Array]:
-        """The ranks' outputs together: whole ones, those of which ranks have parts, and inputs handed back."""
+        """Join the ranks' outputs of a request: whole ones, sharded ones, and outputs that are inputs."""
         return self._joiner.join(request)
 
     def close(self) -> None:
-        """End the workers and free their engines, in bounded time.
+        """End the ranks' threads and free their engines, in bounded time.
 
-        What has begun is completed (or stopped after 10 seconds), what has not is cancelled.
+        Requests that have begun are completed, or stopped after 10 seconds. Others are cancelled.
         """
         self._admission.close()
 
@@ -207,7 +209,7 @@ class Session:
 
 
 def _choose_devices(manifest: Manifest, asked: Sequence[str] | None) -> list[Device]:
-    """The device of each rank. Raises MisuseError unless there is one for each, of the kind that the engines need."""
+    """The device of each rank. Raises MisuseError unless there is one for each, of a kind that the engines run on."""
     devices = parse_devices(asked or [rank.device for rank in manifest.ranks])
     if len(devices) != len(manifest.ranks):
         raise MisuseError(f"the package has {len(manifest.ranks)} ranks, and {len(devices)} devices are named for it")

@@ -1,4 +1,4 @@
-"""Inputs that are bound to constants, as users write them: `--set use_cache_branch=true`."""
+"""Settings, which bind inputs to constants: `--set use_cache_branch=true`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from splitc.runtime.errors import MisuseError
 
 
 def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
-    """Values from `NAME=true`, `NAME=16000` or `NAME=[1,2]`. Raises MisuseError for what is none of these."""
+    """Values from `NAME=true`, `NAME=16000` or `NAME=[1,2]`. Raises MisuseError for any other text."""
     settings = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -28,9 +28,9 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def setting_array(name: str, given: Any, dtype: str, shape: Sequence[int | str | None] | None) -> npt.NDArray[Any]:
-    """The value as an array of an input's type and shape: a number stands for all elements.
+    """The value as an array of an input's type and shape. A single number fills the whole array.
 
-    Raises MisuseError for a value that the input does not take.
+    Raises MisuseError for a value that does not fit the input.
     """
     array = np.asarray(given)
     if array.dtype.kind not in "bif":

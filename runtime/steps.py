@@ -1,4 +1,4 @@
-"""A rank's program as the package has it: a list of steps."""
+"""The steps of a rank's program, as they are in the manifest."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from msgspec import Struct
 
 
 class Receive(Struct, frozen=True, tag="receive"):
-    """Take `value` from the rank `source`."""
+    """Receive `value` from the rank `source`."""
 
     value: str
     source: int
 
 
 class Run(Struct, frozen=True, tag="run"):
-    """Run the rank's engine of this number on the values that it names, and keep what it returns."""
+    """Run the rank's engine of this number on its inputs, and keep its outputs."""
 
     engine: int
 
 
 class Send(Struct, frozen=True, tag="send"):
-    """Give `value` to the rank `target`."""
+    """Send `value` to the rank `target`."""
 
     value: str
     target: int
 
 
 class Reduce(Struct, frozen=True, tag="reduce"):
-    """Bring together what the ranks `ranks` each have under the names `parts`; all get the results, named `wholes`.
+    """All-reduce the values `parts` over the ranks `ranks`. All of them get the results, named `wholes`.
 
-    `operation` is `sum`, or `max` for the greatest, element by element.
+    `operation` is `sum` or `max`, element by element.
     """
 
     operation: str
@@ -43,7 +43,7 @@ Step = Receive | Run | Send | Reduce
 
 
 def overlap(programs: Sequence[Sequence[Step]]) -> bool:
-    """Whether a request can begin while the one before is further on: a rank that needs nothing of another one."""
+    """Whether requests can overlap: if a rank needs nothing from some other rank, it can begin the next request."""
     needs: list[set[int]] = []
     for program in programs:
         sources = {step.source for step in program if isinstance(step, Receive)}

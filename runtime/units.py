@@ -1,4 +1,4 @@
-"""Bytes, seconds and shapes as people write and read them."""
+"""Parse and format bytes, seconds and shapes for users."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ _SCALES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, 
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes from `20GiB`, `500MB`, `1.5g` or a plain number; units with an i are powers of 1024. Raises MisuseError."""
+    """Bytes from `20GiB`, `500MB`, `1.5g` or a number. Units with an i are powers of 1024.
+
+    Raises MisuseError for any other text.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
     if not match or match[2] not in _SCALES:
         raise MisuseError(f"can't read '{text}' as an amount of memory: write 20GiB, 500MB or a number of bytes")
@@ -19,7 +22,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(count: int | None) -> str:
-    """Bytes for people, in three digits: `1.50 GiB`, `167 MiB`; None is no limit."""
+    """Bytes with three digits: `1.50 GiB`, `167 MiB`. None is no limit."""
     if count is None:
         return "no limit"
     size, unit = float(count), "B"
@@ -33,7 +36,7 @@ def format_bytes(count: int | None) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A time for people: `12.3 ms`."""
+    """A time with three digits: `12.3 ms`."""
     for scale, unit in ((1, "s"), (1e-3, "ms"), (1e-6, "µs")):
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"
@@ -41,7 +44,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_shape(shape: Sequence[int | str | None] | None) -> str:
-    """A shape for people: `2 x sequence x 64`; `scalar` where it has no dimension; None is any shape."""
+    """A shape as `2 x sequence x 64`, or `scalar` if it has no dimension. None is any shape."""
     if shape is None:
         return "any shape"
     return " x ".join("?" if size is None else str(size) for size in shape) or "scalar"

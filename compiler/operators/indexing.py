@@ -45,7 +45,7 @@ def _look_up(op: Operation, axis: int) -> None:
 
 
 def gather_elements(op: Operation) -> None:
-    """All axes but the picked one are the same, if the indices cover them whole."""
+    """Axes but the picked one are the same, where they are taken whole."""
     axis = op.number("axis", 0) % len(op.input(0))
     for place, (data, indices, output) in enumerate(zip(op.input(0), op.input(1), op.output(), strict=True)):
         op.relate(indices, output)

@@ -98,11 +98,11 @@ def check_types(plan: Plan) -> None:
     for place, values in {**places, "value that crosses a cut": crossing}.items():
         for value in values:
             if not isinstance(value.type, ir.TensorType):
-                raise ModelError(f"the {place} '{value.name}' is a {value.type}, and splitc hands over only tensors")
+                raise ModelError(f"the {place} '{value.name}' is a {value.type}, and splitc passes on only tensors")
             if value.type.dtype == ir.DataType.STRING or str(value.type.dtype.numpy()) not in KNOWN:
                 raise ModelError(
-                    f"the {place} '{value.name}' is of type {value.type.dtype.name}, which ONNX Runtime does not hand "
-                    f"over in Python. What it does: {', '.join(KNOWN)}. Let the model begin and end with a Cast"
+                    f"the {place} '{value.name}' is of type {value.type.dtype.name}, which ONNX Runtime does not "
+                    f"support in Python. It supports: {', '.join(KNOWN)}. Let the model begin and end with a Cast"
                 )
 
 

@@ -1,4 +1,4 @@
-"""The command line of the runtime: its own options, and its commands in the order in which help shows them."""
+"""The command line of the runtime: its own options, and its commands in the order of the help."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from splitc.runtime.version import VERSION
 
 app = typer.Typer(
     name="splitc",
-    help="Split one ONNX model over several devices, offline, and run the pieces as one model.",
+    help="Split one ONNX model over several devices, offline, and run the ranks as one model.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -1,4 +1,4 @@
-"""Devices, and what was measured of them, on the terminal."""
+"""Show devices, and their measurements, on the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from splitc.runtime.units import format_bytes, format_seconds
 
 
 def print_devices(found: Sequence[DeviceStatus]) -> None:
-    """The devices of a machine, and how GPUs reach each other."""
+    """Print the devices of this machine, and how GPUs copy to each other."""
     rows = table("device", "what", "capability", "memory", "free", "copies", right=("memory", "free"))
     for device in found:
         sizes = map(format_bytes, (device.total_bytes, device.free_bytes))
@@ -20,11 +20,11 @@ def print_devices(found: Sequence[DeviceStatus]) -> None:
         rows.add_row(device.name, device.description, device.compute_capability or "", *sizes, copies)
     out.print(rows)
     if not find_cupy():
-        out.print(f"No GPUs are looked for. {INSTALL}.")
+        out.print(f"GPUs are not listed. {INSTALL}.")
 
 
 def print_links(machine: Machine) -> None:
-    """What was measured between each pair of devices."""
+    """Print the measurements of each pair of devices."""
     sizes = [format_bytes(each.bytes) for each in next(iter(machine.measured.values()))]
     rows = table("measured", "", *sizes, right=sizes)
     for name, found in machine.measured.items():
@@ -34,7 +34,7 @@ def print_links(machine: Machine) -> None:
 
 
 def print_speeds(machine: Machine) -> None:
-    """What each device was measured to do in a second."""
+    """Print the measured speed of each device."""
     rows = table("measured", "floating point operations", "memory", right=("floating point operations", "memory"))
     for name, speed in machine.speeds.items():
         flops = "" if speed.flops is None else f"{speed.flops / 1e12:.3g} TFLOP/s"

@@ -16,7 +16,7 @@ def devices(
     measure: bool = typer.Option(
         False,
         "--measure",
-        help="Measure copies and sums between each pair, and each one's speed, and keep that for the planner.",
+        help="Measure copies and sums between each pair, and the speed of each device, for the planner.",
     ),
     as_json: bool = JSON,
 ) -> None:

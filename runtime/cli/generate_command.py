@@ -21,21 +21,21 @@ from splitc.runtime.units import format_seconds
 def generate_command(
     load: Load,
     package: Path = PACKAGE,
-    prompt: str | None = typer.Option(None, "--prompt", "-p", help="The text to go on from."),
-    prompt_ids: str | None = typer.Option(None, "--prompt-ids", help="The same as token ids: 1,2,3."),
+    prompt: str | None = typer.Option(None, "--prompt", "-p", help="The text to continue."),
+    prompt_ids: str | None = typer.Option(None, "--prompt-ids", help="The prompt as token ids: 1,2,3."),
     tokenizer: Path | None = typer.Option(
-        None, "--tokenizer", help="tokenizer.json, or a folder that has it. Without, token ids are printed."
+        None, "--tokenizer", help="tokenizer.json, or its folder. Without one, token ids are printed."
     ),
     max_new_tokens: int = typer.Option(100, "--max-new-tokens", "-n", min=1, help="Tokens to generate."),
-    temperature: float = typer.Option(0.0, "--temperature", help="0 takes the likeliest token; above, by chance."),
-    top_k: int = typer.Option(0, "--top-k", help="Choose among the likeliest so many. 0: all."),
-    top_p: float = typer.Option(1.0, "--top-p", help="Choose among the fewest that have this probability together."),
-    seed: int = typer.Option(0, "--seed", help="Seed of the choice."),
+    temperature: float = typer.Option(0.0, "--temperature", help="0: the likeliest token. Above 0: random ones."),
+    top_k: int = typer.Option(0, "--top-k", help="Choose among this many of the likeliest tokens. 0: all."),
+    top_p: float = typer.Option(1.0, "--top-p", help="Choose among the fewest tokens with this total probability."),
+    seed: int = typer.Option(0, "--seed", help="Seed of random tokens."),
     stop: list[int] = typer.Option([], "--stop", help="A token id to stop at, repeatable. Default: the tokenizer's."),
     prefill: Path | None = typer.Option(
-        None, "--prefill", help="A package for the prompt: the model without caches, where it is a model of its own."
+        None, "--prefill", help="A package for the prompt, if exported separately: a model that takes no caches."
     ),
-    prompt_chunk: int = typer.Option(PROMPT_CHUNK, "--prompt-chunk", min=1, help="Tokens of the prompt at a time."),
+    prompt_chunk: int = typer.Option(PROMPT_CHUNK, "--prompt-chunk", min=1, help="Tokens of the prompt per run."),
     as_json: bool = JSON,
 ) -> None:
     """Generate text, or tokens, with a package of a language model."""

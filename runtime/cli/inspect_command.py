@@ -23,7 +23,7 @@ def inspect(package: Path = PACKAGE, as_json: bool = JSON) -> None:
 
 
 def describe(manifest: Manifest) -> dict[str, object]:
-    """The facts of a package itself that `inspect --json` prints."""
+    """What `inspect --json` prints about the package itself."""
     return {
         "split_mode": manifest.split_mode,
         "engine": manifest.engine,

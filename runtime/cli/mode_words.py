@@ -1,4 +1,4 @@
-"""How packages of each split mode are spoken of. A mode that is not known here is spoken of in general."""
+"""Words for messages about packages of each split mode, with defaults for other modes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ModeWords:
-    """What the ranks do together, who works on one request, and where weights are that are not split.
+    """Words for collectives, for which ranks work on one request, and for where unsplit weights are held.
 
-    `is_radial` says that values cross between the first rank and each other one, and not from stage to stage.
+    `is_radial` says that values cross between rank 0 and each other rank, rather than from stage to stage.
     """
 
     exchanges: str = "exchanges"
@@ -31,5 +31,5 @@ WORDS = {
 
 
 def words_of(split_mode: str) -> ModeWords:
-    """The words of a mode."""
+    """The words for a mode."""
     return WORDS.get(split_mode, ModeWords())

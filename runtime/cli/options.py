@@ -1,4 +1,4 @@
-"""Options that several commands have in common."""
+"""Share a group of options among commands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Command = Callable[..., None]
 
 
 def with_options(name: str, make: Callable[..., Any]) -> Callable[[Command], Command]:
-    """Give a command of Typer's the options that `make` has; what it makes of them is the command's argument `name`."""
+    """Add the options of `make` to a Typer command, which gets the result of `make` as its argument `name`."""
 
     def extend(command: Command) -> Command:
         options = inspect.signature(make).parameters
@@ -24,7 +24,7 @@ def with_options(name: str, make: Callable[..., Any]) -> Callable[[Command], Com
 
         parameters = [*(each for each in own.values() if each.name != name), *options.values()]
         keywords = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
-        run.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]  # what Typer reads
+        run.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]  # Typer reads it
         known = {**command.__annotations__, **make.__annotations__}
         run.__annotations__ = {each.name: known[each.name] for each in keywords}
         return run

@@ -55,19 +55,19 @@ def check(
     reference: str | None = typer.Option(
         None,
         "--reference",
-        help="Where the unsplit model runs: cpu0, cuda0. Default: a GPU of the package's where it fits, else the CPU.",
+        help="Where the unsplit model runs: cpu0, cuda0. Default: the package's GPU if it fits there, else the CPU.",
     ),
     settings: list[str] = typer.Option(
-        [], "--set", metavar="NAME=VALUE", help="Another value for an input that was bound when it was compiled."
+        [], "--set", metavar="NAME=VALUE", help="Another value for an input that was bound by 'splitc compile --set'."
     ),
     rtol: float | None = typer.Option(None, "--rtol", help="Tolerance relative to each output's largest value."),
-    atol: float | None = typer.Option(None, "--atol", help="Absolute tolerance, added to that."),
+    atol: float | None = typer.Option(None, "--atol", help="Absolute tolerance, added to the relative one."),
     seed: int = SEED,
     fill: list[str] = FILL,
     memory: bool = MEASURE,
     as_json: bool = JSON,
 ) -> None:
-    """Compare a package with the unsplit model on the same inputs. Exit code 4 when an output differs."""
+    """Compare a package with the unsplit model on the same inputs. Exits with 4 if an output differs."""
     if not model.is_file():
         raise MisuseError(f"no such model file: {model}")
     with load(package) as session:
@@ -104,13 +104,13 @@ def bench_command(
         [],
         "--baseline-threads",
         min=1,
-        help="Threads of the unsplit model, repeatable. Default: all ranks', and one's.",
+        help="Threads of the unsplit model, repeatable. Default: those of all ranks, and those of one.",
     ),
     inputs: Path | None = INPUTS,
-    in_flight: int = typer.Option(1, "--in-flight", min=1, help="Requests under way at the same time."),
+    in_flight: int = typer.Option(1, "--in-flight", min=1, help="Requests in flight at the same time."),
     trace: Path | None = typer.Option(None, "--trace", help="Write a timeline here, for Perfetto or Chrome."),
     runs: int = typer.Option(50, "--runs", min=1, help="Timed runs."),
-    warmup: int = typer.Option(5, "--warmup", min=0, help="Runs before that."),
+    warmup: int = typer.Option(5, "--warmup", min=0, help="Runs before the timed ones."),
     seed: int = SEED,
     fill: list[str] = FILL,
     memory: bool = MEASURE,

@@ -1,4 +1,4 @@
-"""What commands have in common that run a package: how they load it, what they feed it, and what memory it takes."""
+"""Shared by commands that run a package: loading it, making feeds, measuring its memory."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def loading(
     threads: int | None = THREADS,
     verify: bool = VERIFY,
 ) -> Load:
-    """How a command loads a package."""
+    """A function that loads a package with these options."""
     return partial(Session, devices=device, cuda_graphs=cuda_graph, threads=threads, verify=verify)
 
 
 @contextmanager
 def open_feeds(session: Session, inputs: Path | None, seed: int, fills: list[str]) -> Iterator[dict[str, Array]]:
-    """Arrays for the session from a file, or made up; with those, an engine's failure says what may be wrong."""
+    """Arrays for the session, from a file or made up. If an engine fails on made-up ones, the error says so."""
     if inputs:
         if fills:
-            raise MisuseError("--fill makes up inputs, and --inputs gives them: leave one of them away")
+            raise MisuseError("--fill makes up inputs, and --inputs gives them: leave out one of them")
         yield load_arrays(inputs)
         return
     try:
@@ -47,9 +47,9 @@ def open_feeds(session: Session, inputs: Path | None, seed: int, fills: list[str
 
 
 def measure_ranks(session: Session, feeds: dict[str, Array]) -> list[RankMemory]:
-    """The memory of each rank: of GPUs what they hold now, after runs; of CPU devices in a process of its own each."""
+    """The memory of each rank: on GPUs as it is now, after runs; for CPU devices in a separate process for each."""
     for source, target in session.by_host:
-        print_warning(f"copies from {source} to {target} come out wrong on this machine: they go through the host")
+        print_warning(f"copies from {source} to {target} give wrong results on this machine: they go through the host")
     for note in session.notes:
         print_warning(note)
     return session.device_memory() or measure_memory(session.package, session.threads, feeds)

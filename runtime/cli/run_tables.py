@@ -1,4 +1,4 @@
-"""Outputs, memory and times of a package, on the terminal."""
+"""Show a package's outputs, memory and times on the terminal."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from splitc.runtime.tools.compare import Difference
 from splitc.runtime.tools.trace import draw_timeline
 from splitc.runtime.units import format_bytes, format_seconds
 
-# Outputs that `check` lists one by one, the worst first; a decoder has two for each layer.
+# The most outputs that `check` lists one by one, the worst first. A decoder has two for each layer.
 LISTED = 12
 
 
 def differences_table(found: Sequence[Difference]) -> Table:
-    """How far each output is off, the worst first."""
+    """The errors of outputs, the worst first."""
     numbers = ("largest error", "relative", "expected", "got")
     rows = table("output", *numbers[:2], "at", *numbers[2:], "", right=numbers)
     worst = sorted(found, key=lambda difference: (difference.passed, -difference.relative))
@@ -35,7 +35,7 @@ def differences_table(found: Sequence[Difference]) -> Table:
 
 
 def print_memory(found: Sequence[RankMemory]) -> None:
-    """Each rank's memory, measured beside the prediction."""
+    """Print each rank's measured memory, beside the prediction."""
     sizes = ("weights", "loaded", "predicted", "peak")
     rows = table("rank", *sizes, right=sizes)
     for number, rank in enumerate(found):
@@ -46,7 +46,7 @@ def print_memory(found: Sequence[RankMemory]) -> None:
 
 
 def print_bench(result: BenchResult, split_mode: str) -> None:
-    """A package's times, and what its ranks did."""
+    """Print a package's times, and a timeline of its ranks."""
     numbers = ("latency", "90 %", "rate", "package / unsplit")
     rows = table("", "threads", *numbers, right=numbers)
     own = result.latency

@@ -20,12 +20,12 @@ CUDA_GRAPH = typer.Option(
     True, "--cuda-graph/--no-cuda-graph", help="Replay previously seen shapes as CUDA graphs, on GPUs."
 )
 MEASURE = typer.Option(
-    True, "--memory/--no-memory", help="Measure each rank's memory, in a process of its own, beside the prediction."
+    True, "--memory/--no-memory", help="Measure each rank's memory, in a separate process, beside the prediction."
 )
 SEED = typer.Option(0, "--seed", help="Seed of made-up inputs.")
 FILL = typer.Option(
     [],
     "--fill",
     metavar="NAME=HOW",
-    help="Make up an input so, repeatable: ones, zeros, normal, arange, randint:0:32000. Default: by what it is for.",
+    help="How to make up an input, repeatable: ones, zeros, normal, arange, randint:0:32000. Default: by its role.",
 )

@@ -1,4 +1,4 @@
-"""What a package holds, on the terminal."""
+"""Show a package's content on the terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from splitc.runtime.units import format_bytes, format_shape
 
 
 def print_manifest(manifest: Manifest, routes: Mapping[str, Sequence[str]]) -> None:
-    """What a package holds, and how values would get from GPU to GPU here."""
+    """Print a package's content, and how its values are copied between GPUs of this machine."""
     out.print(
         f"[bold]{manifest.source.name}[/], split by {manifest.split_mode} into {len(manifest.ranks)} ranks "
         f"of {len(manifest.blocks)} blocks, {manifest.engine} engines, {manifest.number_type}"
@@ -53,24 +53,24 @@ def _describe_role(role: Role | None) -> str:
 
 def _describe_build(build: Build) -> str:
     if build.built is None:
-        return "not built yet: 'splitc build' does that where it will run"
+        return "not built yet: run 'splitc build' on the machine where it will run"
     return f"built with version {describe_built(build.built)}"
 
 
 def describe_built(built: Built) -> str:
-    """The version that engines were built with, and the GPU that they are for."""
+    """The version that engines were built with, and the GPU that they were built on."""
     where = f" on {built.gpu} (compute capability {built.compute_capability})" if built.gpu else ""
     return f"{built.version}{where}"
 
 
 RANK_SIZES = ("weights", "activ.", "cache")
 
-# Weights left whole that are listed one by one.
+# The most unsplit weights that are listed one by one.
 WHOLE = 5
 
 
 def print_whole(weights: Sequence[tuple[str, int, str]], split_mode: str) -> None:
-    """The weights that a split mode had to leave whole, the largest with the reason."""
+    """Print the weights that a split mode had to leave whole, the largest ones with the reason."""
     if not weights:
         return
     total = format_bytes(sum(size for _, size, _ in weights))
@@ -80,7 +80,7 @@ def print_whole(weights: Sequence[tuple[str, int, str]], split_mode: str) -> Non
 
 
 def print_cuts(cuts: Sequence[tuple[Sequence[str], int]], from_main: bool) -> None:
-    """What crosses each cut: between two ranks that follow each other, or between the main rank and each other one."""
+    """Print what crosses each cut: between consecutive ranks, or between the main rank and each other rank."""
     for number, (names, size) in enumerate(cuts):
         listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         first = 0 if from_main else number
@@ -88,5 +88,5 @@ def print_cuts(cuts: Sequence[tuple[Sequence[str], int]], from_main: bool) -> No
 
 
 def block_range(blocks: list[str]) -> str:
-    """Blocks of a rank in few words: `layers.0..layers.5 (6)`."""
+    """The blocks of a rank in short: `layers.0..layers.5 (6)`."""
     return blocks[0] if len(blocks) == 1 else f"{blocks[0]}..{blocks[-1]} ({len(blocks)})"

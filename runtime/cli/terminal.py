@@ -1,4 +1,4 @@
-"""What the command line shares: consoles, JSON output, and how failures end it."""
+"""Shared by all commands: consoles, tables, JSON output, and exit codes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.table import Table
 
 from splitc.runtime.errors import SplitcError
 
-# Of output that goes to a file or another program, where nothing limits it.
+# The width of output to a file or another program.
 WIDE = 200
 
 
@@ -25,13 +25,13 @@ def _console(*, stderr: bool) -> Console:
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=WIDE)
 
 
-# Results go to standard output, all else to standard error.
+# Results go to standard output, everything else to standard error.
 out = _console(stderr=False)
 err = _console(stderr=True)
 
 
 def table(*columns: str, right: Sequence[str] = ()) -> Table:
-    """A table without frames; the columns named in `right` hold numbers. What is too wide is folded, never cut off."""
+    """A table without frames. Columns named in `right` hold numbers. Text that is too wide is folded, never cut off."""
     result = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold dim")
     for name in columns:
         number = name in right
@@ -40,18 +40,18 @@ def table(*columns: str, right: Sequence[str] = ()) -> Table:
 
 
 def print_json(result: Any) -> None:
-    """A result as indented JSON on standard output."""
+    """Print a result as indented JSON on standard output."""
     sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
 
 
 def print_warning(text: str) -> None:
-    """Something that a user should know, on standard error."""
+    """Print a warning on standard error."""
     err.print(f"[yellow]warning:[/] [bold]{escape(text)}[/]", soft_wrap=True)
 
 
 def run_app(app: typer.Typer) -> NoReturn:
-    """Run the command line. A user's mistake ends in one message and its exit code, without a traceback."""
-    # A killed compile must clean up after itself as an interrupted one does.
+    """Run the command line. A SplitcError ends it with one message and its exit code, without a traceback."""
+    # A terminated compile must clean up as an interrupted one does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         app()
@@ -61,7 +61,7 @@ def run_app(app: typer.Typer) -> NoReturn:
     except KeyboardInterrupt:
         err.print("interrupted")
         sys.exit(128 + signal.SIGINT)
-    except BrokenPipeError:  # the reader of our output (head, less) has gone
+    except BrokenPipeError:  # the reader of our output (head, less) has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     sys.exit(0)

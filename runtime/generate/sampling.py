@@ -1,4 +1,4 @@
-"""Which token comes next: from a model's logits, greedily or by chance."""
+"""Choose the next token from a model's logits: the likeliest one, or a random one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from splitc.runtime.errors import MisuseError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose. `temperature` 0 takes the likeliest token; else one is drawn, in this order of cuts:
+    """How to choose a token. `temperature` 0 takes the likeliest one.
 
-    the `top_k` likeliest (0: all), and of these the fewest that together have the probability `top_p`.
+    Otherwise a token is drawn at random from the `top_k` likeliest ones (0: all), and of these only from the fewest
+    that have the probability `top_p` together.
     """
 
     temperature: float = 0.0
@@ -33,7 +34,7 @@ class Sampling:
 
 
 def choose_token(logits: npt.NDArray[Any], sampling: Sampling, generator: np.random.Generator) -> int:
-    """A token by its logits, one for each of the vocabulary."""
+    """Choose a token by its logits, a vector with one number for each token of the vocabulary."""
     if sampling.temperature == 0:
         return int(logits.argmax())
     scaled = logits.astype(np.float64) / sampling.temperature
@@ -42,7 +43,7 @@ def choose_token(logits: npt.NDArray[Any], sampling: Sampling, generator: np.ran
         order = order[: sampling.top_k]
     chances = np.exp(scaled[order] - scaled[order[0]])
     chances /= chances.sum()
-    # The first is always kept; another is while those before it have not reached top_p.
+    # The first one is always kept, each further one if those before it have not reached top_p.
     kept = np.concatenate([[True], np.cumsum(chances)[:-1] < sampling.top_p])
     order, chances = order[kept], chances[kept]
     return int(generator.choice(order, p=chances / chances.sum()))

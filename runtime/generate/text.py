@@ -1,4 +1,4 @@
-"""Text to tokens and back, by a tokenizer of the library tokenizers."""
+"""Convert text to tokens and back, with the library tokenizers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 from splitc.runtime.errors import MisuseError
 
-# Where models say which token ends a text, beside their tokenizer, and under which names.
+# The files beside a tokenizer that say which token ends a text, and the keys in them.
 CONFIGS = ("generation_config.json", "config.json", "tokenizer_config.json")
 ENDINGS = ("eos_token_id", "eos_token")
 
 
 @dataclass
 class Text:
-    """A tokenizer, and the text so far of tokens that come one by one."""
+    """A tokenizer, the tokens that end a text, and a stream that decodes tokens one by one."""
 
     tokenizer: Any
     stop_tokens: list[int]
@@ -25,7 +25,7 @@ class Text:
 
     @staticmethod
     def load(path: Path) -> Text:
-        """Read `tokenizer.json`, or the one in a folder. Raises MisuseError when there is none, or no library."""
+        """Read `tokenizer.json`, or the one in a folder. Raises MisuseError if it or the library is missing."""
         try:
             from tokenizers import Tokenizer
             from tokenizers.decoders import DecodeStream
@@ -36,12 +36,12 @@ class Text:
             raise MisuseError(f"no such tokenizer: {file}")
         try:
             tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # what the library raises has no other base
+        except Exception as error:  # the library's errors have no other base
             raise MisuseError(f"{file} is no tokenizer.json: {error}") from error
         return Text(tokenizer, _find_stops(tokenizer, file.parent), DecodeStream(skip_special_tokens=True))
 
     def encode(self, text: str) -> list[int]:
-        """A text's token ids, with those that the tokenizer puts around it."""
+        """A text's token ids, including special ones that the tokenizer adds."""
         return list(self.tokenizer.encode(text).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -49,12 +49,12 @@ class Text:
         return str(self.tokenizer.decode(list(tokens)))
 
     def step(self, token: int) -> str:
-        """What one more token adds to the text: nothing yet where a character is not whole."""
+        """The text that one more token adds; empty as long as a character is incomplete."""
         return self._stream.step(self.tokenizer, token) or ""
 
 
 def _find_stops(tokenizer: Any, folder: Path) -> list[int]:
-    """The tokens that end a text, as the files beside the tokenizer say."""
+    """The tokens that end a text, from the files beside the tokenizer."""
     for name in CONFIGS:
         try:
             config = json.loads((folder / name).read_text(encoding="utf-8"))

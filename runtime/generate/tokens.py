@@ -17,16 +17,16 @@ from splitc.runtime.manifest import Manifest, Tensor
 from splitc.runtime.sequence import StateSequence
 from splitc.runtime.units import format_shape
 
-# Tokens of a prompt that go through the model at once.
+# Default number of tokens of a prompt in one run.
 PROMPT_CHUNK = 512
 
 
 class ModelRunner(Protocol):
-    """What generation needs of a session."""
+    """The session's interface for generation."""
 
     @property
     def manifest(self) -> Manifest:
-        """What the package says of itself."""
+        """The package's manifest."""
 
     def run(self, feeds: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
         """Run the model once."""
@@ -37,7 +37,7 @@ class ModelRunner(Protocol):
 
 @dataclass(frozen=True)
 class LanguageSignature:
-    """What the inputs and the output of a language model are for, by name; some models lack a mask or positions."""
+    """The names of a language model's inputs and of its logits. Some models have no mask or positions."""
 
     ids: str
     mask: str | None
@@ -47,7 +47,7 @@ class LanguageSignature:
 
 @dataclass
 class Timings:
-    """Tokens and seconds, of the prompt and of what was generated after it."""
+    """Numbers of tokens and seconds, of the prompt and of the generated tokens after the first."""
 
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0
@@ -56,9 +56,9 @@ class Timings:
 
 
 def find_signature(manifest: Manifest) -> LanguageSignature:
-    """Find the inputs of a language model and its logits by what they are for: token ids are the indices.
+    """Find the inputs of a language model and its logits, by their roles: token ids are the indices.
 
-    Raises MisuseError for a model whose inputs are others.
+    Raises MisuseError for a model with other inputs.
     """
     states = {state.input for state in manifest.states}
     given = {state.output for state in manifest.states}
@@ -101,12 +101,12 @@ def generate(
     prefill: ModelRunner | None = None,
     timings: Timings | None = None,
 ) -> Iterator[int]:
-    """Tokens that follow the prompt, as they come, up to one of the stop tokens, which is not among them.
+    """Generate tokens after the prompt, one by one, up to a stop token, which is not given.
 
-    The caches stay on the ranks. A long prompt goes through in chunks, or through a package of its own, `prefill`: of a
-    model that takes no caches and makes them, as exporters write beside one that takes them. A model without states
-    gets all tokens again for each new one. `timings` is filled on the way.
-    Raises MisuseError for an empty prompt, or a model that is no language model.
+    The caches stay on the ranks. A long prompt is run in chunks, or by the package `prefill`: a model that makes caches
+    but takes none, which exporters write beside the decoder. A model without states gets all tokens again for each new
+    one. `timings` is filled meanwhile. Raises MisuseError for an empty prompt, and for a model that is no language
+    model.
     """
     signature = find_signature(session.manifest)
     if not len(prompt):
@@ -149,18 +149,18 @@ def generate(
 def _read_prompt(
     run: Callable[..., dict[str, Array]], feeder: Feeder, tokens: Sequence[int], chunk: int
 ) -> npt.NDArray[Any]:
-    """Send the prompt through; returns the logits after its last token."""
+    """Run the prompt in chunks. Returns the logits after its last token."""
     logits: Array = np.empty(0)
     for first in range(0, len(tokens), chunk):
-        piece = tokens[first : first + chunk]
-        logits = run(feeder.feeds(piece, first + len(piece)))[feeder.signature.logits][0, -1]
+        new = tokens[first : first + chunk]
+        logits = run(feeder.feeds(new, first + len(new)))[feeder.signature.logits][0, -1]
     return logits
 
 
 def _prefill(
     prefill: ModelRunner, sequence: StateSequence, manifest: Manifest, tokens: Sequence[int]
 ) -> npt.NDArray[Any]:
-    """Send the prompt through another package, and hand its caches to the sequence; returns the last logits."""
+    """Run the prompt with another package, and load its caches into the sequence. Returns the last logits."""
     signature = find_signature(prefill.manifest)
     outputs = prefill.run(Feeder(prefill.manifest, signature).feeds(tokens, len(tokens)))
     if missing := [state.output for state in manifest.states if state.output not in outputs]:
@@ -179,12 +179,12 @@ class Feeder:
     def __init__(self, manifest: Manifest, signature: LanguageSignature, room: int | None = None) -> None:
         self.signature = signature
         self._inputs = {tensor.name: tensor for tensor in manifest.inputs}
-        # Caches that are written in place have room for all tokens from the beginning, and so has their mask: no size
-        # changes from token to token then.
+        # If caches are written in place, they have room for all tokens from the beginning, and so has the mask. Then no
+        # size changes from token to token, and requests can be replayed.
         self._room = room if manifest.states and all(state.in_place for state in manifest.states) else None
 
     def chunk(self, prompt: int, wanted: int) -> int:
-        """How many tokens of the prompt go through at once. Raises MisuseError for a model of a fixed longer length."""
+        """The number of tokens in one run of the prompt. Raises MisuseError if the model has a fixed length above 1."""
         shape = self._inputs[self.signature.ids].shape
         fixed = None if shape is None else shape[1]
         if isinstance(fixed, int) and fixed != 1:
@@ -192,7 +192,7 @@ class Feeder:
         return 1 if fixed == 1 else max(1, min(wanted, prompt))
 
     def feeds(self, new: Sequence[int], total: int) -> dict[str, Array]:
-        """For `new` tokens, the last of `total`."""
+        """The feeds for `new` tokens, which are the last ones of `total`."""
         made = {self.signature.ids: np.array([new])}
         if self.signature.mask is not None:
             made[self.signature.mask] = self._mask(self._inputs[self.signature.mask], len(new), total)
@@ -201,9 +201,9 @@ class Feeder:
         return {name: array.astype(self._inputs[name].dtype) for name, array in made.items()}
 
     def _mask(self, tensor: Tensor, new: int, total: int) -> Array:
-        """Ones for what is there, and zeros for the room behind it.
+        """Ones for the tokens so far, and zeros for the room behind them.
 
-        Raises MisuseError for a mask that is not one number a token, and for a sequence longer than its fixed length.
+        Raises MisuseError for a mask that is not one number per token, and for a sequence that exceeds its room.
         """
         if not _may_have(tensor, 2):
             raise MisuseError(f"can't generate with a mask of {format_shape(tensor.shape)} ('{tensor.name}')")

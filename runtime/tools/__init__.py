@@ -1,1 +1,1 @@
-"""What measures, compares and shows packages."""
+"""Tools that measure, compare and show packages."""

@@ -1,4 +1,4 @@
-"""Time a package, beside the unsplit model, in one run."""
+"""Measure a package's times, and those of the unsplit model in turns with it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from splitc.runtime.tools.unsplit import fixed_feeds
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds a run, over all runs."""
+    """Median and 90th percentile of the seconds per run, over all runs."""
 
     median: float
     p90: float
@@ -32,11 +32,10 @@ class Latency:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Median seconds a run of a rank: its engines at work, waiting for other ranks (or summing with them), all else.
+    """Median seconds of a rank per run: `busy` in engines, `waiting` for other ranks or summing with them, `overhead`.
 
-    Where requests are replayed as CUDA graphs, the first is all that the GPUs took.
-    `overhead` is ours: handing values on, binding them, cutting and joining parts. `utilization` is the share of the
-    whole time that its engines were at work.
+    If requests are replayed as CUDA graphs, `busy` is all of the GPUs' time. `overhead` is the runtime's own: passing
+    and binding values, cutting and joining shards. `utilization` is the share of the whole time that its engines ran.
     """
 
     device: str
@@ -50,8 +49,7 @@ class RankTimes:
 class Baseline:
     """The unsplit model with a number of threads, one request at a time.
 
-    `ratio` is the median, over neighbouring runs, of the package's time over the unsplit model's: for one request, or
-    for each of several in flight.
+    `ratio` is the median over neighbouring runs of the package's time per request divided by the unsplit model's.
     """
 
     threads: int
@@ -63,8 +61,8 @@ class Baseline:
 class BenchResult:
     """A package's times, with `threads` on each rank, and those of the unsplit model if it ran too.
 
-    `latency` is that of one request, from its submission to its outputs; `rate` is requests a second. `against_one` is
-    the rate with several in flight over that of one at a time, as the median of neighbouring runs.
+    `latency` is from a request's submission to its outputs; `rate` is requests per second. `against_one` is the rate
+    with several requests in flight divided by the rate with one at a time, as the median of neighbouring runs.
     """
 
     latency: Latency
@@ -77,9 +75,9 @@ class BenchResult:
     timeline: list[dict[int, Served]]
 
 
-# Requests in a row, for each in flight, between two turns of the others.
+# Requests in a round, for each request in flight. Package and unsplit model take turns by rounds.
 ROUND = 8
-# Rounds whose timeline is kept.
+# The number of last rounds whose timeline is kept.
 TRACED = 8
 
 
@@ -95,8 +93,8 @@ def bench(
 ) -> BenchResult:
     """Time `runs` runs, `in_flight` at a time, in turns with one at a time and with the unsplit model.
 
-    So all see the same machine. The unsplit model runs with as many threads as all ranks have together, and with as
-    many as one rank has: while one request passes through a layer split, one rank works at a time.
+    Taking turns, all of them see the same load of the machine. The unsplit model runs with the threads of all ranks
+    together, and with those of one rank, since in layer mode one rank works at a time on a single request.
     """
     threads = baseline_threads or sorted({session.threads * len(session.manifest.ranks), session.threads}, reverse=True)
     whole = {**feeds, **fixed_feeds(session.manifest, feeds)}
@@ -129,7 +127,7 @@ def bench(
 
 @dataclass(frozen=True)
 class _Stream:
-    """Requests in a row: seconds for all, seconds for each, and what the ranks did."""
+    """A run of requests: seconds for all of them, seconds for each, and when the ranks ran their steps."""
 
     seconds: float
     latencies: list[float]
@@ -137,7 +135,7 @@ class _Stream:
 
 
 def _stream(session: Session, feeds: Mapping[str, npt.NDArray[Any]], count: int, in_flight: int) -> _Stream:
-    """Run the feeds so many times, with at most `in_flight` under way."""
+    """Run the feeds `count` times, with at most `in_flight` at a time."""
     arrays = check_feeds(feeds, session.inputs)
     latencies, timeline = [], []
     first = time.perf_counter()
@@ -157,7 +155,7 @@ def _repeat(run: Callable[[], None], count: int) -> float:
 
 
 def _baseline(path: Path, threads: int, feeds: Mapping[str, npt.NDArray[Any]]) -> Callable[[], None]:
-    """The unsplit model as a good user would run it: IO binding, inputs bound once."""
+    """The unsplit model as it is run best: by IO binding, with inputs uploaded once."""
     backend = OnnxRuntimeBackend(threads)
     engine = backend.load(path)
     values = {name: backend.upload(feeds[name]) for name in engine.inputs}

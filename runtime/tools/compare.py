@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-# How far outputs may be off, relative to the largest value of each: a few times what ONNX Runtime's own optimizations
-# move an unsplit model's (5e-6 in float32, 4e-4 in float16, 8e-4 in int8, 7e-3 in int4).
+# Tolerances relative to each output's largest value: several times the error that ONNX Runtime's own optimizations
+# cause in an unsplit model (5e-6 in float32, 4e-4 in float16, 8e-4 in int8, 7e-3 in int4).
 RELATIVE = {
     "float64": 1e-6,
     "float32": 1e-4,
@@ -26,10 +26,10 @@ ABSOLUTE = 1e-6
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one output is off.
+    """The error of one output.
 
-    `absolute` is the largest error, found at the index `where`; `relative` is that over the largest expected value.
-    `problem` says what makes the arrays incomparable: a shape, a number type, or a NaN in one of them.
+    `absolute` is the largest error, at the index `where`; `relative` is that divided by the largest expected value.
+    `problem` says why the arrays can't be compared: a shape, a number type, or a NaN in one of them.
     """
 
     name: str
@@ -50,10 +50,10 @@ def compare(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> list[Difference]:
-    """Compare output by output. One passes when its largest error is at most `atol` + `rtol` x its largest value.
+    """Compare output by output. One passes if its largest error is at most `atol` + `rtol` x its largest value.
 
-    The default tolerances are those of `number_type`, and no less than one step of the output's own. Whole numbers and
-    truth values must be equal.
+    The default `rtol` is that of `number_type`, and at least the machine epsilon of the output's type. Integers and
+    booleans must be equal.
     """
     atol = ABSOLUTE if atol is None else atol
     known = RELATIVE.get(number_type, RELATIVE["float32"])
@@ -68,7 +68,7 @@ def _is_exact(dtype: np.dtype[Any]) -> bool:
 
 
 def _step(dtype: np.dtype[Any]) -> float:
-    """How far neighbours of a number type are apart, relative to them: by as much a result may be rounded otherwise."""
+    """The machine epsilon of a number type: rounding may change a result by this relative error. 0 for integers."""
     return 0.0 if _is_exact(dtype) else float(ml_dtypes.finfo(dtype).eps)  # type: ignore[no-untyped-call]
 
 
@@ -84,7 +84,7 @@ def _difference(
     if not expected.size:
         return Difference(name, 0.0, 0.0, (), 0.0, 0.0, True)
     wide_expected, wide_actual = expected.astype(np.float64), actual.astype(np.float64)
-    # Equal infinities, and NaN on both sides, are agreement; NaN on one side is not.
+    # Equal infinities agree, and so do NaNs on both sides. A NaN on one side does not.
     with np.errstate(invalid="ignore"):
         error = np.abs(wide_expected - wide_actual)
     same = (wide_expected == wide_actual) | (np.isnan(wide_expected) & np.isnan(wide_actual))

@@ -1,4 +1,4 @@
-"""Measure what devices do in a second: floating point operations, and bytes that they read and write."""
+"""Measure devices' floating point operations per second, and bytes read and written per second."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from splitc.runtime.devices import Device
 from splitc.runtime.gpus import need_cupy
 from splitc.runtime.machine import MeasuredSpeed, link_end
 
-# Rows and columns of the matrices, and bytes of the arrays that are copied: many times a cache's.
+# Rows and columns of the matrices, and bytes of the copied arrays: many times the size of a cache.
 CPU_SIDE, GPU_SIDE = 512, 8192
 CPU_BYTES, GPU_BYTES = 1 << 27, 1 << 30
-# The best of so many: what else a machine does makes a run slower, and none faster.
+# The best of this many runs counts, since other load can only make a run slower.
 RUNS = 5
 
 
 def measure_speeds(devices: Sequence[Device]) -> dict[str, MeasuredSpeed]:
-    """The speeds of the devices by name, of all CPU devices together as `cpu`. Takes well below a second for each."""
+    """The speeds of the devices by name, with all CPU devices together as `cpu`. Takes less than a second for each."""
     once = {link_end(device): device for device in devices}
     return {name: _cpu_speed() if name == "cpu" else _gpu_speed(device.index) for name, device in once.items()}
 
@@ -48,7 +48,7 @@ def _gpu_speed(index: int) -> MeasuredSpeed:
             matrix = cupy.ones((GPU_SIDE, GPU_SIDE), "float16")
             source = cupy.ones(GPU_BYTES, "uint8")
             target = cupy.empty_like(source)
-        except cupy.cuda.memory.OutOfMemoryError:  # others use it
+        except cupy.cuda.memory.OutOfMemoryError:  # other processes use its memory
             return MeasuredSpeed()
 
         def seconds(work: Callable[[], Any]) -> float:
@@ -71,10 +71,10 @@ def _speed(
     copy: Callable[[], Any],
     size: int,
 ) -> MeasuredSpeed:
-    """From the seconds of a product of square matrices, and of a copy, which reads and writes so many bytes."""
+    """The speed from the seconds of a product of square matrices, and of a copy of `size` bytes."""
     copying = min(seconds(copy) for _ in range(RUNS))
     try:
         multiplying = min(seconds(multiply) for _ in range(RUNS))
-    except Exception:  # of any kind: CuPy finds no cuBLAS
+    except Exception:  # of any kind, if CuPy finds no cuBLAS
         return MeasuredSpeed(None, 2 * size / copying)
     return MeasuredSpeed(2 * side**3 / multiplying, 2 * size / copying)

@@ -1,4 +1,4 @@
-"""Measure how fast values get from device to device."""
+"""Measure the times of copies and sums between devices."""
 
 from __future__ import annotations
 
@@ -26,15 +26,18 @@ from splitc.runtime.replay.capture import capture
 from splitc.runtime.steps import Reduce
 from splitc.runtime.tools.device_speeds import measure_speeds
 
-# Bytes of the values that are sent: what costs time by itself, and what costs time by its size.
+# Bytes of the values that are sent: small ones show the latency, large ones the bandwidth.
 MESSAGE_BYTES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)
 WARMUP, RUNS = 5, 25
-# Seconds below which nothing is told apart from nothing.
+# The least seconds that can be measured.
 SHORTEST = 1e-7
 
 
 def measure_machine(devices: Sequence[Device]) -> Machine:
-    """Measure each device and each pair of devices, and keep that. Raises PackageError for a GPU that can't be used."""
+    """Measure each device and each pair of devices, and store the result.
+
+    Raises PackageError for a GPU that can't be used.
+    """
     measured = {pair_name(*two): _measure_pair(two) for two in combinations(devices, 2)}
     machine = Machine(
         {name: _fit([(each.bytes, each.copy) for each in found]) for name, found in measured.items()},
@@ -47,7 +50,7 @@ def measure_machine(devices: Sequence[Device]) -> Machine:
 
 
 def _fit(points: Sequence[tuple[int, float]]) -> Link:
-    """The line through the measured times that errs least in proportion; neither part is below 0."""
+    """The line through the measured times with the least squares of relative errors, with no negative part."""
     sizes, seconds = (np.array(each, dtype=float) for each in zip(*points, strict=True))
     rows = np.stack([np.ones_like(sizes), sizes], axis=1) / seconds[:, None]
     (latency, per_byte), *_ = np.linalg.lstsq(rows, np.ones_like(seconds), rcond=None)
@@ -65,7 +68,7 @@ def _measure_pair(devices: Sequence[Device]) -> list[MeasuredLink]:
 
 
 def _measure_waiting(backends: Sequence[Backend], ends: Sequence[Collectives], array: Any) -> MeasuredLink:
-    """Devices whose hosts' threads wait for each other."""
+    """Measure devices whose threads on the host wait for each other."""
     pauses: list[float] = []
 
     def pause() -> None:
@@ -73,7 +76,7 @@ def _measure_waiting(backends: Sequence[Backend], ends: Sequence[Collectives], a
         _be_busy()
         pauses.append(time.perf_counter() - start)
 
-    # There and back again, each time to one who has been waiting: half of it is one way.
+    # Round trips, each time to a rank that has been waiting: half of the time is one way.
     there = _time_both(backends, lambda rank, value: _bounce(rank, ends[rank], value, pause), array)
     on_the_way = median(max(SHORTEST, whole - pause) for whole, pause in zip(there, pauses[WARMUP:], strict=True))
     together = _time_both(backends, lambda rank, value: _sum(ends[rank], backends[rank], value), array)
@@ -81,14 +84,14 @@ def _measure_waiting(backends: Sequence[Backend], ends: Sequence[Collectives], a
 
 
 def _measure_replayed(backends: Sequence[Any], ends: Sequence[Any], array: Any) -> MeasuredLink:
-    """GPUs that have access to each other's memory, which replay what they do: as a part of that."""
+    """Measure GPUs with peer access to each other, as part of a replayed CUDA graph."""
     sums = _time_replayed(backends, ends, lambda rank, value: _sum(ends[rank], backends[rank], value), array)
     there = _time_replayed(backends, ends, lambda rank, value: _bounce(rank, ends[rank], value), array)
     return MeasuredLink(array.nbytes, there / 2, sums)
 
 
 def _time_replayed(backends: Sequence[Any], ends: Sequence[Any], work: Callable[[int, Any], Any], array: Any) -> float:
-    """Median seconds of the work, of which a graph does RUNS in a row."""
+    """Median seconds of the work. A graph has RUNS repetitions of it."""
 
     def run(rank: int) -> Any:
         gpu = backends[rank]
@@ -99,7 +102,7 @@ def _time_replayed(backends: Sequence[Any], ends: Sequence[Any], work: Callable[
             for _ in range(RUNS):
                 value = work(rank, value)
 
-        work(rank, gpu.upload(array))  # eagerly, so that its kernel is there
+        work(rank, gpu.upload(array))  # run it eagerly first, to load its kernel
         return capture(gpu, ends[rank], range(len(ends)), Tape(), give)
 
     with ThreadPoolExecutor(len(ends)) as pool:
@@ -108,8 +111,8 @@ def _time_replayed(backends: Sequence[Any], ends: Sequence[Any], work: Callable[
     return median(seconds[WARMUP:])
 
 
-# What a rank does while the other one waits, as if it ran an engine: the other's core goes to sleep meanwhile, and a
-# hand-over between cores that are awake takes a tenth of the time. Hashing leaves the interpreter's lock.
+# A rank hashes this while the other one waits, as if it ran an engine. The other one's core goes to sleep meanwhile, as
+# it does in real runs: a copy between cores that are awake takes a tenth of the time. Hashing releases Python's lock.
 _WORK = bytes(1 << 19)
 
 
@@ -129,12 +132,12 @@ def _bounce(rank: int, end: Collectives, value: Any, pause: Callable[[], None] =
 
 
 def _sum(end: Collectives, backend: Backend, value: Any) -> Any:
-    """Both ranks hand the value in; rank 1 does so first, and waits for rank 0."""
+    """Sum the value over both ranks. Rank 1 comes first and waits for rank 0."""
     return end.all_reduce(Reduce("sum", ["x"], ["x"], [0, 1]), [value], backend.accumulate)[0]
 
 
 def _time_both(backends: Sequence[Backend], work: Callable[[int, Any], Any], array: Any) -> list[float]:
-    """Seconds of the work, from when the busy rank 0 begins with it until both ranks have its result."""
+    """Seconds of the work, from when rank 0 begins, after having been busy, until both ranks have the result."""
     starts: list[float] = []
     ends: list[list[float]] = [[], []]
 

@@ -1,8 +1,8 @@
-"""Measure what each rank really holds: one process a rank, so that no rank's memory hides in another's.
+"""Measure each rank's memory, in a separate process for each rank.
 
     python -m splitc.runtime.tools.rank_memory PACKAGE RANK THREADS INPUTS OUTPUTS
 
-runs one rank on the inputs in the file, writes what the next ranks need, and prints its memory as JSON.
+runs one rank on the inputs in the file, writes what it sends to other ranks, and prints its memory as JSON.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from splitc.runtime.steps import Receive, Reduce, Send
 
 
 def measure_memory(package: Path, threads: int, feeds: Mapping[str, npt.NDArray[Any]]) -> list[RankMemory]:
-    """Run the ranks one after another, each in a process of its own. Raises SplitcError when one fails.
+    """Run the ranks one after another, each in its own process. Raises SplitcError if one fails.
 
-    Where ranks wait for later ones, all run once together before, for what they send each other.
+    If ranks receive values from later ones, all ranks run once together before, to record these values.
     """
     manifest = read_manifest(package)
     values: dict[str, npt.NDArray[Any]] = dict(feeds)
@@ -69,7 +69,7 @@ def measure_memory(package: Path, threads: int, feeds: Mapping[str, npt.NDArray[
 
 
 def _write_arrays(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-    """For our own processes only, which pickle keeps all number types for."""
+    """Write arrays for our own processes. Pickle keeps all number types."""
     path.write_bytes(pickle.dumps(dict(arrays), pickle.HIGHEST_PROTOCOL))
 
 
@@ -81,7 +81,7 @@ def _read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
 def _run_together(
     package: Path, ranks: Sequence[Rank], threads: int, feeds: Mapping[str, npt.NDArray[Any]]
 ) -> dict[str, npt.NDArray[Any]]:
-    """What the ranks send each other in one run."""
+    """The values that ranks send each other in one run."""
     backend = OnnxRuntimeBackend(threads)
     ends = connect(len(ranks))
     programs = []
@@ -100,7 +100,7 @@ def _run_together(
 
 
 def _cut_feeds(rank: Rank, arrays: Mapping[str, npt.NDArray[Any]], backend: Backend) -> dict[str, Any]:
-    """What a rank is fed of these arrays."""
+    """A rank's inputs, or its shards of them, from the whole arrays."""
     parts = {part.name: part for part in rank.parts}
     cut = {n: cut_part(arrays[n], parts[n]) if n in parts else arrays[n] for n in rank.inputs}
     return {name: backend.upload(array) for name, array in cut.items()}
@@ -114,7 +114,7 @@ def _peak() -> int:
     """The most resident bytes that this process ever had."""
     status = Path("/proc/self/status")
     if status.exists():
-        # getrusage would count what the parent had when it forked.
+        # getrusage would include the memory of the parent process when it forked.
         return next(
             int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM:")
         )
@@ -124,9 +124,9 @@ def _peak() -> int:
 
 
 class Alone:
-    """The exchange of one rank by itself: what others would send lies in `arrays`, what it sends is kept.
+    """The exchange of a rank that runs alone: it receives from `arrays`, and what it sends is kept in `sent`.
 
-    For a collective it takes its own part: the numbers are others then, the bytes are the same.
+    A collective returns the rank's own parts. The numbers are wrong then, but the bytes are right.
     """
 
     def __init__(self, arrays: Mapping[str, npt.NDArray[Any]], backend: Backend) -> None:

@@ -1,4 +1,4 @@
-"""How a package's values get from GPU to GPU on the machine at hand."""
+"""How a package's values are copied between GPUs on this machine."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from splitc.runtime.devices import DeviceStatus, parse_devices
 from splitc.runtime.manifest import Manifest
 from splitc.runtime.steps import Reduce, Send
 
-# What `DeviceStatus.peers` says, in words.
+# Descriptions of the values of `DeviceStatus.peers`.
 WAYS = {"peer": "directly", "host": "through the host's pinned memory"}
 
 
 def find_routes(manifest: Manifest, look: Callable[[], Sequence[DeviceStatus]]) -> dict[str, list[str]]:
-    """Pairs of GPUs that exchange values in the package, as `cuda0-cuda1`, by the way that these go.
+    """Pairs of GPUs that exchange values in the package, as `cuda0-cuda1`, by the way of their copies.
 
-    `look` lists the devices of this machine, GPUs that are not among them are left out. It takes a while where there
-    are GPUs, and is asked only for a package that has several.
+    `look` lists the devices of this machine; other GPUs are left out. It is slow on machines with GPUs, so it is only
+    called if the package has several GPUs.
     """
     pairs = sorted(_exchanging(manifest))
     peers = {device.name: device.peers for device in look()} if pairs else {}
@@ -29,7 +29,7 @@ def find_routes(manifest: Manifest, look: Callable[[], Sequence[DeviceStatus]]) 
 
 
 def _exchanging(manifest: Manifest) -> set[tuple[str, str]]:
-    """The GPUs that exchange values, in pairs, each once."""
+    """The pairs of GPUs that exchange values, each pair once."""
     ranks = manifest.ranks
     numbers = set()
     for number, rank in enumerate(ranks):

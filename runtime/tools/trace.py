@@ -1,4 +1,4 @@
-"""When each rank did what: as a Chrome trace for Perfetto, and as a few lines of text."""
+"""When each rank ran its steps: as a Chrome trace for Perfetto, and as a few lines of text."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from splitc.runtime.ranks.loop import Replay, Span
 from splitc.runtime.ranks.request import Served
 from splitc.runtime.steps import Receive, Reduce, Run
 
-# For each request what each rank did.
+# For each request, when each rank ran its steps.
 Timeline = Sequence[Mapping[int, Served]]
 
-# How a column of the text timeline shows a rank that was at an engine for less than a part of it.
+# The characters of the text timeline, by the least share of a column's time that the rank's engines ran.
 SHADES = ((0.75, "█"), (0.5, "▓"), (0.25, "▒"), (0.02, "░"), (0.0, " "))
 
 
 def describe(span: Span, rank: Rank) -> str:
-    """A step for people."""
+    """A step's name for users."""
     step = span.step
     if isinstance(step, Run):
         return rank.engines[step.engine].path.rpartition("/")[2]
@@ -34,9 +34,10 @@ def describe(span: Span, rank: Rank) -> str:
 
 
 def write_trace(path: Path, ranks: Sequence[Rank], requests: Timeline) -> None:
-    """Write all requests' steps in Chrome's trace format, a row a rank. Raises MisuseError when it can't be written.
+    """Write all requests' steps in Chrome's trace format, with a row for each rank.
 
-    Format: the "Trace Event Format" document of the Chromium project; times in microseconds.
+    The format is that of the "Trace Event Format" document of the Chromium project, with times in microseconds. Raises
+    MisuseError if the file can't be written.
     """
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": f"rank {number} ({rank.device})"}}
@@ -63,7 +64,7 @@ def write_trace(path: Path, ranks: Sequence[Rank], requests: Timeline) -> None:
 
 
 def draw_timeline(ranks: int, requests: Timeline, width: int = 72) -> list[str]:
-    """A line a rank: how much of each stretch of time its engines were at work."""
+    """A line for each rank. Each column shows how much of its time the rank's engines ran."""
     spans = [[span for request in requests for span in request[rank].spans] for rank in range(ranks)]
     every = [span for rank in spans for span in rank]
     if not every:

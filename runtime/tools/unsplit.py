@@ -1,4 +1,4 @@
-"""The unsplit model, in ONNX Runtime: what a package is compared with, on the same kind of device where it fits."""
+"""Run the unsplit model in ONNX Runtime, to compare a package with it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CPU = Device("cpu", 0)
 
 @dataclass(frozen=True)
 class Reference:
-    """The unsplit model on a device, and why on that one. `run` takes the feeds of the package."""
+    """The unsplit model on a device, and why on this one. `run` takes the feeds of the package."""
 
     device: Device
     why: str
@@ -50,11 +50,11 @@ def open_reference(
     needed: int | None = None,
     settings: Arrays = MappingProxyType({}),
 ) -> Iterator[Reference]:
-    """The unsplit model of a package that runs on the devices: on the one that is asked for, or of the same kind.
+    """Open the unsplit model of a package, on the device `asked`, or on one of the package's kind.
 
-    It runs on a GPU where the package does, and where so many bytes as are `needed` (all ranks' together) are free:
-    kernels of other devices round otherwise, those of quantized weights most of all. `settings` are other values for
-    inputs that were bound. Raises MisuseError for a device that is none, PackageError when ONNX Runtime can't load it.
+    By default it runs on a GPU if the package does, and if `needed` bytes (of all ranks together) are free there: other
+    devices' kernels round differently, most of all for quantized weights. `settings` are other values for bound inputs.
+    Raises MisuseError for an unknown device, PackageError if ONNX Runtime can't load the model.
     """
     needed = sum(rank.total_bytes for rank in manifest.ranks) if needed is None else needed
     device, why = choose_reference(asked, devices, needed, lambda gpu: free_bytes([gpu])[0])
@@ -72,9 +72,9 @@ def open_reference(
 def choose_reference(
     asked: str | None, devices: Sequence[Device], needed: int, free: Callable[[Device], int | None]
 ) -> tuple[Device, str]:
-    """The device for the unsplit model, and why. `free` gives the bytes that are free on a GPU.
+    """The device for the unsplit model, and why. `free` gives the free bytes of a GPU.
 
-    Raises MisuseError for a device that was asked for and is none, or more than one.
+    Raises MisuseError if `asked` is not the name of a single device.
     """
     if asked is not None:
         named = parse_devices([asked])
@@ -91,8 +91,11 @@ def choose_reference(
 
 @contextmanager
 def open_unsplit(model: Path, device: Device, threads: int) -> Iterator[RunModel]:
-    """Load a model; gives what runs it, on feeds by name. Raises PackageError when ONNX Runtime can't load it there."""
-    # All is done by one thread: the caller's has a current GPU of its own.
+    """Load a model, and give a function that runs it on feeds by name.
+
+    Raises PackageError if ONNX Runtime can't load it on the device.
+    """
+    # A separate thread does all of it, since the caller's thread has its own current GPU.
     with ThreadPoolExecutor(1) as pool:
         backend = pool.submit(make_backend, ONNXRUNTIME, device, threads, None, False).result()
         pool.submit(backend.attach).result()
@@ -111,7 +114,7 @@ def open_unsplit(model: Path, device: Device, threads: int) -> Iterator[RunModel
 
 
 def fixed_feeds(manifest: Manifest, feeds: Arrays) -> dict[str, npt.NDArray[Any]]:
-    """Arrays for the inputs that the model has and the package does not."""
+    """Arrays for the inputs of the model that the package does not have."""
     sizes = {
         symbol: size
         for tensor in manifest.inputs
@@ -128,7 +131,7 @@ def fixed_feeds(manifest: Manifest, feeds: Arrays) -> dict[str, npt.NDArray[Any]
 
 
 def bound_inputs(manifest: Manifest, settings: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
-    """Arrays for inputs that were bound, of other values. Raises MisuseError for those that were not."""
+    """Arrays of other values for bound inputs. Raises MisuseError for inputs that are not bound."""
     fixed = {each.name: each for each in manifest.fixed}
     if unknown := [name for name in settings if name not in fixed]:
         known = f"it bound {', '.join(fixed)}" if fixed else "it bound none"

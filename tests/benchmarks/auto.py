@@ -120,7 +120,7 @@ def _steps(session: Session, size: Size, batch: int, new: int, past: int) -> lis
 
 @contextmanager
 def _sequences(session: Session, steps: Sequence[Feeds], count: int) -> Iterator[list[StateSequence]]:
-    """So many sequences, of which only the last step is still to come."""
+    """A number of sequences that have only their last step left."""
     with ExitStack() as stack:
         made = [stack.enter_context(session.start()) for _ in range(count)]
         for sequence in made:

@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def _decode(package: Path, steps: int, size: Size) -> np.ndarray:  # type: ignore[type-arg]
-    """The last logits of so many steps in a new session."""
+    """The last logits of a number of steps in a new session."""
     room = 64
     with Session(package, verify=False) as session, session.start(capacity=room) as sequence:
         token, logits = 1, None

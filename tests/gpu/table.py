@@ -224,7 +224,7 @@ def _in_turns(work: Mapping[str, Callable[[], float]]) -> dict[str, float]:
 
 
 def _tokens(session: Session, count: int, place: int, options: argparse.Namespace) -> Feeds:
-    """Feeds for so many tokens behind so many others, in a cache with room for twice as many as are timed."""
+    """Feeds for a number of tokens after a number of others, in a cache with room for twice as many as are timed."""
     generator = np.random.default_rng(place)
     feeds: Feeds = {
         "input_ids": generator.integers(0, options.vocabulary, (1, count)),
@@ -235,7 +235,7 @@ def _tokens(session: Session, count: int, place: int, options: argparse.Namespac
 
 
 class _Steps:
-    """A sequence with a full cache, of which the next tokens are timed."""
+    """A sequence with a full cache, whose next tokens are timed."""
 
     def __init__(self, session: Session, options: argparse.Namespace) -> None:
         self.session, self._options = session, options

@@ -106,7 +106,7 @@ def check_rows(
     tolerance: float = 2e-5,
     least: int = 2,
 ) -> list[Plan]:
-    """As `check_split`, by row: matrices of `least` x `least` or more, in so many rounds."""
+    """As `check_split`, in row mode: for matrices of at least `least` x `least`, in a number of rounds."""
     plans = _check(block, folder, split, shares, whole, tolerance, split_mode="row", row_min=least)
     for plan in plans:
         assert rounds is None or len(sliced(plan).rounds) == rounds

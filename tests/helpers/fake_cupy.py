@@ -170,7 +170,7 @@ class Memory:
 
 
 class MemoryPool:
-    """Memory that stays the pool's when it is freed."""
+    """Memory that goes back to the pool when it is freed."""
 
     def __init__(self) -> None:
         self.memory: list[object] = []
@@ -182,7 +182,7 @@ class MemoryPool:
 
 
 class Pinned(np.ndarray):
-    """Host memory that copies may be under way to and from; freed at once."""
+    """Pinned memory, which is freed at once even if copies to or from it are still running."""
 
     @property
     def ptr(self) -> int:
@@ -250,7 +250,7 @@ def copy(target: int, source: int, size: int) -> None:
 
 
 def make(devices: int = DEVICES) -> types.SimpleNamespace:
-    """CuPy with so many devices."""
+    """A fake CuPy with a number of devices."""
     runtime = types.SimpleNamespace(
         CUDARuntimeError=CUDARuntimeError,
         getDeviceCount=lambda: devices,

@@ -45,7 +45,7 @@ def check_operator(graphs: Mapping[str, Tiny], name: str, folder: Path) -> None:
 
 
 def having(field: str) -> list[str]:
-    """The operators of whose entry a field is set."""
+    """The operators whose entry has a field set."""
     return [name for name, operator in REGISTRY.items() if getattr(operator, field)]
 
 

@@ -15,7 +15,7 @@ def part(*axes: AxisPart) -> Part:
 
 
 def test_part_of_an_inner_factor() -> None:
-    """An axis of 3 x 4, of which the second factor is cut."""
+    """An axis of 3 x 4 whose second factor is cut."""
     axis = AxisPart(1, [1, 3, 4], [None, None, (1, 3)])
     assert cut_part(WHOLE, part(axis)).tolist() == WHOLE.reshape(2, 3, 4, 5)[:, :, 1:3].reshape(2, 6, 5).tolist()
 

@@ -1,4 +1,4 @@
-"""Inputs and outputs of which the file says no shape at all."""
+"""Inputs and outputs without any shape in the file."""
 
 from __future__ import annotations
 

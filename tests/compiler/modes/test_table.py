@@ -30,7 +30,7 @@ def test_every_mode_has_its_module() -> None:
 def test_a_new_mode_is_planned_written_shown_and_run(
     decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Tensor mode under another name, of which it may have no stages."""
+    """Tensor mode under another name, always with one stage."""
     module = ModuleType("splitc.compiler.modes.mirrored")
     module.MODE = replace(tensor.MODE, stages=lambda request, devices: 1)  # type: ignore[attr-defined]  # is made here
     monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -97,7 +97,7 @@ def attention_with_the_projection_inside() -> Block:
 
 
 def masked_attention_of_a_token() -> Block:
-    """DecoderMaskedMultiHeadAttention, of which no axes are known: its projections are whole."""
+    """DecoderMaskedMultiHeadAttention has no axes rule: its projections stay whole."""
     b = Block()
     x = softmax(b, b.data("x", (2, 1, HIDDEN), ["n", 1, HIDDEN]))
     pasts = [b.data(f"past_{n}", (2, HEADS, 8, HEAD)) for n in "kv"]
@@ -110,7 +110,7 @@ def masked_attention_of_a_token() -> Block:
 
 
 def quantized_attention() -> Block:
-    """QAttention, of which no axes are known: its projection inside is whole."""
+    """QAttention has no axes rule: its inner projection stays whole."""
     b = Block()
     scale, zero = number(b, 0.01), b.constant(128, np.uint8)
     x = b.op("QuantizeLinear", normed(b), scale, zero)

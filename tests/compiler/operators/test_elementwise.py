@@ -142,7 +142,7 @@ def test_bias_of_a_sum_is_added_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["Add", "Sub", "Sum"])
 def test_partial_values_meet_before_they_are_summed(kind: str, tmp_path: Path) -> None:
-    """As in blocks whose attention and feed-forward part run side by side: one sum for both and the residual."""
+    """As in blocks with parallel attention and feed-forward: one sum serves both and the residual."""
     b = Block()
     x = b.data("x", (2, 5, 12), ["n", "t", 12])
     both = [

@@ -1,4 +1,4 @@
-"""Picking and placing by index; tables whose rows lie on several ranks, and are looked up in."""
+"""Picking and placing by index; lookups in tables whose rows are sharded."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_large_table_that_is_computed_from_weights(tmp_path: Path) -> None:
 
 
 def test_table_that_is_looked_up_in_and_made_of_parts_is_whole(tmp_path: Path) -> None:
-    """Rows of which some are multiplied with apart from the others, as tables of several codebooks are."""
+    """A table with sections of rows that are multiplied with separately, such as several codebooks."""
     b = Block()
     ids = b.indices("ids", [[0, 29], [7, 15]], ["n", "t"])
     table = b.w("table", ROWS, COLUMNS)

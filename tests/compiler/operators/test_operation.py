@@ -14,7 +14,7 @@ from tests.helpers.operators import BATCH, HIDDEN, INNER, PLACES, TWO, number, s
 
 
 class Halves(Block):
-    """A graph of products whose sums are over one axis, of which each rank has a shard."""
+    """A graph of products that sum over one sharded axis."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class Halves(Block):
         self.inner = self.op("Relu", self.op("MatMul", x, self.w("A", HIDDEN, INNER)))
 
     def partial(self, name: str) -> ir.Value:
-        """[n, t, hidden], of which each rank has a part of the sum."""
+        """[n, t, hidden], a partial value."""
         return self.op("MatMul", self.inner, self.w(name, INNER, HIDDEN))
 
 

@@ -109,7 +109,7 @@ def resized(b: Block, image: ir.Value) -> ir.Value:
 
 
 def stretched(kind: str) -> Middle:
-    """To twice as many along the last axis, by scales, of which every other one is taken."""
+    """Doubles the last axis by scales, and takes every other element."""
 
     def middle(b: Block, v: ir.Value) -> ir.Value:
         scales = b.constant([1, 1, 2], np.float32)

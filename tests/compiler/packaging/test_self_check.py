@@ -14,7 +14,7 @@ def difference(name: str, relative: float, passed: bool, problem: str | None = N
 
 
 def test_output_may_be_as_far_off_as_optimizations_move_it() -> None:
-    """As in models whose activations are rounded to eight bits on their way."""
+    """As in models whose activations are quantized to 8 bits."""
     found = [difference("y", 0.06, False), difference("z", 0.0, True)]
     assert _judge(found, [difference("y", 0.09, False), difference("z", 0.0, True)]) == (
         "; ONNX Runtime's optimizations move the model's own outputs by 9.0e-02"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -30,17 +31,32 @@ from tests.helpers.command import splitc
 
 RTX = pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX builds engines without a GPU")
 KIND = "tensorrt-rtx"
-SHAPES = {name: array.shape for name, array in decoder_feeds(1, 1, 8).items()}
+LAYERS = 2
 LATER = BuildSettings(later=True)
 
 
+def shapes_of(new: int, past: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of the feeds of the short decoder."""
+    whole = {name: array.shape for name, array in decoder_feeds(1, new, past).items()}
+    layers = [f"past_key_values.{layer}." for layer in range(LAYERS, DECODER.layers)]
+    return {name: shape for name, shape in whole.items() if not name.startswith(tuple(layers))}
+
+
+@pytest.fixture(scope="module")
+def short_decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The decoder with fewer layers: engines take long to build."""
+    path = tmp_path_factory.mktemp("short") / "decoder.onnx"
+    save(build(dataclasses.replace(DECODER, layers=LAYERS)), path)
+    return path
+
+
 def compile_here(model: Path, package: Path, mode: str, build: BuildSettings = BuildSettings()) -> Manifest:
-    request = Request(split_mode=mode, engine=KIND, shapes=SHAPES, memory=["1GiB"])
+    request = Request(split_mode=mode, engine=KIND, shapes=shapes_of(1, 8), memory=["1GiB"])
     return compile_model(plan_model(model, ["2xcuda"], request), package, build=build)
 
 
-def test_stages_are_engines(decoder: Path, tmp_path: Path) -> None:
-    manifest = compile_here(decoder, tmp_path / "package", "layer")
+def test_stages_are_engines(short_decoder: Path, tmp_path: Path) -> None:
+    manifest = compile_here(short_decoder, tmp_path / "package", "layer")
     assert manifest == read_manifest(tmp_path / "package")
     assert manifest.engine == KIND
     assert manifest.build is not None and manifest.build.built is not None
@@ -55,30 +71,30 @@ def test_stages_are_engines(decoder: Path, tmp_path: Path) -> None:
     assert (ids.min_shape, ids.max_shape) == ([1, 1], [1, 1])
 
 
-def test_tensor_mode_is_one_engine_a_rank_with_collectives_inside(decoder: Path, tmp_path: Path) -> None:
-    manifest = compile_here(decoder, tmp_path / "package", "tensor", BuildSettings(keep_sources=True))
+def test_tensor_mode_is_one_engine_a_rank_with_collectives_inside(short_decoder: Path, tmp_path: Path) -> None:
+    manifest = compile_here(short_decoder, tmp_path / "package", "tensor", BuildSettings(keep_sources=True))
     for number, rank in enumerate(manifest.ranks):
         (engine,) = rank.engines
         assert engine.path == f"rank{number}/model.plan.rank{number}", "as Triton's per-rank layout names it"
         assert engine.group == [0, 1]
         assert not [step for step in rank.program if isinstance(step, Reduce)]
         nodes = [node.op_type for node in ir.load(tmp_path / "package" / str(engine.source)).graph]
-        assert nodes.count("DistCollective") == manifest.collectives == 2 * DECODER.layers
+        assert nodes.count("DistCollective") == manifest.collectives == 2 * LAYERS
 
 
 def test_without_collectives_inside_there_are_sums_between_engines(
-    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    short_decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("splitc.compiler.modes.tensor.has_collectives", lambda engine: False)
-    manifest = compile_here(decoder, tmp_path / "package", "tensor")
+    manifest = compile_here(short_decoder, tmp_path / "package", "tensor")
     for rank in manifest.ranks:
-        assert len(rank.engines) == 2 * DECODER.layers + 1
-        assert len([step for step in rank.program if isinstance(step, Reduce)]) == 2 * DECODER.layers
+        assert len(rank.engines) == 2 * LAYERS + 1
+        assert len([step for step in rank.program if isinstance(step, Reduce)]) == 2 * LAYERS
 
 
-def test_what_is_written_later_is_built_where_it_runs(decoder: Path, tmp_path: Path) -> None:
+def test_what_is_written_later_is_built_where_it_runs(short_decoder: Path, tmp_path: Path) -> None:
     package = tmp_path / "package"
-    manifest = compile_here(decoder, package, "tensor", LATER)
+    manifest = compile_here(short_decoder, package, "tensor", LATER)
     assert manifest.build is not None and manifest.build.built is None
     assert not list(package.rglob("model.plan*"))
     before = {path: path.stat().st_mtime_ns for path in package.rglob("*.onnx")}
@@ -94,11 +110,11 @@ def test_what_is_written_later_is_built_where_it_runs(decoder: Path, tmp_path: P
     assert [path.name for path in tmp_path.iterdir()] == ["package"]
 
 
-def test_range_of_sizes_is_what_the_engine_takes(decoder: Path, tmp_path: Path) -> None:
-    low = {name: array.shape for name, array in decoder_feeds(1, 1, 0).items()}
-    high = {name: array.shape for name, array in decoder_feeds(1, 8, 32).items()}
+def test_range_of_sizes_is_what_the_engine_takes(short_decoder: Path, tmp_path: Path) -> None:
+    low = shapes_of(1, 0)
+    high = shapes_of(8, 32)
     request = Request(split_mode="layer", engine=KIND, min_shapes=low, max_shapes=high, memory=["1GiB"])
-    manifest = compile_model(plan_model(decoder, ["cuda0"], request), tmp_path / "package")
+    manifest = compile_model(plan_model(short_decoder, ["cuda0"], request), tmp_path / "package")
     ids = next(tensor for tensor in manifest.inputs if tensor.name == "input_ids")
     assert (ids.min_shape, ids.sample_shape, ids.max_shape) == ([1, 1], [1, 8], [1, 8])
     ((engine,),) = [rank.engines for rank in manifest.ranks]
@@ -132,14 +148,14 @@ def replace_operator(model: Path, target: Path) -> None:
     ir.save(loaded, target)
 
 
-def test_plan_says_what_was_not_checked(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_model(decoder, ["2xcuda"], Request(split_mode="layer", engine="tensorrt", memory=["1GiB"]))
+def test_plan_says_what_was_not_checked(short_decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_model(short_decoder, ["2xcuda"], Request(split_mode="layer", engine="tensorrt", memory=["1GiB"]))
     monkeypatch.setattr("splitc.compiler.packaging.refusals.is_installed", lambda engine: False)
     (line,) = describe_refusals(plan)
     assert line == "which operators tensorrt takes was not checked: it is not installed here (pip install tensorrt)"
 
 
-def test_process_that_dies_is_named(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_that_dies_is_named(short_decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """TensorRT, when it fails badly, takes its process with it."""
     start = subprocess.Popen
 
@@ -151,20 +167,20 @@ def test_process_that_dies_is_named(decoder: Path, tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(subprocess, "Popen", start_and_kill)
     with pytest.raises(BuildError, match=r"ended by SIGKILL \(out of host memory, most likely\).*rank0/stage0.onnx"):
-        compile_here(decoder, tmp_path / "package", "layer")
+        compile_here(short_decoder, tmp_path / "package", "layer")
     assert not list(tmp_path.iterdir())
 
 
-def test_packages_that_can_not_be_built_are_refused(decoder: Path, package: Path, tmp_path: Path) -> None:
+def test_packages_that_can_not_be_built_are_refused(short_decoder: Path, package: Path, tmp_path: Path) -> None:
     with pytest.raises(MisuseError, match="onnxruntime engines, which are ONNX files"):
         build_package(package)
-    compile_here(decoder, tmp_path / "built", "layer")
+    compile_here(short_decoder, tmp_path / "built", "layer")
     with pytest.raises(MisuseError, match="does not hold the ONNX files"):
         build_package(tmp_path / "built")
 
 
-def test_engines_of_another_version_or_gpu_are_refused(decoder: Path, tmp_path: Path) -> None:
-    manifest = compile_here(decoder, tmp_path / "package", "layer")
+def test_engines_of_another_version_or_gpu_are_refused(short_decoder: Path, tmp_path: Path) -> None:
+    manifest = compile_here(short_decoder, tmp_path / "package", "layer")
     devices = parse_devices(["2xcuda"])
     check_built_here(tmp_path, manifest, devices)
     assert manifest.build is not None and manifest.build.built is not None
@@ -176,7 +192,7 @@ def test_engines_of_another_version_or_gpu_are_refused(decoder: Path, tmp_path: 
     lenient = replace(older, options=BuildOptions(version_compatible=True))
     check_built_here(tmp_path, replace(manifest, build=lenient), devices)
     with pytest.raises(PackageError, match="not built yet: run 'splitc build"):
-        check_built_here(tmp_path, compile_here(decoder, tmp_path / "later", "layer", LATER), devices)
+        check_built_here(tmp_path, compile_here(short_decoder, tmp_path / "later", "layer", LATER), devices)
 
 
 def test_engines_go_with_devices() -> None:
@@ -188,15 +204,15 @@ def test_engines_go_with_devices() -> None:
     assert choose_engine(None, parse_devices(["cpu0", "cuda0"])) == "onnxruntime"
 
 
-def test_commands(decoder: Path, tmp_path: Path) -> None:
+def test_commands(short_decoder: Path, tmp_path: Path) -> None:
     package = tmp_path / "package"
     common = ("-d", "2xcuda", "--engine", KIND, "--memory", "1GiB", "--shapes", "input_ids:1x4")
-    planned = splitc("plan", decoder, *common)
+    planned = splitc("plan", short_decoder, *common)
     assert "does not take" not in planned.stderr
-    later = splitc("compile", decoder, "-o", package, *common, "--build", "later").stdout
+    later = splitc("compile", short_decoder, "-o", package, *common, "--build", "later").stdout
     assert f"run 'splitc build {package}'" in later.replace("\n", " ")
     assert "not built yet" in splitc("inspect", package).stdout
-    assert "are not built yet" in splitc("check", package, "-m", decoder, code=1).stderr
+    assert "are not built yet" in splitc("check", package, "-m", short_decoder, code=1).stderr
     assert "built 2 engines with tensorrt-rtx" in splitc("build", package).stdout
     assert json.loads(splitc("inspect", package, "--json").stdout)["build"]["built"]["version"] == RTX.__version__
-    assert "runs on GPUs" in splitc("check", package, "-m", decoder, "-d", "2xcpu", code=2).stderr
+    assert "runs on GPUs" in splitc("check", package, "-m", short_decoder, "-d", "2xcpu", code=2).stderr

@@ -12,7 +12,7 @@ from tests.helpers.blocks import Block, check_rows, check_split
 
 
 class RandomBlock(Block):
-    """A transformer of one to three layers whose every part is drawn by chance."""
+    """A random transformer of one to three layers."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(opset=20)
@@ -143,13 +143,13 @@ def random_shares(chance: np.random.Generator) -> list[float]:
     return [round(float(share), 4) for share in np.exp(chance.uniform(-spread, spread, ranks))]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(28))
 def test_random_transformer(seed: int, tmp_path: Path) -> None:
     block = RandomBlock(seed)
     check_split(block, tmp_path, block.split, [random_shares(block.chance)], tolerance=1e-4)
 
 
-@pytest.mark.parametrize("seed", range(40, 60))
+@pytest.mark.parametrize("seed", range(28, 42))
 def test_random_transformer_by_row(seed: int, tmp_path: Path) -> None:
     block = RandomBlock(seed)
     shares = [round(float(share), 2) for share in block.chance.uniform(0.5, 3, int(block.chance.integers(2, 5)))]

@@ -44,7 +44,7 @@ def reshaped(b: Block, x: ir.Value) -> ir.Value:
 
 
 def fused_ones(b: Block, x: ir.Value) -> ir.Value:
-    """Two projections whose weights are cut off one."""
+    """Two projections whose weights are slices of one weight."""
     first, second = b.ops("Split", b.w("A", ROWS, 2 * COLUMNS), outputs=2, axis=1, num_outputs=2)
     return b.op("Add", b.op("MatMul", x, first), b.op("Relu", b.op("MatMul", x, second)))
 
@@ -97,7 +97,7 @@ def unpacked(b: Block, x: ir.Value) -> ir.Value:
 
 
 def rounded(b: Block, x: ir.Value) -> ir.Value:
-    """QLinearMatMul, whose result is of few bits too."""
+    """QLinearMatMul, whose result is quantized too."""
     scale, zero = b.constant(0.05, np.float32), b.constant(3, np.uint8)
     quantized = b.op("QuantizeLinear", x, scale, zero)
     weight = (int8(b, "A", ROWS, COLUMNS), b.constant(0.01, np.float32), b.constant(0, np.int8))

@@ -1,4 +1,4 @@
-"""Generated tokens are those of the unsplit model in a plain loop."""
+"""Generated tokens are those of the unsplit model in a simple loop."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_failure_before_the_first_step_is_one_of_the_request_too() -> None:
 
 
 def test_failure_keeps_nothing_of_where_it_came_from() -> None:
-    """What frames hold is a device's, whose thread has to free it: the error may be kept anywhere."""
+    """The error's frames must not keep a device's memory alive, since the error may be kept anywhere."""
     held = []
 
     def engine() -> None:
