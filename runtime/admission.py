@@ -10,6 +10,7 @@ from functools import partial
 from splitc.runtime.arrays import Array, Zeros
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.manifest import Manifest
+from splitc.runtime.processes.ranks import RankProcesses
 from splitc.runtime.ranks.request import NEVER, InFlightRequest
 from splitc.runtime.ranks.workers import Workers
 from splitc.runtime.replay.recording import Recording
@@ -28,12 +29,13 @@ class Admission:
     `recordings` is None if nothing is replayed.
     """
 
-    def __init__(self, workers: Workers, manifest: Manifest, in_flight: int, replay: bool) -> None:
+    def __init__(self, workers: Workers | RankProcesses, manifest: Manifest, in_flight: int, replay: bool) -> None:
         self._workers = workers
         self._places = threading.BoundedSemaphore(in_flight)
         self._overlap = overlap([rank.program for rank in manifest.ranks])
         self._optional = {tensor.name for tensor in manifest.optional}
-        self.recordings = Recordings(list(workers), self.check_usable) if replay else None
+        self._threads = list(workers) if isinstance(workers, Workers) else []
+        self.recordings = Recordings(self._threads, self.check_usable) if replay else None
         self._closed = False
         self._closing = threading.Lock()
         self._failure: BaseException | None = None
@@ -73,7 +75,7 @@ class Admission:
             if here:
                 play()
             else:
-                self._workers[0].requests.put(play)
+                self._threads[0].requests.put(play)
         return future
 
     def _find_recording(self, request: InFlightRequest) -> tuple[Recordings, Recording] | None:
@@ -139,8 +141,7 @@ class Admission:
         with self._order:
             if self.recordings is not None:
                 self.recordings.forget(sequence)
-            for worker in self._workers:
-                worker.requests.put(partial(worker.forget, sequence))
+            self._workers.forget(sequence)
 
     def close(self) -> None:
         """End the ranks, in bounded time. Requests that have begun are completed or stopped; others are cancelled."""
@@ -159,3 +160,4 @@ class Admission:
             self.fail(SplitcError("the session was closed while this request ran"))
             self._workers.join(1.0)
         self._workers.clear()
+        self._threads = []

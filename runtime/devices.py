@@ -25,10 +25,14 @@ _COUNT = re.compile(r"(?P<count>\d+)x(?P<kind>[a-z]+)")
 
 @dataclass(frozen=True)
 class Device:
-    """One device by kind and index; prints as `cpu0`."""
+    """One device by kind and index; prints as `cpu0`.
+
+    `ordinal` is CUDA's number of a GPU in a process that does not see all of them.
+    """
 
     kind: str
     index: int
+    ordinal: int | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return f"{self.kind}{self.index}"

@@ -26,6 +26,8 @@ from splitc.runtime.manifest import Manifest, Tensor, read_manifest
 from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.outputs import OutputJoiner
 from splitc.runtime.package_files import verify_files
+from splitc.runtime.processes.choice import use_processes
+from splitc.runtime.processes.ranks import RankProcesses
 from splitc.runtime.ranks.request import InFlightRequest, Served
 from splitc.runtime.ranks.workers import Workers
 from splitc.runtime.sequence import StateSequence, find_resident
@@ -42,7 +44,9 @@ class Session:
     `devices` replaces the package's devices, one for each rank. An ONNX Runtime package for GPUs also runs on CPU
     devices, and the other way round. On GPUs, requests of previously seen shapes are replayed as CUDA graphs, unless
     `cuda_graphs` is False. At most `in_flight` requests are in flight at a time (default: two for each rank), which
-    bounds the memory of their feeds, activations and outputs.
+    bounds the memory of their feeds, activations and outputs. `ranks` says what ranks are: `threads` of this process or
+    `processes` of their own (default: processes on several GPUs, threads otherwise). A process that crashes takes
+    nothing with it but its session.
 
     Any number of threads may use one session. Raises PackageError for a package that is damaged or that an engine
     can't load, MisuseError for devices that do not fit the package.
@@ -57,6 +61,7 @@ class Session:
         in_flight: int | None = None,
         devices: Sequence[str] | None = None,
         cuda_graphs: bool = True,
+        ranks: str | None = None,
     ) -> None:
         self.package = Path(package)
         self.manifest: Manifest = read_manifest(self.package)
@@ -69,13 +74,19 @@ class Session:
         self.resident_states = find_resident(self.manifest)
         self._sequences = itertools.count()
         self._joiner = OutputJoiner(self.manifest)
-        build = self.manifest.build
-        backends = [
-            make_backend(self.manifest.engine, device, self.threads, build, cuda_graphs) for device in self.devices
-        ]
-        self._workers = Workers(self.package, self.manifest, self.resident_states, self.devices, backends, self._fail)
+        self._workers = self._load(cuda_graphs, use_processes(ranks, self.devices))
         replay = cuda_graphs and self._workers.capturable
         self._admission = Admission(self._workers, self.manifest, self.in_flight, replay)
+
+    def _load(self, cuda_graphs: bool, as_processes: bool) -> Workers | RankProcesses:
+        """The ranks, with their engines loaded."""
+        package, manifest, states, devices = self.package, self.manifest, self.resident_states, self.devices
+        if as_processes:
+            return RankProcesses(
+                package, manifest, states, devices, self.threads, cuda_graphs, self.in_flight, self._fail
+            )
+        backends = [make_backend(manifest.engine, each, self.threads, manifest.build, cuda_graphs) for each in devices]
+        return Workers(package, manifest, states, devices, backends, self._fail)
 
     def _fail(self, error: BaseException) -> None:
         """A rank has died."""

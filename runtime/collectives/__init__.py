@@ -53,8 +53,10 @@ class Collectives(Exchange, Protocol):
     def abort(self, error: BaseException) -> None:
         """End all waits: every rank that waits, now or later, gets a Failure."""
 
-    def create_communicator(self, group: Sequence[int]) -> Communicator:
+    def create_communicator(self, group: Sequence[int], uses_operators: bool) -> Communicator:
         """A communicator for engines of these ranks. All ranks of the group must call this at the same time.
+
+        `uses_operators` says that the collectives inside are operators of splitc's own.
 
         Raises PackageError if the library is missing, and the error of any other rank of the group.
         """

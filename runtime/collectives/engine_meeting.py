@@ -2,32 +2,52 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+
+from splitc.runtime.arrays import Array
+from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.engines.operator_library import library_path, load_library
 
 # The most seconds that a rank waits for another one in a sum.
 PATIENCE = 120.0
 # The alignment of a meeting's memory, in bytes.
 LINE = 64
+# Bytes that a rank that is a process copies at a time to where others read them.
+STAGING = 1 << 20
 
 
 class EngineMeeting:
-    """A meeting of ranks that are threads of this process. Raises PackageError if the C library was not built."""
+    """A meeting of ranks that are threads of this process, or of processes that share its `memory`.
 
-    def __init__(self, ranks: int) -> None:
+    `memory` is zeros, or a meeting of as many ranks that another process has made in it; see `shared_bytes`. Raises
+    PackageError if the C library was not built.
+    """
+
+    def __init__(self, ranks: int, memory: Array | None = None) -> None:
         library = load_library()
-        self._memory = ctypes.create_string_buffer(library.splitc_meeting_bytes(ranks, 0) + LINE)
-        self.address = -(-ctypes.addressof(self._memory) // LINE) * LINE
-        library.splitc_meeting_init(self.address, ranks, 0)
+        staging = 0 if memory is None else STAGING
+        if memory is None:
+            room = np.zeros(library.splitc_meeting_bytes(ranks, 0) + LINE, np.uint8)
+            memory = room[-room.ctypes.data % LINE :]
+        self._memory = memory
+        self.address = memory.ctypes.data
+        library.splitc_meeting_init(self.address, ranks, staging)
 
-    def join(self, place: int, patience: float = PATIENCE) -> MeetingEnd:
-        """The end of the rank that has this number in its group. It waits for others for `patience` seconds."""
+    def join(self, place: int, patience: float = PATIENCE, gpu: GpuDevice | None = None) -> MeetingEnd:
+        """The end of the rank that has this number in its group. It waits for others for `patience` seconds.
+
+        A rank on a `gpu` copies its arrays to the host and back.
+        """
+        library = load_library()
         # Ends are never freed: ONNX Runtime may call its operators' functions as long as the process lives.
-        return MeetingEnd(self, load_library().splitc_end_of_meeting(self.address, place, patience))
+        handle = library.splitc_end_of_meeting(self.address, place, patience)
+        if gpu is not None:
+            library.splitc_end_on_gpu(handle, *gpu.copy_functions())
+        return MeetingEnd(self, handle)
 
     def abort(self) -> None:
         """End all waits, now and later."""
@@ -38,6 +58,7 @@ class MeetingEnd:
     """One rank's end of a meeting: a communicator on the host."""
 
     pointer: int | None = None
+    capturable = False
 
     def __init__(self, meeting: EngineMeeting, handle: int) -> None:
         self._meeting = meeting  # whose memory engines use
@@ -59,6 +80,11 @@ class MeetingEnd:
     def all_reduce(self, operation: int, code: int, given: int, made: int, count: int) -> int:
         """Reduce without an engine. Takes pointers and ONNX's code of the number type; returns 0 or an error code."""
         return int(self._library.splitc_all_reduce(self._handle, operation, code, given, made, count))
+
+
+def shared_bytes(ranks: int) -> int:
+    """The bytes of memory for a meeting of processes."""
+    return int(load_library().splitc_meeting_bytes(ranks, STAGING))
 
 
 @contextmanager

@@ -63,8 +63,10 @@ class GpuCollectives(HostCollectives):
             self._peers = PeerAllReduce(self._gpu, host.rank, host.all_gather)
             self._gpu.interrupted = self._why_stop
 
-    def create_communicator(self, group: Sequence[int]) -> Communicator:
-        return self._communicators.create(group)
+    def create_communicator(self, group: Sequence[int], uses_operators: bool) -> Communicator:
+        # Threads of one process that call NCCL inside engines may wait for each other for ever, so operators meet on
+        # the host.
+        return self.meet(group, self._gpu) if uses_operators else self._communicators.create(group)
 
     def close(self) -> None:
         self._communicators.abort()

@@ -11,6 +11,7 @@ from typing import Any
 from splitc.runtime.collectives.engine_meeting import EngineMeeting
 from splitc.runtime.devices import Device
 from splitc.runtime.engines import Backend, Communicator
+from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.failures import Failure, attempt
 from splitc.runtime.steps import Reduce
 
@@ -100,11 +101,15 @@ class HostCollectives:
         for engine_meeting in list(self.hub.engine_meetings.values()):
             engine_meeting.abort()
 
-    def create_communicator(self, group: Sequence[int]) -> Communicator:
+    def create_communicator(self, group: Sequence[int], uses_operators: bool) -> Communicator:
+        return self.meet(group)
+
+    def meet(self, group: Sequence[int], gpu: GpuDevice | None = None) -> Communicator:
+        """The rank's end of the meeting of a group's engines. Arrays on a `gpu` are copied to the host and back."""
         key = tuple(group)
         # dict.setdefault is atomic: the first rank's meeting is everybody's.
         meeting = self.hub.engine_meetings.get(key) or self.hub.engine_meetings.setdefault(key, EngineMeeting(len(key)))
-        return meeting.join(key.index(self.rank))
+        return meeting.join(key.index(self.rank), gpu=gpu)
 
     def all_gather(self, ranks: Sequence[int], value: Any) -> Any:
         return self._meet(ranks, value, list)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,17 +12,50 @@ from pathlib import Path
 from typing import Any
 
 from splitc.runtime.collectives.engine_meeting import registered
+from splitc.runtime.engines.gpu_array import GpuArray
 from splitc.runtime.engines.operator_library import load_library
-from splitc.runtime.errors import PackageError
+from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.failures import Failure, attempt
+
+# NCCL's numbers of number types (ncclDataType_t) and of operations (ncclRedOp_t).
+_TYPES = {
+    "int8": 0,
+    "uint8": 1,
+    "int32": 2,
+    "uint32": 3,
+    "int64": 4,
+    "uint64": 5,
+    "float16": 6,
+    "float32": 7,
+    "float64": 8,
+    "bfloat16": 9,
+}
+_BYTES = _TYPES["uint8"]
+_SUM, _MAX = 0, 2
 
 
 class NcclCommunicator:
     """One rank's end of a communicator of NCCL's. A rank that fails can't tell the others' GPUs."""
 
+    capturable = True
+
     def __init__(self, communicator: Any) -> None:
         self._communicator = communicator
         self.pointer: int | None = communicator.comm
+
+    def all_reduce(self, operation: str, part: GpuArray, whole: GpuArray, stream: int) -> None:
+        """Reduce an array over the ranks, on a stream."""
+        kind, count = _elements(part)
+        code = {"sum": _SUM, "max": _MAX}[operation]
+        self._communicator.allReduce(part.pointer, whole.pointer, count, kind, code, stream)
+
+    def send(self, value: GpuArray, target: int, stream: int) -> None:
+        """Send an array to a rank of the communicator, which receives it."""
+        self._communicator.send(value.pointer, value.nbytes, _BYTES, target, stream)
+
+    def receive(self, value: GpuArray, source: int, stream: int) -> None:
+        """Receive what a rank of the communicator sends."""
+        self._communicator.recv(value.pointer, value.nbytes, _BYTES, source, stream)
 
     @contextmanager
     def registered(self) -> Iterator[Path]:
@@ -47,7 +81,7 @@ class NcclCommunicators:
     def __init__(self, rank: int, all_gather: Callable[[Sequence[int], Any], Any]) -> None:
         self._rank = rank
         self._all_gather = all_gather
-        self._made: list[NcclCommunicator] = []
+        self._made: list[tuple[tuple[int, ...], NcclCommunicator]] = []
 
     def create(self, group: Sequence[int]) -> NcclCommunicator:
         """A communicator for the group. All of its ranks must call this at the same time.
@@ -64,13 +98,25 @@ class NcclCommunicators:
         if isinstance(known, Failure):
             raise known.error
         nccl, unique = known[0]
-        self._made.append(NcclCommunicator(nccl.NcclCommunicator(len(group), unique, list(group).index(self._rank))))
-        return self._made[-1]
+        made = NcclCommunicator(nccl.NcclCommunicator(len(group), unique, list(group).index(self._rank)))
+        self._made.append((tuple(group), made))
+        return made
+
+    def find(self, group: Sequence[int]) -> NcclCommunicator | None:
+        """A communicator that was made for the group; None if there is none."""
+        return next((made for ranks, made in self._made if ranks == tuple(group)), None)
 
     def abort(self) -> None:
         """Abort the communicators' work, and release them."""
         while self._made:
-            self._made.pop().abort()
+            self._made.pop()[1].abort()
+
+
+def _elements(value: GpuArray) -> tuple[int, int]:
+    """NCCL's number type of an array, and the number of its elements. Raises EngineError for other types."""
+    if value.dtype not in _TYPES:
+        raise EngineError(f"NCCL can't add up {value.dtype}")
+    return _TYPES[value.dtype], math.prod(value.shape)
 
 
 def find_nccl() -> Any:

@@ -43,9 +43,14 @@ class LoadedEngine(Engine, Protocol):
 
 
 class Communicator(Protocol):
-    """A rank's end of the collectives inside engines. `pointer` is that of NCCL's communicator; None on the host."""
+    """A rank's end of the collectives inside engines.
+
+    `pointer` is that of NCCL's communicator; None on the host. `capturable` says whether operators that use it can be
+    captured as a CUDA graph.
+    """
 
     pointer: int | None
+    capturable: bool
 
     def registered(self) -> AbstractContextManager[Path]:
         """The library to register ONNX Runtime's operators from. Meanwhile, on this thread, they get this end.
@@ -66,10 +71,12 @@ class Communicator(Protocol):
 class Backend(Protocol):
     """Loads engines on one device, and copies arrays to it and from it.
 
-    If it is `asynchronous`, engines have only been launched when `run` returns. `notes` are messages for the user.
+    If it is `asynchronous`, engines have only been launched when `run` returns. `uses_operators` says that collectives
+    inside its engines are operators of splitc's own. `notes` are messages for the user.
     """
 
     asynchronous: bool
+    uses_operators: bool
     notes: list[str]
 
     def attach(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import time
 from collections import deque
@@ -13,6 +14,7 @@ import numpy.typing as npt
 
 from splitc.runtime.arrays import accumulate_arrays, number_type
 from splitc.runtime.device_profiles import find_profile
+from splitc.runtime.devices import Device
 from splitc.runtime.engines.gpu_array import GpuArray, Tape
 from splitc.runtime.engines.kernels import combine, copy
 from splitc.runtime.errors import EngineError, PackageError
@@ -41,25 +43,28 @@ LARGE = 1 << 20
 class GpuDevice:
     """A rank's GPU. It may be created on any thread, and is then used by one thread, which calls `attach` first.
 
-    `profile` describes its kind. `notes` are messages for the user. While a request is recorded as a CUDA graph, `tape`
-    has this rank's buffers; `recorded` says that a request was ever recorded. `interrupted` returns an error if the
-    thread should stop waiting. Raises PackageError if there is no such GPU.
+    `name` is the user's, `index` CUDA's number of it in this process. `profile` describes its kind. `notes` are
+    messages for the user. While a request is recorded as a CUDA graph, `tape` has this rank's buffers; `recorded` says
+    that a request was ever recorded. `interrupted` returns an error if the thread should stop waiting. Raises
+    PackageError if there is no such GPU.
     """
 
     asynchronous = True
+    uses_operators = False
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, device: Device) -> None:
+        self.name = str(device)
+        self.index = index = device.index if device.ordinal is None else device.ordinal
         self.tape: Tape | None = None
         self.recorded = False
         self.cupy = need_cupy()
         self.cuda = self.cupy.cuda
-        self.index = index
         try:
             count = self.cuda.runtime.getDeviceCount()
         except self.cuda.runtime.CUDARuntimeError as error:
-            raise PackageError(f"cuda{index} can't be used: {error}") from error
+            raise PackageError(f"{self.name} can't be used: {error}") from error
         if index >= count:
-            raise PackageError(f"there is no cuda{index}: this machine has {count} GPUs (see 'splitc devices')")
+            raise PackageError(f"there is no {self.name}: this machine has {count} GPUs (see 'splitc devices')")
         self.interrupted: Callable[[], BaseException | None] = lambda: None
         self.notes: list[str] = []
         properties = self.cuda.runtime.getDeviceProperties(index)
@@ -190,6 +195,16 @@ class GpuDevice:
             self.cuda.runtime.memcpy2DAsync(target.pointer, 4, value.pointer, 8, 4, count, kind, self.stream.ptr)
         return target
 
+    def copy_functions(self) -> tuple[Any, Any]:
+        """CUDA's cudaMemcpyAsync and cudaStreamSynchronize, for the C library. Raises PackageError without CUDA."""
+        major = self.cuda.runtime.runtimeGetVersion() // 1000
+        try:
+            library = ctypes.CDLL(f"libcudart.so.{major}")
+        except OSError as error:
+            raise PackageError(f"CUDA's runtime library can't be loaded: {error}") from error
+        functions = library.cudaMemcpyAsync, library.cudaStreamSynchronize
+        return ctypes.cast(functions[0], ctypes.c_void_p), ctypes.cast(functions[1], ctypes.c_void_p)
+
     def reserve(self, size: int) -> None:
         """Allocate memory for the pool in one chunk, which it then divides.
 
@@ -241,12 +256,12 @@ class GpuDevice:
             time.sleep(EARLY * expected)
         while (status := self.cuda.runtime.eventQuery(event.ptr)) != 0:
             if status != NOT_READY:  # an earlier kernel or copy failed, and so does everything after it
-                raise EngineError(f"cuda{self.index} failed with CUDA error {status}")
+                raise EngineError(f"{self.name} failed with CUDA error {status}")
             if (error := self.interrupted()) is not None:
                 raise error
             waited = time.monotonic() - start
             if waited > most:
-                raise EngineError(f"cuda{self.index} did not finish within {most:.0f} s: it seems to hang")
+                raise EngineError(f"{self.name} did not finish within {most:.0f} s: it seems to hang")
             if waited > LATE * expected:
                 time.sleep(NAP)
 

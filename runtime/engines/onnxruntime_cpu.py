@@ -123,6 +123,7 @@ class OnnxRuntimeBackend:
     """ONNX Runtime's CPU provider, with a number of threads for each engine."""
 
     asynchronous = False
+    uses_operators = True
 
     def __init__(self, threads: int) -> None:
         self.notes: list[str] = []

@@ -17,6 +17,7 @@ import numpy as np
 import onnxruntime as ort
 
 from splitc.runtime.arrays import number_type
+from splitc.runtime.devices import Device
 from splitc.runtime.engines import Communicator
 from splitc.runtime.engines.engine_kind import BackendOptions
 from splitc.runtime.engines.gpu_array import GpuArray
@@ -88,7 +89,7 @@ class OnnxRuntimeGpuEngine:
                     binding.bind_output(name, "cuda", self._gpu.index)
             self._session.run_with_iobinding(binding, self._options)
         except ERRORS as error:
-            raise EngineError(f"{self._name} failed on cuda{self._gpu.index}: {error}") from error
+            raise EngineError(f"{self._name} failed on {self._gpu.name}: {error}") from error
         given = binding.get_outputs()
         if shapes not in self._shapes:
             if len(self._shapes) == REMEMBERED:
@@ -102,7 +103,7 @@ class OnnxRuntimeGpuEngine:
     def _run_overridden(self, values: Mapping[str, GpuArray], into: Mapping[str, GpuArray]) -> dict[str, GpuArray]:
         """Run on values of which some replace weights. They go through the host, as an IO binding can't take them."""
         fed = {name: host_value(array) for name, array in self._gpu.download(values).items()}
-        found = run_overridden(f"{self._name} on cuda{self._gpu.index}", self._session, fed)
+        found = run_overridden(f"{self._name} on {self._gpu.name}", self._session, fed)
         made = {name: self._gpu.upload(host_array(value)) for name, value in found.items()}
         for name, value in into.items():
             self._gpu.copy_over(value, made[name])
@@ -131,8 +132,10 @@ class OnnxRuntimeGpuEngine:
 class OnnxRuntimeGpuBackend(GpuDevice):
     """ONNX Runtime's CUDA provider on one GPU."""
 
-    def __init__(self, index: int, cuda_graphs: bool = True) -> None:
-        super().__init__(index)
+    uses_operators = True
+
+    def __init__(self, device: Device, cuda_graphs: bool = True) -> None:
+        super().__init__(device)
         self._cuda_graphs = cuda_graphs
         self._options = ort.RunOptions()
         # Later work on the stream waits on the GPU, so the host need not wait.
@@ -142,7 +145,7 @@ class OnnxRuntimeGpuBackend(GpuDevice):
     @classmethod
     def create(cls, options: BackendOptions) -> OnnxRuntimeGpuBackend:
         """The backend of a GPU. Raises PackageError if the GPU or CuPy is missing."""
-        return cls(options.device.index, options.cuda_graphs)
+        return cls(options.device, options.cuda_graphs)
 
     def load(
         self,
@@ -164,7 +167,7 @@ class OnnxRuntimeGpuBackend(GpuDevice):
         }
         register_operators(options, communicator)
         session, capture_blocker = self._open_capturable(path, options, provider)
-        if communicator is not None:
+        if communicator is not None and not communicator.capturable:
             capture_blocker = f"{path.name} waits for other ranks while it runs"
         if PROVIDER not in session.get_providers():  # it was dropped silently
             raise PackageError(
@@ -195,7 +198,7 @@ class OnnxRuntimeGpuBackend(GpuDevice):
         try:
             return ort.InferenceSession(str(path), options, providers=providers, enable_fallback=0)
         except ERRORS as error:
-            raise PackageError(f"ONNX Runtime can't load {path} on cuda{self.index}: {error}") from error
+            raise PackageError(f"ONNX Runtime can't load {path} on {self.name}: {error}") from error
 
     def stop(self) -> None:
         self._options.terminate = True

@@ -18,6 +18,7 @@ _FUNCTIONS = {
     "splitc_meeting_abort": (None, [_POINTER]),
     "splitc_end_of_meeting": (_POINTER, [_POINTER, _INT, ctypes.c_double]),
     "splitc_end_of_nccl": (_POINTER, [_POINTER, _POINTER]),
+    "splitc_end_on_gpu": (None, [_POINTER, _POINTER, _POINTER]),
     "splitc_end_register": (None, [_POINTER]),
     "splitc_begin": (None, [_POINTER]),
     "splitc_fail": (None, [_POINTER]),

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from splitc.runtime.devices import Device
 from splitc.runtime.engines import Communicator
 from splitc.runtime.engines.engine_kind import BackendOptions, EngineKind
 from splitc.runtime.engines.gpu_array import GpuArray
@@ -47,7 +48,7 @@ class TensorrtEngine:
         self.capture_blocker: str | None = f"{name} takes a list of sizes on the host" if self._on_host else None
         self.context = _make_context(trt, engine)
         if self.context is None:
-            raise PackageError(f"TensorRT can't make a context for {name} on cuda{backend.index}: {backend.said()}")
+            raise PackageError(f"TensorRT can't make a context for {name} on {backend.name}: {backend.said()}")
         # TensorRT 10 renamed it.
         v2 = hasattr(engine, "device_memory_size_v2")
         self.scratch_bytes = int(engine.device_memory_size_v2 if v2 else engine.device_memory_size)
@@ -146,7 +147,7 @@ class TensorrtEngine:
 
     def _enqueue(self) -> None:
         if not self.context.execute_async_v3(self._backend.stream.ptr):
-            raise EngineError(f"{self._name} failed on cuda{self._backend.index}: {self._backend.said()}")
+            raise EngineError(f"{self._name} failed on {self._backend.name}: {self._backend.said()}")
 
     def _fit(self, name: str, value: GpuArray) -> GpuArray:
         """The value in the engine's number type: TensorRT before version 10 has int32 instead of int64."""
@@ -156,8 +157,8 @@ class TensorrtEngine:
 class TensorrtBackend(GpuDevice):
     """TensorRT, or TensorRT-RTX, on one GPU."""
 
-    def __init__(self, kind: EngineKind, index: int, options: BuildOptions, cuda_graphs: bool = True) -> None:
-        super().__init__(index)
+    def __init__(self, kind: EngineKind, device: Device, options: BuildOptions, cuda_graphs: bool = True) -> None:
+        super().__init__(device)
         self.cuda_graphs = cuda_graphs
         kind.need_installed()
         self.trt: ModuleType = importlib.import_module(kind.module)
@@ -174,7 +175,7 @@ class TensorrtBackend(GpuDevice):
     @classmethod
     def create(cls, options: BackendOptions) -> TensorrtBackend:
         """The backend of a GPU. Raises PackageError if the GPU or CuPy is missing, MisuseError if TensorRT is."""
-        return cls(options.kind, options.device.index, options.build, options.cuda_graphs)
+        return cls(options.kind, options.device, options.build, options.cuda_graphs)
 
     def load(
         self,
@@ -185,7 +186,7 @@ class TensorrtBackend(GpuDevice):
     ) -> TensorrtEngine:
         engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
         if engine is None:
-            raise PackageError(f"TensorRT can't load {path} on cuda{self.index}: {self.said()}")
+            raise PackageError(f"TensorRT can't load {path} on {self.name}: {self.said()}")
         if self._options.weight_streaming:
             engine.weight_streaming_budget_v2 = engine.get_weight_streaming_automatic_budget()
         if self._options.strip_weights:

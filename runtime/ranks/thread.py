@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 from splitc.runtime.arrays import Array, Zeros
 from splitc.runtime.collectives import Collectives
@@ -20,6 +20,23 @@ from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.parts import cut_part, cut_places, part_shape
 from splitc.runtime.ranks.loop import Program, Span, execute
 from splitc.runtime.ranks.request import NEVER, InFlightRequest, Served, closed_before
+
+
+class Requests(Protocol):
+    """Where a rank gets its requests from."""
+
+    def get(self) -> InFlightRequest | Callable[[], None] | None:
+        """Wait for the next request, function to call, or None at the end."""
+
+
+class Replays(Protocol):
+    """The rank's own recordings of requests as CUDA graphs."""
+
+    def play(self, worker: Worker, request: InFlightRequest) -> tuple[dict[str, Array], Span] | None:
+        """Replay the request: its outputs, and when the GPU worked. None if it has to run eagerly."""
+
+    def forget(self, worker: Worker, sequence: int) -> None:
+        """The sequence has ended, and its states are about to be freed."""
 
 
 class Worker(threading.Thread):
@@ -40,9 +57,13 @@ class Worker(threading.Thread):
         backend: Backend,
         collectives: Collectives,
         broken: Callable[[BaseException], None],
+        requests: Requests | None = None,
+        replays: Replays | None = None,
     ) -> None:
         super().__init__(name=f"splitc rank {number} ({rank.device})", daemon=True)
         self.requests: SimpleQueue[InFlightRequest | Callable[[], None] | None] = SimpleQueue()
+        self._inbox: Requests = requests or self.requests
+        self._replays = replays
         self.backend = backend
         self.number = number
         self._rank = rank
@@ -58,6 +79,7 @@ class Worker(threading.Thread):
         self._broken = broken
         # Waits for results of an asynchronous device on another thread, so that this one can launch the next request.
         self._finisher = ThreadPoolExecutor(1) if backend.asynchronous else None
+        self._unfinished: Future[None] | None = None
         self.sequences: dict[int | None, dict[str, Any]] = {}
         self._communicators: dict[tuple[int, ...], Communicator] = {}
 
@@ -84,7 +106,7 @@ class Worker(threading.Thread):
 
     def _serve_next(self) -> bool:
         """Run the next request. Returns False at the end. No reference to the request is kept."""
-        request = self.requests.get()
+        request = self._inbox.get()
         if isinstance(request, InFlightRequest):
             if request.begin():
                 self._serve(request)
@@ -112,7 +134,7 @@ class Worker(threading.Thread):
         """The communicator of an engine with collectives inside: one for each group that the rank is in."""
         group = tuple(file.group)
         if group not in self._communicators:
-            self._communicators[group] = self.collectives.create_communicator(group)
+            self._communicators[group] = self.collectives.create_communicator(group, self.backend.uses_operators)
         return self._communicators[group]
 
     def device_memory(self) -> RankMemory | None:
@@ -130,11 +152,15 @@ class Worker(threading.Thread):
         start = time.perf_counter()
         for communicator in self._communicators.values():
             communicator.begin()
-        fetch = attempt(lambda: self._run_request(request))
+        fetch = attempt(partial(self._replay, request))
+        if fetch is not None:
+            self._finish(request, start, fetch)
+            return
+        fetch = attempt(partial(self._run_request, request))
         if self._finisher is None:
             self._finish(request, start, fetch)
         else:
-            self._finisher.submit(self._finish, request, start, fetch)
+            self._unfinished = self._finisher.submit(self._finish, request, start, fetch)
 
     def _finish(self, request: InFlightRequest, start: float, fetch: Any) -> None:
         """Give the request its outputs or its error. `fetch` waits for the outputs."""
@@ -151,6 +177,11 @@ class Worker(threading.Thread):
         told = [communicator.fail() for communicator in self._communicators.values()]
         if not all(told):
             self._broken(error)
+
+    def _replay(self, request: InFlightRequest) -> tuple[Callable[[], dict[str, Array]], list[Span]] | None:
+        """Replay the request, if it can be."""
+        played = None if self._replays is None else self._replays.play(self, request)
+        return None if played is None else (lambda: played[0], [played[1]])
 
     def _run_request(self, request: InFlightRequest) -> tuple[Callable[[], dict[str, Array]], list[Span]]:
         """Run the program. Returns a function that waits for the outputs, and when each step ran."""
@@ -182,8 +213,16 @@ class Worker(threading.Thread):
         kept = set(self.resident.values()) if request.sequence is not None else set[str]()
         return [name for name in self._rank.outputs if name not in kept]
 
+    def drain(self) -> None:
+        """Wait until the outputs of all earlier requests were given, so that they are given in order."""
+        if self._unfinished is not None:
+            self._unfinished.result()
+            self._unfinished = None
+
     def forget(self, sequence: int) -> None:
         """Free the states of a sequence."""
+        if self._replays is not None:
+            self._replays.forget(self, sequence)
         self.sequences.pop(sequence, None)
 
     def _upload(self, request: InFlightRequest, name: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
+from functools import partial
 from pathlib import Path
 
 from splitc.runtime.collectives.connect import connect_devices
@@ -87,6 +88,11 @@ class Workers:
         """Give all ranks a request. None ends them after all earlier requests."""
         for worker in self._workers:
             worker.requests.put(request)
+
+    def forget(self, sequence: int) -> None:
+        """Free the states of a sequence."""
+        for worker in self._workers:
+            worker.requests.put(partial(worker.forget, sequence))
 
     def abort(self, error: BaseException) -> None:
         """End all waits of ranks for each other with this error."""

@@ -101,12 +101,12 @@ def _take_part(worker: Worker, ranks: int, request: InFlightRequest, tape: Tape,
     gpu, collectives = worker.backend, worker.collectives
     assert isinstance(gpu, GpuDevice)
     try:
-        made.set_result(capture(gpu, collectives, range(ranks), tape, partial(_give, worker, gpu, request, tape)))
+        made.set_result(capture(gpu, collectives, range(ranks), tape, partial(give, worker, gpu, request, tape)))
     except BaseException as error:  # the session waits for this
         made.set_exception(error)
 
 
-def _give(worker: Worker, gpu: GpuDevice, request: InFlightRequest, tape: Tape) -> None:
+def give(worker: Worker, gpu: GpuDevice, request: InFlightRequest, tape: Tape) -> None:
     """Put the rank's work for the request on its stream."""
     states = worker.sequences.get(request.sequence, {})
 

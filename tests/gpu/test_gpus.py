@@ -19,7 +19,7 @@ from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
 from splitc.runtime.collectives.connect import connect_devices
-from splitc.runtime.devices import parse_devices
+from splitc.runtime.devices import Device, parse_devices
 from splitc.runtime.engines.gpu_array import Tape
 from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.errors import EngineError
@@ -155,7 +155,7 @@ def test_caches_that_grow(tmp_path: Path) -> None:
 @pytest.mark.parametrize("operation", ["sum", "max"])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int8", "uint8", "int32", "int64"])
 def test_arrays_of_several_gpus_are_combined(operation: str, dtype: str) -> None:
-    gpus = [GpuDevice(index) for index in range(GPUS)]
+    gpus = [GpuDevice(Device("cuda", index)) for index in range(GPUS)]
     connect_devices(parse_devices([f"{GPUS}xcuda"]), gpus)  # type: ignore[arg-type]
     for size in (1, 7, 8, 4096, 100_003):
         arrays = [np.random.default_rng(index).integers(0, 20, size).astype(dtype) for index in range(GPUS)]
@@ -172,7 +172,7 @@ def test_arrays_of_several_gpus_are_combined(operation: str, dtype: str) -> None
 
 
 def test_capture_of_nothing_leaves_streams_as_they_were() -> None:
-    gpu = GpuDevice(0)
+    gpu = GpuDevice(Device("cuda", 0))
     (end,) = connect_devices(parse_devices(["cuda0"]), [gpu])  # type: ignore[list-item]
     gpu.attach()
 

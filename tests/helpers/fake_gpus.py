@@ -106,7 +106,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("splitc.runtime.engines.gpu_device.copy", fake_cupy.copy)
 
     def make_backend(engine: str, device: Device, threads: int, build: object, cuda_graphs: bool) -> object:
-        return FakeBackend(device.index) if device.kind == "cuda" else OnnxRuntimeBackend(threads)
+        return FakeBackend(device) if device.kind == "cuda" else OnnxRuntimeBackend(threads)
 
     monkeypatch.setattr("splitc.runtime.session.make_backend", make_backend)
     yield

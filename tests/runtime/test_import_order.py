@@ -15,6 +15,7 @@ ORDER = (
     "collectives",
     "ranks",
     "replay",
+    "processes",
     "outputs",
     "admission",
     "sequence",

@@ -20,20 +20,30 @@
 typedef int (*NcclAllReduce)(const void* in, void* out, size_t count, int type, int operation, void* communicator,
                              void* stream);
 
+/* CUDA's cudaMemcpyAsync and cudaStreamSynchronize, likewise. */
+typedef int (*CopyAsync)(void* to, const void* from, size_t bytes, int kind, void* stream);
+typedef int (*Synchronize)(void* stream);
+enum { COPY_DEFAULT = 4 }; /* cudaMemcpyDefault: by the addresses */
+
 struct End;
 
 /* An operator of one engine, with the end that its kernels use. */
 typedef struct Operator {
     OrtCustomOp op;
-    const char* provider;
+    int on_gpu;
     struct End* end;
 } Operator;
 
-/* A rank's end: of a meeting on the host, or of a communicator of NCCL's. It keeps what ONNX Runtime was given. */
+/* A rank's end: of a meeting on the host, or of a communicator of NCCL's. A GPU comes to a meeting by copies to the host.
+ * It keeps what ONNX Runtime was given. */
 typedef struct End {
     Member member;
     NcclAllReduce nccl;
     void* communicator;
+    CopyAsync copy;
+    Synchronize synchronize;
+    void* staged;
+    size_t room;
     Operator operators[2];
     const OrtApi* api;
     OrtCustomOpDomain* domain;
@@ -102,6 +112,27 @@ static OrtStatus* reduce_on_host(Kernel* kernel, int type, const void* in, void*
     }
 }
 
+/* A sum of GPUs that NCCL does not connect: two ranks on one, or a GPU and a CPU. */
+static OrtStatus* reduce_by_host(Kernel* kernel, OrtKernelContext* context, int type, const void* in, void* out,
+                                 size_t count) {
+    End* end = kernel->end;
+    size_t bytes = count * number_bytes(type);
+    void* stream = NULL;
+    TRY(ORT(kernel->api, KernelContext_GetGPUComputeStream)(context, &stream));
+    if (bytes > end->room) {
+        free(end->staged);
+        end->staged = malloc(bytes);
+        end->room = end->staged ? bytes : 0;
+        if (!end->staged) return fail(kernel->api, "out of memory");
+    }
+    if (end->copy(end->staged, in, bytes, COPY_DEFAULT, stream) || end->synchronize(stream))
+        return fail(kernel->api, "the GPU failed before a sum over ranks");
+    TRY(reduce_on_host(kernel, type, end->staged, end->staged, count));
+    if (end->copy(out, end->staged, bytes, COPY_DEFAULT, stream) || end->synchronize(stream))
+        return fail(kernel->api, "the GPU failed after a sum over ranks");
+    return NULL;
+}
+
 static OrtStatus* compute(void* self, OrtKernelContext* context) {
     Kernel* kernel = self;
     const OrtApi* api = kernel->api;
@@ -127,8 +158,10 @@ static OrtStatus* compute(void* self, OrtKernelContext* context) {
     TRY(ORT(api, GetTensorMutableData)((OrtValue*)value, &in));
     TRY(ORT(api, GetTensorMutableData)(made, &out));
     if (!kernel->end) return fail(api, "this engine was loaded without the ranks that it sums with");
-    return kernel->on_gpu ? reduce_by_nccl(kernel, context, type, in, out, count)
-                          : reduce_on_host(kernel, type, in, out, count);
+    if (kernel->on_gpu && kernel->end->nccl) return reduce_by_nccl(kernel, context, type, in, out, count);
+    if (kernel->on_gpu && kernel->end->copy) return reduce_by_host(kernel, context, type, in, out, count);
+    if (kernel->on_gpu || kernel->end->nccl) return fail(api, "this sum over ranks is for another kind of device");
+    return reduce_on_host(kernel, type, in, out, count);
 }
 
 static OrtStatus* create(const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info, void** made) {
@@ -137,7 +170,7 @@ static OrtStatus* create(const OrtCustomOp* op, const OrtApi* api, const OrtKern
     if (!kernel) return fail(api, "out of memory");
     kernel->api = api;
     kernel->end = own->end;
-    kernel->on_gpu = own->end && own->end->nccl;
+    kernel->on_gpu = own->on_gpu;
     OrtStatus* status = ORT(api, KernelInfoGetAttribute_int64)(info, "operation", &kernel->operation);
     if (status) free(kernel);
     *made = status ? NULL : kernel;
@@ -146,7 +179,7 @@ static OrtStatus* create(const OrtCustomOp* op, const OrtApi* api, const OrtKern
 
 static void destroy(void* kernel) { free(kernel); }
 static const char* name(const OrtCustomOp* op) { return (void)op, "AllReduce"; }
-static const char* provider(const OrtCustomOp* op) { return ((const Operator*)op)->provider; }
+static const char* provider(const OrtCustomOp* op) { return ((const Operator*)op)->on_gpu ? "CUDAExecutionProvider" : "CPUExecutionProvider"; }
 static size_t two(const OrtCustomOp* op) { return (void)op, 2; }
 static int yes(const OrtCustomOp* op) { return (void)op, 1; }
 static int last(const OrtCustomOp* op) { return (void)op, 0x7fffffff; }
@@ -166,8 +199,8 @@ static void release_places(int* inputs, int* outputs) {
 }
 static size_t no_alias(int** inputs, int** outputs) { return (void)inputs, (void)outputs, 0; }
 
-static void init_operator(Operator* made, const char* provider_name, End* end) {
-    made->provider = provider_name;
+static void init_operator(Operator* made, int on_gpu, End* end) {
+    made->on_gpu = on_gpu;
     made->end = end;
     made->op.version = ORT_VERSION;
     made->op.GetName = name;
@@ -201,8 +234,8 @@ EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase
     End* end = registered ? registered : &none;
     if (end->domain) return ORT(api, AddCustomOpDomain)(options, end->domain);
     end->api = api;
-    init_operator(&end->operators[0], "CPUExecutionProvider", registered);
-    init_operator(&end->operators[1], "CUDAExecutionProvider", registered);
+    init_operator(&end->operators[0], 0, registered);
+    init_operator(&end->operators[1], 1, registered);
     TRY(ORT(api, CreateCustomOpDomain)("splitc", &end->domain));
     TRY(ORT(api, CustomOpDomain_Add)(end->domain, &end->operators[0].op));
     TRY(ORT(api, CustomOpDomain_Add)(end->domain, &end->operators[1].op));
@@ -221,6 +254,11 @@ EXPORT End* splitc_end_of_nccl(NcclAllReduce all_reduce, void* communicator) {
     End* end = calloc(1, sizeof *end);
     if (end) end->nccl = all_reduce, end->communicator = communicator;
     return end;
+}
+
+/* Let a GPU come to the end's meeting. */
+EXPORT void splitc_end_on_gpu(End* end, CopyAsync copy, Synchronize synchronize) {
+    end->copy = copy, end->synchronize = synchronize;
 }
 
 /* The end that operators get which are registered on this thread from now on; NULL for none. */

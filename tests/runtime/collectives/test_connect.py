@@ -27,7 +27,7 @@ def test_cpu_devices_are_connected_on_the_host() -> None:
 @pytest.mark.parametrize("names", [["cuda0", "cuda1"], ["cuda0", "cpu0"]])
 def test_gpus_are_connected_to_all(names: list[str]) -> None:
     devices = parse_devices(names)
-    backends = [FakeBackend(each.index) if each.kind == "cuda" else OnnxRuntimeBackend(1) for each in devices]
+    backends = [FakeBackend(each) if each.kind == "cuda" else OnnxRuntimeBackend(1) for each in devices]
     ends = connect_devices(devices, backends)
     assert [end.capturable for end in ends] == [names == ["cuda0", "cuda1"]] * 2
     assert all(isinstance(end, CommunicatorMaker) for end in ends)
@@ -36,6 +36,6 @@ def test_gpus_are_connected_to_all(names: list[str]) -> None:
 @pytest.mark.usefixtures("gpus")
 def test_copies_that_come_out_wrong_are_found() -> None:
     fake_cupy.WRONG.add((1, 0))
-    ends = connect_devices(parse_devices(["2xcuda"]), [FakeBackend(0), FakeBackend(1)])
+    ends = connect_devices(parse_devices(["2xcuda"]), [FakeBackend(each) for each in parse_devices(["2xcuda"])])
     assert [end.by_host for end in ends] == [frozenset({(1, 0)})] * 2
     assert not any(end.capturable for end in ends)

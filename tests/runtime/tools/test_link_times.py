@@ -40,7 +40,7 @@ def test_gpus_are_measured_as_they_replay(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(
         "splitc.runtime.tools.link_times.make_backend",
-        lambda engine, device, threads: FakeBackend(device.index) if device.kind == "cuda" else OnnxRuntimeBackend(1),
+        lambda engine, device, threads: FakeBackend(device) if device.kind == "cuda" else OnnxRuntimeBackend(1),
     )
     # Each is exactly as long as the others, so that a few do; Python plays the GPUs, and takes its time.
     monkeypatch.setattr("splitc.runtime.tools.link_times.RUNS", 10)

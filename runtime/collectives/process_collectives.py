@@ -1,0 +1,147 @@
+"""Collectives of ranks that are processes. Each pair has a channel; arrays on GPUs go by NCCL, others by the channel.
+
+NCCL waits for both sides, on the GPUs. So ranks first tell each other, by the channel, what they are about to send: a
+rank that has failed sends its Failure instead, and nothing is given to NCCL.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import wait
+from queue import SimpleQueue
+from typing import Any
+
+from splitc.runtime.arrays import accumulate_arrays
+from splitc.runtime.channel import Channel, portable
+from splitc.runtime.collectives.engine_meeting import EngineMeeting
+from splitc.runtime.collectives.nccl import NcclCommunicator, NcclCommunicators
+from splitc.runtime.engines import Backend, Communicator
+from splitc.runtime.engines.gpu_array import GpuArray
+from splitc.runtime.engines.gpu_device import GpuDevice
+from splitc.runtime.failures import Failure, attempt
+from splitc.runtime.steps import Reduce
+
+
+class ProcessCollectives:
+    """The end of one rank. `channels` go to all other ranks, `meetings` are where engines on CPU devices meet."""
+
+    capturable = False
+    by_host: frozenset[tuple[int, int]] = frozenset()
+
+    def __init__(
+        self,
+        rank: int,
+        channels: Mapping[int, Channel],
+        meetings: Mapping[tuple[int, ...], EngineMeeting],
+        backend: Backend,
+    ) -> None:
+        self.rank = rank
+        self._channels = channels
+        self._meetings = meetings
+        self._backend = backend
+        self._gpu = backend if isinstance(backend, GpuDevice) else None
+        self._arrived: dict[int, SimpleQueue[Any]] = {source: SimpleQueue() for source in channels}
+        self._communicators = NcclCommunicators(rank, self.all_gather)
+        self._all: NcclCommunicator | None = None
+        threading.Thread(target=self._listen, name="splitc channels", daemon=True).start()
+
+    def _listen(self) -> None:
+        """Take what arrives off the channels, so that no rank ever waits until it can send."""
+        sources = {channel.fileno(): source for source, channel in self._channels.items()}
+        while sources:
+            for descriptor in wait(list(sources)):
+                assert isinstance(descriptor, int)
+                source = sources[descriptor]
+                try:
+                    self._arrived[source].put(self._channels[source].receive())
+                except (EOFError, OSError):  # the session notices that the rank is gone
+                    del sources[descriptor]
+
+    def connect(self) -> None:
+        """Connect the GPUs of all ranks. All ranks must call this at the same time."""
+        if self._gpu is not None:
+            self._all = self._communicators.create(sorted([self.rank, *self._channels]))
+
+    def create_communicator(self, group: Sequence[int], uses_operators: bool) -> Communicator:
+        if self._gpu is not None:
+            return self._communicators.create(group)
+        return self._meetings[tuple(group)].join(list(group).index(self.rank))
+
+    def close(self) -> None:
+        pass  # the process ends, and all it has with it
+
+    def abort(self, error: BaseException) -> None:
+        pass  # the session ends all processes
+
+    def send(self, target: int, name: str, value: Any) -> None:
+        if isinstance(value, Failure):
+            self._tell(target, name, Failure(portable(value.error)))
+        elif self._gpu is None:
+            self._tell(target, name, self._backend.download({"": value})[""])
+        else:
+            assert self._all is not None
+            self._tell(target, name, (value.shape, value.dtype))
+            self._all.send(value, target, self._gpu.stream.ptr)
+            self._gpu.keep(value)
+
+    def receive(self, source: int, name: str) -> Any:
+        value = self._hear(source, name)
+        if isinstance(value, Failure):
+            return value
+        if self._gpu is None:
+            return self._backend.upload(value)
+        assert self._all is not None
+        target = self._gpu.empty(*value)
+        self._all.receive(target, source, self._gpu.stream.ptr)
+        return target
+
+    def all_gather(self, ranks: Sequence[int], value: Any) -> Any:
+        others = [rank for rank in ranks if rank != self.rank]
+        for other in others:
+            self._tell(other, None, Failure(portable(value.error)) if isinstance(value, Failure) else value)
+        told = {self.rank: value, **{other: self._hear(other, None) for other in others}}
+        failed = next((told[rank] for rank in ranks if isinstance(told[rank], Failure)), None)
+        return [told[rank] for rank in ranks] if failed is None else failed
+
+    def all_reduce(self, step: Reduce, parts: Any, accumulate: Callable[[str, Any, Any], None]) -> Any:
+        if self._gpu is not None:
+            return self._all_reduce_on_gpus(self._gpu, step, parts)
+        if not isinstance(parts, Failure):
+            names = [str(number) for number in range(len(parts))]
+            parts = attempt(lambda: list(self._backend.download(dict(zip(names, parts, strict=True))).values()))
+        gathered = self.all_gather(step.ranks, parts)
+        if isinstance(gathered, Failure):
+            return gathered
+        totals = [array.copy() for array in gathered[0]]
+        for others in gathered[1:]:
+            for total, part in zip(totals, others, strict=True):
+                accumulate_arrays(step.operation, total, part)
+        return [self._backend.upload(total) for total in totals]
+
+    def _all_reduce_on_gpus(self, gpu: GpuDevice, step: Reduce, parts: Any) -> Any:
+        agreed = self.all_gather(step.ranks, parts if isinstance(parts, Failure) else None)
+        if isinstance(agreed, Failure):
+            return agreed
+        communicator = self._of_group(step.ranks)
+        wholes: list[GpuArray] = []
+        for part in parts:
+            wholes.append(gpu.empty(part.shape, part.dtype))
+            communicator.all_reduce(step.operation, part, wholes[-1], gpu.stream.ptr)
+        gpu.keep(*parts)
+        return wholes
+
+    def _of_group(self, ranks: Sequence[int]) -> NcclCommunicator:
+        return self._communicators.find(ranks) or self._communicators.create(ranks)
+
+    def _tell(self, target: int, name: str | None, value: Any) -> None:
+        try:
+            self._channels[target].send((name, value))
+        except OSError as error:
+            raise RuntimeError(f"rank {target} is gone") from error
+
+    def _hear(self, source: int, name: str | None) -> Any:
+        sent, value = self._arrived[source].get()
+        if sent != name:
+            raise RuntimeError(f"rank {self.rank} waits for '{name}' from rank {source}, which sent '{sent}'")
+        return value

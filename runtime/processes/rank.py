@@ -1,0 +1,158 @@
+"""The process of one rank: it runs the same loop as a rank's thread does, on its main thread.
+
+    python -m splitc.runtime.processes.rank DESCRIPTOR
+
+The descriptor is that of a socket, from which a Start message comes. The process ends when the session or its process
+does, even in the midst of a request.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+
+import numpy as np
+
+from splitc.runtime.arrays import Array, Zeros
+from splitc.runtime.channel import Channel, portable
+from splitc.runtime.collectives.engine_meeting import EngineMeeting
+from splitc.runtime.collectives.process_collectives import ProcessCollectives
+from splitc.runtime.engines.backends import make_backend
+from splitc.runtime.manifest import Manifest, read_manifest
+from splitc.runtime.processes.messages import Answer, Ask, Broken, Forget, Loaded, Order, Report, Start
+from splitc.runtime.ranks.loop import Span
+from splitc.runtime.ranks.request import InFlightRequest
+from splitc.runtime.ranks.thread import Worker
+from splitc.runtime.replay.rank_replays import RankReplays
+from splitc.runtime.shared_memory import SlotReader, SlotWriter, map_memory
+from splitc.runtime.steps import Run, Step
+
+# Seconds between two signs of life.
+BEAT = 0.5
+
+
+class RankProcess:
+    """The rank of this process. `control` is the channel to the session."""
+
+    def __init__(self, start: Start, control: Channel) -> None:
+        self._control = control
+        self._feeds = SlotReader(start.in_flight)
+        self._outputs = SlotWriter(start.in_flight)
+        manifest = read_manifest(start.package)
+        rank, device = manifest.ranks[start.number], start.devices[start.number]
+        self._steps: dict[int, int] = {id(step): number for number, step in enumerate(rank.program)}
+        backend = make_backend(manifest.engine, device, start.threads, manifest.build, start.cuda_graphs)
+        meetings = {g: EngineMeeting(len(g), map_memory(memory)) for g, memory in start.meetings.items()}
+        channels = {other: Channel(descriptor) for other, descriptor in start.channels.items()}
+        self._collectives = ProcessCollectives(start.number, channels, meetings, backend)
+        self._everyone = range(len(manifest.ranks)) if _exchanges(manifest) else range(0)
+        self._replays = None
+        if start.cuda_graphs and device.kind == "cuda":
+            optional = [tensor.name for tensor in manifest.optional]
+            self._replays = RankReplays(optional, self._everyone)
+        self.worker = Worker(
+            start.number,
+            rank,
+            start.states,
+            start.package,
+            backend,
+            self._collectives,
+            lambda error: control.send(Broken(portable(error))),
+            self,
+            self._replays,
+        )
+        self.worker.ready.add_done_callback(self._announce)
+
+    def _announce(self, ready: Future[None]) -> None:
+        """Tell the session that the engines are loaded, or why not."""
+        error = ready.exception()
+        if error is None and self._everyone:
+            self._collectives.connect()
+            blockers = self._collectives.all_gather(self._everyone, self.worker.capture_blocker)
+            self.worker.capture_blocker = next((why for why in blockers if why), None)
+        self._control.send(Loaded(None if error is None else portable(error)))
+
+    def get(self) -> InFlightRequest | Callable[[], None] | None:
+        """The next request for the rank's loop: see Requests."""
+        message = self._control.receive()
+        if isinstance(message, Order):
+            return self._read(message)
+        if isinstance(message, Forget):
+            return partial(self.worker.forget, message.sequence)
+        if isinstance(message, Ask):
+            return self._report
+        return None
+
+    def _read(self, order: Order) -> InFlightRequest:
+        if order.renewed:
+            self._feeds.renew(order.number, self._control.receive_descriptor())
+        feeds = self._feeds.get(order.number, order.feeds)
+        initial: dict[str, Array | Zeros] = {**order.zeros, **self._feeds.get(order.number, order.initial)}
+        return InFlightRequest(feeds, 1, partial(self._answer, order.number), order.sequence, initial, order.room)
+
+    def _answer(self, number: int, request: InFlightRequest) -> None:
+        """Give the session the outputs of a request, or its error."""
+        ((rank, served),) = request.served.items()
+        placed, descriptor = self._outputs.put(number, list(request.outputs[rank].items()))
+        spans = [(self._number_of(span), span.start, span.end) for span in served.spans]
+        error = None if request.error is None else portable(request.error)
+        answer = Answer(number, placed, served.start, served.end, spans, error, descriptor is not None)
+        self._control.send(answer, descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def _number_of(self, span: Span) -> int:
+        return self._steps.get(id(span.step), -1)
+
+    def _report(self) -> None:
+        notes = list(self.worker.backend.notes)
+        if self._replays is not None:
+            why = self.worker.capture_blocker
+            notes += self._replays.notes if why is None else [f"requests are not replayed as CUDA graphs: {why}"]
+        self._control.send(Report(self.worker.device_memory(), notes))
+
+
+def _exchanges(manifest: Manifest) -> bool:
+    """Whether ranks exchange values between their engines' runs."""
+    steps: list[Step] = [step for rank in manifest.ranks for step in rank.program]
+    return any(not isinstance(step, Run) for step in steps)
+
+
+def _show_life(start: Start, control: Channel) -> None:
+    """Say again and again that the process is alive, and end it when the session's process has ended."""
+    pulse = map_memory(start.pulse).view(np.float64)
+    hangup = select.poll()
+    hangup.register(control.fileno(), select.POLLHUP)  # which is always reported, and nothing else
+    while True:
+        pulse[start.number] = time.monotonic()
+        if any(event & (select.POLLHUP | select.POLLERR) for _, event in hangup.poll(1e3 * BEAT)):
+            os._exit(1)
+        if os.getppid() != start.parent:  # a copy of the caller may still hold the other end of the socket
+            os._exit(1)
+
+
+def main() -> None:
+    """Run the rank until the session ends it."""
+    control = Channel(int(sys.argv[1]))
+    start: Start = control.receive()
+    control.spin = start.spin
+    threading.Thread(target=_show_life, args=(start, control), name="splitc pulse", daemon=True).start()
+    try:
+        worker = RankProcess(start, control).worker
+    except Exception as error:  # of a library or the device: the session's caller gets it
+        control.send(Loaded(portable(error)))
+        return
+    try:
+        worker.run()
+    except (EOFError, OSError):
+        os._exit(1)  # the session is gone
+
+
+if __name__ == "__main__":
+    main()
