@@ -59,8 +59,11 @@ class NcclCommunicator:
 
     @contextmanager
     def registered(self) -> Iterator[Path]:
-        # CuPy has loaded the library, which is found by its name.
-        function = ctypes.cast(ctypes.CDLL("libnccl.so.2").ncclAllReduce, ctypes.c_void_p)
+        try:
+            library = ctypes.CDLL("libnccl.so.2")  # CuPy has loaded it, so it is found by its name
+        except OSError as error:
+            raise PackageError(f"NCCL, which sums inside engines, can't be loaded: {error}") from error
+        function = ctypes.cast(library.ncclAllReduce, ctypes.c_void_p)
         with registered(load_library().splitc_end_of_nccl(function, self.pointer)) as path:
             yield path
 
@@ -91,14 +94,13 @@ class NcclCommunicators:
 
         def name() -> Any:
             nccl = find_nccl()
-            return nccl, nccl.get_unique_id() if self._rank == group[0] else None
+            return nccl.get_unique_id() if self._rank == group[0] else None
 
         # NCCL waits for all ranks of a communicator, so no rank may begin if one of them can't.
         known = self._all_gather(group, attempt(name))
         if isinstance(known, Failure):
             raise known.error
-        nccl, unique = known[0]
-        made = NcclCommunicator(nccl.NcclCommunicator(len(group), unique, list(group).index(self._rank)))
+        made = NcclCommunicator(find_nccl().NcclCommunicator(len(group), known[0], list(group).index(self._rank)))
         self._made.append((tuple(group), made))
         return made
 

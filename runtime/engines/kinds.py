@@ -78,6 +78,11 @@ def choose_engine(asked: str | None, devices: Sequence[Device]) -> str:
     return asked
 
 
+def has_gpu_each(devices: Sequence[Device]) -> bool:
+    """Whether there are several ranks, each with a GPU of its own."""
+    return len(devices) > 1 and len(set(devices)) == len(devices) and all(each.kind == "cuda" for each in devices)
+
+
 def _by_priority() -> list[EngineKind]:
     """The kinds that may be the default, the best first."""
     return sorted(
@@ -100,10 +105,11 @@ def is_installed(engine: str) -> bool:
 def has_collectives(engine: str, devices: Sequence[Device]) -> bool:
     """Whether engines that are built here may have collectives inside, on these devices.
 
-    Operators are for CPU devices: on GPUs they would call NCCL from threads of one process, which may hang.
+    Operators meet on the host or by NCCL, which connects GPUs of one rank each.
     """
     kind = find_kind(engine)
-    return kind.has_collectives and (not kind.uses_operators or all(device.kind == "cpu" for device in devices))
+    on_cpus = all(device.kind == "cpu" for device in devices)
+    return kind.has_collectives and (not kind.uses_operators or on_cpus or has_gpu_each(devices))
 
 
 def need_installed(engine: str) -> None:

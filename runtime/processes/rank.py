@@ -24,6 +24,7 @@ from splitc.runtime.channel import Channel, portable
 from splitc.runtime.collectives.engine_meeting import EngineMeeting
 from splitc.runtime.collectives.process_collectives import ProcessCollectives
 from splitc.runtime.engines.backends import make_backend
+from splitc.runtime.failures import Failure, attempt
 from splitc.runtime.manifest import Manifest, read_manifest
 from splitc.runtime.processes.messages import Answer, Ask, Broken, Forget, Loaded, Order, Report, Start
 from splitc.runtime.ranks.loop import Span
@@ -73,10 +74,17 @@ class RankProcess:
         """Tell the session that the engines are loaded, or why not."""
         error = ready.exception()
         if error is None and self._everyone:
-            self._collectives.connect()
-            blockers = self._collectives.all_gather(self._everyone, self.worker.capture_blocker)
-            self.worker.capture_blocker = next((why for why in blockers if why), None)
+            connected = attempt(self._connect)
+            error = connected.error if isinstance(connected, Failure) else None
         self._control.send(Loaded(None if error is None else portable(error)))
+
+    def _connect(self) -> None:
+        """Connect the ranks, and agree on whether their work can be captured."""
+        self._collectives.connect()
+        blockers = self._collectives.all_gather(self._everyone, self.worker.capture_blocker)
+        if isinstance(blockers, Failure):
+            raise blockers.error
+        self.worker.capture_blocker = next((why for why in blockers if why), None)
 
     def get(self) -> InFlightRequest | Callable[[], None] | None:
         """The next request for the rank's loop: see Requests."""

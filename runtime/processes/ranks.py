@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ from splitc.runtime.ranks.loop import Replay, Span
 from splitc.runtime.ranks.request import InFlightRequest, Served
 from splitc.runtime.shared_memory import SlotReader, SlotWriter, create_memory, map_memory
 
+# What a rank's process runs.
+MAIN = "splitc.runtime.processes.rank"
 # Seconds without a sign of life after which a process counts as hanging.
 PATIENCE = 8.0
 # Seconds that the other ranks get to fail in the same request as a rank whose collectives they may wait for.
@@ -138,13 +140,12 @@ class RankProcesses:
 
     def _wait_loaded(self) -> None:
         """Wait until all ranks have loaded their engines. Raises the first error, after ending the other ranks."""
-        for future in self._loaded:
-            try:
-                future.result()
-            except BaseException:
-                self.stop()
-                self.clear()
-                raise
+        done, _ = wait(self._loaded, return_when=FIRST_EXCEPTION)
+        failed = [error for future in done if (error := future.exception()) is not None]
+        if failed:
+            self.stop()
+            self.clear()
+            raise failed[0]
 
     def put(self, request: InFlightRequest | None) -> None:
         """Give all ranks a request. None ends them after all earlier requests."""
@@ -320,7 +321,7 @@ def _seen_alone(device: Device) -> Device:
 
 def _start_process(device: Device, control: int, inherited: Sequence[int]) -> subprocess.Popen[bytes]:
     """Start a rank's process, with this process's import path, whatever the caller's main module is."""
-    program = f"import sys; sys.path[:] = {sys.path!r}; from splitc.runtime.processes.rank import main; main()"
+    program = f"import sys; sys.path[:] = {sys.path!r}; from {MAIN} import main; main()"
     environment = {**os.environ, **_visible(device, os.environ)}
     return subprocess.Popen(
         [sys.executable, "-c", program, str(control)], stdin=subprocess.DEVNULL, pass_fds=inherited, env=environment

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -96,19 +97,27 @@ def _fail_in(engine: HostEngine, number: int) -> None:
     engine.run = fail  # type: ignore[method-assign]
 
 
+def make_backend(engine: str, device: Device, threads: int, build: object, cuda_graphs: bool) -> object:
+    """In the place of `splitc.runtime.engines.backends.make_backend`."""
+    return FakeBackend(device) if device.kind == "cuda" else OnnxRuntimeBackend(threads)
+
+
+def install_cupy(patch: pytest.MonkeyPatch) -> None:
+    """Put the fake CuPy where the real one is looked for."""
+    cupy = fake_cupy.make()
+    patch.setattr("splitc.runtime.gpus.find_cupy", lambda: cupy)
+    patch.setattr("splitc.runtime.engines.gpu_device.need_cupy", lambda: cupy)
+    patch.setattr("splitc.runtime.tools.device_speeds.need_cupy", lambda: cupy)
+    patch.setattr("splitc.runtime.engines.gpu_device.combine", fake_cupy.combine)
+    patch.setattr("splitc.runtime.engines.gpu_device.copy", fake_cupy.copy)
+
+
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    cupy = fake_cupy.make()
-    monkeypatch.setattr("splitc.runtime.gpus.find_cupy", lambda: cupy)
-    monkeypatch.setattr("splitc.runtime.engines.gpu_device.need_cupy", lambda: cupy)
-    monkeypatch.setattr("splitc.runtime.tools.device_speeds.need_cupy", lambda: cupy)
-    monkeypatch.setattr("splitc.runtime.engines.gpu_device.combine", fake_cupy.combine)
-    monkeypatch.setattr("splitc.runtime.engines.gpu_device.copy", fake_cupy.copy)
-
-    def make_backend(engine: str, device: Device, threads: int, build: object, cuda_graphs: bool) -> object:
-        return FakeBackend(device) if device.kind == "cuda" else OnnxRuntimeBackend(threads)
-
+    """Fake GPUs for ranks that are threads."""
+    install_cupy(monkeypatch)
     monkeypatch.setattr("splitc.runtime.session.make_backend", make_backend)
+    monkeypatch.setattr("splitc.runtime.processes.choice.has_gpu_each", lambda devices: False)
     yield
     FakeBackend.failing = None
     fake_cupy.WRONG.clear()
@@ -116,8 +125,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @cache
 def package(model: Path, mode: str, ranks: int, **options: Any) -> Path:
-    """A package beside its model; tests of one model share it."""
+    """A package beside its model; tests of one model share it. Sums are between engines, which fake GPUs can do."""
     request = Request(split_mode=mode, spread=True, **options)
     place = model.with_name(f"{model.stem}-{mode}-{ranks}-{len(options)}")
-    compile_model(plan_model(model, [f"{ranks}xcpu"], request), place)
+    with patch("splitc.compiler.lowering.engine_segments.has_collectives", lambda engine, devices: False):
+        compile_model(plan_model(model, [f"{ranks}xcpu"], request), place)
     return place

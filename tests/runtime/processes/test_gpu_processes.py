@@ -1,0 +1,31 @@
+"""Ranks that are processes, on GPUs that are not there (`fake_cupy`, `fake_nccl`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from splitc.runtime import Session
+from splitc.runtime.ranks.loop import Replay
+from tests.conftest import decoder_feeds, run_whole
+from tests.helpers.fake_gpus import package
+
+
+@pytest.fixture(autouse=True)
+def fake_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("splitc.runtime.processes.ranks.MAIN", "tests.helpers.fake_rank")
+
+
+@pytest.mark.parametrize(("mode", "options"), [("layer", {}), ("tensor", {}), ("row", {"row_min": 32})])
+def test_previously_seen_shapes_are_replayed_by_each_rank(decoder: Path, mode: str, options: dict[str, int]) -> None:
+    with Session(package(decoder, mode, 2, **options), devices=["2xcuda"]) as session:
+        for number in range(4):
+            feeds = decoder_feeds(new=1 + number % 2)
+            outputs, served = session.run_timed(feeds)
+            for name, whole in run_whole(decoder, feeds).items():
+                np.testing.assert_allclose(outputs[name], whole, rtol=1e-4, atol=1e-5)
+            replayed = [any(isinstance(span.step, Replay) for span in each.spans) for each in served.values()]
+            assert replayed == [number > 1] * 2
+        assert session.notes == []

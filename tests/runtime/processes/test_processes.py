@@ -1,0 +1,163 @@
+"""Ranks that are processes: what they give, and what happens when they, or their caller, come to an end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from splitc.runtime import Session
+from splitc.runtime.devices import parse_devices
+from splitc.runtime.errors import EngineError, MisuseError, PackageError, SplitcError
+from splitc.runtime.processes.choice import use_processes
+from splitc.runtime.processes.ranks import RankProcesses
+from tests.conftest import decoder_feeds, run_whole
+from tests.helpers.packages import MODES, compile_mode
+
+# Seconds within which a request ends with an error.
+BOUND = 10.0
+
+
+@pytest.fixture(params=MODES)
+def package_of(request: pytest.FixtureRequest, decoder: Path) -> Path:
+    """A package in each split mode."""
+    return compile_mode(decoder, request.param)
+
+
+def open_processes(package: Path, in_flight: int | None = None) -> Session:
+    return Session(package, threads=1, ranks="processes", in_flight=in_flight)
+
+
+def processes(session: Session) -> list[subprocess.Popen[bytes]]:
+    assert isinstance(session._workers, RankProcesses)
+    return session._workers._processes
+
+
+def test_outputs_are_the_models(package_of: Path, decoder: Path) -> None:
+    lengths = [1, 3, 40, 1, 40]  # slots of shared memory grow, and are used again
+    with open_processes(package_of, 2) as session:
+        futures = [session.submit(decoder_feeds(new=length)) for length in lengths]
+        for length, future in zip(lengths, futures, strict=True):
+            outputs = future.result()
+            for name, whole in run_whole(decoder, decoder_feeds(new=length)).items():
+                np.testing.assert_allclose(outputs[name], whole, rtol=1e-4, atol=1e-5)
+
+
+def test_tokens_are_those_of_threads(package_of: Path) -> None:
+    prompt = [5, 17, 33, 2]
+    with Session(package_of, threads=1) as threads, open_processes(package_of) as session:
+        assert list(session.generate(prompt, max_new_tokens=30)) == list(threads.generate(prompt, max_new_tokens=30))
+
+
+def test_sequences_begin_with_loaded_states(decoder: Path) -> None:
+    feeds = decoder_feeds()
+    states = {name: array for name, array in feeds.items() if name.startswith("past")}
+    rest = {name: array for name, array in feeds.items() if name not in states}
+    with open_processes(compile_mode(decoder, "tensor")) as session, session.start() as sequence:
+        sequence.load(states)
+        np.testing.assert_allclose(
+            sequence.run(rest)["logits"], run_whole(decoder, feeds)["logits"], rtol=1e-4, atol=1e-5
+        )
+
+
+def test_request_that_fails_on_all_ranks_fails_alone(decoder: Path) -> None:
+    feeds = decoder_feeds()
+    wrong = {**feeds, "input_ids": np.full_like(feeds["input_ids"], 1000)}
+    with open_processes(compile_mode(decoder, "tensor")) as session:
+        with pytest.raises(EngineError):
+            session.run(wrong)
+        session.run(feeds)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("mode", ["layer", "row", "tensor"])
+def test_rank_that_dies_or_hangs_ends_the_request(decoder: Path, mode: str, number: signal.Signals) -> None:
+    with open_processes(compile_mode(decoder, mode)) as session:
+        session.run(decoder_feeds())
+        processes(session)[1].send_signal(number)
+        start = time.monotonic()
+        with pytest.raises(SplitcError, match=r"the session is broken: .*rank 1 \(cpu1\)"):
+            while time.monotonic() < start + BOUND:
+                session.run(decoder_feeds())
+        assert time.monotonic() < start + BOUND
+        with pytest.raises(SplitcError, match=r"rank 1 \(cpu1\)"):
+            session.run(decoder_feeds())
+        for process in processes(session):
+            process.wait(5)
+
+
+def test_rank_that_can_not_load_is_named(decoder: Path, tmp_path: Path, copy_package: Callable[[Path], Path]) -> None:
+    package = copy_package(compile_mode(decoder, "layer"))
+    (file,) = (package / "rank1").glob("*.onnx")
+    file.write_bytes(b"damaged")
+    with pytest.raises(PackageError, match=file.name):
+        Session(package, ranks="processes", verify=False)
+
+
+@pytest.fixture
+def copy_package(tmp_path: Path) -> Callable[[Path], Path]:
+    def copy(package: Path) -> Path:
+        subprocess.run(["cp", "-r", package, tmp_path / "copy"], check=True)
+        return tmp_path / "copy"
+
+    return copy
+
+
+# Without a guard for __main__, as in a notebook: what starts a process must not run this again.
+SCRIPT = """
+import os, sys, time
+from splitc.runtime import Session
+session = Session(sys.argv[1], threads=1, ranks="processes")
+print(*[process.pid for process in session._workers._processes], flush=True)
+if sys.argv[2] == "fork" and not os.fork():
+    time.sleep(60)  # a copy of the caller, which holds its sockets
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how", ["alone", "fork"])
+def test_nothing_is_left_of_a_killed_caller(decoder: Path, how: str) -> None:
+    command = [sys.executable, "-c", SCRIPT, str(compile_mode(decoder, "tensor")), how]
+    caller = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert caller.stdout is not None
+    ranks = [psutil.Process(int(each)) for each in caller.stdout.readline().split()]
+    children = psutil.Process(caller.pid).children()
+    caller.kill()
+    caller.wait()
+    gone, alive = psutil.wait_procs(ranks, BOUND)
+    assert len(gone) == len(ranks) and not alive
+    for child in children:
+        if child not in ranks:
+            child.kill()
+    caller.stdout.close()
+
+
+def test_copy_of_the_caller_is_told_that_it_has_no_session(decoder: Path) -> None:
+    with open_processes(compile_mode(decoder, "layer")) as session:
+        child = os.fork()
+        if not child:
+            try:
+                session.run(decoder_feeds())
+            except EngineError:
+                os._exit(7)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        session.run(decoder_feeds())
+
+
+def test_what_ranks_are_by_default() -> None:
+    for devices, processes in ((["cuda0"], False), (["2xcuda"], True), (["2xcpu"], False), (["cuda0", "cpu0"], False)):
+        assert use_processes(None, parse_devices(devices)) == processes
+    assert not use_processes(None, parse_devices(["cuda0", "cuda0"]))
+    with pytest.raises(MisuseError, match="need a GPU each"):
+        use_processes("processes", parse_devices(["cuda0", "cpu0"]))
+    with pytest.raises(MisuseError, match="not 'fibers'"):
+        use_processes("fibers", parse_devices(["cpu0"]))
