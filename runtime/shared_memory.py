@@ -5,28 +5,40 @@ It is a file without a name, whose descriptor is sent to the reader: nothing is 
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import tempfile
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import numpy as np
 
 from splitc.runtime.arrays import Array, number_type
 
-# The alignment of arrays, and the least size of a slot, in bytes.
+# The alignment of arrays, and the least size of memory, in bytes.
 ALIGNMENT, LEAST = 64, 1 << 16
+# Arrays of a message that are smaller together, in bytes, are copied: to lend the memory would cost more.
+SMALL = 1 << 18
 
 
 @dataclass(frozen=True)
 class Placed:
-    """An array in a slot: its first byte is at `offset`. `dtype` is numpy's name."""
+    """An array in shared memory: its first byte is at `offset`. `dtype` is numpy's name."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
+
+
+@cache
+def _name(dtype: np.dtype[Any]) -> str:
+    """numpy takes its time to say a type's name."""
+    return str(dtype)
 
 
 def create_memory(size: int) -> int:
@@ -48,6 +60,22 @@ def map_memory(descriptor: int) -> Array:
         os.close(descriptor)
 
 
+def place(shapes: Iterable[tuple[str, tuple[int, ...], np.dtype[Any]]]) -> tuple[list[Placed], int]:
+    """Places for arrays of these names, shapes and types, and the bytes of all."""
+    placed, size = [], 0
+    for name, shape, dtype in shapes:
+        placed.append(Placed(name, _name(dtype), shape, size))
+        size += -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+    return placed, size
+
+
+def view(memory: Array, placed: Placed) -> Array:
+    """The array at its place in the memory."""
+    dtype = number_type(placed.dtype)
+    size = math.prod(placed.shape) * dtype.itemsize
+    return memory[placed.offset : placed.offset + size].view(dtype).reshape(placed.shape)
+
+
 class SlotWriter:
     """Memory for the arrays of `count` requests in flight. Request k uses slot k modulo `count`."""
 
@@ -60,16 +88,13 @@ class SlotWriter:
         Returns where they are, and a descriptor if the slot has new memory: the caller sends it to the readers, and
         closes it.
         """
-        placed, size = [], 0
-        for name, array in arrays:
-            placed.append(Placed(name, str(array.dtype), array.shape, size))
-            size += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+        placed, size = place((name, array.shape, array.dtype) for name, array in arrays)
         slot, descriptor = number % len(self._slots), None
         if size > self._slots[slot].nbytes:
             descriptor = create_memory(max(LEAST, size))
             self._slots[slot] = map_memory(os.dup(descriptor))
         for each, (_, array) in zip(placed, arrays, strict=True):
-            _view(self._slots[slot], each)[...] = array
+            view(self._slots[slot], each)[...] = array
         return placed, descriptor
 
 
@@ -86,10 +111,115 @@ class SlotReader:
     def get(self, number: int, placed: Sequence[Placed]) -> dict[str, Array]:
         """The arrays of a request, in the shared memory: they are valid until the request is done."""
         slot = self._slots[number % len(self._slots)]
-        return {each.name: _view(slot, each) for each in placed}
+        return {each.name: view(slot, each) for each in placed}
 
 
-def _view(slot: Array, placed: Placed) -> Array:
-    dtype = number_type(placed.dtype)
-    count = int(np.prod(placed.shape, dtype=np.int64))
-    return slot[placed.offset : placed.offset + count * dtype.itemsize].view(dtype).reshape(placed.shape)
+@dataclass(frozen=True)
+class Sent:
+    """Arrays in a buffer of a Lender. `size` is that of a new buffer, whose descriptor comes behind the message."""
+
+    buffer: int
+    placed: Sequence[Placed]
+    size: int = 0
+
+
+class Lender:
+    """Buffers for arrays that another process gets, and gives back when it has no more use for them.
+
+    `pin` is called with the memory of each new buffer.
+    """
+
+    def __init__(self, pin: Callable[[Array], None] | None = None) -> None:
+        self._pin = pin
+        self._buffers: list[Array] = []
+        self._free: set[int] = set()
+        self._unsent: dict[int, int] = {}
+        self._placed: dict[int, tuple[int, list[Placed]]] = {}
+
+    def room(self, shapes: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]) -> dict[str, Array]:
+        """Arrays in a free buffer, to be written to and then sent."""
+        placed, size = place((name, *each) for name, each in shapes.items())
+        number = self._take(size)
+        arrays = {each.name: view(self._buffers[number], each) for each in placed}
+        if arrays:
+            self._placed[_address(arrays)] = number, placed
+        else:
+            self._free.add(number)
+        return arrays
+
+    def send(self, arrays: Mapping[str, Array]) -> tuple[Sent | None, int | None]:
+        """What to tell the other process of the arrays, and a descriptor if it does not know the buffer.
+
+        Arrays that are not from `room` are copied to a buffer. The caller closes the descriptor.
+        """
+        if not arrays:
+            return None, None
+        known = self._placed.pop(_address(arrays), None)
+        if known is None:
+            own = self.room({name: (array.shape, array.dtype) for name, array in arrays.items()})
+            for name, array in arrays.items():
+                own[name][...] = array
+            known = self._placed.pop(_address(own))
+        number, placed = known
+        descriptor = self._unsent.pop(number, None)
+        return Sent(number, placed, 0 if descriptor is None else self._buffers[number].nbytes), descriptor
+
+    def give_back(self, buffers: Iterable[int]) -> None:
+        """The other process has no more use for these."""
+        self._free.update(buffers)
+
+    def _take(self, size: int) -> int:
+        """The smallest free buffer that is large enough, or a new one."""
+        fit = [number for number in self._free if self._buffers[number].nbytes >= size]
+        if fit:
+            number = min(fit, key=lambda each: (self._buffers[each].nbytes, each))
+            self._free.remove(number)
+            return number
+        number = len(self._buffers)
+        self._unsent[number] = create_memory(max(LEAST, 1 << (size - 1).bit_length()))
+        self._buffers.append(map_memory(os.dup(self._unsent[number])))
+        if self._pin is not None:
+            self._pin(self._buffers[number])
+        return number
+
+
+def _address(arrays: Mapping[str, Array]) -> int:
+    """The address of the first array."""
+    return int(next(iter(arrays.values())).__array_interface__["data"][0])
+
+
+class Borrower:
+    """The other end of a Lender. Its arrays stay valid as long as anybody has them, then their buffer goes back."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[int, Array] = {}
+        self._unused: deque[int] = deque()
+
+    def receive(self, sent: Sent, descriptor: int | None) -> dict[str, Array]:
+        """The arrays that were sent."""
+        if descriptor is not None:
+            self._buffers[sent.buffer] = map_memory(descriptor)
+        memory = self._buffers[sent.buffer]
+        last = sent.placed[-1]
+        size = last.offset + math.prod(last.shape) * number_type(last.dtype).itemsize
+        if size < SMALL:
+            copied = {each.name: view(memory, each).copy() for each in sent.placed}
+            self._unused.append(sent.buffer)
+            return copied
+        lent = np.asarray(_Loan(memory[:size], sent.buffer, self._unused))
+        return {each.name: view(lent, each) for each in sent.placed}
+
+    def unused(self) -> list[int]:
+        """The buffers that nobody has arrays of any more, to be given back."""
+        return [self._unused.popleft() for _ in range(len(self._unused))]
+
+
+class _Loan:
+    """A buffer's memory. All arrays that are cut from it refer to this, so it ends with the last of them."""
+
+    def __init__(self, memory: Array, buffer: int, unused: deque[int]) -> None:
+        self._memory, self._buffer, self._unused = memory, buffer, unused
+        self.__array_interface__ = memory.__array_interface__
+
+    def __del__(self) -> None:
+        self._unused.append(self._buffer)  # no lock: this may run at any time

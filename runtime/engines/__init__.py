@@ -10,6 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+# Gives arrays of these shapes and types, by name.
+Room = Callable[[Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]], dict[str, npt.NDArray[Any]]]
+
 
 class Engine(Protocol):
     """One compiled file, as a rank's program runs it."""
@@ -107,8 +110,13 @@ class Backend(Protocol):
     def download(self, values: Mapping[str, Any]) -> dict[str, npt.NDArray[np.generic]]:
         """Values of the backend's engines as arrays on the host, by name. Waits until they are computed."""
 
-    def fetch(self, values: Mapping[str, Any]) -> Callable[[], dict[str, npt.NDArray[np.generic]]]:
-        """Begin to download. Returns a function that waits, on any thread, and gives the arrays."""
+    def fetch(
+        self, values: Mapping[str, Any], room: Room | None = None
+    ) -> Callable[[], dict[str, npt.NDArray[np.generic]]]:
+        """Begin to download. Returns a function that waits, on any thread, and gives the arrays.
+
+        With `room`, a GPU writes to the arrays that it gives.
+        """
 
     def persist_state(self, value: Any, before: Any) -> Any:
         """Where a state stays until the next request: `value` itself, or `before` with `value` copied into it."""

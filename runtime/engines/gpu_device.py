@@ -15,6 +15,7 @@ import numpy.typing as npt
 from splitc.runtime.arrays import accumulate_arrays, number_type
 from splitc.runtime.device_profiles import find_profile
 from splitc.runtime.devices import Device
+from splitc.runtime.engines import Room
 from splitc.runtime.engines.gpu_array import GpuArray, Tape
 from splitc.runtime.engines.kernels import combine, copy
 from splitc.runtime.errors import EngineError, PackageError
@@ -130,25 +131,30 @@ class GpuDevice:
         """Copies of the arrays on the host. Waits until the stream has computed them."""
         return self.fetch(values)()
 
-    def fetch(self, values: Mapping[str, GpuArray]) -> Callable[[], dict[str, npt.NDArray[np.generic]]]:
-        """Begin to download. Returns a function that waits, on any thread, and gives the arrays."""
+    def fetch(
+        self, values: Mapping[str, GpuArray], room: Room | None = None
+    ) -> Callable[[], dict[str, npt.NDArray[np.generic]]]:
+        """Begin to download. Returns a function that waits, on any thread, and gives the arrays: those of `room`."""
         if not values:
             return dict
         if self.tape is not None:
             raise EngineError(f"{', '.join(values)}: the host reads that while the request runs")
-        copied, made = self.copy_to_pinned(values), self.record()
+        copied, made = self.copy_to_pinned(values, room), self.record()
 
         def wait() -> dict[str, npt.NDArray[np.generic]]:
             self.wait(made)
-            return {name: array.copy() for name, array in copied.items()}
+            return copied if room is not None else {name: array.copy() for name, array in copied.items()}
 
         return wait
 
-    def copy_to_pinned(self, values: Mapping[str, GpuArray]) -> dict[str, npt.NDArray[np.generic]]:
-        """Pinned memory that the arrays are copied to on the stream, by name."""
-        copied = {}
+    def copy_to_pinned(
+        self, values: Mapping[str, GpuArray], room: Room | None = None
+    ) -> dict[str, npt.NDArray[np.generic]]:
+        """Pinned memory that the arrays are copied to on the stream, by name: that of `room`, or new one."""
+        shapes = {name: (value.shape, number_type(value.dtype)) for name, value in values.items()}
+        give = room or (lambda wanted: {name: self._pinned(*each) for name, each in wanted.items()})
+        copied = give(shapes)
         for name, value in values.items():
-            copied[name] = self._pinned(value.shape, number_type(value.dtype))
             self._copy(copied[name].ctypes.data, value.pointer, value.nbytes, self.cuda.runtime.memcpyDeviceToHost)
         self.keep(*copied.values())  # even if a wait fails, the stream may still write to them
         return copied
@@ -268,6 +274,11 @@ class GpuDevice:
     def accumulate(self, operation: str, total: npt.NDArray[Any], part: npt.NDArray[Any]) -> None:
         """Reduce arrays on the host, where ranks sum that can't do so on GPUs."""
         accumulate_arrays(operation, total, part)
+
+    def pin(self, memory: npt.NDArray[np.uint8]) -> None:
+        """Make memory on the host one that the GPU copies from and to directly, for the life of the process."""
+        with self.device:
+            self.cuda.runtime.hostRegister(memory.ctypes.data, memory.nbytes, 0)
 
     def _pinned(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """An array in pinned memory."""

@@ -16,7 +16,7 @@ import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from splitc.runtime.arrays import accumulate_arrays, number_type
-from splitc.runtime.engines import Communicator
+from splitc.runtime.engines import Communicator, Room
 from splitc.runtime.engines.engine_kind import BackendOptions
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.onnx_types import CODES, NAMES
@@ -153,7 +153,9 @@ class OnnxRuntimeBackend:
         session = open_session(path, self._threads, communicator)
         return OnnxRuntimeEngine(path.name, session, self._options, communicator)
 
-    def fetch(self, values: Mapping[str, Any]) -> Callable[[], dict[str, npt.NDArray[np.generic]]]:
+    def fetch(
+        self, values: Mapping[str, Any], room: Room | None = None
+    ) -> Callable[[], dict[str, npt.NDArray[np.generic]]]:
         return partial(self.download, values)
 
     def persist_state(self, value: ort.OrtValue, before: ort.OrtValue | None) -> ort.OrtValue:

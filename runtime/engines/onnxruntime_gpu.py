@@ -32,6 +32,12 @@ PROVIDER = "CUDAExecutionProvider"
 REMEMBERED = 64
 # The scratch space of a session's cuBLAS: the size of a buffer in KiB, and their number.
 WORKSPACE = ":4096:1"
+# The variable by which users turn cuDNN's attention on or off themselves.
+CUDNN_ATTENTION = "ORT_ENABLE_CUDNN_FLASH_ATTENTION"
+# The kernels of attention, as bits of the option `sdpa_kernel`: flash, memory-efficient, TensorRT's, math,
+# TensorRT's flash and cross. cuDNN's (8) is not among them: it plans 25 to 40 ms for each new shape, and is not faster
+# when replayed.
+ATTENTION = 1 | 2 | 4 | 16 | 32 | 64
 
 
 class OnnxRuntimeGpuEngine:
@@ -165,6 +171,8 @@ class OnnxRuntimeGpuBackend(GpuDevice):
             "user_compute_stream": str(self.stream.ptr),
             "use_tf32": "0",  # float32 is computed in full precision
         }
+        if CUDNN_ATTENTION not in os.environ:
+            provider["sdpa_kernel"] = str(ATTENTION)
         register_operators(options, communicator)
         session, capture_blocker = self._open_capturable(path, options, provider)
         if communicator is not None and not communicator.capturable:

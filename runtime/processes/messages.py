@@ -10,7 +10,7 @@ from splitc.runtime.arrays import Zeros
 from splitc.runtime.devices import Device
 from splitc.runtime.manifest import State
 from splitc.runtime.memory_use import RankMemory
-from splitc.runtime.shared_memory import Placed
+from splitc.runtime.shared_memory import Placed, Sent
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,10 @@ class Start:
 
 @dataclass(frozen=True)
 class Order:
-    """A request. Its feeds, and its initial states that are not zeros, are in the slot of its number."""
+    """A request. Its feeds, and its initial states that are not zeros, are in the slot of its number.
+
+    `unused` are the buffers of each rank that it may use again.
+    """
 
     number: int
     feeds: Sequence[Placed]
@@ -46,6 +49,7 @@ class Order:
     sequence: int | None
     room: bool
     renewed: bool
+    unused: Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -77,18 +81,17 @@ class Report:
 
 @dataclass(frozen=True)
 class Answer:
-    """A rank has finished a request: its outputs are in the slot of its number.
+    """A rank has finished a request.
 
     `spans` has, for each step that ran, its number in the rank's program (-1 for a replay) and when it ran.
     """
 
     number: int
-    outputs: Sequence[Placed]
+    outputs: Sent | None
     start: float
     end: float
     spans: Sequence[tuple[int, float, float]]
     error: BaseException | None
-    renewed: bool
 
 
 @dataclass(frozen=True)

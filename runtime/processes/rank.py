@@ -24,6 +24,7 @@ from splitc.runtime.channel import Channel, portable
 from splitc.runtime.collectives.engine_meeting import EngineMeeting
 from splitc.runtime.collectives.process_collectives import ProcessCollectives
 from splitc.runtime.engines.backends import make_backend
+from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.failures import Failure, attempt
 from splitc.runtime.manifest import Manifest, read_manifest
 from splitc.runtime.processes.messages import Answer, Ask, Broken, Forget, Loaded, Order, Report, Start
@@ -31,7 +32,7 @@ from splitc.runtime.ranks.loop import Span
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.ranks.thread import Worker
 from splitc.runtime.replay.rank_replays import RankReplays
-from splitc.runtime.shared_memory import SlotReader, SlotWriter, map_memory
+from splitc.runtime.shared_memory import Lender, SlotReader, map_memory
 from splitc.runtime.steps import Run, Step
 
 # Seconds between two signs of life.
@@ -44,11 +45,11 @@ class RankProcess:
     def __init__(self, start: Start, control: Channel) -> None:
         self._control = control
         self._feeds = SlotReader(start.in_flight)
-        self._outputs = SlotWriter(start.in_flight)
         manifest = read_manifest(start.package)
         rank, device = manifest.ranks[start.number], start.devices[start.number]
         self._steps: dict[int, int] = {id(step): number for number, step in enumerate(rank.program)}
         backend = make_backend(manifest.engine, device, start.threads, manifest.build, start.cuda_graphs)
+        self._outputs = Lender(backend.pin if isinstance(backend, GpuDevice) else None)
         meetings = {g: EngineMeeting(len(g), map_memory(memory)) for g, memory in start.meetings.items()}
         channels = {other: Channel(descriptor) for other, descriptor in start.channels.items()}
         self._collectives = ProcessCollectives(start.number, channels, meetings, backend)
@@ -67,6 +68,7 @@ class RankProcess:
             lambda error: control.send(Broken(portable(error))),
             self,
             self._replays,
+            self._outputs.room if isinstance(backend, GpuDevice) else None,
         )
         self.worker.ready.add_done_callback(self._announce)
 
@@ -98,6 +100,7 @@ class RankProcess:
         return None
 
     def _read(self, order: Order) -> InFlightRequest:
+        self._outputs.give_back(order.unused[self.worker.number])
         if order.renewed:
             self._feeds.renew(order.number, self._control.receive_descriptor())
         feeds = self._feeds.get(order.number, order.feeds)
@@ -107,11 +110,10 @@ class RankProcess:
     def _answer(self, number: int, request: InFlightRequest) -> None:
         """Give the session the outputs of a request, or its error."""
         ((rank, served),) = request.served.items()
-        placed, descriptor = self._outputs.put(number, list(request.outputs[rank].items()))
+        sent, descriptor = self._outputs.send(request.outputs[rank])
         spans = [(self._number_of(span), span.start, span.end) for span in served.spans]
         error = None if request.error is None else portable(request.error)
-        answer = Answer(number, placed, served.start, served.end, spans, error, descriptor is not None)
-        self._control.send(answer, descriptor)
+        self._control.send(Answer(number, sent, served.start, served.end, spans, error), descriptor)
         if descriptor is not None:
             os.close(descriptor)
 

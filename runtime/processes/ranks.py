@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from splitc.runtime.arrays import Zeros
+from splitc.runtime.arrays import Array, Zeros
 from splitc.runtime.channel import Channel, pack
 from splitc.runtime.collectives.engine_meeting import shared_bytes
 from splitc.runtime.devices import Device, cores
@@ -34,7 +34,7 @@ from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.processes.messages import Answer, Ask, Broken, Forget, Loaded, Order, Report, Start
 from splitc.runtime.ranks.loop import Replay, Span
 from splitc.runtime.ranks.request import InFlightRequest, Served
-from splitc.runtime.shared_memory import SlotReader, SlotWriter, create_memory, map_memory
+from splitc.runtime.shared_memory import Borrower, SlotWriter, create_memory, map_memory
 
 # What a rank's process runs.
 MAIN = "splitc.runtime.processes.rank"
@@ -73,7 +73,7 @@ class RankProcesses:
         self._broken = broken
         self._owner = os.getpid()
         self._feeds = SlotWriter(in_flight)
-        self._outputs = [SlotReader(in_flight) for _ in devices]
+        self._outputs = [Borrower() for _ in devices]
         self._requests: dict[int, InFlightRequest] = {}
         self._count = 0
         self._ended = False
@@ -165,7 +165,8 @@ class RankProcesses:
         feeds, initial = placed[: len(request.feeds)], placed[len(request.feeds) :]
         self._requests[number] = request
         renewed = descriptor is not None
-        order = pack(Order(number, feeds, initial, zeros, request.sequence, request.room, renewed))
+        unused = [each.unused() for each in self._outputs]
+        order = pack(Order(number, feeds, initial, zeros, request.sequence, request.room, renewed, unused))
         for channel in self._channels:
             _send(channel, order, descriptor)
         if descriptor is not None:
@@ -228,10 +229,11 @@ class RankProcesses:
             self._suspect = self._suspect or (time.monotonic(), self._named(rank, message.error))
 
     def _answered(self, rank: int, answer: Answer) -> None:
-        """Give a request its outputs of one rank, which are copied since the slot is used again."""
-        if answer.renewed:
-            self._outputs[rank].renew(answer.number, self._channels[rank].receive_descriptor())
-        outputs = {name: array.copy() for name, array in self._outputs[rank].get(answer.number, answer.outputs).items()}
+        """Give a request its outputs of one rank."""
+        outputs: dict[str, Array] = {}
+        if answer.outputs is not None:
+            descriptor = self._channels[rank].receive_descriptor() if answer.outputs.size else None
+            outputs = self._outputs[rank].receive(answer.outputs, descriptor)
         steps = self._manifest.ranks[rank].program
         spans = [Span(steps[number] if number >= 0 else Replay(), start, end) for number, start, end in answer.spans]
         request = self._requests[answer.number]

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from splitc.runtime.arrays import Array, Zeros
 from splitc.runtime.collectives import Collectives
-from splitc.runtime.engines import Backend, Communicator
+from splitc.runtime.engines import Backend, Communicator, Room
 from splitc.runtime.failures import Failure, attempt
 from splitc.runtime.manifest import EngineFile, Rank, State
 from splitc.runtime.memory_use import RankMemory
@@ -45,7 +45,7 @@ class Worker(threading.Thread):
     The queue `requests` has requests, functions to call on the thread, and None to end it, which are taken in order.
     `broken` is called if the thread itself fails, not just a request. `resident` maps each input that is a state to its
     output. `sequences` hold the states. `capture_blocker`, set after loading, says why the rank's work can't be
-    captured as a CUDA graph, or is None.
+    captured as a CUDA graph, or is None. `room` is where a GPU puts the outputs, if that matters.
     """
 
     def __init__(
@@ -59,11 +59,13 @@ class Worker(threading.Thread):
         broken: Callable[[BaseException], None],
         requests: Requests | None = None,
         replays: Replays | None = None,
+        room: Room | None = None,
     ) -> None:
         super().__init__(name=f"splitc rank {number} ({rank.device})", daemon=True)
         self.requests: SimpleQueue[InFlightRequest | Callable[[], None] | None] = SimpleQueue()
         self._inbox: Requests = requests or self.requests
         self._replays = replays
+        self.room = room
         self.backend = backend
         self.number = number
         self._rank = rank
@@ -191,7 +193,7 @@ class Worker(threading.Thread):
             kept = {n: self.backend.persist_state(values[output], states.get(n)) for n, output in self.resident.items()}
             if not states or any(kept[name] is not states[name] for name in kept):  # recordings go by this dict's id
                 self.sequences[request.sequence] = kept
-        return self.backend.fetch({name: values[name] for name in self.given(request)}), spans
+        return self.backend.fetch({name: values[name] for name in self.given(request)}, self.room), spans
 
     def execute(
         self, request: InFlightRequest, states: Mapping[str, Any], upload: Callable[[str], Any]

@@ -44,6 +44,7 @@ class RankRecording:
 
     graph: Any
     tape: Tape
+    outputs: dict[str, GpuArray]
     states: dict[str, Any]
     begin: Any
     end: Any
@@ -56,12 +57,13 @@ class RankRecording:
             staged[...] = worker.cut_feed(name, request)
         self.begin.record(gpu.stream)
         self.graph.launch(gpu.stream)
+        outputs = gpu.copy_to_pinned(self.outputs, worker.room)
         self.end.record(gpu.stream)
         gpu.wait(self.end, expected=self.seconds)
         seconds = float(gpu.cuda.get_elapsed_time(self.begin, self.end)) / 1e3
         self.seconds = min(seconds, self.seconds or seconds)
         now = time.perf_counter()
-        return dict(self.tape.outputs), Span(Replay(), now - seconds, now)
+        return outputs, Span(Replay(), now - seconds, now)
 
 
 class RankReplays:
@@ -139,8 +141,9 @@ class RankReplays:
             self._refused[kind] = str(made.error)
             return None
         gpu.recorded = True
-        made.upload(gpu.stream)
-        return RankRecording(made, tape, states, gpu.cuda.Event(), gpu.cuda.Event())
+        graph, outputs = made
+        graph.upload(gpu.stream)
+        return RankRecording(graph, tape, outputs, states, gpu.cuda.Event(), gpu.cuda.Event())
 
     def _adopt(self, worker: Worker, gpu: GpuDevice, request: InFlightRequest) -> None:
         """Give a new sequence the states of an ended one, if the shapes fit, so that recordings can be reused."""
@@ -171,8 +174,8 @@ class RankReplays:
             self._spare.pop(place, None)
 
 
-def _capture(worker: Worker, gpu: GpuDevice, request: InFlightRequest, tape: Tape) -> Any:
-    """The graph of the rank's work for the request."""
+def _capture(worker: Worker, gpu: GpuDevice, request: InFlightRequest, tape: Tape) -> tuple[Any, dict[str, GpuArray]]:
+    """The graph of the rank's work for the request, and the outputs, which it leaves on the GPU."""
     gpu.prepare()
     # Engines may allocate memory while they are captured, which CUDA only allows in this mode.
     gpu.stream.begin_capture(gpu.cuda.runtime.streamCaptureModeRelaxed)
@@ -183,7 +186,7 @@ def _capture(worker: Worker, gpu: GpuDevice, request: InFlightRequest, tape: Tap
     for each in (given, graph):
         if isinstance(each, Failure):
             raise each.error
-    return graph
+    return graph, given
 
 
 def _fit(worker: Worker, request: InFlightRequest, states: dict[str, Any]) -> bool:

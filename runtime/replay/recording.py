@@ -101,13 +101,18 @@ def _take_part(worker: Worker, ranks: int, request: InFlightRequest, tape: Tape,
     gpu, collectives = worker.backend, worker.collectives
     assert isinstance(gpu, GpuDevice)
     try:
-        made.set_result(capture(gpu, collectives, range(ranks), tape, partial(give, worker, gpu, request, tape)))
+        made.set_result(capture(gpu, collectives, range(ranks), tape, partial(_give_all, worker, gpu, request, tape)))
     except BaseException as error:  # the session waits for this
         made.set_exception(error)
 
 
-def give(worker: Worker, gpu: GpuDevice, request: InFlightRequest, tape: Tape) -> None:
-    """Put the rank's work for the request on its stream."""
+def _give_all(worker: Worker, gpu: GpuDevice, request: InFlightRequest, tape: Tape) -> None:
+    """Put the rank's work for the request on its stream, and the copies of its outputs."""
+    tape.outputs.update(gpu.copy_to_pinned(give(worker, gpu, request, tape)))
+
+
+def give(worker: Worker, gpu: GpuDevice, request: InFlightRequest, tape: Tape) -> dict[str, GpuArray]:
+    """Put the rank's work for the request on its stream. Returns its outputs."""
     states = worker.sequences.get(request.sequence, {})
 
     def stage(name: str) -> GpuArray:
@@ -118,7 +123,7 @@ def give(worker: Worker, gpu: GpuDevice, request: InFlightRequest, tape: Tape) -
     if request.sequence is not None:
         for name, output in worker.resident.items():
             _replace(gpu, name, states[name], values[output])
-    tape.outputs.update(gpu.copy_to_pinned({name: values[name] for name in worker.given(request)}))
+    return {name: values[name] for name in worker.given(request)}
 
 
 def _replace(gpu: GpuDevice, name: str, state: GpuArray, value: GpuArray) -> None:

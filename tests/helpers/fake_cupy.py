@@ -267,6 +267,7 @@ def make(devices: int = DEVICES) -> types.SimpleNamespace:
         streamCaptureModeRelaxed=2,
         memcpyDefault=4,
         memsetAsync=set_async,
+        hostRegister=lambda pointer, size, flags: None,
     )
     cuda = types.SimpleNamespace(
         Device=Device,
