@@ -26,7 +26,7 @@ from splitc.runtime.manifest import Manifest, Tensor, read_manifest
 from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.outputs import OutputJoiner
 from splitc.runtime.package_files import verify_files
-from splitc.runtime.processes.choice import use_processes
+from splitc.runtime.processes.rank_kinds import use_processes
 from splitc.runtime.processes.ranks import RankProcesses
 from splitc.runtime.ranks.request import InFlightRequest, Served
 from splitc.runtime.ranks.workers import Workers

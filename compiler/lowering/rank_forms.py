@@ -100,7 +100,7 @@ def quantize_together(editor: Editor, ranks: int, node: ir.Node) -> None:
 
     def op(kind: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
         made = editor.before(node, kind, *inputs, **attributes)
-        made.type = ir.TensorType(ir.DataType.FLOAT)
+        made.type = ir.TensorType(ir.DataType.BOOL if kind == "Equal" else ir.DataType.FLOAT)
         return made
 
     zero, last = editor.constant(np.array(0, number)), editor.constant(np.array(255, number))

@@ -21,8 +21,9 @@ import msgspec
 import numpy.typing as npt
 import psutil
 
+from splitc.runtime.collectives.engine_meeting import EngineMeeting
 from splitc.runtime.collectives.host import connect
-from splitc.runtime.engines import Backend
+from splitc.runtime.engines import Backend, Communicator, LoadedEngine
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.failures import Failure
@@ -85,9 +86,9 @@ def _run_together(
     backend = OnnxRuntimeBackend(threads)
     ends = connect(len(ranks))
     programs = []
-    for rank in ranks:
+    for number, rank in enumerate(ranks):
         sent = [step.value for step in rank.program if isinstance(step, Send)]
-        programs.append(Program(rank.program, [backend.load(package / engine.path) for engine in rank.engines], sent))
+        programs.append(Program(rank.program, _load(backend, package, rank, ends[number].meet), sent))
 
     def run(number: int) -> dict[str, npt.NDArray[Any]]:
         program = programs[number]
@@ -97,6 +98,19 @@ def _run_together(
 
     with ThreadPoolExecutor(len(ranks)) as pool:
         return {name: array for each in pool.map(run, range(len(ranks))) for name, array in each.items()}
+
+
+def _load(
+    backend: Backend, package: Path, rank: Rank, join: Callable[[Sequence[int]], Communicator]
+) -> list[LoadedEngine]:
+    """The rank's engines, for one run. `join` gives its end of the meeting of engines with collectives inside."""
+    ends = {group: join(group) for group in {tuple(file.group) for file in rank.engines if file.group}}
+    for end in ends.values():
+        end.begin()
+    return [
+        backend.load(package / file.path, communicator=ends[tuple(file.group)] if file.group else None)
+        for file in rank.engines
+    ]
 
 
 def _cut_feeds(rank: Rank, arrays: Mapping[str, npt.NDArray[Any]], backend: Backend) -> dict[str, Any]:
@@ -149,7 +163,7 @@ def _measure_rank(rank: Rank, package: Path, threads: int, inputs: Path, outputs
     arrays = _read_arrays(inputs)
     backend = OnnxRuntimeBackend(threads)
     before = _resident()
-    engines = [backend.load(package / engine.path) for engine in rank.engines]
+    engines = _load(backend, package, rank, lambda _: EngineMeeting(1).join(0))
     loaded = _resident()
     alone = Alone(arrays, backend)
     feeds = partial(_cut_feeds, rank, arrays, backend)

@@ -27,6 +27,7 @@ from splitc.runtime.gpus import list_gpus
 from splitc.runtime.replay.capture import capture
 from splitc.runtime.tools.compare import compare
 from splitc.runtime.tools.unsplit import CPU, open_unsplit
+from tests.helpers.workers import workers_of
 
 GPUS = min(4, len(list_gpus()))
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
@@ -93,9 +94,9 @@ def test_states_are_where_the_graph_left_them(package: tuple[Path, Path]) -> Non
 @pytest.mark.parametrize("graphs", [True, False])
 def test_rank_that_fails_fails_one_request(package: tuple[Path, Path], graphs: bool) -> None:
     given = feeds(3, 8, 0)
-    with Session(package[1], cuda_graphs=graphs, in_flight=4) as session:
+    with Session(package[1], cuda_graphs=graphs, in_flight=4, ranks="threads") as session:
         right = session.run(given)
-        engine = session._workers[-1]._program.engines[-1]
+        engine = workers_of(session)[-1]._program.engines[-1]
 
         def fail(*_: Any) -> Any:
             raise EngineError("an engine failed on purpose")

@@ -134,10 +134,12 @@ static int await_ready(Member* member, uint64_t at, int* who) {
         if (verdict >> 1 == at) return verdict & 1 ? result : MEETING_OK;
         if (verdict >> 1 > at) return result;
         int late = missing(meeting, at, 0);
-        if (late < 0) {
-            decide(meeting, at, 0);
-        } else if (atomic_load(&meeting->failed) >= member->run) {
+        /* First of all: a rank that has failed may be in a later run by now, and so not be missing. Where nothing was
+         * decided, none has come past this collective. */
+        if (atomic_load(&meeting->failed) >= member->run) {
             decide(meeting, at, 1);
+        } else if (late < 0) {
+            decide(meeting, at, 0);
         } else if (looked++ < most) {
             pause_briefly();
         } else {

@@ -37,9 +37,11 @@ def test_decoder_takes_two_sums_a_layer_and_its_blocks_are_split(decoder: Path, 
     compile_model(plan, tmp_path / "package")
     manifest = read_manifest(tmp_path / "package")
     assert manifest.collectives == 2 * DECODER.layers
-    for rank in manifest.ranks:
-        reduced = [name for step in rank.program if isinstance(step, Reduce) for name in step.wholes]
-        assert len(reduced) == manifest.collectives
+    for number, rank in enumerate(manifest.ranks):
+        (engine,) = rank.engines
+        assert engine.group == [0, 1]
+        nodes = [node.op_type for node in ir.load(tmp_path / "package" / f"rank{number}" / "stage0.onnx").graph]
+        assert nodes.count("AllReduce") == manifest.collectives
         assert rank.weights_bytes < 0.6 * sum(weight.bytes for weight in plan.weights)
         cache = [part for part in rank.parts if part.name.startswith(("past", "present"))]
         assert len(cache) == 4 * DECODER.layers
@@ -166,10 +168,24 @@ def test_rank_graphs_of_a_new_enough_model_say_what_is_sharded(decoder: Path, tm
     model.ir_version = 11
     ir.save(model, tmp_path / "model" / "new.onnx")
     compile_model(plan_model(tmp_path / "model" / "new.onnx", ["2xcpu"], TENSOR), tmp_path / "package")
-    piece = ir.load(tmp_path / "package" / "rank0" / "stage0.1.onnx")
+    piece = ir.load(tmp_path / "package" / "rank0" / "stage0.onnx")
     (configuration,) = piece.device_configurations
     assert configuration.num_devices == 2
     assert any(node.device_configurations for node in piece.graph)
+
+
+def test_without_the_library_there_are_sums_between_engines(
+    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("splitc.runtime.engines.operator_library.is_built", lambda: False)
+    manifest = compile_model(plan_model(decoder, ["2xcpu"], TENSOR), tmp_path / "package")
+    for rank in manifest.ranks:
+        assert len(rank.engines) == 2 * DECODER.layers + 1
+        reduced = [name for step in rank.program if isinstance(step, Reduce) for name in step.wholes]
+        assert len(reduced) == manifest.collectives == 2 * DECODER.layers
+    with Session(tmp_path / "package") as session:
+        found = session.run(decoder_feeds())["logits"]
+    np.testing.assert_allclose(found, run_whole(decoder, decoder_feeds())["logits"], rtol=1e-4, atol=1e-5)
 
 
 def test_measured_memory_of_ranks(decoder: Path, tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_tensor_mode_is_one_engine_a_rank_with_collectives_inside(short_decoder:
 def test_without_collectives_inside_there_are_sums_between_engines(
     short_decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("splitc.compiler.modes.tensor.has_collectives", lambda engine: False)
+    monkeypatch.setattr("splitc.compiler.lowering.engine_segments.has_collectives", lambda *_: False)
     manifest = compile_here(short_decoder, tmp_path / "package", "tensor")
     for rank in manifest.ranks:
         assert len(rank.engines) == 2 * LAYERS + 1

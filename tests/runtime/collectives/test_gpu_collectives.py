@@ -15,6 +15,7 @@ from splitc.runtime.errors import EngineError, PackageError
 from tests.conftest import assert_close, decoder_feeds, run_whole
 from tests.helpers import fake_cupy
 from tests.helpers.fake_gpus import FakeBackend, HostEngine, package
+from tests.helpers.workers import workers_of
 
 pytestmark = pytest.mark.usefixtures("gpus")
 
@@ -73,7 +74,7 @@ def test_hang_ends_in_an_error(decoder: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("splitc.runtime.engines.gpu_device.PATIENCE", 1.0)
     stuck = threading.Event()
     with Session(package(decoder, "layer", 2), devices=["cuda0", "cuda1"]) as session:
-        stream = session._workers[1].backend.stream  # type: ignore[attr-defined]
+        stream = workers_of(session)[1].backend.stream  # type: ignore[attr-defined]
         stream.put(stuck.wait)
         with pytest.raises(EngineError, match=r"cuda1 did not finish within 1 s: it seems to hang"):
             session.run(decoder_feeds())
@@ -84,7 +85,7 @@ def test_rank_that_can_not_load_keeps_nobody_waiting(decoder: Path, monkeypatch:
     """The others are about to make a communicator with it."""
     load = FakeBackend.load
 
-    def fail(self: FakeBackend, path: Path, source: Path | None = None, sizes_only: Any = ()) -> HostEngine:
+    def fail(self: FakeBackend, path: Path, source: Path | None = None, *options: Any) -> HostEngine:
         if self.index == 1:
             raise PackageError("out of memory on purpose")
         return load(self, path, source)

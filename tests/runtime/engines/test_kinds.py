@@ -59,11 +59,18 @@ def test_kind_that_is_in_the_table_is_loaded_and_chosen(monkeypatch: pytest.Monk
 def test_collectives_came_with_a_version(version: str | None, inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineKind, "is_installed", version is not None)
     monkeypatch.setattr(EngineKind, "version", version)
-    assert {name: has_collectives(name) for name in KINDS} == {
-        "onnxruntime": False,
-        "tensorrt": inside,
-        "tensorrt-rtx": True,
-    }
+    gpus = parse_devices(["2xcuda"])
+    found = {name: has_collectives(name, gpus) for name in KINDS if name != "onnxruntime"}
+    assert found == {"tensorrt": inside, "tensorrt-rtx": True}
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+def test_operators_are_for_cpus_and_for_gpus_of_one_rank(is_built: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("splitc.runtime.engines.operator_library.is_built", lambda: is_built)
+    for names in (["3xcpu"], ["2xcuda"]):
+        assert has_collectives("onnxruntime", parse_devices(names)) == is_built
+    for names in (["cuda0", "cuda0"], ["cuda0", "cpu0"]):
+        assert not has_collectives("onnxruntime", parse_devices(names))
 
 
 @pytest.mark.parametrize("installed", [True, False])

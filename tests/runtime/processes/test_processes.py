@@ -17,8 +17,8 @@ import pytest
 from splitc.runtime import Session
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import EngineError, MisuseError, PackageError, SplitcError
-from splitc.runtime.processes.choice import use_processes
-from splitc.runtime.processes.ranks import RankProcesses
+from splitc.runtime.processes.rank_kinds import use_processes
+from splitc.runtime.processes.ranks import LOOK, PATIENCE, RankProcesses
 from tests.conftest import decoder_feeds, run_whole
 from tests.helpers.packages import MODES, compile_mode
 
@@ -77,9 +77,16 @@ def test_request_that_fails_on_all_ranks_fails_alone(decoder: Path) -> None:
         session.run(feeds)
 
 
+def test_hang_is_noticed_within_the_bound() -> None:
+    assert PATIENCE + LOOK < BOUND
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("mode", ["layer", "row", "tensor"])
-def test_rank_that_dies_or_hangs_ends_the_request(decoder: Path, mode: str, number: signal.Signals) -> None:
+def test_rank_that_dies_or_hangs_ends_the_request(
+    decoder: Path, mode: str, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("splitc.runtime.processes.ranks.PATIENCE", 2.0)  # for a shorter test
     with open_processes(compile_mode(decoder, mode)) as session:
         session.run(decoder_feeds())
         processes(session)[1].send_signal(number)
