@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from splitc.compiler.modes.table import describe_modes
 from splitc.compiler.planning.plan_request import Request, request_reader
+from splitc.runtime.cli.collective_words import describe_collectives
 from splitc.runtime.cli.commands import app
 from splitc.runtime.cli.options import with_options
 from splitc.runtime.cli.shared_options import FILL, JSON
@@ -205,6 +206,8 @@ def compile_command(
     else:
         size = format_bytes(sum(file.bytes for file in manifest.files if file.sha256 is not None))
         linked = ", beside links to the model's data" if any(file.sha256 is None for file in manifest.files) else ""
+        if (said := describe_collectives(manifest)) is not None:
+            out.print(said)
         out.print(f"wrote [bold]{package}[/]: {len(manifest.ranks)} ranks, {size}{linked}")
         if manifest.build is not None and manifest.build.built is None:
             out.print(f"its engines are not built yet: run 'splitc build {package}' where it will run")

@@ -129,12 +129,12 @@ class Admission:
     def fail(self, error: BaseException) -> None:
         """Break the session: a rank has died, so all waits for it end with an error."""
         self._failure = self._failure or error
-        self._workers.abort(error)
         with self._order:
             waiting = list(self._under_way)
         for request in waiting:
             for number in range(len(self._workers)):
                 request.finish(number, {}, NEVER, self._unusable())
+        self._workers.abort(error)  # now: what the other ranks say then only follows from it
 
     def forget(self, sequence: int) -> None:
         """Free the states of a sequence."""

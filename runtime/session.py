@@ -74,9 +74,15 @@ class Session:
         self.resident_states = find_resident(self.manifest)
         self._sequences = itertools.count()
         self._joiner = OutputJoiner(self.manifest)
+        self._cuda_graphs = cuda_graphs
         self._workers = self._load(cuda_graphs, use_processes(ranks, self.devices))
         replay = cuda_graphs and self._workers.capturable
         self._admission = Admission(self._workers, self.manifest, self.in_flight, replay)
+
+    @property
+    def replays(self) -> bool:
+        """Whether requests of previously seen shapes are replayed as CUDA graphs."""
+        return self._cuda_graphs and all(device.kind == "cuda" for device in self.devices)
 
     def _load(self, cuda_graphs: bool, as_processes: bool) -> Workers | RankProcesses:
         """The ranks, with their engines loaded."""

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from splitc.runtime.arrays import Array, load_arrays
-from splitc.runtime.cli.shared_options import CUDA_GRAPH, DEVICE, THREADS, VERIFY
+from splitc.runtime.cli.shared_options import CUDA_GRAPH, DEVICE, RANKS, THREADS, VERIFY
 from splitc.runtime.cli.terminal import print_warning
 from splitc.runtime.errors import EngineError, MisuseError
 from splitc.runtime.fills import make_inputs, parse_fills
@@ -24,9 +24,10 @@ def loading(
     cuda_graph: bool = CUDA_GRAPH,
     threads: int | None = THREADS,
     verify: bool = VERIFY,
+    ranks: str | None = RANKS,
 ) -> Load:
     """A function that loads a package with these options."""
-    return partial(Session, devices=device, cuda_graphs=cuda_graph, threads=threads, verify=verify)
+    return partial(Session, devices=device, cuda_graphs=cuda_graph, threads=threads, verify=verify, ranks=ranks)
 
 
 @contextmanager

@@ -19,6 +19,12 @@ DEVICE = typer.Option(
 CUDA_GRAPH = typer.Option(
     True, "--cuda-graph/--no-cuda-graph", help="Replay previously seen shapes as CUDA graphs, on GPUs."
 )
+RANKS = typer.Option(
+    None,
+    "--ranks",
+    metavar="threads|processes",
+    help="What ranks are: threads, or processes of their own. Default: processes on several GPUs, else threads.",
+)
 MEASURE = typer.Option(
     True, "--memory/--no-memory", help="Measure each rank's memory, in a separate process, beside the prediction."
 )

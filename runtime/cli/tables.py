@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.markup import escape
 
+from splitc.runtime.cli.collective_words import describe_collectives
 from splitc.runtime.cli.mode_words import words_of
 from splitc.runtime.cli.terminal import out, table
 from splitc.runtime.manifest import Build, Built, Manifest, Role
@@ -29,6 +30,8 @@ def print_manifest(manifest: Manifest, routes: Mapping[str, Sequence[str]]) -> N
     print_cuts([(cut.values, cut.bytes) for cut in manifest.cuts], words.is_radial)
     if manifest.collectives:
         out.print(f"{manifest.collectives} {words.exchanges} a run")
+    if (said := describe_collectives(manifest)) is not None:
+        out.print(said)
     print_whole([(each.name, each.bytes, each.reason) for each in manifest.unsplit], manifest.split_mode)
     for way, pairs in routes.items():
         out.print(f"between GPUs of this machine: {', '.join(pairs)} {way}")

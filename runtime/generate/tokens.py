@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from splitc.runtime.arrays import Array
-from splitc.runtime.errors import MisuseError
+from splitc.runtime.errors import EngineError, MisuseError
 from splitc.runtime.generate.sampling import Sampling, choose_token
 from splitc.runtime.manifest import Manifest, Tensor
 from splitc.runtime.sequence import StateSequence
@@ -19,6 +19,8 @@ from splitc.runtime.units import format_shape
 
 # Default number of tokens of a prompt in one run.
 PROMPT_CHUNK = 512
+# The least room of a conversation that is replayed, in tokens.
+LEAST_ROOM = 256
 
 
 class ModelRunner(Protocol):
@@ -27,6 +29,10 @@ class ModelRunner(Protocol):
     @property
     def manifest(self) -> Manifest:
         """The package's manifest."""
+
+    @property
+    def replays(self) -> bool:
+        """Whether requests of previously seen shapes are replayed as CUDA graphs."""
 
     def run(self, feeds: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
         """Run the model once."""
@@ -115,20 +121,30 @@ def generate(
     if role is not None and role.rows and (unknown := [token for token in prompt if not 0 <= token < role.rows]):
         raise MisuseError(f"the prompt has the token {unknown[0]}, and the model has a vocabulary of {role.rows}")
     timings = timings if timings is not None else Timings()
-    room = None if prefill is not None else len(prompt) + max_new_tokens
-    feeder = Feeder(session.manifest, signature, room)
+    exact = None if prefill is not None else len(prompt) + max_new_tokens
+    room = exact if exact is None or not session.replays else round_room(exact)
     generator = np.random.default_rng(sampling.seed)
     stateful = bool(session.manifest.states)
-    chunk = feeder.chunk(len(prompt), prompt_chunk if stateful else len(prompt))
     tokens = list(prompt)
+    feeder = Feeder(session.manifest, signature, room)
+    chunk = feeder.chunk(len(prompt), prompt_chunk if stateful else len(prompt))
+    start = time.perf_counter()
     sequence = session.start(room) if stateful else None
     run = sequence.run if sequence is not None else session.run
     try:
-        start = time.perf_counter()
         if prefill is not None and sequence is not None:
             logits = _prefill(prefill, sequence, session.manifest, tokens)
         else:
-            logits = _read_prompt(run, feeder, tokens, chunk)
+            try:
+                logits = _read_prompt(run, feeder, tokens, chunk)
+            except EngineError:
+                if room == exact or sequence is None:
+                    raise
+                # A model may have tables for so many tokens and no more, of which the manifest knows nothing.
+                sequence.close()
+                feeder, sequence = Feeder(session.manifest, signature, exact), session.start(exact)
+                run = sequence.run
+                logits = _read_prompt(run, feeder, tokens, chunk)
         timings.prompt_tokens, timings.prompt_seconds = len(tokens), time.perf_counter() - start
         for number in range(max_new_tokens):
             token = choose_token(logits, sampling, generator)
@@ -144,6 +160,15 @@ def generate(
     finally:
         if sequence is not None:
             sequence.close()
+
+
+def round_room(tokens: int) -> int:
+    """The room for so many tokens, at most a quarter more and 256 at least.
+
+    There are few such sizes, so most conversations have the caches, and the CUDA graphs, of an earlier one.
+    """
+    step = max(LEAST_ROOM, 1 << (tokens - 1).bit_length()) // 8
+    return max(LEAST_ROOM, -(-tokens // step) * step)
 
 
 def _read_prompt(

@@ -17,7 +17,7 @@ from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
 from splitc.runtime.cli.commands import app
 from splitc.runtime.errors import MisuseError, SplitcError
-from splitc.runtime.generate.tokens import Timings
+from splitc.runtime.generate.tokens import Timings, round_room
 from tests.conftest import DECODER, LAYER
 from tests.helpers.greedy import plain_loop
 from tests.helpers.packages import MODES, compile_mode
@@ -117,3 +117,10 @@ def test_caches_with_room_give_the_tokens_of_caches_that_grow(tmp_path: Path) ->
 def test_full_cache_is_said(tmp_path: Path) -> None:
     with pytest.raises(MisuseError, match="the model has room for 8 tokens, and the sequence comes to 9"):
         tokens_of(build(replace(SMALL, capacity=8)), tmp_path, 20)
+
+
+def test_rooms_are_few_and_not_much_larger() -> None:
+    rooms = {tokens: round_room(tokens) for tokens in range(1, 5000)}
+    assert all(tokens <= room <= max(256, 1.25 * tokens) for tokens, room in rooms.items())
+    assert len(set(rooms.values())) < 25
+    assert {256, 512, 1024, 2048, 4096} <= set(rooms.values()), "what models usually have tables for"
