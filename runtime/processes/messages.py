@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,9 +66,10 @@ class Ask:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A rank has loaded its engines, or could not."""
+    """A rank has loaded its engines, or could not. `files` are those that NCCL may leave behind."""
 
     error: BaseException | None
+    files: Collection[str] = ()
 
 
 @dataclass(frozen=True)

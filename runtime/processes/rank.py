@@ -28,6 +28,7 @@ from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.failures import Failure, attempt
 from splitc.runtime.manifest import Manifest, read_manifest
 from splitc.runtime.processes.messages import Answer, Ask, Broken, Forget, Loaded, Order, Report, Start
+from splitc.runtime.processes.nccl_files import find_nccl_files, remove_nccl_files
 from splitc.runtime.ranks.loop import Span
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.ranks.thread import Worker
@@ -78,7 +79,7 @@ class RankProcess:
         if error is None and self._everyone:
             connected = attempt(self._connect)
             error = connected.error if isinstance(connected, Failure) else None
-        self._control.send(Loaded(None if error is None else portable(error)))
+        self._control.send(Loaded(None if error is None else portable(error), find_nccl_files(os.getpid())))
 
     def _connect(self) -> None:
         """Connect the ranks, and agree on whether their work can be captured."""
@@ -142,9 +143,11 @@ def _show_life(start: Start, control: Channel) -> None:
     while True:
         pulse[start.number] = time.monotonic()
         if any(event & (select.POLLHUP | select.POLLERR) for _, event in hangup.poll(1e3 * BEAT)):
-            os._exit(1)
+            break
         if os.getppid() != start.parent:  # a copy of the caller may still hold the other end of the socket
-            os._exit(1)
+            break
+    remove_nccl_files(find_nccl_files(os.getpid()))
+    os._exit(1)
 
 
 def main() -> None:
@@ -160,8 +163,9 @@ def main() -> None:
         return
     try:
         worker.run()
-    except (EOFError, OSError):
-        os._exit(1)  # the session is gone
+    except (EOFError, OSError):  # the session is gone
+        remove_nccl_files(find_nccl_files(os.getpid()))
+        os._exit(1)
 
 
 if __name__ == "__main__":

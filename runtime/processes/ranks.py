@@ -32,6 +32,7 @@ from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.manifest import Manifest, State
 from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.processes.messages import Answer, Ask, Broken, Forget, Loaded, Order, Report, Start
+from splitc.runtime.processes.nccl_files import find_nccl_files, remove_nccl_files
 from splitc.runtime.ranks.loop import Replay, Span
 from splitc.runtime.ranks.request import InFlightRequest, Served
 from splitc.runtime.shared_memory import Borrower, SlotWriter, create_memory, map_memory
@@ -76,6 +77,7 @@ class RankProcesses:
         self._outputs = [Borrower() for _ in devices]
         self._requests: dict[int, InFlightRequest] = {}
         self._count = 0
+        self._files: set[str] = set()
         self._ended = False
         self._suspect: tuple[float, BaseException] | None = None
         self._loaded: list[Future[None]] = [Future() for _ in devices]
@@ -221,6 +223,7 @@ class RankProcesses:
         elif isinstance(message, Report):
             self._reports[rank].set_result(message)
         elif isinstance(message, Loaded):
+            self._files.update(message.files)
             if message.error is None:
                 self._loaded[rank].set_result(None)
             else:
@@ -293,9 +296,14 @@ class RankProcesses:
     def stop(self) -> None:
         """End all ranks at once."""
         self._ended = True
-        for process in self._processes:
-            if process.poll() is None:
-                process.kill()
+        running = [process for process in self._processes if process.poll() is None]
+        for process in running:
+            self._files |= find_nccl_files(process.pid)
+        for process in running:
+            process.kill()
+        for process in running:
+            process.wait()
+        remove_nccl_files(self._files)
 
     def join(self, patience: float) -> bool:
         """Wait for the ranks to end, for at most `patience` seconds. Returns whether they have ended."""
