@@ -35,8 +35,9 @@ WORKSPACE = ":4096:1"
 # The variable by which users turn cuDNN's attention on or off themselves.
 CUDNN_ATTENTION = "ORT_ENABLE_CUDNN_FLASH_ATTENTION"
 # The kernels of attention, as bits of the option `sdpa_kernel`: flash, memory-efficient, TensorRT's, math,
-# TensorRT's flash and cross. cuDNN's (8) is not among them: it plans 25 to 40 ms for each new shape, and is not faster
-# when replayed.
+# TensorRT's flash and cross. cuDNN's (8) is not among them: it plans 25 to 40 ms for each new shape of each engine.
+# Measured on an H200, 8B decoder, ms on one and two GPUs: prompts of new lengths 57 / 58 with it and 22 / 21 without;
+# replayed tokens 4.77 / 3.68 with it and 4.90 / 3.71 without, where XQA is on.
 ATTENTION = 1 | 2 | 4 | 16 | 32 | 64
 
 

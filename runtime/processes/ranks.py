@@ -322,6 +322,7 @@ class RankProcesses:
         for channel in self._channels:
             channel.close()
         self._channels = []
+        remove_nccl_files(self._files)
 
 
 def _seen_alone(device: Device) -> Device:
@@ -339,16 +340,19 @@ def _start_process(device: Device, control: int, inherited: Sequence[int]) -> su
 
 
 def _visible(device: Device, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variable that lets a process see this GPU alone. Raises PackageError if it is none that this one sees."""
+    """Variables that let a process see this GPU alone. Raises PackageError if it is none that this one sees.
+
+    ONNX Runtime's XQA kernels, which make tokens faster, only work on the first GPU of a process: here they are on,
+    unless the user says otherwise.
+    """
     if device.kind == "cpu":
         return {}
     seen = environment.get("CUDA_VISIBLE_DEVICES")
     names = None if seen is None else [name.strip() for name in seen.split(",") if name.strip()]
-    if names is None:
-        return {"CUDA_VISIBLE_DEVICES": str(device.index)}
-    if device.index >= len(names):
+    if names is not None and device.index >= len(names):
         raise PackageError(f"there is no {device}: CUDA_VISIBLE_DEVICES names {len(names)} GPUs")
-    return {"CUDA_VISIBLE_DEVICES": names[device.index]}
+    xqa = {"ORT_ENABLE_XQA": environment.get("ORT_ENABLE_XQA", "1")}
+    return {"CUDA_VISIBLE_DEVICES": str(device.index) if names is None else names[device.index], **xqa}
 
 
 def _send(channel: Channel, message: Any, descriptor: int | None = None) -> None:

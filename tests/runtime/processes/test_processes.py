@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -17,8 +18,9 @@ import pytest
 from splitc.runtime import Session
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import EngineError, MisuseError, PackageError, SplitcError
+from splitc.runtime.processes.nccl_files import find_nccl_files, remove_nccl_files
 from splitc.runtime.processes.rank_kinds import use_processes
-from splitc.runtime.processes.ranks import LOOK, PATIENCE, RankProcesses
+from splitc.runtime.processes.ranks import LOOK, PATIENCE, RankProcesses, _visible
 from tests.conftest import decoder_feeds, run_whole
 from tests.helpers.packages import MODES, compile_mode
 
@@ -168,3 +170,23 @@ def test_what_ranks_are_by_default() -> None:
         use_processes("processes", parse_devices(["cuda0", "cpu0"]))
     with pytest.raises(MisuseError, match="not 'fibers'"):
         use_processes("fibers", parse_devices(["cpu0"]))
+
+
+def test_each_process_sees_its_own_gpu_alone() -> None:
+    first, second = parse_devices(["2xcuda"])
+    assert _visible(second, {})["CUDA_VISIBLE_DEVICES"] == "1"
+    assert _visible(second, {"CUDA_VISIBLE_DEVICES": "3, GPU-5e1a"})["CUDA_VISIBLE_DEVICES"] == "GPU-5e1a"
+    assert _visible(first, {"ORT_ENABLE_XQA": "0"}) == {"CUDA_VISIBLE_DEVICES": "0", "ORT_ENABLE_XQA": "0"}
+    with pytest.raises(PackageError, match="there is no cuda1: CUDA_VISIBLE_DEVICES names 1 GPUs"):
+        _visible(second, {"CUDA_VISIBLE_DEVICES": "7"})
+    assert _visible(parse_devices(["cpu0"])[0], {}) == {}
+
+
+def test_files_of_nccl_are_removed(tmp_path: Path) -> None:
+    path = Path("/dev/shm/nccl-splitc-test")
+    path.write_bytes(b"x" * 4096)
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0):
+        assert find_nccl_files(os.getpid()) == {str(path)}
+    assert find_nccl_files(os.getpid()) == set()
+    remove_nccl_files({str(path), "/dev/shm/nccl-splitc-gone"})
+    assert not path.exists()
