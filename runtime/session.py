@@ -1,4 +1,4 @@
-"""Session: load a package, with a thread for each rank, and run requests."""
+"""Session: load a package, with a thread or a process for each rank, and run requests."""
 
 from __future__ import annotations
 
