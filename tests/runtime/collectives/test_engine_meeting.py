@@ -1,0 +1,179 @@
+"""Where engines of CPU devices meet: the C library, without engines and inside ONNX Runtime's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from splitc.runtime.collectives.engine_meeting import LINE, EngineMeeting, MeetingEnd, shared_bytes
+from splitc.runtime.engines.onnxruntime_cpu import ERRORS, open_session
+from splitc.runtime.engines.operator_library import is_built, library_path
+
+pytestmark = pytest.mark.skipif(not is_built(), reason="splitc was installed without a C compiler")
+
+OK, FAILED, LATE, DIFFERENT = range(4)
+SUM, MAX = range(2)
+TYPES = ["f4", "f8", "f2", ml_dtypes.bfloat16, "i4", "i8", "u4", "i1", "u1"]
+CHAIN = 12
+
+
+def code(dtype: Any) -> int:
+    return int(ir.DataType.from_numpy(np.dtype(dtype)))
+
+
+def all_reduce(end: MeetingEnd, operation: int, array: np.ndarray[Any, Any]) -> tuple[int, np.ndarray[Any, Any]]:
+    made = np.empty_like(array)
+    status = end.all_reduce(operation, code(array.dtype), array.ctypes.data, made.ctypes.data, array.size)
+    return status, made
+
+
+def together(work: Callable[[int], Any], ranks: int) -> list[Any]:
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(work, range(ranks)))
+
+
+def meet(ranks: int, patience: float = 20.0, shared: bool = False) -> list[MeetingEnd]:
+    memory = None
+    if shared:
+        room = np.zeros(shared_bytes(ranks) + LINE, np.uint8)
+        memory = room[-room.ctypes.data % LINE :]
+    meeting = EngineMeeting(ranks, memory)
+    return [meeting.join(rank, patience) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("ranks", "operation"), [(2, SUM), (3, SUM), (3, MAX)])
+def test_arrays_are_combined_in_the_order_of_the_ranks(ranks: int, operation: int, dtype: Any, shared: bool) -> None:
+    ends = meet(ranks, shared=shared)
+    sizes = (1, 7, 64, 1000, *([300_000] if shared else []))  # more than is staged at a time
+    for size in sizes:
+        generator = np.random.default_rng(size)
+        parts = [(8 * generator.standard_normal(size)).astype(np.dtype(dtype)) for _ in range(ranks)]
+
+        def work(rank: int, parts: list[Any] = parts) -> tuple[int, Any]:
+            ends[rank].begin()
+            return all_reduce(ends[rank], operation, parts[rank])
+
+        found = together(work, ranks)
+        half = np.dtype(dtype).itemsize == 2
+        wide = [part.astype(np.float32) if half else part for part in parts]
+        expected = wide[0]
+        for part in wide[1:]:
+            expected = expected + part if operation == SUM else np.maximum(expected, part)
+        for status, whole in found:
+            assert status == OK
+            np.testing.assert_array_equal(whole, expected.astype(np.dtype(dtype)))
+
+
+def test_rank_that_fails_ends_its_request_alone() -> None:
+    ends = meet(2)
+    array = np.ones(100, np.float32)
+
+    def work(rank: int) -> list[int]:
+        found = []
+        for request in range(200):
+            ends[rank].begin()
+            if (request % 3, rank) == (1, request % 2):
+                ends[rank].fail()
+                found.append(-1)
+            else:
+                found.append(all_reduce(ends[rank], SUM, array)[0])
+        return found
+
+    for request, statuses in enumerate(zip(*together(work, 2), strict=True)):
+        assert sorted(statuses) == ([-1, FAILED] if request % 3 == 1 else [OK, OK])
+
+
+def test_rank_that_does_not_come_is_waited_for_so_long() -> None:
+    first, second = meet(2, patience=0.3)
+    first.begin()
+    start = time.monotonic()
+    assert all_reduce(first, SUM, np.ones(4, np.float32))[0] == LATE
+    assert 0.3 <= time.monotonic() - start < 5
+    second.begin()
+    assert all_reduce(second, SUM, np.ones(4, np.float32))[0] == FAILED
+
+    def again(rank: int) -> int:
+        (first, second)[rank].begin()
+        return all_reduce((first, second)[rank], SUM, np.ones(4, np.float32))[0]
+
+    assert together(again, 2) == [OK, OK]
+
+
+def test_arrays_that_differ_are_refused_by_all() -> None:
+    ends = meet(3)
+
+    def work(rank: int) -> int:
+        ends[rank].begin()
+        return all_reduce(ends[rank], SUM, np.ones(5 if rank == 1 else 4, np.float32))[0]
+
+    assert together(work, 3) == [DIFFERENT] * 3
+
+
+def test_nobody_waits_after_an_abort() -> None:
+    meeting = EngineMeeting(2)
+    end = meeting.join(0)
+    end.begin()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(all_reduce, end, SUM, np.ones(4, np.float32))
+        time.sleep(0.05)
+        meeting.abort()
+        assert waiting.result(5)[0] == FAILED
+    end.begin()
+    assert all_reduce(end, SUM, np.ones(4, np.float32))[0] == FAILED
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Path:
+    """A model of sums of which each takes the result and the token of the one before."""
+    x = ir.val("x", ir.DataType.FLOAT, ["n", 32])
+    value, token, nodes = x, None, []
+    for number in range(CHAIN):
+        nodes.append(ir.node("Neg", [value]))
+        inputs = [nodes[-1].outputs[0], *([] if token is None else [token])]
+        nodes.append(ir.node("AllReduce", inputs, {"operation": number % 2}, domain="splitc", num_outputs=2))
+        value, token = nodes[-1].outputs
+    value.name, value.type, value.shape = "y", ir.TensorType(ir.DataType.FLOAT), ir.Shape(["n", 32])
+    graph = ir.Graph([x], [value], nodes=nodes, opset_imports={"": 17, "splitc": 1}, name="chain")
+    ir.save(ir.Model(graph, ir_version=8), tmp_path / "chain.onnx")
+    return tmp_path / "chain.onnx"
+
+
+def test_engines_have_the_operator_inside(chain: Path) -> None:
+    """The test that every supported version of ONNX Runtime must pass: see `tests.onnxruntime_versions`."""
+    ends = meet(2)
+    sessions = [open_session(chain, 1, end) for end in ends]
+    for size in (1, 3, 200):
+        parts = [np.random.default_rng(seed).standard_normal((size, 32)).astype(np.float32) for seed in range(2)]
+
+        def work(rank: int, parts: list[Any] = parts) -> Any:
+            ends[rank].begin()
+            return sessions[rank].run(None, {"x": parts[rank]})[0]
+
+        expected = parts
+        for number in range(CHAIN):
+            expected = [-each for each in expected]
+            combine = np.maximum if number % 2 else np.add
+            expected = [combine(*expected)] * 2
+        for found in together(work, 2):
+            np.testing.assert_array_equal(found, expected[0])
+
+
+def test_engine_that_is_loaded_without_a_meeting_says_so(chain: Path) -> None:
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.register_custom_ops_library(str(library_path()))
+    session = ort.InferenceSession(str(chain), options)
+    with pytest.raises(ERRORS, match="loaded without the ranks that it sums with"):
+        session.run(None, {"x": np.ones((1, 32), np.float32)})
