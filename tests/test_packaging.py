@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from importlib import metadata
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -16,3 +19,17 @@ def test_every_package_is_listed() -> None:
     folders = [path.parent for top in ("compiler", "runtime") for path in (ROOT / top).rglob("__init__.py")]
     expected = {"splitc." + ".".join(folder.relative_to(ROOT).parts) for folder in folders}
     assert set(re.findall(r'"([^"]+)"', block[1])) == expected
+
+
+def test_extra_for_gpus_has_one_version_of_cuda() -> None:
+    """ONNX Runtime, CuPy and NCCL must be for the same one."""
+    try:
+        requires = metadata.requires("onnxruntime-gpu") or []
+    except metadata.PackageNotFoundError:
+        pytest.skip("the onnxruntime of this platform has no GPU")
+    major = next(found[1] for each in requires if (found := re.match(r"nvidia-cuda-runtime~=(\d+)", each)))
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    extra = re.search(r"^cuda = \[(.*?)\]$", text, re.MULTILINE)
+    assert extra is not None
+    assert f'"cupy-cuda{major}x>=' in extra[1] and f'"nvidia-nccl-cu{major}"' in extra[1]
+    assert not re.search(rf"-cu(?!da{major}|{major})\d+", extra[1])
