@@ -31,6 +31,7 @@ class DeviceProfile:
     - `kernel`: the time of a kernel with almost no work.
     - `cold_link`: the time of a copy beyond the measured one, if the devices had other work since the last copy.
     - `engine_bytes`: the memory of an ONNX Runtime session beside weights and activations.
+    - `communicator_bytes`: what NCCL takes of each GPU to connect the ranks.
     - `kernel_copy_bytes`: up to this size, a captured copy is faster as a kernel.
     - `two_step_bytes`: from this size on, an all-reduce over more than two GPUs is faster as a reduce-scatter and an
       all-gather.
@@ -47,6 +48,7 @@ class DeviceProfile:
     kernel: float = 0.0
     cold_link: float = 0.0
     engine_bytes: int = 0
+    communicator_bytes: int = 0
     kernel_copy_bytes: int = 0
     two_step_bytes: int = 1 << 20
 
@@ -63,9 +65,10 @@ CPU = DeviceProfile(
     engine_start=4e-5,
 )
 # A data center's GPU of 2022, in half precision, with PCI Express 4 and replayed requests. Measured on H200s with ONNX
-# Runtime 1.31: `kernel`, `cold_link`, `engine_bytes` (at the peak of a decoder in tensor mode; 20 MiB after loading)
-# and `kernel_copy_bytes` (a kernel begins 2 to 4 microseconds after another GPU's; a copy that is no kernel takes 10
-# more before and after it).
+# Runtime 1.31: `kernel`, `cold_link`, `engine_bytes` (at the peak of a decoder in tensor mode; 20 MiB after loading),
+# `communicator_bytes` (0.7 GiB on two GPUs, 0.9 on four, little without access to each other's memory) and
+# `kernel_copy_bytes` (a kernel begins 2 to 4 microseconds after another GPU's; a copy that is no kernel takes 10 more
+# before and after it).
 HOPPER = DeviceProfile(
     kind="cuda",
     names=("H100", "H200", "GH200"),
@@ -78,6 +81,7 @@ HOPPER = DeviceProfile(
     kernel=2e-6,
     cold_link=5e-6,
     engine_bytes=42 << 20,
+    communicator_bytes=700 << 20,
     kernel_copy_bytes=1 << 20,
 )
 # The first profile of a kind is used for unknown devices.

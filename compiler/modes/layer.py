@@ -52,7 +52,7 @@ class LayerSplit:
     def exchanged_bytes(self, cuts: Sequence[CutPlan]) -> int:
         return 0
 
-    def more_sessions(self, rank: RankPlan) -> int:
+    def more_sessions(self, rank: RankPlan, inside: bool) -> int:
         return 0
 
     def predict(self, ranks: Sequence[RankPlan], cuts: Sequence[CutPlan], clock: Clock) -> Prediction:

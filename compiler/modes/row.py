@@ -76,7 +76,7 @@ class RowSplit:
     def exchanged_bytes(self, cuts: Sequence[CutPlan]) -> int:
         return sum(cut.bytes for cut in cuts)
 
-    def more_sessions(self, rank: RankPlan) -> int:
+    def more_sessions(self, rank: RankPlan, inside: bool) -> int:
         rounds = len(self.sliced.rounds)
         return 2 * rounds if rank.part == 0 else rounds - 1
 

@@ -74,8 +74,8 @@ class TensorSplit:
     def exchanged_bytes(self, cuts: Sequence[CutPlan]) -> int:
         return sum(map(self.analysis.costs.value_bytes, self.sharded.sums.summed))
 
-    def more_sessions(self, rank: RankPlan) -> int:
-        return self.collectives
+    def more_sessions(self, rank: RankPlan, inside: bool) -> int:
+        return 0 if inside else self.collectives
 
     def predict(self, ranks: Sequence[RankPlan], cuts: Sequence[CutPlan], clock: Clock) -> Prediction:
         stages = max(rank.group for rank in ranks) + 1

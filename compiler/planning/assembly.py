@@ -12,7 +12,7 @@ from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.planning.split import Split
 from splitc.compiler.sharding.report import WeightFate, warn_if_little_split
 from splitc.runtime.device_profiles import find_profile
-from splitc.runtime.engines.kinds import ONNXRUNTIME, choose_engine
+from splitc.runtime.engines.kinds import ONNXRUNTIME, choose_engine, has_collectives, has_gpu_each
 from splitc.runtime.errors import DoesNotFitError
 from splitc.runtime.units import format_bytes
 
@@ -28,7 +28,7 @@ def assemble(
 ) -> Plan:
     """The plan of these ranks, with its warnings. `whole` says where unsplit weights are held, for messages."""
     engine = choose_engine(request.engine, [rank.device for rank in ranks])
-    ranks = tuple(_with_sessions(rank, engine, split) for rank in ranks)
+    ranks = _with_sessions(ranks, engine, split)
     warnings = (*plan_warnings(analysis, ranks), *warn_if_little_split(weights, whole))
     return Plan(
         analysis,
@@ -44,12 +44,21 @@ def assemble(
     )
 
 
-def _with_sessions(rank: RankPlan, engine: str, split: Split) -> RankPlan:
-    """The rank with the memory that its sessions take on a GPU beside the first one, which the headroom covers."""
-    if engine != ONNXRUNTIME or rank.device.kind != "cuda":
-        return rank
-    size = split.more_sessions(rank) * find_profile(rank.device.kind).engine_bytes
-    return replace(rank, memory=replace(rank.memory, engines=size))
+def _with_sessions(ranks: Sequence[RankPlan], engine: str, split: Split) -> tuple[RankPlan, ...]:
+    """The ranks with what their sessions take on a GPU beside the first one, which the headroom covers, and NCCL."""
+    devices = [rank.device for rank in ranks]
+    if engine != ONNXRUNTIME:
+        return tuple(ranks)
+    inside, connected = has_collectives(engine, devices), has_gpu_each(devices)
+
+    def size(rank: RankPlan) -> int:
+        profile = find_profile(rank.device.kind)
+        return split.more_sessions(rank, inside) * profile.engine_bytes + connected * profile.communicator_bytes
+
+    return tuple(
+        replace(rank, memory=replace(rank.memory, engines=size(rank))) if rank.device.kind == "cuda" else rank
+        for rank in ranks
+    )
 
 
 def plan_warnings(analysis: Analysis, ranks: Sequence[RankPlan]) -> list[str]:

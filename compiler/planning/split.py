@@ -65,8 +65,8 @@ class Split(Protocol):
     def exchanged_bytes(self, cuts: Sequence[CutPlan]) -> int:
         """Bytes that collectives exchange in a run."""
 
-    def more_sessions(self, rank: RankPlan) -> int:
-        """The number of engines that the rank has beyond its first, if collectives are outside engines."""
+    def more_sessions(self, rank: RankPlan, inside: bool) -> int:
+        """The number of engines that the rank has beyond its first. `inside` says that collectives may be in engines."""
 
     def predict(self, ranks: Sequence[RankPlan], cuts: Sequence[CutPlan], clock: Clock) -> Prediction:
         """The predicted seconds of a request, and between the outputs of a stream."""

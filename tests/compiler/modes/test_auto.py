@@ -127,17 +127,22 @@ def test_little_room_is_not_worth_another_device() -> None:
     assert choose([one, two], "throughput", profiled=False) == one
 
 
-def test_many_engines_on_a_gpu_are_counted(decoder: Path) -> None:
-    """ONNX Runtime's sessions hold libraries' memory on a GPU; on a CPU device they share it."""
+@pytest.mark.parametrize("is_built", [True, False])
+def test_many_engines_on_a_gpu_are_counted(decoder: Path, is_built: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime's sessions, and NCCL, hold memory on a GPU; on a CPU device they share it."""
+    monkeypatch.setattr("splitc.runtime.engines.operator_library.is_built", lambda: is_built)
+    nccl = HOPPER.communicator_bytes
 
     def engines(device: str, mode: str) -> list[int]:
         request = Request(split_mode=mode, engine="onnxruntime", memory=["4GiB"], row_min=16 if mode == "row" else 256)
         return [rank.memory.engines for rank in plan_model(decoder, [device], request).ranks]
 
-    assert engines("2xcpu", "tensor") == engines("2xcuda", "layer") == [0, 0]
+    assert engines("2xcpu", "tensor") == [0, 0]
+    assert engines("cuda0", "layer") == [0]
+    assert engines("2xcuda", "layer") == [nccl, nccl]
     sums = plan_model(decoder, ["2xcpu"], Request(split_mode="tensor")).split.collectives
-    assert engines("2xcuda", "tensor") == [sums * HOPPER.engine_bytes] * 2
-    main, helper = engines("2xcuda", "row")
+    assert engines("2xcuda", "tensor") == [nccl if is_built else nccl + sums * HOPPER.engine_bytes] * 2
+    main, helper = (each - nccl for each in engines("2xcuda", "row"))
     assert main == 2 * (helper + HOPPER.engine_bytes)
 
 
