@@ -32,12 +32,12 @@ PROVIDER = "CUDAExecutionProvider"
 REMEMBERED = 64
 # The scratch space of a session's cuBLAS: the size of a buffer in KiB, and their number.
 WORKSPACE = ":4096:1"
-# The variable by which users turn cuDNN's attention on or off themselves.
-CUDNN_ATTENTION = "ORT_ENABLE_CUDNN_FLASH_ATTENTION"
-# The kernels of attention, as bits of the option `sdpa_kernel`: flash, memory-efficient, TensorRT's, math,
-# TensorRT's flash and cross. cuDNN's (8) is not among them: it plans 25 to 40 ms for each new shape of each engine.
-# Measured on an H200, 8B decoder, ms on one and two GPUs: prompts of new lengths 57 / 58 with it and 22 / 21 without;
-# replayed tokens 4.77 / 3.68 with it and 4.90 / 3.71 without, where XQA is on.
+# The variables by which users turn cuDNN's attention and the XQA kernels on or off. Ranks' processes turn XQA on.
+CUDNN_ATTENTION, XQA = "ORT_ENABLE_CUDNN_FLASH_ATTENTION", "ORT_ENABLE_XQA"
+# The kernels of attention where XQA is on, as bits of the option `sdpa_kernel`: flash, memory-efficient, TensorRT's,
+# math, TensorRT's flash and cross. cuDNN's (8) is not among them: it plans 25 to 40 ms for each new shape of each
+# engine. Measured on an H200, 8B decoder, ms on one and two GPUs: prompts of new lengths 57 / 58 with it and 22 / 21
+# without; replayed tokens 4.77 / 3.68 with it and 4.90 / 3.71 without, but 5.39 / 3.70 without either.
 ATTENTION = 1 | 2 | 4 | 16 | 32 | 64
 
 
@@ -172,7 +172,7 @@ class OnnxRuntimeGpuBackend(GpuDevice):
             "user_compute_stream": str(self.stream.ptr),
             "use_tf32": "0",  # float32 is computed in full precision
         }
-        if CUDNN_ATTENTION not in os.environ:
+        if os.environ.get(XQA) == "1" and CUDNN_ATTENTION not in os.environ:
             provider["sdpa_kernel"] = str(ATTENTION)
         register_operators(options, communicator)
         session, capture_blocker = self._open_capturable(path, options, provider)
