@@ -66,7 +66,7 @@ class Split(Protocol):
         """Bytes that collectives exchange in a run."""
 
     def more_sessions(self, rank: RankPlan, inside: bool) -> int:
-        """The number of engines that the rank has beyond its first. `inside` says that collectives may be in engines."""
+        """The number of engines that the rank has beyond its first. `inside`: collectives may be inside engines."""
 
     def predict(self, ranks: Sequence[RankPlan], cuts: Sequence[CutPlan], clock: Clock) -> Prediction:
         """The predicted seconds of a request, and between the outputs of a stream."""
