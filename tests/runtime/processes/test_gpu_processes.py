@@ -18,7 +18,7 @@ def fake_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("splitc.runtime.processes.ranks.MAIN", "tests.helpers.fake_rank")
 
 
-@pytest.mark.parametrize(("mode", "options"), [("layer", {}), ("tensor", {}), ("row", {"row_min": 16})])
+@pytest.mark.parametrize(("mode", "options"), [("tensor", {}), ("row", {"row_min": 16})])
 def test_previously_seen_shapes_are_replayed_by_each_rank(decoder: Path, mode: str, options: dict[str, int]) -> None:
     with Session(package(decoder, mode, 2, **options), devices=["2xcuda"]) as session:
         for number in range(4):

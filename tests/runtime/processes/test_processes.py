@@ -22,13 +22,14 @@ from splitc.runtime.processes.nccl_files import find_nccl_files, remove_nccl_fil
 from splitc.runtime.processes.rank_kinds import use_processes
 from splitc.runtime.processes.ranks import LOOK, PATIENCE, RankProcesses, _visible
 from tests.conftest import decoder_feeds, run_whole
-from tests.helpers.packages import MODES, compile_mode
+from tests.helpers.greedy import plain_loop
+from tests.helpers.packages import compile_mode
 
 # Seconds within which a request ends with an error.
 BOUND = 10.0
 
 
-@pytest.fixture(params=MODES)
+@pytest.fixture(params=["layer", "row", "tensor in layers"])
 def package_of(request: pytest.FixtureRequest, decoder: Path) -> Path:
     """A package in each split mode."""
     return compile_mode(decoder, request.param)
@@ -44,6 +45,7 @@ def processes(session: Session) -> list[subprocess.Popen[bytes]]:
 
 
 def test_outputs_are_the_models(package_of: Path, decoder: Path) -> None:
+    prompt = [5, 17, 33, 2]
     lengths = [1, 3, 40, 1, 40]  # slots of shared memory grow, and are used again
     with open_processes(package_of, 2) as session:
         futures = [session.submit(decoder_feeds(new=length)) for length in lengths]
@@ -51,12 +53,7 @@ def test_outputs_are_the_models(package_of: Path, decoder: Path) -> None:
             outputs = future.result()
             for name, whole in run_whole(decoder, decoder_feeds(new=length)).items():
                 np.testing.assert_allclose(outputs[name], whole, rtol=1e-4, atol=1e-5)
-
-
-def test_tokens_are_those_of_threads(package_of: Path) -> None:
-    prompt = [5, 17, 33, 2]
-    with Session(package_of, threads=1) as threads, open_processes(package_of) as session:
-        assert list(session.generate(prompt, max_new_tokens=30)) == list(threads.generate(prompt, max_new_tokens=30))
+        assert list(session.generate(prompt, max_new_tokens=30)) == plain_loop(decoder, prompt, 30)
 
 
 def test_sequences_begin_with_loaded_states(decoder: Path) -> None:
@@ -83,8 +80,9 @@ def test_hang_is_noticed_within_the_bound() -> None:
     assert PATIENCE + LOOK < BOUND
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("mode", ["layer", "row", "tensor"])
+@pytest.mark.parametrize(
+    ("mode", "number"), [("layer", signal.SIGKILL), ("tensor", signal.SIGKILL), ("tensor", signal.SIGSTOP)]
+)
 def test_rank_that_dies_or_hangs_ends_the_request(
     decoder: Path, mode: str, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
