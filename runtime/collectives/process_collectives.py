@@ -7,6 +7,7 @@ rank that has failed sends its Failure instead, and nothing is given to NCCL.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import wait
 from queue import SimpleQueue
@@ -21,6 +22,9 @@ from splitc.runtime.engines.gpu_array import GpuArray
 from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.failures import Failure, attempt
 from splitc.runtime.steps import Reduce
+
+# Seconds in which a session ends the processes of all ranks if that of one has ended.
+ENDING = 5.0
 
 
 class ProcessCollectives:
@@ -138,6 +142,8 @@ class ProcessCollectives:
         try:
             self._channels[target].send((name, value))
         except OSError as error:
+            # The session has noticed it too, and is about to end this process: it knows better why the rank is gone.
+            time.sleep(ENDING)
             raise RuntimeError(f"rank {target} is gone") from error
 
     def _hear(self, source: int, name: str | None) -> Any:
