@@ -6,7 +6,6 @@ The ranks decide alike, without a word: what they go by are the requests, which 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,19 +18,8 @@ from splitc.runtime.failures import Failure, attempt
 from splitc.runtime.ranks.loop import Replay, Span
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.ranks.thread import Worker
-from splitc.runtime.replay.recording import give
-
-# What a recording is for: the shapes of a request, and the identity of its sequence's states.
-Kind = tuple[Any, ...]
-Key = tuple[int, Kind]
-# The most recordings that a rank keeps, and the most kinds of requests that it remembers as seen.
-MOST, REMEMBERED = 8, 64
-# The most ended sequences whose states are kept for new ones.
-MOST_SPARE = 2
-# A recording is unused if this many requests came since its last replay.
-IDLE = 64
-# The states of requests that belong to no sequence.
-STATELESS: dict[str, Any] = {}
+from splitc.runtime.replay.kept import KeptRecordings, Kind, fit, kind_of
+from splitc.runtime.replay.recording import STATELESS, give
 
 
 @dataclass(eq=False)
@@ -76,12 +64,8 @@ class RankReplays:
     def __init__(self, optional: Collection[str] = (), everyone: Sequence[int] = ()) -> None:
         self._optional = frozenset(optional)
         self._everyone = everyone
-        self._requests = 0
-        self._kept: OrderedDict[Key, RankRecording] = OrderedDict()
-        self._seen: OrderedDict[Kind, None] = OrderedDict()
         self._refused: dict[Kind, str] = {}
-        # States of ended sequences, for which there are recordings.
-        self._spare: dict[int, dict[str, Any]] = {}
+        self._kept: KeptRecordings[RankRecording, dict[str, Any]] = KeptRecordings()
 
     @property
     def notes(self) -> list[str]:
@@ -92,39 +76,21 @@ class RankReplays:
         """See Replays."""
         gpu = worker.backend
         assert isinstance(gpu, GpuDevice)
-        self._requests += 1
+        self._kept.requests += 1
         if request.initial:
             self._adopt(worker, gpu, request)
         if request.initial or worker.capture_blocker is not None or not self._optional.isdisjoint(request.feeds):
             return None
         states = worker.sequences.get(request.sequence, STATELESS)
-        kind = _kind(request, states)
-        key = id(states), kind
-        recording = self._kept.pop(key, None)
-        if recording is None and self._is_worth(kind):
+        place, kind = id(states), kind_of(request, [states])
+        recording = self._kept.pop(place, kind)
+        if recording is None and self._kept.is_worth(kind) and kind not in self._refused:
             recording = self._record(worker, gpu, request, kind, states)
         if recording is None:
             return None
         worker.drain()  # so that requests end in order
-        recording.last = self._requests
-        self._kept[key] = recording
-        if len(self._kept) > MOST:
-            self._drop(next(iter(self._kept))[0], 1)
+        self._kept.keep(place, kind, recording)
         return recording.launch(worker, gpu, request)
-
-    def _is_worth(self, kind: Kind) -> bool:
-        """Whether to record a request of this kind: one was seen before, and there is room."""
-        known = kind in self._seen
-        self._seen[kind] = None
-        self._seen.move_to_end(kind)
-        if len(self._seen) > REMEMBERED:
-            self._seen.popitem(last=False)
-        if not known or kind in self._refused:
-            return False
-        # Recordings in use are not dropped for others. Else, with more sequences than recordings, each request would
-        # make a new one.
-        oldest = next(iter(self._kept.values()), None)
-        return len(self._kept) < MOST or oldest is None or self._requests - oldest.last > IDLE
 
     def _record(
         self, worker: Worker, gpu: GpuDevice, request: InFlightRequest, kind: Kind, states: dict[str, Any]
@@ -149,29 +115,20 @@ class RankReplays:
         """Give a new sequence the states of an ended one, if the shapes fit, so that recordings can be reused."""
         if not all(isinstance(each, Zeros) for each in request.initial.values()):
             return
-        for place, states in self._spare.items():
-            if _fit(worker, request, states):
-                del self._spare[place]
-                for state in states.values():
-                    gpu.clear(state)
-                worker.sequences[request.sequence] = states
-                request.initial = {}
-                return
+        if not request.initial.keys() >= worker.resident.keys():
+            return
+        states = self._kept.take_spare(partial(fit, worker, request))
+        if states is None:
+            return
+        for state in states.values():
+            gpu.clear(state)
+        worker.sequences[request.sequence] = states
+        request.initial = {}
 
     def forget(self, worker: Worker, sequence: int) -> None:
         """See Replays. If there are recordings for the states, these are kept for another sequence."""
         states = worker.sequences.get(sequence, STATELESS)
-        if any(place == id(states) for place, _ in self._kept):
-            self._spare[id(states)] = states
-        if len(self._spare) > MOST_SPARE:
-            self._drop(next(iter(self._spare)), MOST)
-
-    def _drop(self, place: int, count: int) -> None:
-        """Drop up to `count` recordings with these states, the oldest first."""
-        for key in [key for key in self._kept if key[0] == place][:count]:
-            del self._kept[key]
-        if not any(known == place for known, _ in self._kept):
-            self._spare.pop(place, None)
+        self._kept.forget(id(states), states)
 
 
 def _capture(worker: Worker, gpu: GpuDevice, request: InFlightRequest, tape: Tape) -> tuple[Any, dict[str, GpuArray]]:
@@ -187,18 +144,3 @@ def _capture(worker: Worker, gpu: GpuDevice, request: InFlightRequest, tape: Tap
         if isinstance(each, Failure):
             raise each.error
     return graph, given
-
-
-def _fit(worker: Worker, request: InFlightRequest, states: dict[str, Any]) -> bool:
-    """Whether the states have the shapes and types of the sequence's initial states."""
-    initial = {name: worker.cut_initial(name, request) for name in states if name in request.initial}
-    return initial.keys() == worker.resident.keys() == states.keys() and all(
-        (each.shape, str(each.dtype)) == (states[name].shape, states[name].dtype) for name, each in initial.items()
-    )
-
-
-def _kind(request: InFlightRequest, states: dict[str, GpuArray]) -> Kind:
-    """A key that is equal for requests with the same work: their shapes, and the lengths of a sequence's states."""
-    shapes = [(name, array.shape) for name, array in request.feeds.items()]
-    shapes += [(name, states[name].shape) for name in list(states)[:1]]
-    return request.sequence is None, request.room, *shapes

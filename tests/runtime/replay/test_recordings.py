@@ -202,8 +202,8 @@ def test_states_that_grow_are_not_replayed(decoder: Path) -> None:
 
 def test_recordings_in_use_stay(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More kinds of requests than recordings in turns: some are replayed, and none recorded again and again."""
-    monkeypatch.setattr("splitc.runtime.replay.recordings.MOST", 2)
-    monkeypatch.setattr("splitc.runtime.replay.recordings.IDLE", 8)
+    monkeypatch.setattr("splitc.runtime.replay.kept.MOST", 2)
+    monkeypatch.setattr("splitc.runtime.replay.kept.IDLE", 8)
     made = []
 
     def note(*given: Any) -> Recording:

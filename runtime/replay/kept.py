@@ -1,0 +1,118 @@
+"""Which recordings are kept, for which kinds of requests others are made, and which states wait for a new sequence."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from splitc.runtime.ranks.request import InFlightRequest
+from splitc.runtime.ranks.thread import Worker
+
+# The kind of a request: what is equal for requests with the same work.
+Kind = tuple[Any, ...]
+# The most recordings that are kept, and the most kinds of requests that are remembered as seen.
+MOST, REMEMBERED = 8, 64
+# The most ended sequences whose states are kept for new ones.
+MOST_SPARE = 2
+# A recording is unused if this many requests came since its last replay.
+IDLE = 64
+
+
+class Recorded(Protocol):
+    """A recording. `last` is the number of the last request that was replayed with it."""
+
+    last: int
+
+
+RecordingT = TypeVar("RecordingT", bound=Recorded)
+StatesT = TypeVar("StatesT")
+
+
+class KeptRecordings(Generic[RecordingT, StatesT]):
+    """Recordings by the place of their states, which is valid as long as these are alive, and by kind of request.
+
+    `requests` counts requests.
+    """
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self._kept: OrderedDict[tuple[Hashable, Kind], RecordingT] = OrderedDict()
+        self._seen: OrderedDict[Kind, None] = OrderedDict()
+        # States of ended sequences, for which there are recordings.
+        self._spare: dict[Hashable, StatesT] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def has(self, place: Hashable, kind: Kind) -> bool:
+        """Whether there is a recording."""
+        return (place, kind) in self._kept
+
+    def pop(self, place: Hashable, kind: Kind) -> RecordingT | None:
+        """Take a recording out, to keep it again when it is used. None if there is none."""
+        return self._kept.pop((place, kind), None)
+
+    def keep(self, place: Hashable, kind: Kind, recording: RecordingT) -> None:
+        """Keep a recording that the current request uses. The oldest one may be dropped for it."""
+        recording.last = self.requests
+        self._kept[place, kind] = recording
+        if len(self._kept) > MOST:
+            self._drop(next(iter(self._kept))[0], 1)
+
+    def is_worth(self, kind: Kind) -> bool:
+        """Whether to record a request of this kind: one was seen before, and there is room.
+
+        Recordings in use are not dropped for others. Otherwise, with more sequences than recordings, each request would
+        make a new one.
+        """
+        known = kind in self._seen
+        self._seen[kind] = None
+        self._seen.move_to_end(kind)
+        if len(self._seen) > REMEMBERED:
+            self._seen.popitem(last=False)
+        oldest = next(iter(self._kept.values()), None)
+        has_room = len(self._kept) < MOST or oldest is None or self.requests - oldest.last > IDLE
+        return known and has_room
+
+    def forget(self, place: Hashable, states: StatesT) -> None:
+        """End a sequence. If there are recordings for its states, these are kept for another sequence."""
+        if any(known == place for known, _ in self._kept):
+            self._spare[place] = states
+        if len(self._spare) > MOST_SPARE:
+            self._drop(next(iter(self._spare)), MOST)
+
+    def take_spare(self, fits: Callable[[StatesT], bool]) -> StatesT | None:
+        """The states of an ended sequence, for a new one that they fit. None if there are none."""
+        for place, states in self._spare.items():
+            if fits(states):
+                return self._spare.pop(place)
+        return None
+
+    def _drop(self, place: Hashable, count: int) -> None:
+        """Drop up to `count` recordings with these states, the oldest first."""
+        for key in [key for key in self._kept if key[0] == place][:count]:
+            del self._kept[key]
+        if not any(known == place for known, _ in self._kept):
+            self._spare.pop(place, None)
+
+    def clear(self) -> None:
+        """Drop all recordings."""
+        self._kept.clear()
+        self._spare.clear()
+
+
+def kind_of(request: InFlightRequest, states: Sequence[Mapping[str, Any]]) -> Kind:
+    """The request's kind: its shapes, and the lengths of its sequence's states, which are given by rank."""
+    shapes = [(name, array.shape) for name, array in request.feeds.items()]
+    shapes += [(name, own[name].shape) for own in states for name in list(own)[:1]]
+    return request.sequence is None, request.room, *shapes
+
+
+def fit(worker: Worker, request: InFlightRequest, states: Mapping[str, Any]) -> bool:
+    """Whether a rank's states have the shapes and types of those that the request's sequence begins with."""
+    return all(
+        (initial.shape, str(initial.dtype)) == (state.shape, state.dtype)
+        for name, state in states.items()
+        for initial in (worker.cut_initial(name, request),)
+    )
