@@ -50,10 +50,6 @@ class Channel:
         """The descriptor behind the last message."""
         return int(recv_handle(self._connection))
 
-    def poll(self, seconds: float) -> bool:
-        """Whether a message is there, or comes within so many seconds, or the other end is gone."""
-        return self._connection.poll(seconds)
-
     def close(self) -> None:
         """Close this end."""
         self._connection.close()

@@ -97,6 +97,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Broken:
-    """A rank can't go on. If `request` is a number, it can if all other ranks have failed in that request too."""
+    """A rank can't go on, unless all other ranks fail in `request` too, the last one in which it failed itself."""
 
     error: BaseException
+    request: int | None

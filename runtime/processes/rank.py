@@ -55,6 +55,7 @@ class RankProcess:
         channels = {other: Channel(descriptor) for other, descriptor in start.channels.items()}
         self._collectives = ProcessCollectives(start.number, channels, meetings, backend)
         self._everyone = range(len(manifest.ranks)) if _exchanges(manifest) else range(0)
+        self._failed: int | None = None
         self._replays = None
         if start.cuda_graphs and device.kind == "cuda":
             optional = [tensor.name for tensor in manifest.optional]
@@ -66,7 +67,7 @@ class RankProcess:
             start.package,
             backend,
             self._collectives,
-            lambda error: control.send(Broken(portable(error))),
+            lambda error: control.send(Broken(portable(error), self._failed)),
             self,
             self._replays,
             self._outputs.room if isinstance(backend, GpuDevice) else None,
@@ -114,6 +115,8 @@ class RankProcess:
         sent, descriptor = self._outputs.send(request.outputs[rank])
         spans = [(self._number_of(span), span.start, span.end) for span in served.spans]
         error = None if request.error is None else portable(request.error)
+        if error is not None:
+            self._failed = number
         self._control.send(Answer(number, sent, served.start, served.end, spans, error), descriptor)
         if descriptor is not None:
             os.close(descriptor)

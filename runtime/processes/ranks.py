@@ -78,8 +78,10 @@ class RankProcesses:
         self._requests: dict[int, InFlightRequest] = {}
         self._count = 0
         self._files: set[str] = set()
-        self._ended = False
-        self._suspect: tuple[float, BaseException] | None = None
+        # None was put, and the processes end by themselves; they were all ended.
+        self._closing = self._stopped = False
+        # When a rank said that it can't go on, the request that others may fail in too, and the error.
+        self._suspect: tuple[float, int | None, BaseException] | None = None
         self._loaded: list[Future[None]] = [Future() for _ in devices]
         self._reports: list[Future[Report]] = [Future() for _ in devices]
         pulse = create_memory(8 * len(devices))
@@ -152,7 +154,7 @@ class RankProcesses:
     def put(self, request: InFlightRequest | None) -> None:
         """Give all ranks a request. None ends them after all earlier requests."""
         if request is None:
-            self._ended = True
+            self._closing = True
             for channel in self._channels:
                 _send(channel, None)
             return
@@ -229,7 +231,8 @@ class RankProcesses:
             else:
                 self._loaded[rank].set_exception(message.error)
         elif isinstance(message, Broken):
-            self._suspect = self._suspect or (time.monotonic(), self._named(rank, message.error))
+            error = EngineError(f"{self._name(rank)} failed: {message.error}")
+            self._suspect = self._suspect or (time.monotonic(), message.request, error)
 
     def _answered(self, rank: int, answer: Answer) -> None:
         """Give a request its outputs of one rank."""
@@ -248,8 +251,8 @@ class RankProcesses:
         """Break the session if a rank hangs, or has failed in a request that others go on with."""
         now = time.monotonic()
         if self._suspect is not None:
-            since, error = self._suspect
-            if not self._requests:
+            since, number, error = self._suspect
+            if number is not None and number not in self._requests:
                 self._suspect = None  # all ranks have failed alike, and can go on
             elif now - since > GRACE:
                 self._break(error)
@@ -261,7 +264,7 @@ class RankProcesses:
     def _lost(self, rank: int) -> None:
         """The process of a rank has ended."""
         code = self._processes[rank].wait()
-        if self._ended and code == 0:
+        if self._stopped or (self._closing and code == 0):
             return
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         error = EngineError(f"the process of {self._name(rank)} {how}")
@@ -271,8 +274,7 @@ class RankProcesses:
 
     def _break(self, error: BaseException) -> None:
         """End all ranks, and the session with this error."""
-        if not self._ended:
-            self._ended = True
+        if not self._stopped:
             self.stop()
             for report in self._reports:
                 if not report.done():
@@ -286,16 +288,13 @@ class RankProcesses:
     def _name(self, rank: int) -> str:
         return f"rank {rank} ({self._devices[rank]})"
 
-    def _named(self, rank: int, error: BaseException) -> BaseException:
-        return EngineError(f"{self._name(rank)} failed: {error}")
-
     def abort(self, error: BaseException) -> None:
         """End all ranks, which may wait for each other."""
         self.stop()
 
     def stop(self) -> None:
         """End all ranks at once."""
-        self._ended = True
+        self._stopped = True
         running = [process for process in self._processes if process.poll() is None]
         for process in running:
             self._files |= find_nccl_files(process.pid)
@@ -317,8 +316,7 @@ class RankProcesses:
 
     def clear(self) -> None:
         """Release the ranks after they have ended."""
-        if threading.current_thread() is not self._reader:
-            self._reader.join(LOOK)
+        self._reader.join(LOOK)
         for channel in self._channels:
             channel.close()
         self._channels = []

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -188,3 +189,16 @@ def test_files_of_nccl_are_removed(tmp_path: Path) -> None:
     assert find_nccl_files(os.getpid()) == set()
     remove_nccl_files({str(path), "/dev/shm/nccl-splitc-gone"})
     assert not path.exists()
+
+
+def test_rank_that_dies_while_the_session_closes_ends_its_requests(decoder: Path) -> None:
+    with ThreadPoolExecutor(1) as pool, open_processes(compile_mode(decoder, "tensor")) as session:
+        victim = processes(session)[1]
+        victim.send_signal(signal.SIGSTOP)
+        future = session.submit(decoder_feeds())
+        closing = pool.submit(session.close)
+        time.sleep(0.2)
+        victim.kill()
+        with pytest.raises(SplitcError, match=r"the session is broken: .*rank 1 \(cpu1\) was ended by SIGKILL"):
+            future.result(BOUND)
+        closing.result(2 * BOUND)
