@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from splitc.runtime.collectives.engine_meeting import registered
+from splitc.runtime.collectives.one_shot import OneShotSums
 from splitc.runtime.engines.gpu_array import GpuArray
 from splitc.runtime.engines.operator_library import load_library
 from splitc.runtime.errors import EngineError, PackageError
@@ -35,12 +36,16 @@ _SUM, _MAX = 0, 2
 
 
 class NcclCommunicator:
-    """One rank's end of a communicator of NCCL's. A rank that fails can't tell the others' GPUs."""
+    """One rank's end of a communicator of NCCL's. A rank that fails can't tell the others' GPUs.
+
+    `small`, where it is set, does small sums inside engines instead of NCCL.
+    """
 
     capturable = True
 
     def __init__(self, communicator: Any) -> None:
         self._communicator = communicator
+        self.small: OneShotSums | None = None
         self.pointer: int | None = communicator.comm
 
     def all_reduce(self, operation: str, part: GpuArray, whole: GpuArray, stream: int) -> None:
@@ -64,11 +69,18 @@ class NcclCommunicator:
         except OSError as error:
             raise PackageError(f"NCCL, which sums inside engines, can't be loaded: {error}") from error
         function = ctypes.cast(library.ncclAllReduce, ctypes.c_void_p)
-        with registered(load_library().splitc_end_of_nccl(function, self.pointer)) as path:
+        end = load_library().splitc_end_of_nccl(function, self.pointer)
+        if self.small is not None:
+            load_library().splitc_end_one_shot(end, self.small.pointer)
+        with registered(end) as path:
             yield path
 
     def begin(self) -> None:
         pass
+
+    def check(self) -> None:
+        if self.small is not None:
+            self.small.check()
 
     def fail(self) -> bool:
         return False

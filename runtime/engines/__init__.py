@@ -64,6 +64,9 @@ class Communicator(Protocol):
     def begin(self) -> None:
         """Begin a request. All ranks of the group call this once for each request, in the same order."""
 
+    def check(self) -> None:
+        """Raise EngineError if a collective went wrong on the device. To be called when a request has ended there."""
+
     def fail(self) -> bool:
         """Take no further part in the request. Returns whether the other ranks' collectives then fail at once.
 

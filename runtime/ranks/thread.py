@@ -166,13 +166,20 @@ class Worker(threading.Thread):
 
     def _finish(self, request: InFlightRequest, start: float, fetch: Any) -> None:
         """Give the request its outputs or its error. `fetch` waits for the outputs."""
-        made, spans = (fetch, ()) if isinstance(fetch, Failure) else (attempt(fetch[0]), fetch[1])
+        made, spans = (fetch, ()) if isinstance(fetch, Failure) else (attempt(partial(self._take, fetch[0])), fetch[1])
         served = Served(start, time.perf_counter(), spans)
         if not isinstance(made, Failure):
             request.finish(self.number, made, served, None)
             return
         request.finish(self.number, {}, served, made.error)  # before the others, whose errors only follow from it
         self._give_up(made.error)
+
+    def _take(self, fetch: Callable[[], dict[str, Array]]) -> dict[str, Array]:
+        """The outputs, if all collectives went well."""
+        made = fetch()
+        for communicator in self._communicators.values():
+            communicator.check()
+        return made
 
     def _give_up(self, error: BaseException) -> None:
         """Make the request fail on the ranks whose engines would wait for this one's. Or else the session is broken."""

@@ -7,6 +7,7 @@
 
 #include "combine.h"
 #include "meeting.h"
+#include "one_shot.h"
 #include "ort_api.h"
 
 #if defined(_WIN32)
@@ -40,6 +41,7 @@ typedef struct End {
     Member member;
     NcclAllReduce nccl;
     void* communicator;
+    const OneShot* small; /* what does small sums instead of NCCL, or NULL */
     CopyAsync copy;
     Synchronize synchronize;
     void* staged;
@@ -86,7 +88,15 @@ static OrtStatus* reduce_by_nccl(Kernel* kernel, OrtKernelContext* context, int 
                                  size_t count) {
     void* stream = NULL;
     char message[MESSAGE];
+    const OneShot* small = kernel->end->small;
+    size_t bytes = count * number_bytes(type);
     TRY(ORT(kernel->api, KernelContext_GetGPUComputeStream)(context, &stream));
+    if (small && one_shot_takes(small, (int)kernel->operation, type, bytes)) {
+        int error = one_shot_sum(small, type, in, out, bytes, stream);
+        if (!error) return NULL;
+        snprintf(message, sizeof message, "the kernel of a sum over GPUs can't be launched: CUDA error %d", error);
+        return fail(kernel->api, message);
+    }
     if (nccl_type(type) < 0) return fail(kernel->api, "NCCL has no such number type");
     int operation = kernel->operation == MAX ? 2 : 0;
     int status = kernel->end->nccl(in, out, count, nccl_type(type), operation, kernel->end->communicator, stream);
@@ -255,6 +265,21 @@ EXPORT End* splitc_end_of_nccl(NcclAllReduce all_reduce, void* communicator) {
     if (end) end->nccl = all_reduce, end->communicator = communicator;
     return end;
 }
+
+/* Sums of up to `most` bytes by kernels: see OneShot. NULL where there is no memory left. */
+EXPORT OneShot* splitc_one_shot(LaunchKernel launch, void* const* kernels, void* group, size_t most) {
+    OneShot* made = calloc(1, sizeof *made);
+    if (made) *made = (OneShot){launch, {kernels[0], kernels[1], kernels[2]}, group, most};
+    return made;
+}
+
+/* Without an engine: as the operator does it. */
+EXPORT int splitc_one_shot_sum(const OneShot* sums, int type, const void* in, void* out, size_t bytes, void* stream) {
+    return one_shot_sum(sums, type, in, out, bytes, stream);
+}
+
+/* Let an end of NCCL's do small sums so. */
+EXPORT void splitc_end_one_shot(End* end, const OneShot* small) { end->small = small; }
 
 /* Let a GPU come to the end's meeting. */
 EXPORT void splitc_end_on_gpu(End* end, CopyAsync copy, Synchronize synchronize) {

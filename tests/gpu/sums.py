@@ -1,0 +1,104 @@
+"""Sums over GPUs, by NCCL and by the kernel of small sums: the results compared, and the time of each, by size.
+
+    python -m tests.gpu.sums --gpus 2
+
+Each GPU has a process that sees it alone, as ranks do. A time is that of one sum out of many in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+from collections.abc import Callable, Mapping
+from itertools import combinations
+from multiprocessing import get_context
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from splitc.runtime.channel import Channel
+from splitc.runtime.cli.terminal import out, table
+from splitc.runtime.collectives import one_shot
+from splitc.runtime.collectives.nccl import NcclCommunicator
+from splitc.runtime.collectives.process_collectives import ProcessCollectives
+from splitc.runtime.devices import Device
+from splitc.runtime.engines.gpu_device import GpuDevice
+from splitc.runtime.units import format_bytes, format_seconds
+
+# Sums in a graph, and launches of it.
+SUMS, LAUNCHES = 64, 20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--most", type=int, default=one_shot.MOST_BYTES, help="bytes that the kernel may sum")
+    options = parser.parse_args()
+    pairs = {pair: socket.socketpair() for pair in combinations(range(options.gpus), 2)}
+    ends: dict[int, dict[int, int]] = {rank: {} for rank in range(options.gpus)}
+    for (one, other), (ours, theirs) in pairs.items():
+        ends[one][other], ends[other][one] = ours.detach(), theirs.detach()
+    context = get_context("fork")  # nothing here has a CUDA context
+    processes = [context.Process(target=_rank, args=(rank, ends[rank], options.most)) for rank in ends]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    raise SystemExit(max(abs(process.exitcode or 0) for process in processes))
+
+
+def _rank(rank: int, ends: Mapping[int, int], most: int) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+    one_shot.MOST_BYTES = most
+    gpu = GpuDevice(Device("cuda", rank, 0))
+    gpu.attach()
+    ranks = ProcessCollectives(rank, {other: Channel(end) for other, end in ends.items()}, {}, gpu)
+    group = range(len(ends) + 1)
+    nccl = ranks.create_communicator(group, uses_operators=True)
+    assert isinstance(nccl, NcclCommunicator)
+    if nccl.small is None:
+        raise SystemExit(f"rank {rank}: {gpu.notes}")
+    rows = table("bytes", "NCCL", "kernel", "x", right=("bytes", "x"))
+    sizes = [2, 1000, *(1 << bits for bits in range(11, most.bit_length()) if 1 << bits <= most)]
+    for size in sizes:
+        part = np.random.default_rng(rank).standard_normal(size // 2).astype(np.float16)
+        given = gpu.upload(part)
+        whole = gpu.empty(given.shape, given.dtype)
+        for _ in range(3):
+            nccl.small.sum(given, whole)
+        parts = ranks.all_gather(group, part)
+        expected = np.sum([each.astype(np.float32) for each in parts], axis=0).astype(np.float16)
+        np.testing.assert_array_equal(gpu.download({"": whole})[""], expected)
+        nccl.small.check()
+        by_nccl = _time(gpu, ranks, group, lambda a=given, b=whole: nccl.all_reduce("sum", a, b, gpu.stream.ptr))
+        by_kernel = _time(gpu, ranks, group, lambda a=given, b=whole: nccl.small.sum(a, b))
+        rows.add_row(
+            format_bytes(size), format_seconds(by_nccl), format_seconds(by_kernel), f"{by_nccl / by_kernel:.2f}"
+        )
+    if rank == 0:
+        out.print(rows)
+
+
+def _time(gpu: GpuDevice, ranks: ProcessCollectives, group: Any, work: Callable[[], None]) -> float:
+    """The seconds of one call, of many in a graph."""
+    work()
+    gpu.wait_all()
+    gpu.stream.begin_capture(gpu.cuda.runtime.streamCaptureModeRelaxed)
+    for _ in range(SUMS):
+        work()
+    graph = gpu.stream.end_capture()
+    begin, end, taken = gpu.cuda.Event(), gpu.cuda.Event(), []
+    ranks.all_gather(group, None)
+    for _ in range(LAUNCHES):
+        begin.record(gpu.stream)
+        graph.launch(gpu.stream)
+        end.record(gpu.stream)
+        gpu.wait(end)
+        taken.append(float(gpu.cuda.get_elapsed_time(begin, end)) / 1e3 / SUMS)
+    return median(taken)
+
+
+if __name__ == "__main__":
+    main()
