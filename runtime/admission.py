@@ -76,6 +76,10 @@ class Admission:
                 play()
             else:
                 self._threads[0].requests.put(play)
+        elif here:
+            self._workers.read_until(future)
+        else:
+            self._workers.watch()
         return future
 
     def _find_recording(self, request: InFlightRequest) -> tuple[Recordings, Recording] | None:

@@ -2,62 +2,97 @@
 
 from __future__ import annotations
 
+import array
 import pickle
 import select
+import socket
 import threading
 import time
-from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle, send_handle
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from splitc.runtime.errors import SplitcError
 
+# Bytes of a message's length, which comes before it, and the least that is read at once.
+LENGTH, LEAST = 8, 1 << 16
+
 
 class Channel:
-    """One end of a socket for messages between two processes. Any thread may send, one receives.
+    """One end of a socket for messages between two processes. Any thread may send, one at a time receives.
 
-    A receiver looks for a message for `spin` seconds before it sleeps.
+    A receiver looks for a message for `spin` seconds before it sleeps. `encode` makes bytes of a message, `decode` a
+    message of bytes.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        self._connection = Connection(descriptor)
+    def __init__(
+        self,
+        descriptor: int,
+        encode: Callable[[Any], bytes] = pickle.dumps,
+        decode: Callable[[bytes], Any] = pickle.loads,
+    ) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        self._encode, self._decode = encode, decode
         self.spin = 0.0
         self._lock = threading.Lock()
         self._poll = select.poll()
-        self._poll.register(self._connection.fileno(), select.POLLIN)
+        self._poll.register(descriptor, select.POLLIN)
+        self._arrived = bytearray()
+        self._messages: deque[Any] = deque()
+        self._descriptors: deque[int] = deque()
 
     def fileno(self) -> int:
         """The socket's descriptor."""
-        return self._connection.fileno()
+        return self._socket.fileno()
 
     def send(self, message: Any, descriptor: int | None = None) -> None:
-        """Send a message, and a descriptor behind it. Raises OSError if the other end is gone."""
-        packed = message if isinstance(message, bytes) else pack(message)
+        """Send a message, and a descriptor with it. Raises OSError if the other end is gone."""
+        packed = self._encode(message)
+        length = len(packed).to_bytes(LENGTH, "little")
+        rights = [] if descriptor is None else [_rights(descriptor)]
         with self._lock:
-            self._connection.send_bytes(packed)
-            if descriptor is not None:
-                send_handle(self._connection, descriptor, None)
+            sent = self._socket.sendmsg([length, packed], rights)
+            if sent < LENGTH + len(packed):
+                self._socket.sendall(memoryview(length + packed)[sent:])
 
     def receive(self) -> Any:
         """Wait for the next message. Raises EOFError or OSError if the other end is gone."""
-        if self.spin:
-            deadline = time.perf_counter() + self.spin
-            while not self._poll.poll(0) and time.perf_counter() < deadline:
+        deadline = time.perf_counter() + self.spin
+        while not self._messages:
+            while self.spin and not self._poll.poll(0) and time.perf_counter() < deadline:
                 pass
-        return pickle.loads(self._connection.recv_bytes())
+            self._messages.extend(self.take())
+        return self._messages.popleft()
+
+    def take(self) -> list[Any]:
+        """Wait until something arrives, and take the messages that are complete. Raises as `receive` does."""
+        missing = LENGTH + self._length() - len(self._arrived)
+        data, ancillary, _, _ = self._socket.recvmsg(max(LEAST, missing), socket.CMSG_SPACE(4))
+        if not data:
+            raise EOFError
+        self._descriptors.extend(int.from_bytes(rights, "little") for _, _, rights in ancillary)
+        self._arrived += data
+        messages = []
+        while len(self._arrived) >= LENGTH and (end := LENGTH + self._length()) <= len(self._arrived):
+            messages.append(self._decode(bytes(self._arrived[LENGTH:end])))
+            del self._arrived[:end]
+        return messages
+
+    def _length(self) -> int:
+        """The bytes of the message that is arriving, without its length; 0 as long as that is not known."""
+        return int.from_bytes(self._arrived[:LENGTH], "little") if len(self._arrived) >= LENGTH else 0
 
     def receive_descriptor(self) -> int:
-        """The descriptor behind the last message."""
-        return int(recv_handle(self._connection))
+        """The descriptor that came with a message: the oldest that was not taken."""
+        return self._descriptors.popleft()
 
     def close(self) -> None:
         """Close this end."""
-        self._connection.close()
+        self._socket.close()
 
 
-def pack(message: Any) -> bytes:
-    """The message as bytes."""
-    return pickle.dumps(message, protocol=5)
+def _rights(descriptor: int) -> tuple[int, int, array.array[int]]:
+    return socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor])
 
 
 def portable(error: BaseException) -> BaseException:

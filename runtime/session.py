@@ -196,8 +196,8 @@ class Session:
     ) -> Future[InFlightRequest]:
         """Start a request with checked feeds. With `sequence`, it belongs to that one, which begins with `initial`.
 
-        `room` says that the initial states have room for later tokens. With `here`, a replay is done by the calling
-        thread, which is faster if it waits for the result anyway.
+        `room` says that the initial states have room for later tokens. With `here`, the calling thread does a replay,
+        or reads the answers of processes, which is faster if it waits for the result anyway.
         """
         return self._admission.submit(arrays, sequence, initial or {}, room, here)
 

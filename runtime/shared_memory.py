@@ -11,11 +11,11 @@ import os
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from splitc.runtime.arrays import Array, number_type
 
@@ -25,8 +25,7 @@ ALIGNMENT, LEAST = 64, 1 << 16
 SMALL = 1 << 18
 
 
-@dataclass(frozen=True)
-class Placed:
+class Placed(Struct, frozen=True, array_like=True):
     """An array in shared memory: its first byte is at `offset`. `dtype` is numpy's name."""
 
     name: str
@@ -114,12 +113,11 @@ class SlotReader:
         return {each.name: view(slot, each) for each in placed}
 
 
-@dataclass(frozen=True)
-class Sent:
+class Sent(Struct, frozen=True, array_like=True):
     """Arrays in a buffer of a Lender. `size` is that of a new buffer, whose descriptor comes behind the message."""
 
     buffer: int
-    placed: Sequence[Placed]
+    placed: tuple[Placed, ...]
     size: int = 0
 
 
@@ -162,7 +160,7 @@ class Lender:
             known = self._placed.pop(_address(own))
         number, placed = known
         descriptor = self._unsent.pop(number, None)
-        return Sent(number, placed, 0 if descriptor is None else self._buffers[number].nbytes), descriptor
+        return Sent(number, tuple(placed), 0 if descriptor is None else self._buffers[number].nbytes), descriptor
 
     def give_back(self, buffers: Iterable[int]) -> None:
         """The other process has no more use for these."""

@@ -59,7 +59,8 @@ class ProcessCollectives:
                 assert isinstance(descriptor, int)
                 source = sources[descriptor]
                 try:
-                    self._arrived[source].put(self._channels[source].receive())
+                    for message in self._channels[source].take():
+                        self._arrived[source].put(message)
                 except (EOFError, OSError):  # the session notices that the rank is gone
                     del sources[descriptor]
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+import pickle
 from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+from msgspec.msgpack import Decoder, Encoder
 
 from splitc.runtime.arrays import Zeros
 from splitc.runtime.devices import Device
@@ -13,8 +16,7 @@ from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.shared_memory import Placed, Sent
 
 
-@dataclass(frozen=True)
-class Start:
+class Start(Struct, frozen=True, array_like=True, tag=True):
     """What a rank's process needs to know. Numbers of files are descriptors that it inherits.
 
     `channels` has a socket for each other rank, `meetings` the memory where the engines of a group of CPU devices meet,
@@ -23,65 +25,59 @@ class Start:
 
     package: Path
     number: int
-    devices: Sequence[Device]
-    states: Sequence[State]
+    devices: tuple[Device, ...]
+    states: tuple[State, ...]
     threads: int
     cuda_graphs: bool
     in_flight: int
-    channels: Mapping[int, int]
-    meetings: Mapping[tuple[int, ...], int]
+    channels: dict[int, int]
+    meetings: dict[tuple[int, ...], int]
     pulse: int
     parent: int
     spin: float
 
 
-@dataclass(frozen=True)
-class Order:
+class Order(Struct, frozen=True, array_like=True, tag=True):
     """A request. Its feeds, and its initial states that are not zeros, are in the slot of its number.
 
     `unused` are the buffers of each rank that it may use again.
     """
 
     number: int
-    feeds: Sequence[Placed]
-    initial: Sequence[Placed]
-    zeros: Mapping[str, Zeros]
+    feeds: tuple[Placed, ...]
+    initial: tuple[Placed, ...]
+    zeros: dict[str, Zeros]
     sequence: int | None
     room: bool
     renewed: bool
-    unused: Sequence[Sequence[int]]
+    unused: tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True)
-class Forget:
+class Forget(Struct, frozen=True, array_like=True, tag=True):
     """Free the states of a sequence."""
 
     sequence: int
 
 
-@dataclass(frozen=True)
-class Ask:
+class Ask(Struct, frozen=True, array_like=True, tag=True):
     """Asks for a Report."""
 
 
-@dataclass(frozen=True)
-class Loaded:
+class Loaded(Struct, frozen=True, array_like=True, tag=True):
     """A rank has loaded its engines, or could not. `files` are those that NCCL may leave behind."""
 
     error: BaseException | None
-    files: Collection[str] = ()
+    files: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(Struct, frozen=True, array_like=True, tag=True):
     """The memory of a rank's GPU, None for a CPU device, and messages for the user."""
 
     memory: RankMemory | None
-    notes: Sequence[str]
+    notes: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(Struct, frozen=True, array_like=True, tag=True):
     """A rank has finished a request.
 
     `spans` has, for each step that ran, its number in the rank's program (-1 for a replay) and when it ran.
@@ -91,13 +87,37 @@ class Answer:
     outputs: Sent | None
     start: float
     end: float
-    spans: Sequence[tuple[int, float, float]]
+    spans: tuple[tuple[int, float, float], ...]
     error: BaseException | None
 
 
-@dataclass(frozen=True)
-class Broken:
+class Broken(Struct, frozen=True, array_like=True, tag=True):
     """A rank can't go on, unless all other ranks fail in `request` too, the last one in which it failed itself."""
 
     error: BaseException
     request: int | None
+
+
+def _flatten(value: Any) -> Any:
+    """What msgspec knows, for a value of a message."""
+    return pickle.dumps(value) if isinstance(value, BaseException) else str(value)
+
+
+def _restore(kind: Any, value: Any) -> Any:
+    return pickle.loads(value) if kind is BaseException else kind(value)
+
+
+# None says that there are no more.
+Message = Start | Order | Forget | Ask | Loaded | Report | Answer | Broken | None
+_encoder = Encoder(enc_hook=_flatten)
+_decoder: Decoder[Message] = Decoder(Message, dec_hook=_restore)
+
+
+def pack(message: Message | bytes) -> bytes:
+    """A message as bytes, unless it is that already."""
+    return message if isinstance(message, bytes) else _encoder.encode(message)
+
+
+def unpack(packed: bytes) -> Message:
+    """The message of these bytes."""
+    return _decoder.decode(packed)

@@ -27,7 +27,7 @@ from splitc.runtime.engines.backends import make_backend
 from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.failures import Failure, attempt
 from splitc.runtime.manifest import Manifest, read_manifest
-from splitc.runtime.processes.messages import Answer, Ask, Broken, Forget, Loaded, Order, Report, Start
+from splitc.runtime.processes.messages import Answer, Ask, Broken, Forget, Loaded, Order, Report, Start, pack, unpack
 from splitc.runtime.processes.nccl_files import find_nccl_files, remove_nccl_files
 from splitc.runtime.ranks.loop import Span
 from splitc.runtime.ranks.request import InFlightRequest
@@ -80,7 +80,7 @@ class RankProcess:
         if error is None and self._everyone:
             connected = attempt(self._connect)
             error = connected.error if isinstance(connected, Failure) else None
-        self._control.send(Loaded(None if error is None else portable(error), find_nccl_files(os.getpid())))
+        self._control.send(Loaded(None if error is None else portable(error), tuple(find_nccl_files(os.getpid()))))
 
     def _connect(self) -> None:
         """Connect the ranks, and agree on whether their work can be captured."""
@@ -113,7 +113,7 @@ class RankProcess:
         """Give the session the outputs of a request, or its error."""
         ((rank, served),) = request.served.items()
         sent, descriptor = self._outputs.send(request.outputs[rank])
-        spans = [(self._number_of(span), span.start, span.end) for span in served.spans]
+        spans = tuple((self._number_of(span), span.start, span.end) for span in served.spans)
         error = None if request.error is None else portable(request.error)
         if error is not None:
             self._failed = number
@@ -129,7 +129,7 @@ class RankProcess:
         if self._replays is not None:
             why = self.worker.capture_blocker
             notes += self._replays.notes if why is None else [f"requests are not replayed as CUDA graphs: {why}"]
-        self._control.send(Report(self.worker.device_memory(), notes))
+        self._control.send(Report(self.worker.device_memory(), tuple(notes)))
 
 
 def _exchanges(manifest: Manifest) -> bool:
@@ -155,7 +155,7 @@ def _show_life(start: Start, control: Channel) -> None:
 
 def main() -> None:
     """Run the rank until the session ends it."""
-    control = Channel(int(sys.argv[1]))
+    control = Channel(int(sys.argv[1]), pack, unpack)
     start: Start = control.receive()
     control.spin = start.spin
     threading.Thread(target=_show_life, args=(start, control), name="splitc pulse", daemon=True).start()

@@ -8,45 +8,32 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
-import socket
 import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from splitc.runtime.arrays import Array, Zeros
-from splitc.runtime.channel import Channel, pack
-from splitc.runtime.collectives.engine_meeting import shared_bytes
-from splitc.runtime.devices import Device, cores
-from splitc.runtime.engines.kinds import find_kind
+from splitc.runtime.channel import Channel
+from splitc.runtime.devices import Device
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.manifest import Manifest, State
 from splitc.runtime.memory_use import RankMemory
-from splitc.runtime.processes.messages import Answer, Ask, Broken, Forget, Loaded, Order, Report, Start
+from splitc.runtime.processes.launch import launch
+from splitc.runtime.processes.messages import Answer, Ask, Broken, Forget, Loaded, Order, Report, pack
 from splitc.runtime.processes.nccl_files import find_nccl_files, remove_nccl_files
+from splitc.runtime.processes.reader import Reader
 from splitc.runtime.ranks.loop import Replay, Span
 from splitc.runtime.ranks.request import InFlightRequest, Served
-from splitc.runtime.shared_memory import Borrower, SlotWriter, create_memory, map_memory
+from splitc.runtime.shared_memory import Borrower, SlotWriter
 
-# What a rank's process runs.
-MAIN = "splitc.runtime.processes.rank"
 # Seconds without a sign of life after which a process counts as hanging.
 PATIENCE = 8.0
 # Seconds that the other ranks get to fail in the same request as a rank whose collectives they may wait for.
 GRACE = 2.0
-# Seconds that a rank looks for its next request before it sleeps, where each process has a core of its own.
-SPIN = 2e-3
-# Seconds between two looks at the signs of life.
-LOOK = 0.5
 
 
 class RankProcesses:
@@ -83,64 +70,15 @@ class RankProcesses:
         # When a rank said that it can't go on, the request that others may fail in too, and the error.
         self._suspect: tuple[float, int | None, BaseException] | None = None
         self._loaded: list[Future[None]] = [Future() for _ in devices]
-        self._reports: list[Future[Report]] = [Future() for _ in devices]
-        pulse = create_memory(8 * len(devices))
-        self._pulse = map_memory(os.dup(pulse)).view(np.float64)
-        self._channels: list[Channel] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._start(Path(package), states, threads, cuda_graphs, in_flight, pulse)
-        self._reader = threading.Thread(target=self._read, name="splitc ranks", daemon=True)
-        self._reader.start()
+        self._reports: list[Future[Report]] = []
+        made = launch(package, manifest, devices, states, threads, cuda_graphs, in_flight)
+        self._pulse, self._channels, self._processes = made.pulse, made.channels, made.processes
+        self._reader = Reader(self._channels, self, made.spins)
+        self._reader.wake()
         self._wait_loaded()
 
     def __len__(self) -> int:
         return len(self._devices)
-
-    def _start(
-        self, package: Path, states: Sequence[State], threads: int, cuda_graphs: bool, in_flight: int, pulse: int
-    ) -> None:
-        """Start the processes. All descriptors that are for them are closed here."""
-        ranks = range(len(self._devices))
-        pairs = {pair: socket.socketpair() for pair in combinations(ranks, 2)}
-        meetings = {group: create_memory(shared_bytes(len(group))) for group in self._groups()}
-        devices = [_seen_alone(device) for device in self._devices]
-        spin = SPIN if cores() > len(devices) else 0.0
-        opened = [*(each.detach() for pair in pairs.values() for each in pair), *meetings.values(), pulse]
-        ends = dict(zip(pairs, zip(opened[0::2], opened[1::2], strict=False), strict=False))
-        try:
-            for rank, device in enumerate(self._devices):
-                ours, theirs = socket.socketpair()
-                channels = {b if rank == a else a: ends[a, b][rank == b] for a, b in pairs if rank in (a, b)}
-                mine = {group: memory for group, memory in meetings.items() if rank in group}
-                inherited = [theirs.fileno(), *channels.values(), *mine.values(), pulse]
-                with theirs:
-                    self._processes.append(_start_process(device, theirs.fileno(), inherited))
-                self._channels.append(Channel(ours.detach()))
-                start = Start(
-                    package=package.absolute(),
-                    number=rank,
-                    devices=devices,
-                    states=states,
-                    threads=threads,
-                    cuda_graphs=cuda_graphs,
-                    in_flight=in_flight,
-                    channels=channels,
-                    meetings=mine,
-                    pulse=pulse,
-                    parent=os.getpid(),
-                    spin=spin,
-                )
-                self._channels[rank].send(start)
-        finally:
-            for descriptor in opened:
-                os.close(descriptor)
-
-    def _groups(self) -> set[tuple[int, ...]]:
-        """The groups of ranks on CPU devices whose engines meet."""
-        if not find_kind(self._manifest.engine).uses_operators:
-            return set()
-        files = [file for rank in self._manifest.ranks for file in rank.engines if file.group]
-        return {tuple(file.group) for file in files if self._devices[file.group[0]].kind == "cpu"}
 
     def _wait_loaded(self) -> None:
         """Wait until all ranks have loaded their engines. Raises the first error, after ending the other ranks."""
@@ -157,6 +95,7 @@ class RankProcesses:
             self._closing = True
             for channel in self._channels:
                 _send(channel, None)
+            self._reader.wake()
             return
         if os.getpid() != self._owner:
             raise EngineError("this session belongs to the process that opened it: a copy of that one can't use it")
@@ -166,10 +105,10 @@ class RankProcesses:
         zeros = {name: each for name, each in request.initial.items() if isinstance(each, Zeros)}
         loaded = [(name, each) for name, each in request.initial.items() if not isinstance(each, Zeros)]
         placed, descriptor = self._feeds.put(number, [*request.feeds.items(), *loaded])
-        feeds, initial = placed[: len(request.feeds)], placed[len(request.feeds) :]
+        feeds, initial = tuple(placed[: len(request.feeds)]), tuple(placed[len(request.feeds) :])
         self._requests[number] = request
         renewed = descriptor is not None
-        unused = [each.unused() for each in self._outputs]
+        unused = tuple(tuple(each.unused()) for each in self._outputs)
         order = pack(Order(number, feeds, initial, zeros, request.sequence, request.room, renewed, unused))
         for channel in self._channels:
             _send(channel, order, descriptor)
@@ -196,29 +135,26 @@ class RankProcesses:
         reports = list(self._reports)
         for channel in self._channels:
             _send(channel, Ask())
+        self._reader.wake()
         try:
             return [report.result(PATIENCE) for report in reports]
         except (EngineError, TimeoutError):
             return []
 
-    def _read(self) -> None:
-        """Take what the ranks send, until all of them have ended."""
-        poll = select.poll()
-        ranks = {channel.fileno(): rank for rank, channel in enumerate(self._channels)}
-        for descriptor in ranks:
-            poll.register(descriptor, select.POLLIN)
-        while ranks:
-            for descriptor, _ in poll.poll(1e3 * LOOK):
-                rank = ranks[descriptor]
-                try:
-                    self._take(rank, self._channels[rank].receive())
-                except (EOFError, OSError):
-                    poll.unregister(descriptor)
-                    del ranks[descriptor]
-                    self._lost(rank)
-            self._look(ranks.values())
+    def read_until(self, future: Future[InFlightRequest]) -> None:
+        """Help a caller who waits for a request: read what the ranks send, unless another thread does."""
+        self._reader.read_until(future)
 
-    def _take(self, rank: int, message: Any) -> None:
+    def watch(self) -> None:
+        """Read what the ranks send of requests that no caller waits for yet."""
+        self._reader.wake()
+
+    def is_waiting(self) -> bool:
+        """See Receiver."""
+        unknown: Sequence[Future[Any]] = (*self._loaded, *self._reports)
+        return bool(self._requests or self._suspect or self._closing) or not all(each.done() for each in unknown)
+
+    def take(self, rank: int, message: Any) -> None:
         """Take one message of a rank."""
         if isinstance(message, Answer):
             self._answered(rank, message)
@@ -247,7 +183,7 @@ class RankProcesses:
             del self._requests[answer.number]
         request.finish(rank, outputs, Served(answer.start, answer.end, spans), answer.error)
 
-    def _look(self, alive: Sequence[int] | Any) -> None:
+    def look(self, alive: Sequence[int]) -> None:
         """Break the session if a rank hangs, or has failed in a request that others go on with."""
         now = time.monotonic()
         if self._suspect is not None:
@@ -261,7 +197,7 @@ class RankProcesses:
                 seconds = f"for {now - self._pulse[rank]:.0f} s"
                 self._break(EngineError(f"{self._name(rank)} hangs: its process gave no sign of life {seconds}"))
 
-    def _lost(self, rank: int) -> None:
+    def lost(self, rank: int) -> None:
         """The process of a rank has ended."""
         code = self._processes[rank].wait()
         if self._stopped or (self._closing and code == 0):
@@ -316,41 +252,11 @@ class RankProcesses:
 
     def clear(self) -> None:
         """Release the ranks after they have ended."""
-        self._reader.join(LOOK)
+        self._reader.join()
         for channel in self._channels:
             channel.close()
         self._channels = []
         remove_nccl_files(self._files)
-
-
-def _seen_alone(device: Device) -> Device:
-    """The device as its rank's process sees it: a GPU is the only one there."""
-    return device if device.kind == "cpu" else Device(device.kind, device.index, 0)
-
-
-def _start_process(device: Device, control: int, inherited: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Start a rank's process, with this process's import path, whatever the caller's main module is."""
-    program = f"import sys; sys.path[:] = {sys.path!r}; from {MAIN} import main; main()"
-    environment = {**os.environ, **_visible(device, os.environ)}
-    return subprocess.Popen(
-        [sys.executable, "-c", program, str(control)], stdin=subprocess.DEVNULL, pass_fds=inherited, env=environment
-    )
-
-
-def _visible(device: Device, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that let a process see this GPU alone. Raises PackageError if it is none that this one sees.
-
-    ONNX Runtime's XQA kernels, which make tokens faster, only work on the first GPU of a process: here they are on,
-    unless the user says otherwise.
-    """
-    if device.kind == "cpu":
-        return {}
-    seen = environment.get("CUDA_VISIBLE_DEVICES")
-    names = None if seen is None else [name.strip() for name in seen.split(",") if name.strip()]
-    if names is not None and device.index >= len(names):
-        raise PackageError(f"there is no {device}: CUDA_VISIBLE_DEVICES names {len(names)} GPUs")
-    xqa = {"ORT_ENABLE_XQA": environment.get("ORT_ENABLE_XQA", "1")}
-    return {"CUDA_VISIBLE_DEVICES": str(device.index) if names is None else names[device.index], **xqa}
 
 
 def _send(channel: Channel, message: Any, descriptor: int | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
 from pathlib import Path
 
@@ -88,6 +88,12 @@ class Workers:
         """Give all ranks a request. None ends them after all earlier requests."""
         for worker in self._workers:
             worker.requests.put(request)
+
+    def read_until(self, future: Future[InFlightRequest]) -> None:
+        """Threads give their answers without help."""
+
+    def watch(self) -> None:
+        """As `read_until`."""
 
     def forget(self, sequence: int) -> None:
         """Free the states of a sequence."""

@@ -11,6 +11,7 @@ import argparse
 import os
 import socket
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import combinations
 from multiprocessing import get_context
 from statistics import median
@@ -25,6 +26,7 @@ from splitc.runtime.collectives.nccl import NcclCommunicator
 from splitc.runtime.collectives.process_collectives import ProcessCollectives
 from splitc.runtime.devices import Device
 from splitc.runtime.engines.gpu_device import GpuDevice
+from splitc.runtime.engines.onnxruntime_gpu import OnnxRuntimeGpuBackend
 from splitc.runtime.units import format_bytes, format_seconds
 
 # Sums in a graph, and launches of it.
@@ -52,7 +54,7 @@ def main() -> None:
 def _rank(rank: int, ends: Mapping[int, int], most: int) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
     one_shot.MOST_BYTES = most
-    gpu = GpuDevice(Device("cuda", rank, 0))
+    gpu = OnnxRuntimeGpuBackend(Device("cuda", rank, 0))
     gpu.attach()
     ranks = ProcessCollectives(rank, {other: Channel(end) for other, end in ends.items()}, {}, gpu)
     group = range(len(ends) + 1)
@@ -72,11 +74,10 @@ def _rank(rank: int, ends: Mapping[int, int], most: int) -> None:
         expected = np.sum([each.astype(np.float32) for each in parts], axis=0).astype(np.float16)
         np.testing.assert_array_equal(gpu.download({"": whole})[""], expected)
         nccl.small.check()
-        by_nccl = _time(gpu, ranks, group, lambda a=given, b=whole: nccl.all_reduce("sum", a, b, gpu.stream.ptr))
-        by_kernel = _time(gpu, ranks, group, lambda a=given, b=whole: nccl.small.sum(a, b))
-        rows.add_row(
-            format_bytes(size), format_seconds(by_nccl), format_seconds(by_kernel), f"{by_nccl / by_kernel:.2f}"
-        )
+        by_nccl = _time(gpu, ranks, group, partial(nccl.all_reduce, "sum", given, whole, gpu.stream.ptr))
+        by_kernel = _time(gpu, ranks, group, partial(nccl.small.sum, given, whole))
+        times = format_seconds(by_nccl), format_seconds(by_kernel), f"{by_nccl / by_kernel:.2f}"
+        rows.add_row(format_bytes(size), *times)
     if rank == 0:
         out.print(rows)
 

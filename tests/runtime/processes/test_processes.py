@@ -19,9 +19,11 @@ import pytest
 from splitc.runtime import Session
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import EngineError, MisuseError, PackageError, SplitcError
+from splitc.runtime.processes.launch import visible
 from splitc.runtime.processes.nccl_files import find_nccl_files, remove_nccl_files
 from splitc.runtime.processes.rank_kinds import use_processes
-from splitc.runtime.processes.ranks import LOOK, PATIENCE, RankProcesses, _visible
+from splitc.runtime.processes.ranks import PATIENCE, RankProcesses
+from splitc.runtime.processes.reader import LOOK
 from tests.conftest import decoder_feeds, run_whole
 from tests.helpers.greedy import plain_loop
 from tests.helpers.packages import compile_mode
@@ -173,12 +175,12 @@ def test_what_ranks_are_by_default() -> None:
 
 def test_each_process_sees_its_own_gpu_alone() -> None:
     first, second = parse_devices(["2xcuda"])
-    assert _visible(second, {})["CUDA_VISIBLE_DEVICES"] == "1"
-    assert _visible(second, {"CUDA_VISIBLE_DEVICES": "3, GPU-5e1a"})["CUDA_VISIBLE_DEVICES"] == "GPU-5e1a"
-    assert _visible(first, {"ORT_ENABLE_XQA": "0"}) == {"CUDA_VISIBLE_DEVICES": "0", "ORT_ENABLE_XQA": "0"}
+    assert visible(second, {})["CUDA_VISIBLE_DEVICES"] == "1"
+    assert visible(second, {"CUDA_VISIBLE_DEVICES": "3, GPU-5e1a"})["CUDA_VISIBLE_DEVICES"] == "GPU-5e1a"
+    assert visible(first, {"ORT_ENABLE_XQA": "0"}) == {"CUDA_VISIBLE_DEVICES": "0", "ORT_ENABLE_XQA": "0"}
     with pytest.raises(PackageError, match="there is no cuda1: CUDA_VISIBLE_DEVICES names 1 GPUs"):
-        _visible(second, {"CUDA_VISIBLE_DEVICES": "7"})
-    assert _visible(parse_devices(["cpu0"])[0], {}) == {}
+        visible(second, {"CUDA_VISIBLE_DEVICES": "7"})
+    assert visible(parse_devices(["cpu0"])[0], {}) == {}
 
 
 def test_files_of_nccl_are_removed(tmp_path: Path) -> None:

@@ -1,0 +1,136 @@
+"""Start the processes of ranks."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+
+from splitc.runtime.arrays import Array
+from splitc.runtime.channel import Channel
+from splitc.runtime.collectives.engine_meeting import shared_bytes
+from splitc.runtime.devices import Device, cores
+from splitc.runtime.engines.kinds import find_kind
+from splitc.runtime.errors import PackageError
+from splitc.runtime.manifest import Manifest, State
+from splitc.runtime.processes.messages import Start, pack, unpack
+from splitc.runtime.shared_memory import create_memory, map_memory
+
+# What a rank's process runs.
+MAIN = "splitc.runtime.processes.rank"
+# Seconds that a rank looks for its next request before it sleeps, where each process has a core of its own.
+SPIN = 2e-3
+
+
+@dataclass
+class Launched:
+    """Processes, the channels to them, and when each last gave a sign of life (by time.monotonic; 0 before the first).
+
+    `spins` says whether each process, the caller's included, has a core of its own.
+    """
+
+    pulse: Array
+    spins: bool
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    channels: list[Channel] = field(default_factory=list)
+
+
+def launch(
+    package: Path,
+    manifest: Manifest,
+    devices: Sequence[Device],
+    states: Sequence[State],
+    threads: int,
+    cuda_graphs: bool,
+    in_flight: int,
+) -> Launched:
+    """Start a process for each rank, which begins to load its engines.
+
+    Raises PackageError for a GPU that this process can't see. Then none is left.
+    """
+    pairs = {pair: socket.socketpair() for pair in combinations(range(len(devices)), 2)}
+    meetings = {group: create_memory(shared_bytes(len(group))) for group in _groups(manifest, devices)}
+    pulse = create_memory(8 * len(devices))
+    ends = {pair: (one.detach(), other.detach()) for pair, (one, other) in pairs.items()}
+    made = Launched(map_memory(os.dup(pulse)).view(np.float64), cores() > len(devices))
+    try:
+        for rank, device in enumerate(devices):
+            start = Start(
+                package=package.absolute(),
+                number=rank,
+                devices=tuple(map(_seen_alone, devices)),
+                states=tuple(states),
+                threads=threads,
+                cuda_graphs=cuda_graphs,
+                in_flight=in_flight,
+                channels={b if rank == a else a: both[rank == b] for (a, b), both in ends.items() if rank in (a, b)},
+                meetings={group: memory for group, memory in meetings.items() if rank in group},
+                pulse=pulse,
+                parent=os.getpid(),
+                spin=SPIN if made.spins else 0.0,
+            )
+            _start(made, device, start, [*start.channels.values(), *start.meetings.values(), pulse])
+    except BaseException:
+        for process in made.processes:
+            process.kill()
+            process.wait()
+        for channel in made.channels:
+            channel.close()
+        raise
+    finally:
+        for descriptor in (*(each for both in ends.values() for each in both), *meetings.values(), pulse):
+            os.close(descriptor)
+    return made
+
+
+def _start(made: Launched, device: Device, start: Start, inherited: Collection[int]) -> None:
+    """Start a rank's process, with this process's import path, whatever the caller's main module is."""
+    ours, theirs = socket.socketpair()
+    made.channels.append(Channel(ours.detach(), pack, unpack))
+    program = f"import sys; sys.path[:] = {sys.path!r}; from {MAIN} import main; main()"
+    with theirs:
+        made.processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", program, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno(), *inherited],
+                env={**os.environ, **visible(device, os.environ)},
+            )
+        )
+    made.channels[-1].send(start)
+
+
+def _groups(manifest: Manifest, devices: Sequence[Device]) -> set[tuple[int, ...]]:
+    """The groups of ranks on CPU devices whose engines meet."""
+    if not find_kind(manifest.engine).uses_operators:
+        return set()
+    files = [file for rank in manifest.ranks for file in rank.engines if file.group]
+    return {tuple(file.group) for file in files if devices[file.group[0]].kind == "cpu"}
+
+
+def _seen_alone(device: Device) -> Device:
+    """The device as its rank's process sees it: a GPU is the only one there."""
+    return device if device.kind == "cpu" else Device(device.kind, device.index, 0)
+
+
+def visible(device: Device, environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that let a process see this GPU alone. Raises PackageError if it is none that this one sees.
+
+    ONNX Runtime's XQA kernels, which make tokens faster, only work on the first GPU of a process: here they are on,
+    unless the user says otherwise.
+    """
+    if device.kind == "cpu":
+        return {}
+    seen = environment.get("CUDA_VISIBLE_DEVICES")
+    names = None if seen is None else [name.strip() for name in seen.split(",") if name.strip()]
+    if names is not None and device.index >= len(names):
+        raise PackageError(f"there is no {device}: CUDA_VISIBLE_DEVICES names {len(names)} GPUs")
+    xqa = {"ORT_ENABLE_XQA": environment.get("ORT_ENABLE_XQA", "1")}
+    return {"CUDA_VISIBLE_DEVICES": str(device.index) if names is None else names[device.index], **xqa}

@@ -1,0 +1,117 @@
+"""Takes what ranks' processes send: on a thread of its own, or on that of a caller who waits for an answer anyway.
+
+The caller's thread has the answer sooner, since no other thread must wake it.
+"""
+
+from __future__ import annotations
+
+import select
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from splitc.runtime.channel import Channel
+from splitc.runtime.interrupts import later_interrupts
+
+# Seconds between two looks at whether the ranks are alive.
+LOOK = 0.5
+# Of the seconds that the last answer took, a caller sleeps the first share and looks for messages without a pause until
+# the second, if each process has a core of its own. It sleeps for no less than LEAST, and looks for no more than MOST.
+EARLY, LATE = 0.5, 2.0
+LEAST, MOST = 5e-4, 2e-2
+
+
+class Receiver(Protocol):
+    """Who gets the messages, of one thread at a time."""
+
+    def take(self, rank: int, message: Any) -> None:
+        """Take a message of a rank."""
+
+    def lost(self, rank: int) -> None:
+        """A rank's process has ended."""
+
+    def look(self, alive: Sequence[int]) -> None:
+        """See whether the ranks that have not ended are well. Called from time to time."""
+
+    def is_waiting(self) -> bool:
+        """Whether messages of the ranks are awaited."""
+
+
+class Reader:
+    """Reads from the ranks' channels until all of them have ended. With `spins`, a caller may look without a pause."""
+
+    def __init__(self, channels: Sequence[Channel], receiver: Receiver, spins: bool) -> None:
+        self._channels = channels
+        self._receiver = receiver
+        self._spins = spins
+        self._poll = select.poll()
+        self._ranks = {channel.fileno(): rank for rank, channel in enumerate(channels)}
+        for descriptor in self._ranks:
+            self._poll.register(descriptor, select.POLLIN)
+        self._looked = self._expected = 0.0
+        self._turn = threading.Lock()
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="splitc ranks", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Messages are awaited, and no caller reads them."""
+        self._wake.set()
+
+    def read_until(self, future: Future[Any]) -> None:
+        """Read until the future is done, unless another thread reads: then return at once.
+
+        An interrupt ends it after the message that is being read.
+        """
+        if not self._turn.acquire(blocking=False):
+            self._wake.set()  # who reads may be about to stop
+            return
+        try:
+            with later_interrupts() as interrupted:
+                start = time.perf_counter()
+                if self._spins and self._expected > LEAST:
+                    time.sleep(EARLY * min(self._expected, MOST))
+                while self._ranks and not future.done() and not interrupted():
+                    spent = time.perf_counter() - start
+                    spins = self._spins and spent < min(LATE * max(self._expected, LEAST), MOST)
+                    self._receive(0.0 if spins else LOOK)
+                self._expected = time.perf_counter() - start
+        finally:
+            self._turn.release()
+            if self._receiver.is_waiting():
+                self._wake.set()
+
+    def join(self) -> None:
+        """Wait until no more messages are read. All ranks must have ended."""
+        self._wake.set()
+        self._thread.join(2 * LOOK)
+
+    def _run(self) -> None:
+        """Read what no caller does, and look after ranks that nobody waits for."""
+        while self._ranks:
+            self._wake.wait(LOOK)
+            self._wake.clear()
+            with self._turn:
+                self._receive(0.0)
+                while self._ranks and self._receiver.is_waiting():
+                    self._receive(LOOK)
+
+    def _receive(self, patience: float) -> None:
+        """Take what has arrived, or arrives within `patience` seconds."""
+        for descriptor, _ in self._poll.poll(1e3 * patience):
+            rank = self._ranks[descriptor]
+            try:
+                messages = self._channels[rank].take()
+            except (EOFError, OSError):
+                self._poll.unregister(descriptor)
+                del self._ranks[descriptor]
+                self._receiver.lost(rank)
+                continue
+            for message in messages:
+                self._receiver.take(rank, message)
+        now = time.monotonic()
+        if now - self._looked > LOOK:
+            self._looked = now
+            self._receiver.look(list(self._ranks.values()))
