@@ -45,7 +45,7 @@ def _read(feed: npt.ArrayLike, tensor: Tensor) -> Array:
 
 def _check_array(array: Array, tensor: Tensor) -> None:
     """Raise FeedError unless the array fits the input."""
-    if str(array.dtype) != tensor.dtype:
+    if array.dtype != number_type(tensor.dtype):
         raise FeedError(f"input '{tensor.name}' is {array.dtype}, and the model takes {tensor.dtype}")
     want = array.shape if tensor.shape is None else tensor.shape
     if array.ndim != len(want) or any(

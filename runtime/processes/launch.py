@@ -25,7 +25,7 @@ from splitc.runtime.shared_memory import create_memory, map_memory
 
 # What a rank's process runs.
 MAIN = "splitc.runtime.processes.rank"
-# Seconds that a rank looks for its next request before it sleeps, where each process has a core of its own.
+# Seconds that a rank looks for its next request before it sleeps, where it may.
 SPIN = 2e-3
 
 
@@ -33,7 +33,7 @@ SPIN = 2e-3
 class Launched:
     """Processes, the channels to them, and when each last gave a sign of life (by time.monotonic; 0 before the first).
 
-    `spins` says whether each process, the caller's included, has a core of its own.
+    `spins` says whether each process, the caller's included, has a core that nobody else needs.
     """
 
     pulse: Array
@@ -59,7 +59,7 @@ def launch(
     meetings = {group: create_memory(shared_bytes(len(group))) for group in _groups(manifest, devices)}
     pulse = create_memory(8 * len(devices))
     ends = {pair: (one.detach(), other.detach()) for pair, (one, other) in pairs.items()}
-    made = Launched(map_memory(os.dup(pulse)).view(np.float64), cores() > len(devices))
+    made = Launched(map_memory(os.dup(pulse)).view(np.float64), _has_spare_cores(devices))
     try:
         for rank, device in enumerate(devices):
             start = Start(
@@ -105,6 +105,11 @@ def _start(made: Launched, device: Device, start: Start, inherited: Collection[i
             )
         )
     made.channels[-1].send(start)
+
+
+def _has_spare_cores(devices: Sequence[Device]) -> bool:
+    """Whether a process may look for messages without a pause. The threads of CPU devices take all cores."""
+    return all(device.kind == "cuda" for device in devices) and cores() > len(devices)
 
 
 def _groups(manifest: Manifest, devices: Sequence[Device]) -> set[tuple[int, ...]]:

@@ -65,6 +65,8 @@ class RankProcesses:
         self._requests: dict[int, InFlightRequest] = {}
         self._count = 0
         self._files: set[str] = set()
+        # That the last answer took.
+        self._seconds = 0.0
         # None was put, and the processes end by themselves; they were all ended.
         self._closing = self._stopped = False
         # When a rank said that it can't go on, the request that others may fail in too, and the error.
@@ -143,7 +145,7 @@ class RankProcesses:
 
     def read_until(self, future: Future[InFlightRequest]) -> None:
         """Help a caller who waits for a request: read what the ranks send, unless another thread does."""
-        self._reader.read_until(future)
+        self._reader.read_until(future, self._seconds)
 
     def watch(self) -> None:
         """Read what the ranks send of requests that no caller waits for yet."""
@@ -179,6 +181,7 @@ class RankProcesses:
         steps = self._manifest.ranks[rank].program
         spans = [Span(steps[number] if number >= 0 else Replay(), start, end) for number, start, end in answer.spans]
         request = self._requests[answer.number]
+        self._seconds = answer.end - request.submitted
         if request.waiting == 1:
             del self._requests[answer.number]
         request.finish(rank, outputs, Served(answer.start, answer.end, spans), answer.error)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import select
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -17,10 +17,11 @@ from splitc.runtime.interrupts import later_interrupts
 
 # Seconds between two looks at whether the ranks are alive.
 LOOK = 0.5
-# Of the seconds that the last answer took, a caller sleeps the first share and looks for messages without a pause until
-# the second, if each process has a core of its own. It sleeps for no less than LEAST, and looks for no more than MOST.
+# Of the seconds that an answer is expected to take, a caller sleeps the first share, then looks for messages without
+# a pause until the second, if it may. It does not sleep for answers that take less than
+# LEAST, and does not look longer for those that take more than MOST.
 EARLY, LATE = 0.5, 2.0
-LEAST, MOST = 5e-4, 2e-2
+LEAST, MOST = 5e-4, 1e-2
 
 
 class Receiver(Protocol):
@@ -50,7 +51,7 @@ class Reader:
         self._ranks = {channel.fileno(): rank for rank, channel in enumerate(channels)}
         for descriptor in self._ranks:
             self._poll.register(descriptor, select.POLLIN)
-        self._looked = self._expected = 0.0
+        self._looked = 0.0
         self._turn = threading.Lock()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="splitc ranks", daemon=True)
@@ -60,8 +61,8 @@ class Reader:
         """Messages are awaited, and no caller reads them."""
         self._wake.set()
 
-    def read_until(self, future: Future[Any]) -> None:
-        """Read until the future is done, unless another thread reads: then return at once.
+    def read_until(self, future: Future[Any], expected: float) -> None:
+        """Read until the future is done, in some `expected` seconds, unless another thread reads: then return at once.
 
         An interrupt ends it after the message that is being read.
         """
@@ -70,18 +71,20 @@ class Reader:
             return
         try:
             with later_interrupts() as interrupted:
-                start = time.perf_counter()
-                if self._spins and self._expected > LEAST:
-                    time.sleep(EARLY * min(self._expected, MOST))
-                while self._ranks and not future.done() and not interrupted():
-                    spent = time.perf_counter() - start
-                    spins = self._spins and spent < min(LATE * max(self._expected, LEAST), MOST)
-                    self._receive(0.0 if spins else LOOK)
-                self._expected = time.perf_counter() - start
+                self._read_until(future, min(expected, MOST), interrupted)
         finally:
             self._turn.release()
             if self._receiver.is_waiting():
                 self._wake.set()
+
+    def _read_until(self, future: Future[Any], expected: float, interrupted: Callable[[], bool]) -> None:
+        late = time.perf_counter() + LATE * expected
+        if self._spins and expected > LEAST:
+            time.sleep(EARLY * expected)
+        while self._ranks and not future.done() and not interrupted():
+            while self._spins and time.perf_counter() < late and not self._poll.poll(0):
+                pass
+            self._receive(LOOK)
 
     def join(self) -> None:
         """Wait until no more messages are read. All ranks must have ended."""
