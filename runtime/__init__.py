@@ -1,17 +1,23 @@
 """Load a package of `splitc compile`, and run its engines as one model. Needs neither onnx nor onnx_ir."""
 
-from splitc.runtime.errors import (
-    DoesNotFitError,
-    EngineError,
-    FeedError,
-    MisuseError,
-    OutputsDifferError,
-    PackageError,
-    SplitcError,
-)
-from splitc.runtime.generate.sampling import Sampling
-from splitc.runtime.sequence import StateSequence
-from splitc.runtime.session import Session
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from splitc.runtime.errors import (
+        DoesNotFitError,
+        EngineError,
+        FeedError,
+        MisuseError,
+        OutputsDifferError,
+        PackageError,
+        SplitcError,
+    )
+    from splitc.runtime.generate.sampling import Sampling
+    from splitc.runtime.sequence import StateSequence
+    from splitc.runtime.session import Session
 
 __all__ = [
     "DoesNotFitError",
@@ -25,3 +31,11 @@ __all__ = [
     "SplitcError",
     "StateSequence",
 ]
+# Names are imported when they are used: ranks' processes and the command line begin sooner.
+_PLACES = {"Sampling": "generate.sampling", "Session": "session", "StateSequence": "sequence"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    return getattr(import_module(f"{__name__}.{_PLACES.get(name, 'errors')}"), name)

@@ -15,7 +15,7 @@ import pytest
 
 from models.llama import Size, build
 from models.writer import save
-from splitc.runtime.arrays import save_arrays
+from splitc.runtime.array_files import save_arrays
 from tests.conftest import assert_close, decoder_feeds, listen_to_interrupts, run_whole
 from tests.helpers.command import SCRIPT, splitc, splitc_process
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from splitc.runtime import arrays
+from splitc.runtime import array_files
 from splitc.runtime.cli.options import with_options
 from splitc.runtime.cli.run_options import Load, loading, measure_ranks, open_feeds
 from splitc.runtime.cli.run_tables import differences_table, print_bench, print_memory
@@ -33,10 +33,10 @@ def run(
     as_json: bool = JSON,
 ) -> None:
     """Run a package once, from a file of inputs to a file of outputs."""
-    feeds = arrays.load_arrays(inputs)
+    feeds = array_files.load_arrays(inputs)
     with load(package) as session:
         results = session.run(feeds)
-    arrays.save_arrays(outputs, results)
+    array_files.save_arrays(outputs, results)
     if as_json:
         print_json({name: {"dtype": str(array.dtype), "shape": array.shape} for name, array in results.items()})
         return

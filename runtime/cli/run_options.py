@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from splitc.runtime.arrays import Array, load_arrays
+from splitc.runtime.array_files import load_arrays
+from splitc.runtime.arrays import Array
 from splitc.runtime.cli.shared_options import CUDA_GRAPH, DEVICE, RANKS, THREADS, VERIFY
 from splitc.runtime.cli.terminal import print_warning
 from splitc.runtime.errors import EngineError, MisuseError

@@ -70,6 +70,9 @@ class MeetingEnd:
         with registered(self._handle) as path:
             yield path
 
+    def connect(self) -> None:
+        pass  # ranks meet without
+
     def begin(self) -> None:
         self._library.splitc_begin(self._handle)
 

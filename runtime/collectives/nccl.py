@@ -7,13 +7,16 @@ import importlib
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from splitc.runtime.collectives.engine_meeting import registered
-from splitc.runtime.collectives.one_shot import OneShotSums
+from splitc.runtime.collectives.one_shot import OneShotSums, connect_one_shot
 from splitc.runtime.engines.gpu_array import GpuArray
+from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.engines.operator_library import load_library
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.failures import Failure, attempt
@@ -35,18 +38,35 @@ _BYTES = _TYPES["uint8"]
 _SUM, _MAX = 0, 2
 
 
-class NcclCommunicator:
-    """One rank's end of a communicator of NCCL's. A rank that fails can't tell the others' GPUs.
+@dataclass(frozen=True)
+class Connected:
+    """A communicator of NCCL's, and what does small sums inside engines instead of it, if that is better."""
 
-    `small`, where it is set, does small sums inside engines instead of NCCL.
-    """
+    communicator: Any
+    small: OneShotSums | None = None
+
+
+class NcclCommunicator:
+    """One rank's end of a communicator. It may still be connecting. A rank that fails can't tell the others' GPUs."""
 
     capturable = True
 
-    def __init__(self, communicator: Any) -> None:
-        self._communicator = communicator
-        self.small: OneShotSums | None = None
-        self.pointer: int | None = communicator.comm
+    def __init__(self, connecting: Future[Connected]) -> None:
+        self._connecting = connecting
+        self._ends: list[int] = []
+
+    @property
+    def pointer(self) -> int | None:
+        return int(self._communicator.comm)
+
+    @property
+    def small(self) -> OneShotSums | None:
+        """See Connected."""
+        return self._connecting.result().small
+
+    @property
+    def _communicator(self) -> Any:
+        return self._connecting.result().communicator
 
     def all_reduce(self, operation: str, part: GpuArray, whole: GpuArray, stream: int) -> None:
         """Reduce an array over the ranks, on a stream."""
@@ -69,11 +89,15 @@ class NcclCommunicator:
         except OSError as error:
             raise PackageError(f"NCCL, which sums inside engines, can't be loaded: {error}") from error
         function = ctypes.cast(library.ncclAllReduce, ctypes.c_void_p)
-        end = load_library().splitc_end_of_nccl(function, self.pointer)
-        if self.small is not None:
-            load_library().splitc_end_one_shot(end, self.small.pointer)
+        end = load_library().splitc_end_of_nccl(function)
+        self._ends.append(end)
         with registered(end) as path:
             yield path
+
+    def connect(self) -> None:
+        small = None if self.small is None else self.small.pointer
+        for end in self._ends:
+            load_library().splitc_end_connect(end, self.pointer, small)
 
     def begin(self) -> None:
         pass
@@ -97,13 +121,33 @@ class NcclCommunicators:
         self._rank = rank
         self._all_gather = all_gather
         self._made: list[tuple[tuple[int, ...], NcclCommunicator]] = []
+        # One thread, so that all ranks connect in the same order.
+        self._pool: ThreadPoolExecutor | None = None
 
     def create(self, group: Sequence[int]) -> NcclCommunicator:
         """A communicator for the group. All of its ranks must call this at the same time.
 
         Raises PackageError if NCCL is missing, and the error of any other rank.
         """
+        made: Future[Connected] = Future()
+        made.set_result(Connected(self._connect(group)))
+        return self._keep(group, made)
 
+    def create_later(self, group: Sequence[int], gpu: GpuDevice) -> NcclCommunicator:
+        """As `create`, on another thread: engines are loaded meanwhile. With small sums by a kernel."""
+
+        def connect() -> Connected:
+            gpu.attach()
+            return Connected(self._connect(group), connect_one_shot(gpu, group, self._rank, self._all_gather))
+
+        self._pool = self._pool or ThreadPoolExecutor(1, "splitc connects")
+        return self._keep(group, self._pool.submit(connect))
+
+    def _keep(self, group: Sequence[int], connecting: Future[Connected]) -> NcclCommunicator:
+        self._made.append((tuple(group), NcclCommunicator(connecting)))
+        return self._made[-1][1]
+
+    def _connect(self, group: Sequence[int]) -> Any:
         def name() -> Any:
             nccl = find_nccl()
             return nccl.get_unique_id() if self._rank == group[0] else None
@@ -112,9 +156,7 @@ class NcclCommunicators:
         known = self._all_gather(group, attempt(name))
         if isinstance(known, Failure):
             raise known.error
-        made = NcclCommunicator(find_nccl().NcclCommunicator(len(group), known[0], list(group).index(self._rank)))
-        self._made.append((tuple(group), made))
-        return made
+        return find_nccl().NcclCommunicator(len(group), known[0], list(group).index(self._rank))
 
     def find(self, group: Sequence[int]) -> NcclCommunicator | None:
         """A communicator that was made for the group; None if there is none."""

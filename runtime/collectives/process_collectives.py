@@ -17,7 +17,6 @@ from splitc.runtime.arrays import accumulate_arrays
 from splitc.runtime.channel import Channel, portable
 from splitc.runtime.collectives.engine_meeting import EngineMeeting
 from splitc.runtime.collectives.nccl import NcclCommunicator, NcclCommunicators
-from splitc.runtime.collectives.one_shot import connect_one_shot
 from splitc.runtime.engines import Backend, Communicator
 from splitc.runtime.engines.gpu_array import GpuArray
 from splitc.runtime.engines.gpu_device import GpuDevice
@@ -71,10 +70,8 @@ class ProcessCollectives:
 
     def create_communicator(self, group: Sequence[int], uses_operators: bool) -> Communicator:
         if self._gpu is not None:
-            communicator = self._communicators.create(group)
-            if uses_operators:
-                communicator.small = connect_one_shot(self._gpu, group, self.rank, self.all_gather)
-            return communicator
+            later = self._communicators.create_later
+            return later(group, self._gpu) if uses_operators else self._communicators.create(group)
         return self._meetings[tuple(group)].join(list(group).index(self.rank))
 
     def close(self) -> None:

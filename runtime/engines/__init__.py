@@ -52,14 +52,19 @@ class Communicator(Protocol):
     captured as a CUDA graph.
     """
 
-    pointer: int | None
     capturable: bool
+
+    @property
+    def pointer(self) -> int | None: ...
 
     def registered(self) -> AbstractContextManager[Path]:
         """The library to register ONNX Runtime's operators from. Meanwhile, on this thread, they get this end.
 
         Raises PackageError if the library was not built.
         """
+
+    def connect(self) -> None:
+        """Wait until the ranks are connected, which engines must be before they run. Raises the error of any rank."""
 
     def begin(self) -> None:
         """Begin a request. All ranks of the group call this once for each request, in the same order."""

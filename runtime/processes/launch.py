@@ -23,8 +23,8 @@ from splitc.runtime.manifest import Manifest, State
 from splitc.runtime.processes.messages import Start, pack, unpack
 from splitc.runtime.shared_memory import create_memory, map_memory
 
-# What a rank's process runs.
-MAIN = "splitc.runtime.processes.rank"
+# What a rank's process runs, on a GPU after the first.
+MAIN, BEGIN = "splitc.runtime.processes.rank", "splitc.runtime.processes.begin"
 # Seconds that a rank looks for its next request before it sleeps, where it may.
 SPIN = 2e-3
 
@@ -94,7 +94,8 @@ def _start(made: Launched, device: Device, start: Start, inherited: Collection[i
     """Start a rank's process, with this process's import path, whatever the caller's main module is."""
     ours, theirs = socket.socketpair()
     made.channels.append(Channel(ours.detach(), pack, unpack))
-    program = f"import sys; sys.path[:] = {sys.path!r}; from {MAIN} import main; main()"
+    start_cuda = f"import {BEGIN} as begin; begin.start_cuda(); " if device.kind == "cuda" else ""
+    program = f"import sys; sys.path[:] = {sys.path!r}; {start_cuda}from {MAIN} import main; main()"
     with theirs:
         made.processes.append(
             subprocess.Popen(

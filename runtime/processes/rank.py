@@ -45,6 +45,7 @@ class RankProcess:
 
     def __init__(self, start: Start, control: Channel) -> None:
         self._control = control
+        self._spin = start.spin
         self._feeds = SlotReader(start.in_flight)
         manifest = read_manifest(start.package)
         rank, device = manifest.ranks[start.number], start.devices[start.number]
@@ -92,6 +93,8 @@ class RankProcess:
 
     def get(self) -> InFlightRequest | Callable[[], None] | None:
         """The next request for the rank's loop: see Requests."""
+        # While another thread waits for outputs, this one must not keep Python's lock from it.
+        self._control.spin = 0.0 if self.worker.has_unfinished else self._spin
         message = self._control.receive()
         if isinstance(message, Order):
             return self._read(message)
@@ -157,7 +160,6 @@ def main() -> None:
     """Run the rank until the session ends it."""
     control = Channel(int(sys.argv[1]), pack, unpack)
     start: Start = control.receive()
-    control.spin = start.spin
     threading.Thread(target=_show_life, args=(start, control), name="splitc pulse", daemon=True).start()
     try:
         worker = RankProcess(start, control).worker

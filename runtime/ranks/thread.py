@@ -127,8 +127,10 @@ class Worker(threading.Thread):
             source = self._package / file.source if file.source is not None else None
             communicator = self._communicator(file) if file.group else None
             engines.append(self.backend.load(self._package / file.path, source, file.sizes_only, communicator))
+        for each in self._communicators.values():
+            each.connect()
         self.backend.reserve(self._rank.activation_bytes + 2 * self._rank.cache_bytes)
-        self.capture_blocker = next((why for each in engines if (why := each.capture_blocker)), None)
+        self.capture_blocker = next((why for engine in engines if (why := engine.capture_blocker)), None)
         self._loaded = self.backend.used_bytes()
         return Program(self._rank.program, engines, [*self._rank.outputs, *self._rank.keeps])
 
@@ -221,6 +223,11 @@ class Worker(threading.Thread):
         """The outputs that the rank gives to the caller rather than keeps as states."""
         kept = set(self.resident.values()) if request.sequence is not None else set[str]()
         return [name for name in self._rank.outputs if name not in kept]
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether another thread waits for outputs of this rank."""
+        return self._unfinished is not None and not self._unfinished.done()
 
     def drain(self) -> None:
         """Wait until the outputs of all earlier requests were given, so that they are given in order."""

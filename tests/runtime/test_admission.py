@@ -22,7 +22,7 @@ import pytest
 
 from splitc.compiler import compile_model, plan_model
 from splitc.runtime import Session
-from splitc.runtime.arrays import save_arrays
+from splitc.runtime.array_files import save_arrays
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeEngine
 from splitc.runtime.errors import EngineError, FeedError, MisuseError, SplitcError
 from splitc.runtime.ranks.thread import Worker

@@ -259,10 +259,10 @@ EXPORT End* splitc_end_of_meeting(Meeting* meeting, int rank, double patience) {
     return end;
 }
 
-/* A rank's end of a communicator of NCCL's. */
-EXPORT End* splitc_end_of_nccl(NcclAllReduce all_reduce, void* communicator) {
+/* A rank's end of a communicator of NCCL's, which may be given later. */
+EXPORT End* splitc_end_of_nccl(NcclAllReduce all_reduce) {
     End* end = calloc(1, sizeof *end);
-    if (end) end->nccl = all_reduce, end->communicator = communicator;
+    if (end) end->nccl = all_reduce;
     return end;
 }
 
@@ -278,8 +278,10 @@ EXPORT int splitc_one_shot_sum(const OneShot* sums, int type, const void* in, vo
     return one_shot_sum(sums, type, in, out, bytes, stream);
 }
 
-/* Let an end of NCCL's do small sums so. */
-EXPORT void splitc_end_one_shot(End* end, const OneShot* small) { end->small = small; }
+/* The communicator of an end of NCCL's, and what does small sums instead, or NULL. */
+EXPORT void splitc_end_connect(End* end, void* communicator, const OneShot* small) {
+    end->communicator = communicator, end->small = small;
+}
 
 /* Let a GPU come to the end's meeting. */
 EXPORT void splitc_end_on_gpu(End* end, CopyAsync copy, Synchronize synchronize) {

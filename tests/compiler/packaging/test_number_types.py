@@ -13,7 +13,8 @@ from onnx import TensorProto, helper, numpy_helper
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.model_errors import ModelError
 from splitc.runtime import FeedError, Session
-from splitc.runtime.arrays import load_arrays, number_type, save_arrays
+from splitc.runtime.array_files import load_arrays, save_arrays
+from splitc.runtime.arrays import number_type
 from splitc.runtime.fills import make_inputs
 from splitc.runtime.onnx_types import CODES, KNOWN, read_type
 from splitc.runtime.tools.compare import compare

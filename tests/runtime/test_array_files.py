@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from splitc.runtime.arrays import Array, load_arrays, save_arrays
+from splitc.runtime.array_files import load_arrays, save_arrays
+from splitc.runtime.arrays import Array
 from splitc.runtime.errors import FeedError, MisuseError
 
 ARRAYS: dict[str, Array] = {
