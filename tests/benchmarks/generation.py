@@ -22,7 +22,8 @@ import onnxruntime as ort
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
 from splitc.runtime.engines.onnxruntime_cpu import open_session
-from splitc.runtime.generate.tokens import Feeder, find_signature
+from splitc.runtime.generate.feeder import Feeder
+from splitc.runtime.generate.signature import find_signature
 from splitc.runtime.manifest import Manifest
 
 # Tokens at either end whose median is taken.

@@ -17,7 +17,8 @@ from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
 from splitc.runtime.cli.commands import app
 from splitc.runtime.errors import MisuseError, SplitcError
-from splitc.runtime.generate.tokens import Timings, round_room
+from splitc.runtime.generate.conversation import round_room
+from splitc.runtime.generate.tokens import Timings
 from tests.conftest import DECODER, LAYER
 from tests.helpers.greedy import plain_loop
 from tests.helpers.packages import MODES, compile_mode

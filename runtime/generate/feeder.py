@@ -1,0 +1,57 @@
+"""The feeds of a language model's requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from splitc.runtime.arrays import Array
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.generate.signature import LanguageSignature, may_have
+from splitc.runtime.manifest import Manifest, Tensor
+from splitc.runtime.units import format_shape
+
+
+class Feeder:
+    """Makes the feeds of one step, in the number types of the model's inputs."""
+
+    def __init__(self, manifest: Manifest, signature: LanguageSignature, room: int | None = None) -> None:
+        self.signature = signature
+        self._inputs = {tensor.name: tensor for tensor in manifest.inputs}
+        # If caches are written in place, they have room for all tokens from the beginning, and so has the mask. Then no
+        # size changes from token to token, and requests can be replayed.
+        self._room = room if manifest.states and all(state.in_place for state in manifest.states) else None
+
+    def chunk(self, prompt: int, wanted: int) -> int:
+        """The number of tokens in one run of the prompt. Raises MisuseError if the model has a fixed length above 1."""
+        shape = self._inputs[self.signature.ids].shape
+        fixed = None if shape is None else shape[1]
+        if isinstance(fixed, int) and fixed != 1:
+            raise MisuseError(f"can't generate with a model that takes {fixed} tokens at a time, no more and no less")
+        return 1 if fixed == 1 else max(1, min(wanted, prompt))
+
+    def feeds(self, new: Sequence[int], total: int) -> dict[str, Array]:
+        """The feeds for `new` tokens, which are the last ones of `total`."""
+        made = {self.signature.ids: np.array([new])}
+        if self.signature.mask is not None:
+            made[self.signature.mask] = self._mask(self._inputs[self.signature.mask], len(new), total)
+        if self.signature.positions is not None:
+            made[self.signature.positions] = np.arange(total - len(new), total)[None]
+        return {name: array.astype(self._inputs[name].dtype) for name, array in made.items()}
+
+    def _mask(self, tensor: Tensor, new: int, total: int) -> Array:
+        """Ones for the tokens so far, and zeros for the room behind them.
+
+        Raises MisuseError for a mask that is not one number per token, and for a sequence that exceeds its room.
+        """
+        if not may_have(tensor, 2):
+            raise MisuseError(f"can't generate with a mask of {format_shape(tensor.shape)} ('{tensor.name}')")
+        length = None if tensor.shape is None else tensor.shape[1]
+        ids = self._inputs[self.signature.ids]
+        if tensor.shape == ids.shape and length is not None:
+            return np.ones((1, new))
+        room = length if isinstance(length, int) else self._room or total
+        if total > room:
+            raise MisuseError(f"the model has room for {room} tokens, and the sequence comes to {total}")
+        return (np.arange(room) < total)[None]

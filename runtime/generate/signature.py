@@ -1,0 +1,55 @@
+"""What makes a model a language model: token ids go in, perhaps with a mask and positions, and logits come out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.manifest import Manifest, Tensor
+
+
+@dataclass(frozen=True)
+class LanguageSignature:
+    """The names of a language model's inputs and of its logits. Some models have no mask or positions."""
+
+    ids: str
+    mask: str | None
+    positions: str | None
+    logits: str
+
+
+def find_signature(manifest: Manifest) -> LanguageSignature:
+    """Find the inputs of a language model and its logits, by their roles: token ids are the indices.
+
+    Raises MisuseError for a model with other inputs.
+    """
+    states = {state.input for state in manifest.states}
+    given = {state.output for state in manifest.states}
+    inputs = [tensor for tensor in manifest.inputs if tensor.name not in states]
+    masks, positions, ids = (_of_role(inputs, role) for role in ("mask", "positions", "indices"))
+    rest = [tensor for tensor in inputs if tensor not in (*masks, *positions)]
+    ids = ids or [tensor for tensor in rest if "ids" in tensor.name.lower()]
+    if len(ids) != 1 or len(rest) > 1 or len(masks) > 1 or len(positions) > 1 or not may_have(ids[0], 2):
+        raise MisuseError(
+            f"can't generate with {manifest.source.name}: it takes {', '.join(tensor.name for tensor in inputs)}, and "
+            "splitc knows token ids, an attention mask and position ids (and states)"
+        )
+    outputs = [tensor for tensor in manifest.outputs if tensor.name not in given and may_have(tensor, 3)]
+    named = [tensor for tensor in outputs if "logits" in tensor.name.lower()] or outputs
+    if not named:
+        raise MisuseError(f"can't generate with {manifest.source.name}: it has no output of logits")
+    return LanguageSignature(ids[0].name, _one(masks), _one(positions), named[0].name)
+
+
+def _of_role(inputs: Sequence[Tensor], role: str) -> list[Tensor]:
+    return [tensor for tensor in inputs if tensor.role is not None and tensor.role.kind == role]
+
+
+def may_have(tensor: Tensor, dimensions: int) -> bool:
+    """Whether the tensor can have so many dimensions."""
+    return tensor.shape is None or len(tensor.shape) == dimensions
+
+
+def _one(tensors: Sequence[Tensor]) -> str | None:
+    return tensors[0].name if tensors else None
