@@ -37,6 +37,7 @@ class Row:
 
     error: float | None = None
     problem: str = ""
+    weights: str = ""
     memory: str = ""
     failure: str = ""
     notes: list[str] = field(default_factory=list)

@@ -11,8 +11,8 @@ output, relative to the output's largest value, against the unsplit model in ONN
 --cpu on the CPU. Times are medians of seconds from arrays to arrays, taken in turns: `new`, the first request of one of
 the other shapes; `again`, a request of the shapes that were planned for; and a request where several are under way.
 Behind each: how many times faster that is than on one device, and than the unsplit model with IO binding, which takes
-one request at a time. The unsplit model where inputs and outputs stay on the device is `kept`. A device's memory is
-its peak.
+one request at a time. The unsplit model where inputs and outputs stay on the device is `kept`. Memory is each device's
+peak, while the package is loaded and tried.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -145,9 +145,10 @@ def _measure(model: Path, packages: Made, device: Device, options: argparse.Name
         for name, package in ready.items():
             with rows[name].noted():
                 session = stack.enter_context(_load(package, options))
+                rows[name].weights = _sizes(rank.weights_bytes for rank in session.manifest.ranks)
                 measured.add(name, session)
                 # Now: later the other packages' memory would be in it.
-                rows[name].memory = ", ".join(format_bytes(each.peak) for each in session.device_memory())
+                rows[name].memory = _sizes(each.peak for each in session.device_memory())
         measured.take_times()
 
 
@@ -164,12 +165,12 @@ def _load(package: Path, options: argparse.Namespace) -> Iterator[Session]:
 def _print(rows: Rows) -> None:
     times = (NEW, AGAIN, STREAM)
     columns = [column for name in times for column in (name, "x one", "x whole")]
-    found = table("model", "package", "error", *columns, "memory", right=("x one", "x whole", *times))
+    found = table("model", "package", "error", *columns, "weights", "memory", right=("x one", "x whole", *times))
     for model, packages in rows.items():
         for name, row in packages.items():
             cells = [cell for each in times for cell in _cells(each, row, packages)]
             error = "" if row.error is None else f"{row.error:.1e} {row.problem}"
-            found.add_row(model, name, error, *cells, row.memory)
+            found.add_row(model, name, error, *cells, row.weights, row.memory)
     out.print(found)
     for model, packages in rows.items():
         for name, row in packages.items():
@@ -185,6 +186,10 @@ def _cells(what: str, row: Row, packages: Mapping[str, Row]) -> tuple[str, str, 
     one, whole = packages[ONE].times.get(what), packages[UNSPLIT].times.get(AGAIN if what == STREAM else what)
     ratios = [f"{other / seconds:.2f}" if other else "" for other in (one, whole)]
     return format_seconds(seconds), ratios[0], ratios[1]
+
+
+def _sizes(sizes: Iterable[int]) -> str:
+    return " + ".join(map(format_bytes, sizes))
 
 
 def _say(text: str) -> None:

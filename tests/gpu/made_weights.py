@@ -6,8 +6,9 @@ import math
 import zlib
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -32,26 +33,30 @@ def make_missing_weights(path: Path) -> int:
             tensor = value.const_value
             if isinstance(tensor, ir.ExternalTensor) and not (path.parent / tensor.location).exists():
                 missing[path.parent / tensor.location].append(value)
-    drawn = np.tile(np.random.default_rng(0).standard_normal(DRAWN, dtype=np.float32), 2)
     for file, values in missing.items():
         aside = file.with_name(file.name + ".part")
         with aside.open("wb") as opened:
             for value in values:
-                _write(opened, value, drawn)
+                _write(opened, value)
         aside.rename(file)
     return sum(file.stat().st_size for file in missing)
 
 
-def _write(file: BinaryIO, value: ir.Value, drawn: npt.NDArray[np.float32]) -> None:
+def _write(file: BinaryIO, value: ir.Value) -> None:
     tensor = value.const_value
     assert isinstance(tensor, ir.ExternalTensor)
     if not tensor.dtype.is_floating_point():
         raise ValueError(f"the weight '{value.name}' is missing, and made-up numbers can't be {tensor.dtype}")
-    mean, spread = _distribution(value)
     first = zlib.crc32((value.name or "").encode()) % DRAWN
-    own = drawn[first : first + min(tensor.size, DRAWN)] * np.float32(spread) + np.float32(mean)
     file.seek(tensor.offset or 0)
-    np.resize(own.astype(tensor.dtype.numpy()), tensor.size).tofile(file)
+    np.resize(_numbers(*_distribution(value), tensor.dtype)[first : first + DRAWN], tensor.size).tofile(file)
+
+
+@cache
+def _numbers(mean: float, spread: float, dtype: ir.DataType) -> npt.NDArray[Any]:
+    """The drawn numbers, twice, so that from any of the first half on all of them follow."""
+    drawn = np.random.default_rng(0).standard_normal(DRAWN, dtype=np.float32)
+    return np.tile((drawn * np.float32(spread) + np.float32(mean)).astype(dtype.numpy()), 2)
 
 
 def _distribution(value: ir.Value) -> tuple[float, float]:
