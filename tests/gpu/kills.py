@@ -46,7 +46,7 @@ ROOM = 64
 
 @dataclass(frozen=True)
 class Round:
-    """Which rank gets which signal, and how many seconds after the session began to load."""
+    """Which rank gets which signal, and how many seconds after the session began to load, or to generate."""
 
     rank: int
     signal: signal.Signals
@@ -95,7 +95,7 @@ def _compile(folder: Path, options: argparse.Namespace) -> Path:
 def _draw(random: np.random.Generator, ranks: int, loading: float) -> Round:
     """A random round. `loading` are the seconds that a session takes to load."""
     in_loading = bool(random.random() < LOADING_PART)
-    delay = random.uniform(0, loading) if in_loading else loading + random.uniform(0, RUNNING)
+    delay = random.uniform(0, loading if in_loading else RUNNING)
     how = signal.SIGSTOP if random.random() < STOPPED_PART else signal.SIGKILL
     return Round(int(random.integers(ranks)), how, in_loading, float(delay))
 
@@ -105,6 +105,8 @@ def _try(package: Path, each: Round, before: Mapping[str, int]) -> tuple[float, 
     others = _children()
     caller = Caller(package)
     caller.start()
+    if not each.loading:
+        caller.loaded.wait(PATIENCE)
     time.sleep(each.delay)
     while len(ours := [child for child in _children() if child not in others]) <= each.rank:
         time.sleep(1e-3)  # the process has not started yet
@@ -133,6 +135,7 @@ class Caller(threading.Thread):
         super().__init__()
         self._package = package
         self.error, self.ended = "", 0.0
+        self.loaded = threading.Event()
 
     def run(self) -> None:
         try:
@@ -140,6 +143,7 @@ class Caller(threading.Thread):
         except SplitcError as error:
             self._end(error)
             return
+        self.loaded.set()
         try:
             while True:
                 _generate(session)
