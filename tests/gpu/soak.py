@@ -1,9 +1,11 @@
 """Many loads and many steps of a decoder whose ranks sum in each layer: none hangs, and all give the same.
 
     python -m tests.gpu.soak --devices 2xcuda --loads 100 --steps 1000
+    python -m tests.gpu.soak --devices 2xcpu --ranks processes --loads 5 --steps 100      # the same, without a GPU
 
-Each load decodes from the same tokens, as CUDA graphs as soon as these are recorded. A load that takes longer than
---patience ends the program with the stacks of all threads.
+Each load decodes from the same tokens, as CUDA graphs as soon as these are recorded. Ranks are what a session makes of
+them by itself, or --ranks threads or processes. A load that takes longer than --patience ends the program with the
+stacks of all threads. At the end: how the seconds of a load, and of its slowest step, are distributed.
 """
 
 from __future__ import annotations
@@ -12,9 +14,13 @@ import argparse
 import faulthandler
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 from models.llama import Size
@@ -22,6 +28,17 @@ from models.llama_fused import build
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
+from splitc.runtime.units import format_seconds
+
+
+@dataclass(frozen=True)
+class Load:
+    """A session: its last logits, and the seconds that it took to load, that a step took, and the slowest one."""
+
+    logits: npt.NDArray[Any]
+    loading: float
+    step: float
+    slowest: float
 
 
 def main() -> None:
@@ -31,6 +48,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--patience", type=float, default=60.0)
     parser.add_argument("--mode", default="tensor")
+    parser.add_argument("--ranks", choices=["threads", "processes"])
     options = parser.parse_args()
     dtype = ir.DataType.FLOAT if "cpu" in options.devices else ir.DataType.FLOAT16
     size = Size(layers=2, hidden=512, heads=8, kv_heads=4, feed_forward=1024, vocabulary=1000, dtype=dtype)
@@ -40,33 +58,42 @@ def main() -> None:
         save(build(size), model)
         request = Request(split_mode=options.mode, engine="onnxruntime", spread=True)
         compile_model(plan_model(model, [options.devices], request), package, verify=False)
-        first = None
-        for load in range(options.loads):
-            if load % 10 == 0:
-                print(f"{options.devices}: {load} loads in {time.monotonic() - start:.0f} s", flush=True)
+        loads: list[Load] = []
+        for number in range(options.loads):
+            if number % 10 == 0:
+                print(f"{options.devices}: {number} loads in {time.monotonic() - start:.0f} s", flush=True)
             faulthandler.dump_traceback_later(options.patience, exit=True)
-            logits = _decode(package, options.steps, size)
-            first = logits if first is None else first
-            if not np.array_equal(logits, first):
-                raise SystemExit(f"load {load} gave other logits")
+            loads.append(_decode(package, options.steps, options.ranks))
+            if not np.array_equal(loads[-1].logits, loads[0].logits):
+                raise SystemExit(f"load {number} gave other logits")
         faulthandler.cancel_dump_traceback_later()
+    _print(loads)
     steps = options.loads * options.steps
     print(f"{options.devices}: {options.loads} loads, {steps} steps, {time.monotonic() - start:.0f} s, all alike")
 
 
-def _decode(package: Path, steps: int, size: Size) -> np.ndarray:  # type: ignore[type-arg]
-    """The last logits of a number of steps in a new session."""
-    room = 64
-    with Session(package, verify=False) as session, session.start(capacity=room) as sequence:
-        token, logits = 1, None
+def _decode(package: Path, steps: int, ranks: str | None) -> Load:
+    """A number of steps in a new session."""
+    room, token, slowest = 64, 1, 0.0
+    began = time.perf_counter()
+    with Session(package, verify=False, ranks=ranks) as session, session.start(capacity=room) as sequence:
+        first = last = time.perf_counter()
         for step in range(steps):
             mask = (np.arange(room) <= step % room).astype(np.int64)[None]
             logits = sequence.run({"input_ids": np.array([[token]]), "attention_mask": mask})["logits"]
             token = int(logits[0, -1].argmax())
+            now = time.perf_counter()
+            slowest, last = max(slowest, now - last), now
         if session.notes:
             raise SystemExit(f"not replayed: {session.notes}")
-        assert logits is not None
-        return logits
+        return Load(logits, first - began, (last - first) / steps, slowest)
+
+
+def _print(loads: Sequence[Load]) -> None:
+    for what in ("loading", "step", "slowest"):
+        seconds = [getattr(load, what) for load in loads]
+        low, middle, high = (format_seconds(float(each)) for each in np.percentile(seconds, (10, 50, 90)))
+        print(f"{what}: 10 % {low}, median {middle}, 90 % {high}, most {format_seconds(max(seconds))}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,212 @@
+"""Errors and times of a model's packages, beside those of the unsplit model in ONNX Runtime."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+from splitc.runtime import Session
+from splitc.runtime.devices import Device
+from splitc.runtime.fills import make_inputs
+from splitc.runtime.manifest import Manifest
+from splitc.runtime.tools.compare import compare
+from splitc.runtime.tools.unsplit import fixed_feeds
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+# Requests under way at the same time; rounds of turns, and the seconds and the most requests of a turn.
+IN_FLIGHT, ROUNDS, SECONDS, REQUESTS = 4, 5, 0.3, 20
+ONE, UNSPLIT, KEPT = "one device", "unsplit", "unsplit, kept"
+# The times that are taken, in order: requests of new shapes, of one that was seen, and with several under way.
+NEW, AGAIN, STREAM = "new", "again", f"{IN_FLIGHT} in flight"
+
+
+@dataclass
+class Row:
+    """What is known of a package: its largest error, medians of seconds by the name of the time, what went wrong."""
+
+    error: float | None = None
+    problem: str = ""
+    weights: str = ""
+    memory: str = ""
+    failure: str = ""
+    notes: list[str] = field(default_factory=list)
+    times: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note the first error in the block, which ends it."""
+        try:
+            yield
+        except Exception as error:
+            self.failure = self.failure or first_line(error)
+
+
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+@dataclass(frozen=True)
+class Feeds:
+    """Arrays for a package's inputs, and for all of the unsplit model's."""
+
+    own: Arrays
+    whole: Arrays
+
+
+def make_feeds(manifest: Manifest, shapes: Mapping[str, Sequence[int]]) -> Feeds:
+    """Made-up inputs in these shapes, or in those that were planned for."""
+    sized = [
+        msgspec.structs.replace(tensor, sample_shape=list(shapes.get(tensor.name, tensor.sample_shape or ())))
+        for tensor in manifest.inputs
+    ]
+    own = make_inputs(sized)
+    return Feeds(own, {**own, **fixed_feeds(manifest, own)})
+
+
+class Unsplit:
+    """The unsplit model in a session of ONNX Runtime's own, with IO binding."""
+
+    def __init__(self, model: Path, device: Device) -> None:
+        self._kind, self._index = device.kind, device.index
+        providers: list[Any] = ["CPUExecutionProvider"]
+        if device.kind == "cuda":
+            ort.preload_dlls()
+            providers.insert(0, ("CUDAExecutionProvider", {"device_id": str(device.index), "use_tf32": "0"}))
+        options = ort.SessionOptions()
+        options.log_severity_level = 4
+        self._session = ort.InferenceSession(str(model), options, providers=providers, enable_fallback=0)
+        if len(self._session.get_providers()) < len(providers):
+            raise RuntimeError("ONNX Runtime dropped its CUDA provider")
+        self._names = [each.name for each in self._session.get_outputs()]
+
+    def run(self, feeds: Feeds) -> dict[str, npt.NDArray[Any]]:
+        binding = self._bind(feeds)
+        self._session.run_with_iobinding(binding)
+        return dict(zip(self._names, binding.copy_outputs_to_cpu(), strict=True))
+
+    def keep(self, feeds: Feeds) -> Callable[[], None]:
+        """A function that runs the model on inputs that are on the device, and leaves its outputs there."""
+        binding = self._bind(feeds)
+
+        def run() -> None:
+            self._session.run_with_iobinding(binding)
+            binding.synchronize_outputs()
+
+        return run
+
+    def _bind(self, feeds: Feeds) -> Any:
+        binding = self._session.io_binding()
+        for each in self._session.get_inputs():
+            value = ort.OrtValue.ortvalue_from_numpy(
+                np.ascontiguousarray(feeds.whole[each.name]), self._kind, self._index
+            )
+            binding.bind_ortvalue_input(each.name, value)
+        for name in self._names:
+            binding.bind_output(name, self._kind, self._index)
+        return binding
+
+
+class Measured:
+    """A model's packages that are loaded, by name, and what is measured of them and written to `rows`.
+
+    `feeds` are in the shapes that were planned for first, then in others. Outputs are compared with `expected`.
+    """
+
+    def __init__(self, unsplit: Unsplit, expected: Unsplit, feeds: Sequence[Feeds], rows: Mapping[str, Row]) -> None:
+        self._unsplit, self._feeds, self._rows = unsplit, feeds, rows
+        self._sessions: dict[str, Session] = {}
+        self._expected_of = expected
+        self._expected: tuple[Feeds, Arrays] | None = None
+
+    def add(self, name: str, session: Session) -> None:
+        """Try a package: eagerly, recorded and replayed."""
+        self._sessions[name] = session
+        for _ in range(3):
+            self._run_compared(name, self._feeds[0])
+
+    def take_times(self) -> None:
+        """Take all times, and what the sessions say of themselves."""
+        self._time_new()
+        count = self._count()
+        self._time_in_turns(AGAIN, {name: self._repeated(name, count) for name in (*self._sessions, UNSPLIT)})
+        self._time_in_turns(AGAIN, {KEPT: self._kept(count)})
+        self._time_in_turns(STREAM, {name: self._stream(name, count) for name in self._sessions})
+        for name, session in self._sessions.items():
+            self._rows[name].notes = session.notes
+
+    def _time_new(self) -> None:
+        """The first request of each of the other shapes."""
+        times: dict[str, list[float]] = {name: [] for name in (UNSPLIT, *self._sessions)}
+        for feeds in self._feeds[1:]:
+            times[UNSPLIT].append(_seconds(partial(self._unsplit.run, feeds)))
+            for name in self._sessions:
+                with self._rows[name].noted():
+                    times[name].append(self._run_compared(name, feeds))
+        for name, each in times.items():
+            if each:
+                self._rows[name].times[NEW] = median(each)
+
+    def _run_compared(self, name: str, feeds: Feeds) -> float:
+        """Run a request, note its largest error, and return its seconds."""
+        if self._expected is None or self._expected[0] is not feeds:
+            self._expected = feeds, self._expected_of.run(feeds)
+        session, row, expected = self._sessions[name], self._rows[name], self._expected[1]
+        start = time.perf_counter()
+        outputs = session.run(feeds.own)
+        seconds = time.perf_counter() - start
+        for each in compare(expected, outputs, number_type=session.manifest.number_type):
+            row.error = max(row.error or 0.0, each.relative)
+            if not each.passed:
+                row.problem = each.problem or "differs"
+        if not all(np.isfinite(array).all() for array in expected.values() if array.dtype.kind == "f"):
+            row.problem = "not finite in the model itself"
+        return seconds
+
+    def _count(self) -> int:
+        """How many requests a turn has."""
+        return max(1, min(REQUESTS, int(SECONDS / _seconds(lambda: self._unsplit.run(self._feeds[0])))))
+
+    def _repeated(self, name: str, count: int) -> Callable[[], float]:
+        feeds = self._feeds[0]
+        session = self._sessions.get(name)
+        run: Callable[[], Any] = (
+            (lambda: self._unsplit.run(feeds)) if session is None else lambda: session.run(feeds.own)
+        )
+        return lambda: _seconds(lambda: [run() for _ in range(count)]) / count
+
+    def _kept(self, count: int) -> Callable[[], float]:
+        run = self._unsplit.keep(self._feeds[0])
+        return lambda: _seconds(lambda: [run() for _ in range(count)]) / count
+
+    def _stream(self, name: str, count: int) -> Callable[[], float]:
+        session, many = self._sessions[name], [self._feeds[0].own] * (count + IN_FLIGHT)
+        return lambda: _seconds(lambda: sum(1 for _ in session.map(many, in_flight=IN_FLIGHT))) / len(many)
+
+    def _time_in_turns(self, what: str, work: Mapping[str, Callable[[], float]]) -> None:
+        """The median of each work's seconds, after one turn for warming up. One that fails is left out."""
+        times: dict[str, list[float]] = {name: [] for name in work}
+        for _ in range(1 + ROUNDS):
+            for name, run in work.items():
+                if not self._rows[name].failure:
+                    with self._rows[name].noted():
+                        times[name].append(run())
+        for name, each in times.items():
+            if len(each) > 1:
+                self._rows[name].times[what] = median(each[1:])
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
