@@ -1,53 +1,20 @@
-/* The operators that ranks' engines meet in, for ONNX Runtime: splitc.AllReduce on the CPU and on CUDA devices.
+/* The operators that ranks' engines meet in, for ONNX Runtime, on the CPU and on CUDA devices: splitc.AllReduce, and
+ * those of transfer_operators.c.
  *
  * An engine's operators belong to one rank of one group of ranks: an `End`. ONNX Runtime asks for operators when it is given
  * this library, by `RegisterCustomOps`, on the thread that gives it; so the end is named to that thread before. */
+#include "operators.h"
+
 #include <stdio.h>
 #include <stdlib.h>
 
 #include "combine.h"
-#include "meeting.h"
-#include "ort_api.h"
 
 #if defined(_WIN32)
 #define EXPORT __declspec(dllexport)
 #else
 #define EXPORT __attribute__((visibility("default")))
 #endif
-#define MESSAGE 256
-
-/* NCCL's ncclAllReduce, which is looked up by who has loaded NCCL. */
-typedef int (*NcclAllReduce)(const void* in, void* out, size_t count, int type, int operation, void* communicator,
-                             void* stream);
-
-/* CUDA's cudaMemcpyAsync and cudaStreamSynchronize, likewise. */
-typedef int (*CopyAsync)(void* to, const void* from, size_t bytes, int kind, void* stream);
-typedef int (*Synchronize)(void* stream);
-enum { COPY_DEFAULT = 4 }; /* cudaMemcpyDefault: by the addresses */
-
-struct End;
-
-/* An operator of one engine, with the end that its kernels use. */
-typedef struct Operator {
-    OrtCustomOp op;
-    int on_gpu;
-    struct End* end;
-} Operator;
-
-/* A rank's end: of a meeting on the host, or of a communicator of NCCL's. A GPU comes to a meeting by copies to the host.
- * It keeps what ONNX Runtime was given. */
-typedef struct End {
-    Member member;
-    NcclAllReduce nccl;
-    void* communicator;
-    CopyAsync copy;
-    Synchronize synchronize;
-    void* staged;
-    size_t room;
-    Operator operators[2];
-    const OrtApi* api;
-    OrtCustomOpDomain* domain;
-} End;
 
 typedef struct Kernel {
     const OrtApi* api;
@@ -57,14 +24,6 @@ typedef struct Kernel {
 } Kernel;
 
 static _Thread_local End* registered;
-
-#define TRY(call)                      \
-    do {                               \
-        OrtStatus* status_ = (call);   \
-        if (status_) return status_;   \
-    } while (0)
-
-static OrtStatus* fail(const OrtApi* api, const char* message) { return ORT(api, CreateStatus)(ORT_FAIL, message); }
 
 /* The number types of NCCL, by those of ONNX; -1 where it has none. */
 static int nccl_type(int type) {
@@ -119,12 +78,7 @@ static OrtStatus* reduce_by_host(Kernel* kernel, OrtKernelContext* context, int 
     size_t bytes = count * number_bytes(type);
     void* stream = NULL;
     TRY(ORT(kernel->api, KernelContext_GetGPUComputeStream)(context, &stream));
-    if (bytes > end->room) {
-        free(end->staged);
-        end->staged = malloc(bytes);
-        end->room = end->staged ? bytes : 0;
-        if (!end->staged) return fail(kernel->api, "out of memory");
-    }
+    TRY(make_room(kernel->api, end, bytes));
     if (end->copy(end->staged, in, bytes, COPY_DEFAULT, stream) || end->synchronize(stream))
         return fail(kernel->api, "the GPU failed before a sum over ranks");
     TRY(reduce_on_host(kernel, type, end->staged, end->staged, count));
@@ -177,54 +131,61 @@ static OrtStatus* create(const OrtCustomOp* op, const OrtApi* api, const OrtKern
     return status;
 }
 
-static void destroy(void* kernel) { free(kernel); }
 static const char* name(const OrtCustomOp* op) { return (void)op, "AllReduce"; }
-static const char* provider(const OrtCustomOp* op) { return ((const Operator*)op)->on_gpu ? "CUDAExecutionProvider" : "CPUExecutionProvider"; }
 static size_t two(const OrtCustomOp* op) { return (void)op, 2; }
-static int yes(const OrtCustomOp* op) { return (void)op, 1; }
-static int last(const OrtCustomOp* op) { return (void)op, 0x7fffffff; }
 /* The value and, optionally, a token that says that another collective has come before this one. */
 static int type_of(const OrtCustomOp* op, size_t index) { return (void)op, index ? ORT_UINT8 : ORT_UNDEFINED; }
 static int needed(const OrtCustomOp* op, size_t index) { return (void)op, index ? ORT_OPTIONAL : ORT_REQUIRED; }
-static int memory(const OrtCustomOp* op, size_t index) { return (void)op, (void)index, ORT_DEFAULT_MEMORY; }
 
 static size_t may_write_over(int** inputs, int** outputs) {
     *inputs = calloc(1, sizeof **inputs); /* the value, and no token */
     *outputs = calloc(1, sizeof **outputs);
     return *inputs && *outputs;
 }
-static void release_places(int* inputs, int* outputs) {
-    free(inputs);
-    free(outputs);
-}
-static size_t no_alias(int** inputs, int** outputs) { return (void)inputs, (void)outputs, 0; }
 
-static void init_operator(Operator* made, int on_gpu, End* end) {
-    made->on_gpu = on_gpu;
-    made->end = end;
-    made->op.version = ORT_VERSION;
+static void init_all_reduce(Operator* made) {
     made->op.GetName = name;
-    made->op.GetExecutionProviderType = provider;
     made->op.GetInputType = type_of;
     made->op.GetInputTypeCount = two;
     made->op.GetOutputType = type_of;
     made->op.GetOutputTypeCount = two;
-    made->op.KernelDestroy = destroy;
     made->op.GetInputCharacteristic = needed;
     made->op.GetOutputCharacteristic = needed;
-    made->op.GetInputMemoryType = memory;
-    made->op.GetVariadicInputMinArity = yes;
-    made->op.GetVariadicInputHomogeneity = yes;
-    made->op.GetVariadicOutputMinArity = yes;
-    made->op.GetVariadicOutputHomogeneity = yes;
     made->op.CreateKernelV2 = create;
     made->op.KernelComputeV2 = compute;
+    made->op.GetMayInplace = may_write_over;
+}
+
+static void destroy(void* kernel) { free(kernel); }
+static const char* provider(const OrtCustomOp* op) {
+    return ((const Operator*)op)->on_gpu ? "CUDAExecutionProvider" : "CPUExecutionProvider";
+}
+static int memory(const OrtCustomOp* op, size_t index) { return (void)op, (void)index, ORT_DEFAULT_MEMORY; }
+static int yes(const OrtCustomOp* op) { return (void)op, 1; }
+static int no(const OrtCustomOp* op) { return (void)op, 0; }
+static int last(const OrtCustomOp* op) { return (void)op, 0x7fffffff; }
+static size_t no_places(int** inputs, int** outputs) { return (void)inputs, (void)outputs, 0; }
+static void release_places(int* inputs, int* outputs) {
+    free(inputs);
+    free(outputs);
+}
+
+/* What all operators have in common. */
+static void init_operator(Operator* made, int on_gpu, End* end) {
+    made->on_gpu = on_gpu;
+    made->end = end;
+    made->op.version = ORT_VERSION;
+    made->op.GetExecutionProviderType = provider;
+    made->op.KernelDestroy = destroy;
+    made->op.GetInputMemoryType = memory;
+    made->op.GetVariadicInputMinArity = yes;
+    made->op.GetVariadicInputHomogeneity = no;
+    made->op.GetVariadicOutputMinArity = yes;
+    made->op.GetVariadicOutputHomogeneity = yes;
     made->op.GetStartVersion = yes;
     made->op.GetEndVersion = last;
-    made->op.GetMayInplace = may_write_over;
-    made->op.ReleaseMayInplace = release_places;
-    made->op.GetAliasMap = no_alias;
-    made->op.ReleaseAliasMap = release_places;
+    made->op.GetMayInplace = made->op.GetAliasMap = no_places;
+    made->op.ReleaseMayInplace = made->op.ReleaseAliasMap = release_places;
 }
 
 /* What ONNX Runtime calls. Of a thread that has named no end, operators that can be loaded and not be run. */
@@ -233,12 +194,15 @@ EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase
     const OrtApi* api = base->GetApi(ORT_VERSION);
     End* end = registered ? registered : &none;
     if (end->domain) return ORT(api, AddCustomOpDomain)(options, end->domain);
+    static void (*const kinds[])(Operator*) = {init_all_reduce, init_send, init_receive, init_after};
     end->api = api;
-    init_operator(&end->operators[0], 0, registered);
-    init_operator(&end->operators[1], 1, registered);
     TRY(ORT(api, CreateCustomOpDomain)("splitc", &end->domain));
-    TRY(ORT(api, CustomOpDomain_Add)(end->domain, &end->operators[0].op));
-    TRY(ORT(api, CustomOpDomain_Add)(end->domain, &end->operators[1].op));
+    for (int number = 0; number < OPERATORS; number++) {
+        Operator* made = &end->operators[number];
+        init_operator(made, number % 2, registered);
+        kinds[number / 2](made);
+        TRY(ORT(api, CustomOpDomain_Add)(end->domain, &made->op));
+    }
     return ORT(api, AddCustomOpDomain)(options, end->domain);
 }
 
