@@ -96,7 +96,7 @@ class RowSplit:
             nodes = [product.node for product in products]
             slowest = max(clock.seconds(rank, nodes, len(ranks), partial(self._share, rank.part)) for rank in ranks)
             total += clock.meeting(slowest) * max(1.0, clock.crowd(len(ranks)))
-            total += 2 * (link.latency + clock.cold(main) + clock.start(main))
+            total += 2 * (link.latency + clock.cold(main) + (0.0 if clock.operators else clock.start(main)))
         # Received columns are copied once more to be joined.
         results = (product.result for product in self.sliced.products.values())
         joined = sum(map(self.analysis.costs.value_bytes, results))

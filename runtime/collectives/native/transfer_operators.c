@@ -74,8 +74,10 @@ static OrtStatus* check_nccl(const Kernel* kernel, int status, const char* what)
 static OrtStatus* check_end(const Kernel* kernel) {
     const End* end = kernel->end;
     if (!end) return fail(kernel->api, "this engine was loaded without the ranks that it sends to and receives from");
-    int fits = kernel->on_gpu ? end->copy || (end->nccl && end->member.meeting) : !end->nccl;
-    return fits ? NULL : fail(kernel->api, "this transfer between ranks is for another kind of device");
+    int fits = end->member.meeting && (kernel->on_gpu ? end->copy || end->nccl : !end->nccl);
+    if (!fits) return fail(kernel->api, "this transfer between ranks is for another kind of device");
+    int known = kernel->peer >= 0 && kernel->peer < meeting_channels(end->member.meeting).ranks;
+    return known ? NULL : fail(kernel->api, "this transfer is with a rank that is not there");
 }
 
 /* Two GPUs that NCCL connects agree on the host before both take part, so that none waits for one that has failed. */

@@ -172,9 +172,9 @@ def test_products_of_one_activation_are_one_round_trip(tmp_path: Path) -> None:
     three, one = "MatMul MatMul MatMul After Receive Receive Receive", "MatMul After Receive"
     assert kinds_of(plan, 0) == f"Send {three} Send {one}"
     for number in (0, 1):
-        self_made = {value for node in operators(plan, number) for value in node.outputs}
-        chained = [node for node in operators(plan, number) if node.domain == "splitc"][1:]
-        assert all(self_made & set(node.inputs) for node in chained)
+        nodes = operators(plan, number)
+        made = {value for node in nodes for value in node.outputs}
+        assert all(made & set(node.inputs) for node in nodes[1:] if node.domain == "splitc")
 
 
 def test_products_of_one_activation_are_one_round_trip_of_segments(tmp_path: Path, segments: None) -> None:
