@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from splitc.runtime.collectives.engine_meeting import registered
+from splitc.runtime.collectives.engine_meeting import PATIENCE, EngineMeeting, MeetingEnd, registered
 from splitc.runtime.engines.gpu_array import GpuArray
 from splitc.runtime.engines.operator_library import load_library
 from splitc.runtime.errors import EngineError, PackageError
@@ -35,13 +35,23 @@ _SUM, _MAX = 0, 2
 
 
 class NcclCommunicator:
-    """One rank's end of a communicator of NCCL's. A rank that fails can't tell the others' GPUs."""
+    """One rank's end of a communicator of NCCL's. A rank that fails in a sum can't tell the others' GPUs."""
 
     capturable = True
 
     def __init__(self, communicator: Any) -> None:
         self._communicator = communicator
         self.pointer: int | None = communicator.comm
+        # Where ranks agree on what they are about to send each other inside engines.
+        self._meeting: MeetingEnd | None = None
+
+    def meet(self, meeting: EngineMeeting, place: int) -> None:
+        """Let engines send and receive too, which they agree on in this meeting, where the rank has this place."""
+        library, nccl = load_library(), _load_nccl()
+        end = library.splitc_end_of_nccl(_function(nccl.ncclAllReduce), self.pointer)
+        send, receive = _function(nccl.ncclSend), _function(nccl.ncclRecv)
+        library.splitc_end_transfers(end, meeting.address, place, PATIENCE, send, receive)
+        self._meeting = MeetingEnd(meeting, end)
 
     def all_reduce(self, operation: str, part: GpuArray, whole: GpuArray, stream: int) -> None:
         """Reduce an array over the ranks, on a stream."""
@@ -59,19 +69,28 @@ class NcclCommunicator:
 
     @contextmanager
     def registered(self) -> Iterator[Path]:
-        try:
-            library = ctypes.CDLL("libnccl.so.2")  # CuPy has loaded it, so it is found by its name
-        except OSError as error:
-            raise PackageError(f"NCCL, which sums inside engines, can't be loaded: {error}") from error
-        function = ctypes.cast(library.ncclAllReduce, ctypes.c_void_p)
+        if self._meeting is not None:
+            with self._meeting.registered() as path:
+                yield path
+            return
+        function = _function(_load_nccl().ncclAllReduce)
         with registered(load_library().splitc_end_of_nccl(function, self.pointer)) as path:
             yield path
 
     def begin(self) -> None:
-        pass
+        if self._meeting is not None:
+            self._meeting.begin()
 
     def fail(self) -> bool:
-        return False
+        return self._meeting is not None and self._meeting.fail()
+
+    def tell(self, peer: int, numbers: Sequence[int]) -> None:
+        assert self._meeting is not None, "only engines with operators are told"
+        self._meeting.tell(peer, numbers)
+
+    def hear(self, peer: int) -> list[int]:
+        assert self._meeting is not None, "only engines with operators are told"
+        return self._meeting.hear(peer)
 
     def abort(self) -> None:
         """Abort its work, and release it."""
@@ -112,6 +131,19 @@ class NcclCommunicators:
         """Abort the communicators' work, and release them."""
         while self._made:
             self._made.pop()[1].abort()
+
+
+def _load_nccl() -> ctypes.CDLL:
+    """NCCL's library. Raises PackageError if it can't be loaded."""
+    try:
+        return ctypes.CDLL("libnccl.so.2")  # CuPy has loaded it, so it is found by its name
+    except OSError as error:
+        raise PackageError(f"NCCL, which connects engines, can't be loaded: {error}") from error
+
+
+def _function(function: Any) -> ctypes.c_void_p:
+    """The address of a C function."""
+    return ctypes.cast(function, ctypes.c_void_p)
 
 
 def _elements(value: GpuArray) -> tuple[int, int]:

@@ -136,11 +136,11 @@ class RankProcesses:
                 os.close(descriptor)
 
     def _groups(self) -> set[tuple[int, ...]]:
-        """The groups of ranks on CPU devices whose engines meet."""
+        """The groups of ranks whose engines meet: to exchange values or, on GPUs, to agree on what NCCL does."""
         if not find_kind(self._manifest.engine).uses_operators:
             return set()
         files = [file for rank in self._manifest.ranks for file in rank.engines if file.group]
-        return {tuple(file.group) for file in files if self._devices[file.group[0]].kind == "cpu"}
+        return {tuple(file.group) for file in files}
 
     def _wait_loaded(self) -> None:
         """Wait until all ranks have loaded their engines. Raises the first error, after ending the other ranks."""

@@ -9,6 +9,7 @@
 #include <stdlib.h>
 
 #include "combine.h"
+#include "transfers.h"
 
 #if defined(_WIN32)
 #define EXPORT __declspec(dllexport)
@@ -125,6 +126,7 @@ static OrtStatus* create(const OrtCustomOp* op, const OrtApi* api, const OrtKern
     kernel->api = api;
     kernel->end = own->end;
     kernel->on_gpu = own->on_gpu;
+    if (own->end) own->end->sums = 1;
     OrtStatus* status = ORT(api, KernelInfoGetAttribute_int64)(info, "operation", &kernel->operation);
     if (status) free(kernel);
     *made = status ? NULL : kernel;
@@ -220,6 +222,13 @@ EXPORT End* splitc_end_of_nccl(NcclAllReduce all_reduce, void* communicator) {
     return end;
 }
 
+/* Let an end of a communicator of NCCL's send and receive too. The ranks agree on it in a meeting. */
+EXPORT void splitc_end_transfers(End* end, Meeting* meeting, int rank, double patience, NcclSend send,
+                                 NcclReceive receive) {
+    end->member = (Member){.meeting = meeting, .rank = rank, .patience = patience};
+    end->nccl_send = send, end->nccl_receive = receive;
+}
+
 /* Let a GPU come to the end's meeting. */
 EXPORT void splitc_end_on_gpu(End* end, CopyAsync copy, Synchronize synchronize) {
     end->copy = copy, end->synchronize = synchronize;
@@ -229,11 +238,13 @@ EXPORT void splitc_end_on_gpu(End* end, CopyAsync copy, Synchronize synchronize)
 EXPORT void splitc_end_register(End* end) { registered = end; }
 
 EXPORT void splitc_begin(End* end) {
-    if (!end->nccl) meeting_begin(&end->member);
+    if (end->member.meeting) meeting_begin(&end->member);
 }
 
-EXPORT void splitc_fail(End* end) {
-    if (!end->nccl) meeting_fail(&end->member);
+/* Returns whether the others' collectives then fail at once: those of NCCL's that sum can't be told. */
+EXPORT int splitc_fail(End* end) {
+    if (end->member.meeting) meeting_fail(&end->member);
+    return !(end->nccl && (end->sums || !end->member.meeting));
 }
 
 EXPORT size_t splitc_meeting_bytes(int ranks, size_t staging) { return meeting_bytes(ranks, staging); }
@@ -244,4 +255,17 @@ EXPORT void splitc_meeting_abort(Meeting* meeting) { meeting_abort(meeting); }
 EXPORT int splitc_all_reduce(End* end, int operation, int type, const void* in, void* out, size_t count) {
     int who = -1;
     return meeting_all_reduce(&end->member, operation, type, in, out, count, &who);
+}
+
+/* Send bytes to a rank, or receive them, without an engine. Return what the transfers do, or MEETING_DIFFERENT. */
+EXPORT int splitc_send(End* end, int peer, const void* value, size_t bytes) {
+    Head head = {.type = ORT_UINT8, .axes = 1, .sizes = {(int64_t)bytes}};
+    return transfer_send(&end->member, peer, &head, value, bytes);
+}
+
+EXPORT int splitc_receive(End* end, int peer, void* value, size_t bytes) {
+    Head head;
+    int status = transfer_await(&end->member, peer, &head);
+    if (status != MEETING_OK) return status;
+    return head.sizes[0] == (int64_t)bytes ? transfer_take(&end->member, peer, value, bytes) : MEETING_DIFFERENT;
 }

@@ -38,6 +38,7 @@ typedef struct End {
     NcclSend nccl_send;
     NcclReceive nccl_receive;
     void* communicator;
+    int sums; /* whether an engine has all-reduces */
     CopyAsync copy;
     Synchronize synchronize;
     void* staged;
