@@ -36,7 +36,9 @@ def _works(version: str) -> bool:
             text=True,
         )
         assert shown.stdout.strip() == version
-        found = subprocess.run([sys.executable, "-m", "pytest", *TESTS], env=environment, capture_output=True, text=True)
+        found = subprocess.run(
+            [sys.executable, "-m", "pytest", *TESTS], env=environment, capture_output=True, text=True
+        )
         print(version, "works" if found.returncode == 0 else found.stdout[-2000:], flush=True)
         return found.returncode == 0
 

@@ -6,7 +6,7 @@ its own columns while the other ranks multiply theirs, and receives. So a rank n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -25,15 +25,18 @@ def main_graph(sliced: SlicedProducts, stage: Stage) -> ir.Graph:
     """The main rank's graph: the model, with sends, its own columns and receives in the place of each round."""
     graph = exchange_graph(sliced, stage)
     exchanges = find_exchanges(graph)
+    taken = {product: [value for value in node.inputs if value is not None] for product, node in exchanges.items()}
     builder = _Builder(graph)
     works = [sliced.work(number) for number in range(sliced.columns.ranks)]
     for products, own, *others in zip(sliced.rounds, *works, strict=True):
-        given = {value: fed for each in products for value, fed in zip(each.takes, exchanges[each].inputs, strict=True)}
+        given = {value: fed for each in products for value, fed in zip(each.takes, taken[each], strict=True)}
         for rank, work in enumerate(others, 1):
             given.update({value: builder.send(given[value], rank) for value in work.takes})
         made = builder.multiply(sliced, 0, own.products, given)
         for rank, work in enumerate(others, 1):
-            made.update({(each, rank): builder.receive(slice_name(each, rank), each.result, rank) for each in work.products})
+            made.update(
+                {(each, rank): builder.receive(slice_name(each, rank), each.result, rank) for each in work.products}
+            )
         for product in products:
             for rank, columns in zip(sliced.ranks(product), exchanges[product].outputs, strict=True):
                 columns.replace_all_uses_with(made[product, rank])

@@ -39,9 +39,9 @@ def library_path() -> Path:
     spec = find_spec(MODULE)
     if spec is None or spec.origin is None:
         raise PackageError(
-            "these engines exchange values with other ranks while they run, for which they need splitc's C library, and this machine has "
-            "none: install a C compiler (gcc or clang), then install splitc again. Or compile the model on this "
-            "machine: without the library, engines are cut there."
+            "these engines exchange values with other ranks while they run, for which they need splitc's C library, "
+            "and this machine has none: install a C compiler (gcc or clang), then install splitc again. Or compile the "
+            "model on this machine: without the library, engines are cut at their collectives."
         )
     return Path(spec.origin)
 

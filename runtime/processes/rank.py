@@ -32,6 +32,8 @@ from splitc.runtime.processes.nccl_files import find_nccl_files, remove_nccl_fil
 from splitc.runtime.ranks.loop import Span
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.ranks.thread import Worker
+from splitc.runtime.replay.lead import find_lead
+from splitc.runtime.replay.led_replays import LedReplays
 from splitc.runtime.replay.rank_replays import RankReplays
 from splitc.runtime.shared_memory import Lender, SlotReader, map_memory
 from splitc.runtime.steps import Run, Step
@@ -54,12 +56,19 @@ class RankProcess:
         meetings = {g: EngineMeeting(len(g), map_memory(memory)) for g, memory in start.meetings.items()}
         channels = {other: Channel(descriptor) for other, descriptor in start.channels.items()}
         self._collectives = ProcessCollectives(start.number, channels, meetings, backend)
-        self._everyone = range(len(manifest.ranks)) if _exchanges(manifest) else range(0)
+        self._exchanges = _exchanges(manifest)
+        lead = find_lead(manifest, start.number)
+        self._everyone = range(len(manifest.ranks)) if self._exchanges or lead is not None else range(0)
         self._failed: int | None = None
-        self._replays = None
+        self._replays: RankReplays | None = None
         if start.cuda_graphs and device.kind == "cuda":
             optional = [tensor.name for tensor in manifest.optional]
-            self._replays = RankReplays(optional, self._everyone)
+            is_led = lead is not None and lead.group.index(start.number) in lead.led
+            self._replays = (
+                LedReplays(self._everyone, lead)
+                if lead is not None and is_led
+                else RankReplays(optional, self._everyone, lead)
+            )
         self.worker = Worker(
             start.number,
             rank,
@@ -84,7 +93,8 @@ class RankProcess:
 
     def _connect(self) -> None:
         """Connect the ranks, and agree on whether their work can be captured."""
-        self._collectives.connect()
+        if self._exchanges:
+            self._collectives.connect()
         blockers = self._collectives.all_gather(self._everyone, self.worker.capture_blocker)
         if isinstance(blockers, Failure):
             raise blockers.error

@@ -40,8 +40,8 @@ from splitc.runtime.steps import Receive, Reduce, Send
 def measure_memory(package: Path, threads: int, feeds: Mapping[str, npt.NDArray[Any]]) -> list[RankMemory]:
     """Run the ranks, each in its own process. Raises SplitcError if one fails.
 
-    Ranks run one after another, or at once if their engines meet. If ranks receive values from later ones, all ranks run
-    once together before, to record these values.
+    Ranks run one after another, or at once if their engines meet. If ranks receive values from later ones, all ranks
+    run once together before, to record these values.
     """
     manifest = read_manifest(package)
     values: dict[str, npt.NDArray[Any]] = dict(feeds)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import onnxruntime as ort
 import pytest
 
 from splitc.runtime.collectives.engine_meeting import LINE, EngineMeeting, MeetingEnd, shared_bytes
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS, open_session
 from splitc.runtime.engines.operator_library import is_built, library_path
+from splitc.runtime.errors import EngineError
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="splitc was installed without a C compiler")
 
@@ -122,3 +125,122 @@ def test_engines_send_and_receive(engines: tuple[Path, Path], shared: bool) -> N
             end.begin()
         (found, _), _ = together(lambda x=x: main.run(None, {"x": x}), lambda: helper.run(None, {}))  # type: ignore[misc]
         np.testing.assert_array_equal(found, expected(x))
+
+
+def begin(ends: list[MeetingEnd]) -> None:
+    for end in ends:
+        end.begin()
+
+
+@pytest.fixture
+def sessions(engines: tuple[Path, Path]) -> Any:
+    _, ends = meet(2, patience=20.0)
+    return ends, [open_session(path, 1, end) for path, end in zip(engines, ends, strict=True)]
+
+
+def run_both(sessions: Any, x: Any) -> Any:
+    ends, (main, helper) = sessions
+    begin(ends)
+    return together(lambda: main.run(None, {"x": x}), lambda: helper.run(None, {}))[0][0]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("count", [0, 1, 3, 8])
+def test_rank_that_fails_ends_its_request_alone(sessions: Any, failing: int, count: int) -> None:
+    """After it has sent a few values, which nobody takes any more. The other rank waits for what does not come."""
+    ends, loaded = sessions
+    x = np.ones((2, 32), np.float32)
+    for _ in range(3):
+        begin(ends)
+
+        def fail() -> None:
+            with suppress(EngineError):  # the other one does not want them
+                for _ in range(count):
+                    ends[failing].tell(1 - failing, [1])
+            time.sleep(0.02)
+            ends[failing].fail()
+
+        def run() -> str:
+            # A head that is not that of a float is refused; else the rank waits until it is told.
+            with pytest.raises(ERRORS, match=r"another rank failed|another type"):
+                loaded[1 - failing].run(None, {"x": x} if failing else {})
+            ends[1 - failing].fail()
+            return "failed"
+
+        assert together(fail, run)[1] == "failed"
+        np.testing.assert_array_equal(run_both(sessions, x), expected(x))
+
+
+def test_rank_that_fails_in_the_midst_of_a_value(sessions: Any) -> None:
+    """The sender has filled the channel, and waits for room."""
+    ends, (main, _) = sessions
+    begin(ends)
+    big = np.ones((20_000, 32), np.float32)
+
+    def fail() -> None:
+        time.sleep(0.1)
+        ends[1].fail()
+
+    def run() -> None:
+        with pytest.raises(ERRORS, match="another rank failed"):
+            main.run(None, {"x": big})
+
+    together(fail, run)
+    np.testing.assert_array_equal(run_both(sessions, big), expected(big))
+
+
+def test_nobody_waits_after_an_abort(engines: tuple[Path, Path]) -> None:
+    meeting, ends = meet(2)
+    helper = open_session(engines[1], 1, ends[1])
+    begin(ends)
+
+    def run() -> None:
+        with pytest.raises(ERRORS, match="another rank failed"):
+            helper.run(None, {})
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(run)
+        time.sleep(0.05)
+        meeting.abort()
+        waiting.result(5)
+    begin(ends)
+    run()
+
+
+def test_rank_that_does_not_come_is_named(engines: tuple[Path, Path]) -> None:
+    _, ends = meet(2, patience=0.3)
+    main, helper = (open_session(path, 1, end) for path, end in zip(engines, ends, strict=True))
+    begin(ends)
+    start = time.monotonic()
+    with pytest.raises(ERRORS, match="rank 0 did not send a value within 0 s"):
+        helper.run(None, {})
+    assert 0.3 <= time.monotonic() - start < 5
+    begin(ends)
+    with pytest.raises(ERRORS, match="rank 1 did not receive a value within 0 s"):
+        main.run(None, {"x": np.ones((20_000, 32), np.float32)})
+
+
+def test_numbers_are_told_without_engines() -> None:
+    _, ends = meet(3)
+    begin(ends)
+    ends[2].tell(0, [1, 2, 3])
+    ends[1].tell(0, [])
+    assert (ends[0].hear(1), ends[0].hear(2)) == ([], [1, 2, 3])
+    ends[1].fail()
+    with pytest.raises(EngineError, match="another rank failed"):
+        ends[0].hear(1)
+
+
+@pytest.mark.parametrize("with_end", [False, True])
+def test_engine_without_its_ranks_says_so(engines: tuple[Path, Path], with_end: bool) -> None:
+    if with_end:
+        session = open_session(engines[0], 1, EngineMeeting(1).join(0))
+        message = "with a rank that is not there"
+    else:
+        options = ort.SessionOptions()
+        options.log_severity_level = 4
+        options.register_custom_ops_library(str(library_path()))
+        session = ort.InferenceSession(str(engines[0]), options)
+        message = "loaded without the ranks that it sends to"
+    with pytest.raises(ERRORS, match=message):
+        session.run(None, {"x": np.ones((1, 32), np.float32)})

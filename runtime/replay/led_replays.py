@@ -1,0 +1,43 @@
+"""The CUDA graphs of a rank that is led: it is fed nothing, and so is told which requests to record and to replay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from splitc.runtime.arrays import Array
+from splitc.runtime.engines.gpu_device import GpuDevice
+from splitc.runtime.ranks.loop import Span
+from splitc.runtime.ranks.request import InFlightRequest
+from splitc.runtime.ranks.thread import Worker
+from splitc.runtime.replay.lead import Act, Lead
+from splitc.runtime.replay.rank_replays import RankRecording, RankReplays
+from splitc.runtime.replay.recording import STATELESS
+
+
+class LedReplays(RankReplays):
+    """The recordings of a rank that `lead` tells what to do, by the numbers that the leading rank gives them."""
+
+    def __init__(self, everyone: Sequence[int], lead: Lead) -> None:
+        super().__init__((), everyone)
+        self._leader = lead
+        self._numbered: dict[int, RankRecording] = {}
+
+    def play(self, worker: Worker, request: InFlightRequest) -> tuple[dict[str, Array], Span] | None:
+        """See Replays."""
+        gpu = worker.backend
+        assert isinstance(gpu, GpuDevice)
+        if worker.capture_blocker is not None:
+            return None
+        act, number, kept = self._leader.hear(worker)
+        self._numbered = {each: made for each, made in self._numbered.items() if each in (number, *kept)}
+        if act is Act.RECORD:
+            made = self._record(worker, gpu, request, (number,), STATELESS, number)
+            if made is not None:
+                self._numbered[number] = made
+        if act is Act.EAGER or number not in self._numbered:
+            return None
+        worker.drain()  # so that requests end in order
+        return self._numbered[number].launch(worker, gpu, request)
+
+    def forget(self, worker: Worker, sequence: int) -> None:
+        """See Replays. A rank that is led has no states."""
