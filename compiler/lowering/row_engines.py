@@ -19,6 +19,8 @@ from splitc.compiler.sharding.products import Product
 from splitc.compiler.sharding.slices import SlicedProducts
 
 SEND, RECEIVE, AFTER = "Send", "Receive", "After"
+# What is put behind the names of the first two for values in half precision, which have operators of their own.
+_HALF = "Half"
 
 
 def main_graph(sliced: SlicedProducts, stage: Stage) -> ir.Graph:
@@ -70,12 +72,13 @@ class _Builder:
 
     def send(self, value: ir.Value, peer: int) -> ir.Value:
         """Send a value to a rank. Returns it as it is afterwards, for what is to be computed after that."""
-        return self._transfer(SEND, value, peer, f"{value.name}/sent{peer}")
+        assert value.dtype is not None
+        return self._transfer(SEND, value, value.dtype, peer, f"{value.name}/sent{peer}")
 
     def receive(self, name: str, like: ir.Value, peer: int) -> ir.Value:
         """Receive a value of the type of another one from a rank."""
         assert like.dtype is not None
-        return self._transfer(RECEIVE, self._like(like.dtype), peer, name)
+        return self._transfer(RECEIVE, self._like(like.dtype), like.dtype, peer, name)
 
     def multiply(
         self, sliced: SlicedProducts, rank: int, products: Sequence[Product], given: Mapping[ir.Value, ir.Value]
@@ -107,10 +110,11 @@ class _Builder:
         graph.sort()
         return graph
 
-    def _transfer(self, kind: str, value: ir.Value, peer: int, name: str) -> ir.Value:
+    def _transfer(self, kind: str, value: ir.Value, dtype: ir.DataType, peer: int, name: str) -> ir.Value:
+        kind += _HALF if dtype == ir.DataType.FLOAT16 else ""
         inputs = [value, *([] if self._token is None else [self._token])]
         given, self._token = self._operator(kind, inputs, {"peer": peer}, [name, f"{name}/token"])
-        self._last = given.producer()
+        self._last, given.type = given.producer(), ir.TensorType(dtype)
         return given
 
     def _operator(

@@ -196,7 +196,8 @@ EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase
     const OrtApi* api = base->GetApi(ORT_VERSION);
     End* end = registered ? registered : &none;
     if (end->domain) return ORT(api, AddCustomOpDomain)(options, end->domain);
-    static void (*const kinds[])(Operator*) = {init_all_reduce, init_send, init_receive, init_after};
+    static void (*const kinds[])(Operator*) = {init_all_reduce,  init_send,         init_receive,
+                                               init_send_half, init_receive_half, init_after};
     end->api = api;
     TRY(ORT(api, CreateCustomOpDomain)("splitc", &end->domain));
     for (int number = 0; number < OPERATORS; number++) {

@@ -6,8 +6,8 @@
 #include "ort_api.h"
 
 #define MESSAGE 256
-/* Four kinds, each on the CPU and on CUDA devices. */
-#define OPERATORS 8
+/* Six kinds, each on the CPU and on CUDA devices. */
+#define OPERATORS 12
 
 /* NCCL's ncclAllReduce, ncclSend and ncclRecv, which are looked up by who has loaded NCCL. */
 typedef int (*NcclAllReduce)(const void* in, void* out, size_t count, int type, int operation, void* communicator,
@@ -64,6 +64,8 @@ OrtStatus* make_room(const OrtApi* api, End* end, size_t bytes);
 /* Make an operator, of which what is common is set, one of these. */
 void init_send(Operator* made);
 void init_receive(Operator* made);
+void init_send_half(Operator* made);
+void init_receive_half(Operator* made);
 void init_after(Operator* made);
 
 #endif

@@ -1,7 +1,11 @@
 /* The operators by which engines of ranks send values to each other: splitc.Send, splitc.Receive and splitc.After.
  *
  * A rank's transfers are chained by tokens: each takes the token of the one before it. A Send gives its value on, so that
- * what reads it there comes after it. After gives a token once all of its inputs are computed. */
+ * what reads it there comes after it. After gives a token once all of its inputs are computed.
+ *
+ * Values in half precision have operators of their own, SendHalf and ReceiveHalf. ONNX Runtime's CPU provider computes in
+ * single precision where it has no kernel for halves, and takes in what lies between such nodes if it takes both: then one
+ * rank would send other numbers than another one receives. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -196,6 +200,8 @@ static OrtStatus* create_with_peer(const OrtCustomOp* op, const OrtApi* api, con
 
 static const char* send_name(const OrtCustomOp* op) { return (void)op, "Send"; }
 static const char* receive_name(const OrtCustomOp* op) { return (void)op, "Receive"; }
+static const char* send_half_name(const OrtCustomOp* op) { return (void)op, "SendHalf"; }
+static const char* receive_half_name(const OrtCustomOp* op) { return (void)op, "ReceiveHalf"; }
 static const char* after_name(const OrtCustomOp* op) { return (void)op, "After"; }
 static size_t one(const OrtCustomOp* op) { return (void)op, 1; }
 static size_t two(const OrtCustomOp* op) { return (void)op, 2; }
@@ -205,6 +211,7 @@ static int all(const OrtCustomOp* op, size_t index) { return (void)op, (void)ind
 static int required(const OrtCustomOp* op, size_t index) { return (void)op, (void)index, ORT_REQUIRED; }
 /* A value and a token. The value that a Receive takes is one of the type that it makes. */
 static int type_of(const OrtCustomOp* op, size_t index) { return (void)op, index ? ORT_UINT8 : ORT_UNDEFINED; }
+static int half_type_of(const OrtCustomOp* op, size_t index) { return (void)op, index ? ORT_UINT8 : ORT_FLOAT16; }
 static int needed(const OrtCustomOp* op, size_t index) { return (void)op, index ? ORT_OPTIONAL : ORT_REQUIRED; }
 
 static size_t first_is_first(int** inputs, int** outputs) {
@@ -231,6 +238,18 @@ void init_receive(Operator* made) {
     init_transfer(made);
     made->op.GetName = receive_name;
     made->op.KernelComputeV2 = receive;
+}
+
+void init_send_half(Operator* made) {
+    init_send(made);
+    made->op.GetName = send_half_name;
+    made->op.GetInputType = made->op.GetOutputType = half_type_of;
+}
+
+void init_receive_half(Operator* made) {
+    init_receive(made);
+    made->op.GetName = receive_half_name;
+    made->op.GetInputType = made->op.GetOutputType = half_type_of;
 }
 
 void init_after(Operator* made) {
