@@ -233,8 +233,9 @@ def test_numbers_are_told_without_engines() -> None:
 
 @pytest.mark.parametrize("with_end", [False, True])
 def test_engine_without_its_ranks_says_so(engines: tuple[Path, Path], with_end: bool) -> None:
+    alone = EngineMeeting(1).join(0)
     if with_end:
-        session = open_session(engines[0], 1, EngineMeeting(1).join(0))
+        session = open_session(engines[0], 1, alone)
         message = "with a rank that is not there"
     else:
         options = ort.SessionOptions()
