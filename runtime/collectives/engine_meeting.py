@@ -11,7 +11,7 @@ import numpy as np
 from splitc.runtime.arrays import Array
 from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.engines.operator_library import library_path, load_library
-from splitc.runtime.errors import EngineError
+from splitc.runtime.errors import FollowingError
 
 # The most seconds that a rank waits for another one in a sum.
 PATIENCE = 120.0
@@ -91,7 +91,7 @@ class MeetingEnd:
 
     def _check(self, status: int) -> None:
         if status:
-            raise EngineError("another rank failed before the ranks agreed on how to run the request")
+            raise FollowingError("another rank failed before the ranks agreed on how to run the request")
 
     def all_reduce(self, operation: int, code: int, given: int, made: int, count: int) -> int:
         """Reduce without an engine. Takes pointers and ONNX's code of the number type; returns 0 or an error code."""

@@ -93,7 +93,7 @@ def test_request_that_fails_on_a_helper_fails_alone(tmp_path: Path, ranks: str) 
         futures = [session.submit(feeds(length, WIDE + (length == 2))) for length in range(1, 5)]
         for length, future in enumerate(futures, 1):
             if length == 2:
-                with pytest.raises(EngineError, match=r"rank[12]/.*MatMul|stage0.onnx failed"):
+                with pytest.raises(EngineError, match=r"running MatMul node"):
                     future.result(20)
             else:
                 assert_close(future.result(20), run_whole(model, feeds(length)), 2e-5)
