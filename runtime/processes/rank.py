@@ -33,7 +33,7 @@ from splitc.runtime.ranks.loop import Span
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.ranks.thread import Worker
 from splitc.runtime.replay.lead import find_lead
-from splitc.runtime.replay.led_replays import LedReplays
+from splitc.runtime.replay.led_replays import make_replays
 from splitc.runtime.replay.rank_replays import RankReplays
 from splitc.runtime.shared_memory import Lender, SlotReader, map_memory
 from splitc.runtime.steps import Run, Step
@@ -57,18 +57,12 @@ class RankProcess:
         channels = {other: Channel(descriptor) for other, descriptor in start.channels.items()}
         self._collectives = ProcessCollectives(start.number, channels, meetings, backend)
         self._exchanges = _exchanges(manifest)
-        lead = find_lead(manifest, start.number)
-        self._everyone = range(len(manifest.ranks)) if self._exchanges or lead is not None else range(0)
+        agrees = self._exchanges or find_lead(manifest, start.number) is not None
+        self._everyone = range(len(manifest.ranks) if agrees else 0)
         self._failed: int | None = None
         self._replays: RankReplays | None = None
         if start.cuda_graphs and device.kind == "cuda":
-            optional = [tensor.name for tensor in manifest.optional]
-            is_led = lead is not None and lead.group.index(start.number) in lead.led
-            self._replays = (
-                LedReplays(self._everyone, lead)
-                if lead is not None and is_led
-                else RankReplays(optional, self._everyone, lead)
-            )
+            self._replays = make_replays(manifest, start.number, self._everyone)
         self.worker = Worker(
             start.number,
             rank,

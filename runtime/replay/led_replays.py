@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from splitc.runtime.arrays import Array
 from splitc.runtime.engines.gpu_device import GpuDevice
+from splitc.runtime.manifest import Manifest
 from splitc.runtime.ranks.loop import Span
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.ranks.thread import Worker
-from splitc.runtime.replay.lead import Act, Lead
+from splitc.runtime.replay.lead import Act, Lead, find_lead
 from splitc.runtime.replay.rank_replays import RankRecording, RankReplays
 from splitc.runtime.replay.recording import STATELESS
 
@@ -41,3 +42,11 @@ class LedReplays(RankReplays):
 
     def forget(self, worker: Worker, sequence: int) -> None:
         """See Replays. A rank that is led has no states."""
+
+
+def make_replays(manifest: Manifest, number: int, everyone: Sequence[int]) -> RankReplays:
+    """The recordings of a rank: see RankReplays."""
+    lead = find_lead(manifest, number)
+    if lead is not None and lead.group.index(number) in lead.led:
+        return LedReplays(everyone, lead)
+    return RankReplays([tensor.name for tensor in manifest.optional], everyone, lead)

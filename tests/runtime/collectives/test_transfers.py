@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,9 @@ import onnxruntime as ort
 import pytest
 
 from splitc.runtime.collectives.engine_meeting import LINE, EngineMeeting, MeetingEnd, shared_bytes
+from splitc.runtime.collectives.nccl import NcclCommunicator
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS, open_session
-from splitc.runtime.engines.operator_library import is_built, library_path
+from splitc.runtime.engines.operator_library import is_built, library_path, load_library
 from splitc.runtime.errors import EngineError
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="splitc was installed without a C compiler")
@@ -245,3 +247,32 @@ def test_engine_without_its_ranks_says_so(engines: tuple[Path, Path], with_end: 
         message = "loaded without the ranks that it sends to"
     with pytest.raises(ERRORS, match=message):
         session.run(None, {"x": np.ones((1, 32), np.float32)})
+
+
+@pytest.mark.parametrize("sums", [False, True])
+def test_gpus_that_only_send_are_told_of_a_failed_rank(
+    engines: tuple[Path, Path], tmp_path: Path, sums: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that sum by NCCL may wait for ever for a rank that has failed: the session must end them."""
+    anything = load_library().splitc_begin
+    functions = SimpleNamespace(ncclAllReduce=anything, ncclSend=anything, ncclRecv=anything)
+    monkeypatch.setattr("splitc.runtime.collectives.nccl._load_nccl", lambda: functions)
+    meeting = EngineMeeting(2)
+    first, second = (NcclCommunicator(SimpleNamespace(comm=1)) for _ in range(2))
+    assert not first.fail()
+    for place, end in enumerate((first, second)):
+        end.meet(meeting, place)
+        end.begin()
+    open_session(engines[1], 1, second)
+    if sums:
+        x = ir.val("x", ir.DataType.FLOAT, ["n"])
+        node = ir.node("AllReduce", [x], {"operation": 0}, domain="splitc", num_outputs=2)
+        node.outputs[0].name, node.outputs[0].type = "y", x.type
+        graph = ir.Graph([x], node.outputs[:1], nodes=[node], opset_imports={"": 17, "splitc": 1}, name="sum")
+        ir.save(ir.Model(graph, ir_version=8), tmp_path / "sum.onnx")
+        open_session(tmp_path / "sum.onnx", 1, second)
+    first.tell(1, [7])
+    assert second.hear(0) == [7]
+    assert second.fail() == (not sums)
+    with pytest.raises(EngineError, match="another rank failed"):
+        first.hear(1)
