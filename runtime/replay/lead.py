@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from splitc.runtime.manifest import Manifest
+from splitc.runtime.manifest import Manifest, is_fed
 from splitc.runtime.ranks.thread import Worker
 
 
@@ -39,5 +39,5 @@ class Lead:
 def find_lead(manifest: Manifest, number: int) -> Lead | None:
     """The lead of a rank's group, if its engines meet and some of them are fed nothing; None otherwise."""
     group = next((tuple(file.group) for file in manifest.ranks[number].engines if file.group), ())
-    led = tuple(place for place, rank in enumerate(group) if place and not manifest.ranks[rank].inputs)
+    led = tuple(place for place, rank in enumerate(group) if place and not is_fed(manifest.ranks[rank]))
     return Lead(group, led) if led else None

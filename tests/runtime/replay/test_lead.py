@@ -16,6 +16,7 @@ from splitc.runtime.replay.kept import MOST
 from splitc.runtime.replay.lead import Lead, find_lead
 from splitc.runtime.replay.led_replays import LedReplays
 from splitc.runtime.replay.rank_replays import RankReplays
+from splitc.runtime.steps import Run
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="splitc was installed without a C compiler")
 
@@ -133,7 +134,7 @@ def test_nobody_is_told_where_nothing_is_recorded(ranks: Any) -> None:
 
 def test_ranks_without_inputs_are_led() -> None:
     def rank(inputs: list[str], group: list[int]) -> Any:
-        return SimpleNamespace(inputs=inputs, engines=[SimpleNamespace(group=group)])
+        return SimpleNamespace(inputs=inputs, engines=[SimpleNamespace(group=group)], program=[Run(0)])
 
     def leads(*inputs: list[str], group: list[int]) -> list[Lead | None]:
         manifest: Any = SimpleNamespace(ranks=[rank(each, group) for each in inputs])
