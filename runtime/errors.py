@@ -35,5 +35,9 @@ class EngineError(SplitcError):
     """An engine failed on a request: sizes do not fit together, or it ran out of memory."""
 
 
+class FollowingError(EngineError):
+    """An engine gave up a request since another rank had failed, whose error is the cause."""
+
+
 class FeedError(MisuseError):
     """Feeds that do not fit the model: a missing or unknown name, a wrong number type, a wrong shape."""

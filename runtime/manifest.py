@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from splitc.runtime.errors import PackageError
-from splitc.runtime.steps import Step
+from splitc.runtime.steps import Run, Step
 
 SCHEMA = 2
 FILE_NAME = "manifest.json"
@@ -158,6 +158,14 @@ class Rank(Struct, frozen=True):
     cache_bytes: int
     total_bytes: int
     overrides: list[Override] = []
+
+
+def is_fed(rank: Rank) -> bool:
+    """Whether a rank takes inputs, or values from other ranks between its engines' runs.
+
+    One that does not only takes what the first rank of its group sends it inside their engines.
+    """
+    return bool(rank.inputs) or any(not isinstance(step, Run) for step in rank.program)
 
 
 class Cut(Struct, frozen=True):

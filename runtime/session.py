@@ -30,6 +30,7 @@ from splitc.runtime.processes.rank_kinds import use_processes
 from splitc.runtime.processes.ranks import RankProcesses
 from splitc.runtime.ranks.request import InFlightRequest, Served
 from splitc.runtime.ranks.workers import Workers
+from splitc.runtime.replay.rank_replays import not_replayed
 from splitc.runtime.sequence import StateSequence, find_resident
 
 
@@ -108,7 +109,7 @@ class Session:
         """Messages for the user about engines and replay."""
         notes, recordings = self._workers.notes, self._admission.recordings
         if recordings is not None and recordings.blocker is not None:
-            notes.append(f"requests are not replayed as CUDA graphs: {recordings.blocker}")
+            notes.append(not_replayed(recordings.blocker))
         return notes
 
     def device_memory(self) -> list[RankMemory]:

@@ -12,7 +12,10 @@ import subprocess
 import sys
 import tempfile
 
-TEST = "tests/runtime/collectives/test_engine_meeting.py::test_engines_have_the_operator_inside"
+TESTS = (
+    "tests/runtime/collectives/test_engine_meeting.py::test_engines_have_the_operator_inside",
+    "tests/runtime/collectives/test_transfers.py::test_engines_send_and_receive",
+)
 
 
 def main() -> None:
@@ -33,7 +36,9 @@ def _works(version: str) -> bool:
             text=True,
         )
         assert shown.stdout.strip() == version
-        found = subprocess.run([sys.executable, "-m", "pytest", TEST], env=environment, capture_output=True, text=True)
+        found = subprocess.run(
+            [sys.executable, "-m", "pytest", *TESTS], env=environment, capture_output=True, text=True
+        )
         print(version, "works" if found.returncode == 0 else found.stdout[-2000:], flush=True)
         return found.returncode == 0
 

@@ -17,6 +17,11 @@ def engine_segments(graph: ir.Graph, outputs: Collection[str], engine: str, devi
     """What a rank's engines run of its graph. `devices` are those of all ranks, `outputs` the names that it gives."""
     if not has_collectives(engine, devices):
         return cut_segments(graph, outputs, COLLECTIVE)
-    if find_kind(engine).uses_operators:
+    if has_operators(engine, devices):
         return [Segment(use_operators(graph, outputs), ())]
     return [Segment(graph, ())]
+
+
+def has_operators(engine: str, devices: Sequence[Device]) -> bool:
+    """Whether engines have collectives inside as operators of splitc's library."""
+    return has_collectives(engine, devices) and find_kind(engine).uses_operators

@@ -1,7 +1,7 @@
 """The graphs of row mode: the main rank's, in which an exchange replaces each product, and the slices of products.
 
-An exchange takes its product's inputs and gives the columns of each rank, which a Concat joins. The main rank's graph
-is cut into segments at the exchanges. Between the segments the ranks multiply.
+An exchange takes its product's inputs and gives the columns of each rank, which a Concat joins. For engines that can't
+send and receive, the main rank's graph is cut into segments at the exchanges. Between the segments the ranks multiply.
 """
 
 from __future__ import annotations
@@ -39,7 +39,17 @@ def find_rounds(graph: Graph, stage: Stage, products: Sequence[Product]) -> tupl
 
 def main_segments(split: SlicedProducts, stage: Stage) -> list[Segment]:
     """The main rank's segments of a stage. Their joints are exchanges."""
-    return _cut(_exchange_products(split.graph, stage, list(split.products.values()), split.ranks))
+    return _cut(exchange_graph(split, stage))
+
+
+def exchange_graph(split: SlicedProducts, stage: Stage) -> ir.Graph:
+    """The main rank's graph of a stage, with exchanges."""
+    return _exchange_products(split.graph, stage, list(split.products.values()), split.ranks)
+
+
+def find_exchanges(graph: ir.Graph) -> dict[Product, ir.Node]:
+    """The exchanges of a graph by the products that they replace."""
+    return {node.meta[_PRODUCT]: node for node in graph if node.op_type == EXCHANGE}
 
 
 def _cut(graph: ir.Graph) -> list[Segment]:

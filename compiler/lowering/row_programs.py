@@ -8,13 +8,27 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.lowering.programs import names
+from splitc.compiler.lowering.row_engines import helper_graph, main_graph
 from splitc.compiler.lowering.row_graphs import main_segments, slice_graph, slice_name
 from splitc.compiler.planning.split import RankProgram
 from splitc.compiler.sharding.slices import SlicedProducts
 from splitc.runtime.steps import Receive, Run, Send, Step
 
 
-def main_program(sliced: SlicedProducts, stage: Stage) -> RankProgram:
+def row_program(sliced: SlicedProducts, stage: Stage, number: int, inside: bool) -> RankProgram:
+    """The program of a rank. `inside`: what ranks send and receive is inside their engines, of which each has one.
+
+    `stage` is that of the main rank, which is number 0.
+    """
+    if not inside:
+        return _helper_program(sliced, number) if number else _main_program(sliced, stage)
+    graph = helper_graph(sliced, number) if number else main_graph(sliced, stage)
+    outputs = [] if number else names(stage.outputs)
+    inputs = [] if number else [name for name in names(stage.feeds) if name in names(graph.inputs)]
+    return _program([graph], [Run(0)], inputs, outputs)
+
+
+def _main_program(sliced: SlicedProducts, stage: Stage) -> RankProgram:
     """The main rank runs the model, and its own columns of the products while the other ranks compute theirs."""
     graphs: list[ir.Graph] = []
     steps: list[Step] = []
@@ -44,7 +58,7 @@ def main_program(sliced: SlicedProducts, stage: Stage) -> RankProgram:
     return _program(graphs, steps, inputs, names(stage.outputs))
 
 
-def helper_program(sliced: SlicedProducts, number: int) -> RankProgram:
+def _helper_program(sliced: SlicedProducts, number: int) -> RankProgram:
     """Any other rank receives the inputs of its products, and sends its columns of their results."""
     graphs: list[ir.Graph] = []
     steps: list[Step] = []

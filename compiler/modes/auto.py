@@ -9,6 +9,7 @@ from pathlib import Path
 
 from splitc.compiler.analysis.divisibility import check_divisible
 from splitc.compiler.analysis.facts import Analysis, analyze
+from splitc.compiler.lowering.engine_segments import has_operators
 from splitc.compiler.model_errors import ModelError
 from splitc.compiler.modes.mode import Way
 from splitc.compiler.modes.table import MODES, find_mode
@@ -141,8 +142,10 @@ def predict(plan: Plan, machine: Machine, threads: int | None, measured: float =
 
     `measured` is the ratio of the blocks' measured to their estimated time.
     """
-    each = threads_for([rank.device for rank in plan.ranks], threads)
-    clock = Clock(plan.analysis, plan.ranks, machine, each, measured, plan.profiled)
+    devices = [rank.device for rank in plan.ranks]
+    operators = has_operators(plan.engine, devices)
+    each = threads_for(devices, threads)
+    clock = Clock(plan.analysis, plan.ranks, machine, each, measured, plan.profiled, operators)
     return plan.split.predict(plan.ranks, plan.cuts, clock)
 
 

@@ -19,8 +19,9 @@ from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.memory import StageMemory, stage_memory
 from splitc.compiler.analysis.stages import Stage, divide_blocks
 from splitc.compiler.frontend.shapes import BoundShapes
+from splitc.compiler.lowering.engine_segments import has_operators
 from splitc.compiler.lowering.row_graphs import find_rounds, product_stage
-from splitc.compiler.lowering.row_programs import helper_program, main_program
+from splitc.compiler.lowering.row_programs import row_program
 from splitc.compiler.model_errors import CannotSplitError
 from splitc.compiler.modes.mode import Mode, Way
 from splitc.compiler.planning.assembly import assemble, check_memory
@@ -77,6 +78,8 @@ class RowSplit:
         return sum(cut.bytes for cut in cuts)
 
     def more_sessions(self, rank: RankPlan, inside: bool) -> int:
+        if inside:
+            return 0
         rounds = len(self.sliced.rounds)
         return 2 * rounds if rank.part == 0 else rounds - 1
 
@@ -93,7 +96,7 @@ class RowSplit:
             nodes = [product.node for product in products]
             slowest = max(clock.seconds(rank, nodes, len(ranks), partial(self._share, rank.part)) for rank in ranks)
             total += clock.meeting(slowest) * max(1.0, clock.crowd(len(ranks)))
-            total += 2 * (link.latency + clock.cold(main) + clock.start(main))
+            total += 2 * (link.latency + clock.cold(main) + (0.0 if clock.operators else clock.start(main)))
         # Received columns are copied once more to be joined.
         results = (product.result for product in self.sliced.products.values())
         joined = sum(map(self.analysis.costs.value_bytes, results))
@@ -106,7 +109,8 @@ class RowSplit:
         return 1.0 if product is None else self.sliced.share(part, product)
 
     def program(self, ranks: Sequence[RankPlan], number: int, engine: str) -> RankProgram:
-        return helper_program(self.sliced, number) if number else main_program(self.sliced, ranks[0].stage)
+        inside = has_operators(engine, [rank.device for rank in ranks])
+        return row_program(self.sliced, ranks[0].stage, number, inside)
 
     def axis_fates(self) -> None:
         return None

@@ -37,7 +37,7 @@ class Clock:
 
     `threads` are those of each CPU device. A node takes its time by the roofline model, times `measured`: the ratio of
     the blocks' measured to their estimated time. If a plan was `profiled` and its ranks hold whole blocks, the measured
-    times of the ranks are used instead.
+    times of the ranks are used instead. `operators`: engines send and receive inside, by operators of splitc's library.
     """
 
     analysis: Analysis
@@ -46,6 +46,7 @@ class Clock:
     threads: int
     measured: float = 1.0
     profiled: bool = False
+    operators: bool = False
 
     def seconds(
         self, rank: RankPlan, nodes: Iterable[ir.Node], at_once: int, share: Callable[[ir.Node], float] = whole_node

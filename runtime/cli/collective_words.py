@@ -5,14 +5,13 @@ from __future__ import annotations
 from splitc.runtime.engines import operator_library
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.manifest import Manifest
-from splitc.runtime.steps import Reduce
 
 
 def describe_collectives(manifest: Manifest) -> str | None:
     """One engine a rank or segments, for the user; None for a package without collectives."""
     if any(engine.group for rank in manifest.ranks for engine in rank.engines):
         return "each rank is one engine, with its collectives inside"
-    if not any(isinstance(step, Reduce) for rank in manifest.ranks for step in rank.program):
+    if not manifest.collectives:
         return None
     most = max(len(rank.engines) for rank in manifest.ranks)
     said = f"each rank is up to {most} engines, with its collectives between them"

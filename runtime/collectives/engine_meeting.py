@@ -1,8 +1,8 @@
-"""Where engines of ranks on CPU devices meet to sum: in the C library, without Python."""
+"""Where engines of ranks on CPU devices meet, to sum and to send: in the C library, without Python."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,11 +11,14 @@ import numpy as np
 from splitc.runtime.arrays import Array
 from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.engines.operator_library import library_path, load_library
+from splitc.runtime.errors import FollowingError
 
 # The most seconds that a rank waits for another one in a sum.
 PATIENCE = 120.0
 # The alignment of a meeting's memory, in bytes.
 LINE = 64
+# The most numbers that a rank tells another one at a time, and their count.
+WORDS = 32
 # Bytes that a rank that is a process copies at a time to where others read them.
 STAGING = 1 << 20
 
@@ -80,8 +83,21 @@ class MeetingEnd:
         pass  # what goes wrong in a sum is an error of the engine
 
     def fail(self) -> bool:
-        self._library.splitc_fail(self._handle)
-        return True
+        return bool(self._library.splitc_fail(self._handle))
+
+    def tell(self, peer: int, numbers: Sequence[int]) -> None:
+        told = np.zeros(WORDS, np.int64)
+        told[: 1 + len(numbers)] = len(numbers), *numbers
+        self._check(self._library.splitc_send(self._handle, peer, told.ctypes.data, told.nbytes))
+
+    def hear(self, peer: int) -> list[int]:
+        told = np.zeros(WORDS, np.int64)
+        self._check(self._library.splitc_receive(self._handle, peer, told.ctypes.data, told.nbytes))
+        return [int(number) for number in told[1 : 1 + told[0]]]
+
+    def _check(self, status: int) -> None:
+        if status:
+            raise FollowingError("another rank failed before the ranks agreed on how to run the request")
 
     def all_reduce(self, operation: int, code: int, given: int, made: int, count: int) -> int:
         """Reduce without an engine. Takes pointers and ONNX's code of the number type; returns 0 or an error code."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from splitc.runtime.collectives.engine_meeting import registered
+from splitc.runtime.collectives.engine_meeting import PATIENCE, EngineMeeting, MeetingEnd, registered
 from splitc.runtime.collectives.one_shot import OneShotSums, connect_one_shot
 from splitc.runtime.engines.gpu_array import GpuArray
 from splitc.runtime.engines.gpu_device import GpuDevice
@@ -47,13 +47,15 @@ class Connected:
 
 
 class NcclCommunicator:
-    """One rank's end of a communicator. It may still be connecting. A rank that fails can't tell the others' GPUs."""
+    """One rank's end of a communicator, perhaps still connecting. A rank that fails can't tell GPUs that sum with it."""
 
     capturable = True
 
     def __init__(self, connecting: Future[Connected]) -> None:
         self._connecting = connecting
         self._ends: list[int] = []
+        # Where ranks agree on what they are about to send each other inside engines.
+        self._meeting: MeetingEnd | None = None
 
     @property
     def pointer(self) -> int | None:
@@ -67,6 +69,17 @@ class NcclCommunicator:
     @property
     def _communicator(self) -> Any:
         return self._connecting.result().communicator
+
+    def meet(self, meeting: EngineMeeting, place: int) -> None:
+        """Let engines send and receive too, which they agree on in this meeting, where the rank has this place."""
+        nccl, end = _load_nccl(), self._make_end()
+        send, receive = _function(nccl.ncclSend), _function(nccl.ncclRecv)
+        load_library().splitc_end_transfers(end, meeting.address, place, PATIENCE, send, receive)
+        self._meeting = MeetingEnd(meeting, end)
+
+    def _make_end(self) -> int:
+        self._ends.append(load_library().splitc_end_of_nccl(_function(_load_nccl().ncclAllReduce)))
+        return self._ends[-1]
 
     def all_reduce(self, operation: str, part: GpuArray, whole: GpuArray, stream: int) -> None:
         """Reduce an array over the ranks, on a stream."""
@@ -84,14 +97,11 @@ class NcclCommunicator:
 
     @contextmanager
     def registered(self) -> Iterator[Path]:
-        try:
-            library = ctypes.CDLL("libnccl.so.2")  # CuPy has loaded it, so it is found by its name
-        except OSError as error:
-            raise PackageError(f"NCCL, which sums inside engines, can't be loaded: {error}") from error
-        function = ctypes.cast(library.ncclAllReduce, ctypes.c_void_p)
-        end = load_library().splitc_end_of_nccl(function)
-        self._ends.append(end)
-        with registered(end) as path:
+        if self._meeting is not None:
+            with self._meeting.registered() as path:
+                yield path
+            return
+        with registered(self._make_end()) as path:
             yield path
 
     def connect(self) -> None:
@@ -100,14 +110,23 @@ class NcclCommunicator:
             load_library().splitc_end_connect(end, self.pointer, small)
 
     def begin(self) -> None:
-        pass
+        if self._meeting is not None:
+            self._meeting.begin()
 
     def check(self) -> None:
         if self.small is not None:
             self.small.check()
 
     def fail(self) -> bool:
-        return False
+        return self._meeting is not None and self._meeting.fail()
+
+    def tell(self, peer: int, numbers: Sequence[int]) -> None:
+        assert self._meeting is not None, "only engines with operators are told"
+        self._meeting.tell(peer, numbers)
+
+    def hear(self, peer: int) -> list[int]:
+        assert self._meeting is not None, "only engines with operators are told"
+        return self._meeting.hear(peer)
 
     def abort(self) -> None:
         """Abort its work, and release it."""
@@ -166,6 +185,19 @@ class NcclCommunicators:
         """Abort the communicators' work, and release them."""
         while self._made:
             self._made.pop()[1].abort()
+
+
+def _load_nccl() -> ctypes.CDLL:
+    """NCCL's library. Raises PackageError if it can't be loaded."""
+    try:
+        return ctypes.CDLL("libnccl.so.2")  # CuPy has loaded it, so it is found by its name
+    except OSError as error:
+        raise PackageError(f"NCCL, which connects engines, can't be loaded: {error}") from error
+
+
+def _function(function: Any) -> ctypes.c_void_p:
+    """The address of a C function."""
+    return ctypes.cast(function, ctypes.c_void_p)
 
 
 def _elements(value: GpuArray) -> tuple[int, int]:

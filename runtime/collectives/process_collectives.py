@@ -28,7 +28,7 @@ ENDING = 5.0
 
 
 class ProcessCollectives:
-    """The end of one rank. `channels` go to all other ranks, `meetings` are where engines on CPU devices meet."""
+    """The end of one rank. `channels` go to all other ranks, `meetings` are where engines with operators meet."""
 
     capturable = False
     by_host: frozenset[tuple[int, int]] = frozenset()
@@ -69,10 +69,14 @@ class ProcessCollectives:
             self._all = self._communicators.create(sorted([self.rank, *self._channels]))
 
     def create_communicator(self, group: Sequence[int], uses_operators: bool) -> Communicator:
-        if self._gpu is not None:
-            later = self._communicators.create_later
-            return later(group, self._gpu) if uses_operators else self._communicators.create(group)
-        return self._meetings[tuple(group)].join(list(group).index(self.rank))
+        place = list(group).index(self.rank)
+        if self._gpu is None:
+            return self._meetings[tuple(group)].join(place)
+        if not uses_operators:
+            return self._communicators.create(group)
+        made = self._communicators.create_later(group, self._gpu)
+        made.meet(self._meetings[tuple(group)], place)
+        return made
 
     def close(self) -> None:
         pass  # the process ends, and all it has with it

@@ -18,7 +18,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from splitc.runtime.arrays import accumulate_arrays, number_type
 from splitc.runtime.engines import Communicator, Room
 from splitc.runtime.engines.engine_kind import BackendOptions
-from splitc.runtime.errors import EngineError, PackageError
+from splitc.runtime.errors import EngineError, FollowingError, PackageError
 from splitc.runtime.onnx_types import CODES, NAMES
 
 # ONNX Runtime's errors, which have no common base but Exception.
@@ -34,6 +34,15 @@ ERRORS = (
     ort_errors.NotImplemented,
     ort_errors.RuntimeException,
 )
+
+
+# What operators say that give up a collective since another rank has failed.
+_GIVEN_UP = "was given up"
+
+
+def failed(message: str) -> EngineError:
+    """The error of an engine that says this, by ONNX Runtime."""
+    return FollowingError(message) if _GIVEN_UP in message else EngineError(message)
 
 
 def open_session(path: Path, threads: int, communicator: Communicator | None = None) -> ort.InferenceSession:
@@ -97,7 +106,7 @@ class OnnxRuntimeEngine:
         try:
             self._session.run_with_iobinding(binding, self._options)
         except ERRORS as error:
-            raise EngineError(f"{self._name} failed: {error}") from error
+            raise failed(f"{self._name} failed: {error}") from error
         binding.clear_binding_inputs()  # outputs keep the binding alive, which would keep the previous states alive
         # Return bound outputs themselves: a new OrtValue on their memory would not keep it alive.
         return {name: into.get(name, value) for name, value in zip(self.outputs, binding.get_outputs(), strict=True)}
@@ -116,7 +125,7 @@ def run_overridden(
     try:
         return dict(zip(outputs, session.run_with_ort_values(outputs, dict(values), options), strict=True))
     except ERRORS as error:
-        raise EngineError(f"{name} failed: {error}") from error
+        raise failed(f"{name} failed: {error}") from error
 
 
 class OnnxRuntimeBackend:

@@ -22,7 +22,14 @@ from splitc.runtime.engines import Communicator
 from splitc.runtime.engines.engine_kind import BackendOptions
 from splitc.runtime.engines.gpu_array import GpuArray
 from splitc.runtime.engines.gpu_device import GpuDevice
-from splitc.runtime.engines.onnxruntime_cpu import ERRORS, host_array, host_value, register_operators, run_overridden
+from splitc.runtime.engines.onnxruntime_cpu import (
+    ERRORS,
+    failed,
+    host_array,
+    host_value,
+    register_operators,
+    run_overridden,
+)
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.gpus import need_cupy
 from splitc.runtime.onnx_types import CODES, read_type
@@ -96,7 +103,7 @@ class OnnxRuntimeGpuEngine:
                     binding.bind_output(name, "cuda", self._gpu.index)
             self._session.run_with_iobinding(binding, self._options)
         except ERRORS as error:
-            raise EngineError(f"{self._name} failed on {self._gpu.name}: {error}") from error
+            raise failed(f"{self._name} failed on {self._gpu.name}: {error}") from error
         given = binding.get_outputs()
         if shapes not in self._shapes:
             if len(self._shapes) == REMEMBERED:

@@ -24,7 +24,10 @@ _FUNCTIONS = {
     "splitc_end_on_gpu": (None, [_POINTER, _POINTER, _POINTER]),
     "splitc_end_register": (None, [_POINTER]),
     "splitc_begin": (None, [_POINTER]),
-    "splitc_fail": (None, [_POINTER]),
+    "splitc_fail": (_INT, [_POINTER]),
+    "splitc_end_transfers": (None, [_POINTER, _POINTER, _INT, ctypes.c_double, _POINTER, _POINTER]),
+    "splitc_send": (_INT, [_POINTER, _INT, _POINTER, _SIZE]),
+    "splitc_receive": (_INT, [_POINTER, _INT, _POINTER, _SIZE]),
     "splitc_all_reduce": (_INT, [_POINTER, _INT, _INT, _POINTER, _POINTER, _SIZE]),
 }
 
@@ -39,9 +42,9 @@ def library_path() -> Path:
     spec = find_spec(MODULE)
     if spec is None or spec.origin is None:
         raise PackageError(
-            "these engines sum over ranks while they run, for which they need splitc's C library, and this machine has "
-            "none: install a C compiler (gcc or clang), then install splitc again. Or compile the model on this "
-            "machine: without the library, engines are cut at their sums."
+            "these engines exchange values with other ranks while they run, for which they need splitc's C library, "
+            "and this machine has none: install a C compiler (gcc or clang), then install splitc again. Or compile the "
+            "model on this machine: without the library, engines are cut at their collectives."
         )
     return Path(spec.origin)
 

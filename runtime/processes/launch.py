@@ -56,7 +56,7 @@ def launch(
     Raises PackageError for a GPU that this process can't see. Then none is left.
     """
     pairs = {pair: socket.socketpair() for pair in combinations(range(len(devices)), 2)}
-    meetings = {group: create_memory(shared_bytes(len(group))) for group in _groups(manifest, devices)}
+    meetings = {group: create_memory(shared_bytes(len(group))) for group in _groups(manifest)}
     pulse = create_memory(8 * len(devices))
     ends = {pair: (one.detach(), other.detach()) for pair, (one, other) in pairs.items()}
     made = Launched(map_memory(os.dup(pulse)).view(np.float64), _has_spare_cores(devices))
@@ -113,12 +113,12 @@ def _has_spare_cores(devices: Sequence[Device]) -> bool:
     return all(device.kind == "cuda" for device in devices) and cores() > len(devices)
 
 
-def _groups(manifest: Manifest, devices: Sequence[Device]) -> set[tuple[int, ...]]:
-    """The groups of ranks on CPU devices whose engines meet."""
+def _groups(manifest: Manifest) -> set[tuple[int, ...]]:
+    """The groups of ranks whose engines meet: to exchange values or, on GPUs, to agree on what NCCL does."""
     if not find_kind(manifest.engine).uses_operators:
         return set()
     files = [file for rank in manifest.ranks for file in rank.engines if file.group]
-    return {tuple(file.group) for file in files if devices[file.group[0]].kind == "cpu"}
+    return {tuple(file.group) for file in files}
 
 
 def _seen_alone(device: Device) -> Device:

@@ -32,7 +32,9 @@ from splitc.runtime.processes.nccl_files import find_nccl_files, remove_nccl_fil
 from splitc.runtime.ranks.loop import Span
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.ranks.thread import Worker
-from splitc.runtime.replay.rank_replays import RankReplays
+from splitc.runtime.replay.lead import find_lead
+from splitc.runtime.replay.led_replays import make_replays
+from splitc.runtime.replay.rank_replays import RankReplays, not_replayed
 from splitc.runtime.shared_memory import Lender, SlotReader, map_memory
 from splitc.runtime.steps import Run, Step
 
@@ -55,12 +57,13 @@ class RankProcess:
         meetings = {g: EngineMeeting(len(g), map_memory(memory)) for g, memory in start.meetings.items()}
         channels = {other: Channel(descriptor) for other, descriptor in start.channels.items()}
         self._collectives = ProcessCollectives(start.number, channels, meetings, backend)
-        self._everyone = range(len(manifest.ranks)) if _exchanges(manifest) else range(0)
+        self._exchanges = _exchanges(manifest)
+        agrees = self._exchanges or find_lead(manifest, start.number) is not None
+        self._everyone = range(len(manifest.ranks) if agrees else 0)
         self._failed: int | None = None
-        self._replays = None
+        self._replays: RankReplays | None = None
         if start.cuda_graphs and device.kind == "cuda":
-            optional = [tensor.name for tensor in manifest.optional]
-            self._replays = RankReplays(optional, self._everyone)
+            self._replays = make_replays(manifest, start.number, self._everyone)
         self.worker = Worker(
             start.number,
             rank,
@@ -85,7 +88,8 @@ class RankProcess:
 
     def _connect(self) -> None:
         """Connect the ranks, and agree on whether their work can be captured."""
-        self._collectives.connect()
+        if self._exchanges:
+            self._collectives.connect()
         blockers = self._collectives.all_gather(self._everyone, self.worker.capture_blocker)
         if isinstance(blockers, Failure):
             raise blockers.error
@@ -131,7 +135,7 @@ class RankProcess:
         notes = list(self.worker.backend.notes)
         if self._replays is not None:
             why = self.worker.capture_blocker
-            notes += self._replays.notes if why is None else [f"requests are not replayed as CUDA graphs: {why}"]
+            notes += self._replays.notes if why is None else [not_replayed(why)]
         self._control.send(Report(self.worker.device_memory(), tuple(notes)))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from splitc.runtime.arrays import Array, Zeros
-from splitc.runtime.errors import SplitcError
+from splitc.runtime.errors import FollowingError, SplitcError
 from splitc.runtime.ranks.loop import Span
 
 
@@ -71,7 +71,8 @@ class InFlightRequest:
                 return
             self.outputs[rank] = dict(outputs)
             self.served[rank] = served
-            self.error = self.error or error
+            if self.error is None or (error is not None and isinstance(self.error, FollowingError)):
+                self.error = error
             self.waiting -= 1
             if self.waiting:
                 return

@@ -15,7 +15,7 @@ from splitc.runtime.arrays import Array, Zeros
 from splitc.runtime.collectives import Collectives
 from splitc.runtime.engines import Backend, Communicator, Room
 from splitc.runtime.failures import Failure, attempt
-from splitc.runtime.manifest import EngineFile, Rank, State
+from splitc.runtime.manifest import Rank, State
 from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.parts import cut_part, cut_places, part_shape
 from splitc.runtime.ranks.loop import Program, Span, execute
@@ -125,7 +125,7 @@ class Worker(threading.Thread):
         engines = []
         for file in self._rank.engines:
             source = self._package / file.source if file.source is not None else None
-            communicator = self._communicator(file) if file.group else None
+            communicator = self.communicator(tuple(file.group)) if file.group else None
             engines.append(self.backend.load(self._package / file.path, source, file.sizes_only, communicator))
         for each in self._communicators.values():
             each.connect()
@@ -134,9 +134,8 @@ class Worker(threading.Thread):
         self._loaded = self.backend.used_bytes()
         return Program(self._rank.program, engines, [*self._rank.outputs, *self._rank.keeps])
 
-    def _communicator(self, file: EngineFile) -> Communicator:
-        """The communicator of an engine with collectives inside: one for each group that the rank is in."""
-        group = tuple(file.group)
+    def communicator(self, group: tuple[int, ...]) -> Communicator:
+        """The communicator of engines with collectives inside: one for each group that the rank is in."""
         if group not in self._communicators:
             self._communicators[group] = self.collectives.create_communicator(group, self.backend.uses_operators)
         return self._communicators[group]

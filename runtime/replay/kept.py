@@ -49,6 +49,10 @@ class KeptRecordings(Generic[RecordingT, StatesT]):
         """Whether there is a recording."""
         return (place, kind) in self._kept
 
+    def all(self) -> list[RecordingT]:
+        """All recordings that are kept."""
+        return list(self._kept.values())
+
     def pop(self, place: Hashable, kind: Kind) -> RecordingT | None:
         """Take a recording out, to keep it again when it is used. None if there is none."""
         return self._kept.pop((place, kind), None)

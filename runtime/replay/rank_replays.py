@@ -1,6 +1,7 @@
 """A rank's own CUDA graphs: each rank records and replays its part of a request, with its collectives inside.
 
-The ranks decide alike, without a word: what they go by are the requests, which all of them get in the same order.
+The ranks decide alike, without a word: what they go by are the requests, which all of them get in the same order. Ranks
+that are fed nothing, as those that only multiply in row mode, can't tell requests apart, and are led (`led_replays`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ from splitc.runtime.ranks.loop import Replay, Span
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.ranks.thread import Worker
 from splitc.runtime.replay.kept import KeptRecordings, Kind, fit, kind_of
+from splitc.runtime.replay.lead import Act, Lead
 from splitc.runtime.replay.recording import STATELESS, give
+
+
+def not_replayed(reason: str) -> str:
+    """The message for the user where requests run eagerly."""
+    return f"requests are not replayed as CUDA graphs: {reason}"
 
 
 @dataclass(eq=False)
@@ -27,7 +34,7 @@ class RankRecording:
     """The rank's graph for one kind of request, and its buffers.
 
     The graph has the addresses of `states` in it. `seconds` is the time of the shortest replay; `last` is the number of
-    the last request that was replayed.
+    the last request that was replayed. `number` is that of the recording, for the ranks that this one leads.
     """
 
     graph: Any
@@ -38,6 +45,7 @@ class RankRecording:
     end: Any
     seconds: float = 0.0
     last: int = 0
+    number: int = 0
 
     def launch(self, worker: Worker, gpu: GpuDevice, request: InFlightRequest) -> tuple[dict[str, Array], Span]:
         """Replay the request and wait for its end."""
@@ -58,19 +66,30 @@ class RankReplays:
     """The recordings of one rank. Requests with any of the inputs `optional` are never replayed.
 
     `everyone` are all ranks of the session, if they have steps between their engines. Such ranks agree on whether a
-    request could be recorded: all replay it, or none.
+    request could be recorded: all replay it, or none. `lead` tells ranks without inputs what this one does. `sequences`
+    says whether requests of sequences may be replayed: not if ranks can't agree on these.
     """
 
-    def __init__(self, optional: Collection[str] = (), everyone: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        optional: Collection[str] = (),
+        everyone: Sequence[int] = (),
+        lead: Lead | None = None,
+        sequences: bool = True,
+    ) -> None:
         self._optional = frozenset(optional)
+        self._sequences = sequences
         self._everyone = everyone
+        self._lead = lead
+        self._count = 0
         self._refused: dict[Kind, str] = {}
         self._kept: KeptRecordings[RankRecording, dict[str, Any]] = KeptRecordings()
 
     @property
     def notes(self) -> list[str]:
         """Why requests are not replayed, for the user."""
-        return [f"requests are not replayed as CUDA graphs: {why}" for why in dict.fromkeys(self._refused.values())]
+        reasons = [] if self._sequences else ["some ranks have states of a sequence, and others have none"]
+        return list(map(not_replayed, dict.fromkeys([*reasons, *self._refused.values()])))
 
     def play(self, worker: Worker, request: InFlightRequest) -> tuple[dict[str, Array], Span] | None:
         """See Replays."""
@@ -79,21 +98,40 @@ class RankReplays:
         self._kept.requests += 1
         if request.initial:
             self._adopt(worker, gpu, request)
-        if request.initial or worker.capture_blocker is not None or not self._optional.isdisjoint(request.feeds):
+        runs_eagerly = request.initial or not (self._sequences or request.sequence is None)
+        if runs_eagerly or worker.capture_blocker is not None or not self._optional.isdisjoint(request.feeds):
+            self._tell(worker, Act.EAGER)
             return None
         states = worker.sequences.get(request.sequence, STATELESS)
         place, kind = id(states), kind_of(request, [states])
         recording = self._kept.pop(place, kind)
-        if recording is None and self._kept.is_worth(kind) and kind not in self._refused:
-            recording = self._record(worker, gpu, request, kind, states)
+        if recording is not None:
+            self._tell(worker, Act.REPLAY, recording.number)
+        elif self._kept.is_worth(kind) and kind not in self._refused:
+            self._count += 1
+            self._tell(worker, Act.RECORD, self._count)
+            recording = self._record(worker, gpu, request, kind, states, self._count)
+        else:
+            self._tell(worker, Act.EAGER)
         if recording is None:
             return None
         worker.drain()  # so that requests end in order
         self._kept.keep(place, kind, recording)
         return recording.launch(worker, gpu, request)
 
+    def _tell(self, worker: Worker, act: Act, number: int = 0) -> None:
+        """Tell the ranks that this one leads what it does with a request, and which recordings it keeps."""
+        if self._lead is not None and worker.capture_blocker is None:
+            self._lead.tell(worker, act, number, [each.number for each in self._kept.all()])
+
     def _record(
-        self, worker: Worker, gpu: GpuDevice, request: InFlightRequest, kind: Kind, states: dict[str, Any]
+        self,
+        worker: Worker,
+        gpu: GpuDevice,
+        request: InFlightRequest,
+        kind: Kind,
+        states: dict[str, Any],
+        number: int,
     ) -> RankRecording | None:
         """Record the rank's work for the request. None if it can't be captured: then no such request ever is."""
         worker.drain()
@@ -109,7 +147,7 @@ class RankReplays:
         gpu.recorded = True
         graph, outputs = made
         graph.upload(gpu.stream)
-        return RankRecording(graph, tape, outputs, states, gpu.cuda.Event(), gpu.cuda.Event())
+        return RankRecording(graph, tape, outputs, states, gpu.cuda.Event(), gpu.cuda.Event(), number=number)
 
     def _adopt(self, worker: Worker, gpu: GpuDevice, request: InFlightRequest) -> None:
         """Give a new sequence the states of an ended one, if the shapes fit, so that recordings can be reused."""

@@ -1,12 +1,14 @@
 """Measure each rank's memory, in a separate process for each rank.
 
-    python -m splitc.runtime.tools.rank_memory PACKAGE RANK THREADS INPUTS OUTPUTS
+    python -m splitc.runtime.tools.rank_memory PACKAGE RANK THREADS INPUTS OUTPUTS MEETING
 
-runs one rank on the inputs in the file, writes what it sends to other ranks, and prints its memory as JSON.
+runs one rank on the inputs in the file, writes what it sends to other ranks, and prints its memory as JSON. Its engines
+meet those of its group in the memory with this descriptor; -1 if they meet none.
 """
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -21,7 +23,7 @@ import msgspec
 import numpy.typing as npt
 import psutil
 
-from splitc.runtime.collectives.engine_meeting import EngineMeeting
+from splitc.runtime.collectives.engine_meeting import EngineMeeting, MeetingEnd, shared_bytes
 from splitc.runtime.collectives.host import connect
 from splitc.runtime.engines import Backend, Communicator, LoadedEngine
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
@@ -31,41 +33,64 @@ from splitc.runtime.manifest import Rank, read_manifest
 from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.parts import cut_part
 from splitc.runtime.ranks.loop import Program, execute
+from splitc.runtime.shared_memory import create_memory, map_memory
 from splitc.runtime.steps import Receive, Reduce, Send
 
 
 def measure_memory(package: Path, threads: int, feeds: Mapping[str, npt.NDArray[Any]]) -> list[RankMemory]:
-    """Run the ranks one after another, each in its own process. Raises SplitcError if one fails.
+    """Run the ranks, each in its own process. Raises SplitcError if one fails.
 
-    If ranks receive values from later ones, all ranks run once together before, to record these values.
+    Ranks run one after another, or at once if their engines meet. If ranks receive values from later ones, all ranks
+    run once together before, to record these values.
     """
     manifest = read_manifest(package)
     values: dict[str, npt.NDArray[Any]] = dict(feeds)
     steps = [(number, step) for number, rank in enumerate(manifest.ranks) for step in rank.program]
     if any(isinstance(step, Receive) and step.source > number for number, step in steps):
         values.update(_run_together(package, manifest.ranks, threads, feeds))
-    found = []
+    found: dict[int, RankMemory] = {}
     with tempfile.TemporaryDirectory(prefix="splitc-measure-") as folder:
-        inputs, outputs = Path(folder) / "inputs", Path(folder) / "outputs"
         for number, rank in enumerate(manifest.ranks):
-            wanted = {name for engine in rank.engines for name in engine.inputs}
-            _write_arrays(inputs, {name: array for name, array in values.items() if name in wanted})
-            command = [
-                sys.executable,
-                "-m",
-                __name__,
-                str(package),
-                str(number),
-                str(threads),
-                str(inputs),
-                str(outputs),
-            ]
-            result = subprocess.run(command, capture_output=True, text=True)
-            if result.returncode:
-                reason = result.stderr.strip().splitlines()[-1:] or ["no message"]
-                raise SplitcError(f"can't measure the memory of rank {number} ({rank.device}): {reason[0]}")
-            found.append(msgspec.json.decode(result.stdout, type=RankMemory))
-            values.update(_read_arrays(outputs))
+            if number not in found:
+                group = _group(rank) or [number]
+                found.update(_measure_group(package, manifest.ranks, group, threads, values, Path(folder)))
+    return [found[number] for number in range(len(manifest.ranks))]
+
+
+def _group(rank: Rank) -> list[int]:
+    """The ranks whose engines meet those of a rank."""
+    return next((file.group for file in rank.engines if file.group), [])
+
+
+def _measure_group(
+    package: Path,
+    ranks: Sequence[Rank],
+    group: Sequence[int],
+    threads: int,
+    values: dict[str, npt.NDArray[Any]],
+    folder: Path,
+) -> dict[int, RankMemory]:
+    """The memory of ranks that run at once. What they send to others is added to `values`."""
+    memory = create_memory(shared_bytes(len(group))) if len(group) > 1 else -1
+    processes = []
+    for number in group:
+        inputs, outputs = folder / f"inputs{number}", folder / f"outputs{number}"
+        wanted = {name for engine in ranks[number].engines for name in engine.inputs}
+        _write_arrays(inputs, {name: array for name, array in values.items() if name in wanted})
+        arguments = [package, number, threads, inputs, outputs, memory]
+        command = [sys.executable, "-m", __name__, *map(str, arguments)]
+        pipe, inherited = subprocess.PIPE, [memory] if memory >= 0 else []
+        processes.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, pass_fds=inherited))
+    if memory >= 0:
+        os.close(memory)
+    found = {}
+    results = [(process.communicate(), process.returncode) for process in processes]
+    for number, ((shown, errors), code) in zip(group, results, strict=True):
+        if code:
+            reason = errors.strip().splitlines()[-1:] or ["no message"]
+            raise SplitcError(f"can't measure the memory of rank {number} ({ranks[number].device}): {reason[0]}")
+        found[number] = msgspec.json.decode(shown, type=RankMemory)
+        values.update(_read_arrays(folder / f"outputs{number}"))
     return found
 
 
@@ -159,11 +184,12 @@ class Alone:
         return parts
 
 
-def _measure_rank(rank: Rank, package: Path, threads: int, inputs: Path, outputs: Path) -> RankMemory:
+def _measure_rank(rank: Rank, end: MeetingEnd, package: Path, threads: int, inputs: Path, outputs: Path) -> RankMemory:
+    """Measure a rank, in its own process. `end` is its end of the meeting of its group's engines."""
     arrays = _read_arrays(inputs)
     backend = OnnxRuntimeBackend(threads)
     before = _resident()
-    engines = _load(backend, package, rank, lambda _: EngineMeeting(1).join(0))
+    engines = _load(backend, package, rank, lambda _: end)
     loaded = _resident()
     alone = Alone(arrays, backend)
     feeds = partial(_cut_feeds, rank, arrays, backend)
@@ -174,10 +200,16 @@ def _measure_rank(rank: Rank, package: Path, threads: int, inputs: Path, outputs
 
 
 def main() -> None:
-    package, number, threads, inputs, outputs = sys.argv[1:]
-    manifest = read_manifest(Path(package))
-    rank = manifest.ranks[int(number)]
-    found = _measure_rank(rank, Path(package), int(threads), Path(inputs), Path(outputs))
+    package, number, threads, inputs, outputs, memory = sys.argv[1:]
+    rank = read_manifest(Path(package)).ranks[int(number)]
+    group = _group(rank) or [int(number)]
+    meeting = EngineMeeting(len(group), map_memory(int(memory)) if int(memory) >= 0 else None)
+    end = meeting.join(group.index(int(number)))
+    try:
+        found = _measure_rank(rank, end, Path(package), int(threads), Path(inputs), Path(outputs))
+    except BaseException:
+        meeting.abort()  # the others wait for this rank
+        raise
     print(msgspec.json.encode(found).decode())
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import permutations
 
 from splitc.runtime.devices import DeviceStatus, parse_devices
-from splitc.runtime.manifest import Manifest
+from splitc.runtime.manifest import Manifest, is_fed
 from splitc.runtime.steps import Reduce, Send
 
 # Descriptions of the values of `DeviceStatus.peers`.
@@ -39,7 +39,8 @@ def _exchanging(manifest: Manifest) -> set[tuple[str, str]]:
             elif isinstance(step, Reduce):
                 numbers.update(permutations(step.ranks, 2))
         for engine in rank.engines:
-            numbers.update(permutations(engine.group, 2))
+            fed = [each for each in engine.group if is_fed(ranks[each])] if is_fed(rank) else [engine.group[0], number]
+            numbers.update(permutations(fed, 2))
     pairs = {(ranks[one].device, ranks[other].device) for one, other in numbers}
     return {(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1] and _are_gpus(pair)}
 

@@ -1,29 +1,14 @@
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
 #include "meeting.h"
 
-#include <limits.h>
-#include <sched.h>
 #include <stdalign.h>
 #include <stdatomic.h>
 #include <string.h>
-#include <time.h>
-#include <unistd.h>
-#ifdef __linux__
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#endif
 
 #include "combine.h"
+#include "transfers.h"
+#include "waiting.h"
 
 #define MOST_RANKS 256
-#define LINE 64
-/* Looks at the others before a rank sleeps, some 30 microseconds; a rank that shares a core with another does not look so
- * long, since the other can't come meanwhile. */
-#define LOOKS 2000
-/* Seconds that a rank sleeps at most before it looks at the clock. */
-#define NAP 0.02
 /* Elements that a rank combines for all are a multiple of this, so that no two write to one line of the cache. */
 #define ALIGNED 64
 
@@ -44,14 +29,14 @@ struct Meeting {
     alignas(LINE) _Atomic uint64_t failed;
     /* The last position of which it was decided whether it takes place: twice its number, plus 1 where it does not. */
     alignas(LINE) _Atomic uint64_t verdict;
-    /* Counts what ranks publish, so that others can sleep until it changes. */
-    alignas(LINE) _Atomic uint32_t changes;
-    _Atomic uint32_t sleepers;
+    Bell bell;
     Slot slots[];
 };
 
+static size_t staged_bytes(size_t staging) { return (staging + LINE - 1) / LINE * LINE; }
+
 size_t meeting_bytes(int ranks, size_t staging) {
-    return sizeof(Meeting) + (size_t)ranks * (sizeof(Slot) + (staging + LINE - 1) / LINE * LINE);
+    return sizeof(Meeting) + (size_t)ranks * (sizeof(Slot) + staged_bytes(staging)) + channels_bytes(ranks);
 }
 
 void meeting_init(Meeting* meeting, int ranks, size_t staging) {
@@ -60,48 +45,14 @@ void meeting_init(Meeting* meeting, int ranks, size_t staging) {
 }
 
 static char* staged(const Meeting* meeting, int rank) {
-    return (char*)&meeting->slots[meeting->ranks] + (size_t)rank * ((meeting->staging + LINE - 1) / LINE * LINE);
+    return (char*)&meeting->slots[meeting->ranks] + (size_t)rank * staged_bytes(meeting->staging);
 }
 
-static double now(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+Channels meeting_channels(Meeting* meeting) {
+    return (Channels){meeting->ranks, &meeting->bell, &meeting->failed, staged(meeting, meeting->ranks)};
 }
 
-static void pause_briefly(void) {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
-static void sleep_until_change(Meeting* meeting, uint32_t seen) {
-    struct timespec nap = {0, (long)(1e9 * NAP)};
-#ifdef __linux__
-    atomic_fetch_add(&meeting->sleepers, 1);
-    syscall(SYS_futex, &meeting->changes, FUTEX_WAIT, seen, &nap, NULL, 0);
-    atomic_fetch_sub(&meeting->sleepers, 1);
-#else
-    (void)meeting, (void)seen;
-    nap.tv_nsec = 20000;
-    nanosleep(&nap, NULL);
-#endif
-}
-
-static void tell(Meeting* meeting) {
-    atomic_fetch_add(&meeting->changes, 1);
-#ifdef __linux__
-    if (atomic_load(&meeting->sleepers)) syscall(SYS_futex, &meeting->changes, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
-#endif
-}
-
-static int looks(const Meeting* meeting) {
-    static _Atomic long cores;
-    if (!atomic_load(&cores)) atomic_store(&cores, sysconf(_SC_NPROCESSORS_ONLN));
-    return meeting->ranks > atomic_load(&cores) ? LOOKS / 50 : LOOKS;
-}
+static void tell(Meeting* meeting) { ring(&meeting->bell); }
 
 static uint64_t position(const Member* member) { return member->run << 24 | member->step; }
 
@@ -126,10 +77,10 @@ static void decide(Meeting* meeting, uint64_t at, int abandoned) {
 /* Wait until all ranks are at the position, or one has failed. */
 static int await_ready(Member* member, uint64_t at, int* who) {
     Meeting* meeting = member->meeting;
-    int looked = 0, most = looks(meeting), result = MEETING_FAILED;
-    double start = 0;
+    Wait wait = wait_for(&meeting->bell, meeting->ranks, member->patience);
+    int result = MEETING_FAILED;
     for (;;) {
-        uint32_t seen = atomic_load(&meeting->changes);
+        uint32_t seen = changes_of(&meeting->bell);
         uint64_t verdict = atomic_load(&meeting->verdict);
         if (verdict >> 1 == at) return verdict & 1 ? result : MEETING_OK;
         if (verdict >> 1 > at) return result;
@@ -140,18 +91,11 @@ static int await_ready(Member* member, uint64_t at, int* who) {
             decide(meeting, at, 1);
         } else if (late < 0) {
             decide(meeting, at, 0);
-        } else if (looked++ < most) {
-            pause_briefly();
-        } else {
-            if (start == 0) start = now();
-            if (now() - start > member->patience) {
-                *who = late;
-                result = MEETING_LATE;
-                meeting_fail(member);
-                decide(meeting, at, 1);
-            } else {
-                sleep_until_change(meeting, seen);
-            }
+        } else if (!wait_on(&wait, seen)) {
+            *who = late;
+            result = MEETING_LATE;
+            meeting_fail(member);
+            decide(meeting, at, 1);
         }
     }
 }
@@ -160,23 +104,16 @@ static int await_ready(Member* member, uint64_t at, int* who) {
  * process was killed. */
 static int await_done(Member* member, uint64_t at, int* who) {
     Meeting* meeting = member->meeting;
-    int looked = 0, most = looks(meeting);
-    double start = 0;
+    Wait wait = wait_for(&meeting->bell, meeting->ranks, member->patience);
     for (;;) {
-        uint32_t seen = atomic_load(&meeting->changes);
+        uint32_t seen = changes_of(&meeting->bell);
         int late = missing(meeting, at, 1);
         if (late < 0) return MEETING_OK;
-        if (looked++ < most) {
-            pause_briefly();
-            continue;
-        }
-        if (start == 0) start = now();
-        if (now() - start > member->patience) {
+        if (!wait_on(&wait, seen)) {
             *who = late;
             meeting_fail(member);
             return MEETING_LATE;
         }
-        sleep_until_change(meeting, seen);
     }
 }
 

@@ -1,55 +1,22 @@
-/* The operators that ranks' engines meet in, for ONNX Runtime: splitc.AllReduce on the CPU and on CUDA devices.
+/* The operators that ranks' engines meet in, for ONNX Runtime, on the CPU and on CUDA devices: splitc.AllReduce, and
+ * those of transfer_operators.c.
  *
  * An engine's operators belong to one rank of one group of ranks: an `End`. ONNX Runtime asks for operators when it is given
  * this library, by `RegisterCustomOps`, on the thread that gives it; so the end is named to that thread before. */
+#include "operators.h"
+
 #include <stdio.h>
 #include <stdlib.h>
 
 #include "combine.h"
-#include "meeting.h"
 #include "one_shot.h"
-#include "ort_api.h"
+#include "transfers.h"
 
 #if defined(_WIN32)
 #define EXPORT __declspec(dllexport)
 #else
 #define EXPORT __attribute__((visibility("default")))
 #endif
-#define MESSAGE 256
-
-/* NCCL's ncclAllReduce, which is looked up by who has loaded NCCL. */
-typedef int (*NcclAllReduce)(const void* in, void* out, size_t count, int type, int operation, void* communicator,
-                             void* stream);
-
-/* CUDA's cudaMemcpyAsync and cudaStreamSynchronize, likewise. */
-typedef int (*CopyAsync)(void* to, const void* from, size_t bytes, int kind, void* stream);
-typedef int (*Synchronize)(void* stream);
-enum { COPY_DEFAULT = 4 }; /* cudaMemcpyDefault: by the addresses */
-
-struct End;
-
-/* An operator of one engine, with the end that its kernels use. */
-typedef struct Operator {
-    OrtCustomOp op;
-    int on_gpu;
-    struct End* end;
-} Operator;
-
-/* A rank's end: of a meeting on the host, or of a communicator of NCCL's. A GPU comes to a meeting by copies to the host.
- * It keeps what ONNX Runtime was given. */
-typedef struct End {
-    Member member;
-    NcclAllReduce nccl;
-    void* communicator;
-    const OneShot* small; /* what does small sums instead of NCCL, or NULL */
-    CopyAsync copy;
-    Synchronize synchronize;
-    void* staged;
-    size_t room;
-    Operator operators[2];
-    const OrtApi* api;
-    OrtCustomOpDomain* domain;
-} End;
 
 typedef struct Kernel {
     const OrtApi* api;
@@ -59,14 +26,6 @@ typedef struct Kernel {
 } Kernel;
 
 static _Thread_local End* registered;
-
-#define TRY(call)                      \
-    do {                               \
-        OrtStatus* status_ = (call);   \
-        if (status_) return status_;   \
-    } while (0)
-
-static OrtStatus* fail(const OrtApi* api, const char* message) { return ORT(api, CreateStatus)(ORT_FAIL, message); }
 
 /* The number types of NCCL, by those of ONNX; -1 where it has none. */
 static int nccl_type(int type) {
@@ -129,12 +88,7 @@ static OrtStatus* reduce_by_host(Kernel* kernel, OrtKernelContext* context, int 
     size_t bytes = count * number_bytes(type);
     void* stream = NULL;
     TRY(ORT(kernel->api, KernelContext_GetGPUComputeStream)(context, &stream));
-    if (bytes > end->room) {
-        free(end->staged);
-        end->staged = malloc(bytes);
-        end->room = end->staged ? bytes : 0;
-        if (!end->staged) return fail(kernel->api, "out of memory");
-    }
+    TRY(make_room(kernel->api, end, bytes));
     if (end->copy(end->staged, in, bytes, COPY_DEFAULT, stream) || end->synchronize(stream))
         return fail(kernel->api, "the GPU failed before a sum over ranks");
     TRY(reduce_on_host(kernel, type, end->staged, end->staged, count));
@@ -181,60 +135,68 @@ static OrtStatus* create(const OrtCustomOp* op, const OrtApi* api, const OrtKern
     kernel->api = api;
     kernel->end = own->end;
     kernel->on_gpu = own->on_gpu;
+    if (own->end) own->end->sums = 1;
     OrtStatus* status = ORT(api, KernelInfoGetAttribute_int64)(info, "operation", &kernel->operation);
     if (status) free(kernel);
     *made = status ? NULL : kernel;
     return status;
 }
 
-static void destroy(void* kernel) { free(kernel); }
 static const char* name(const OrtCustomOp* op) { return (void)op, "AllReduce"; }
-static const char* provider(const OrtCustomOp* op) { return ((const Operator*)op)->on_gpu ? "CUDAExecutionProvider" : "CPUExecutionProvider"; }
 static size_t two(const OrtCustomOp* op) { return (void)op, 2; }
-static int yes(const OrtCustomOp* op) { return (void)op, 1; }
-static int last(const OrtCustomOp* op) { return (void)op, 0x7fffffff; }
 /* The value and, optionally, a token that says that another collective has come before this one. */
 static int type_of(const OrtCustomOp* op, size_t index) { return (void)op, index ? ORT_UINT8 : ORT_UNDEFINED; }
 static int needed(const OrtCustomOp* op, size_t index) { return (void)op, index ? ORT_OPTIONAL : ORT_REQUIRED; }
-static int memory(const OrtCustomOp* op, size_t index) { return (void)op, (void)index, ORT_DEFAULT_MEMORY; }
 
 static size_t may_write_over(int** inputs, int** outputs) {
     *inputs = calloc(1, sizeof **inputs); /* the value, and no token */
     *outputs = calloc(1, sizeof **outputs);
     return *inputs && *outputs;
 }
-static void release_places(int* inputs, int* outputs) {
-    free(inputs);
-    free(outputs);
-}
-static size_t no_alias(int** inputs, int** outputs) { return (void)inputs, (void)outputs, 0; }
 
-static void init_operator(Operator* made, int on_gpu, End* end) {
-    made->on_gpu = on_gpu;
-    made->end = end;
-    made->op.version = ORT_VERSION;
+static void init_all_reduce(Operator* made) {
     made->op.GetName = name;
-    made->op.GetExecutionProviderType = provider;
     made->op.GetInputType = type_of;
     made->op.GetInputTypeCount = two;
     made->op.GetOutputType = type_of;
     made->op.GetOutputTypeCount = two;
-    made->op.KernelDestroy = destroy;
     made->op.GetInputCharacteristic = needed;
     made->op.GetOutputCharacteristic = needed;
-    made->op.GetInputMemoryType = memory;
-    made->op.GetVariadicInputMinArity = yes;
-    made->op.GetVariadicInputHomogeneity = yes;
-    made->op.GetVariadicOutputMinArity = yes;
-    made->op.GetVariadicOutputHomogeneity = yes;
     made->op.CreateKernelV2 = create;
     made->op.KernelComputeV2 = compute;
+    made->op.GetMayInplace = may_write_over;
+}
+
+static void destroy(void* kernel) { free(kernel); }
+static const char* provider(const OrtCustomOp* op) {
+    return ((const Operator*)op)->on_gpu ? "CUDAExecutionProvider" : "CPUExecutionProvider";
+}
+static int memory(const OrtCustomOp* op, size_t index) { return (void)op, (void)index, ORT_DEFAULT_MEMORY; }
+static int yes(const OrtCustomOp* op) { return (void)op, 1; }
+static int no(const OrtCustomOp* op) { return (void)op, 0; }
+static int last(const OrtCustomOp* op) { return (void)op, 0x7fffffff; }
+static size_t no_places(int** inputs, int** outputs) { return (void)inputs, (void)outputs, 0; }
+static void release_places(int* inputs, int* outputs) {
+    free(inputs);
+    free(outputs);
+}
+
+/* What all operators have in common. */
+static void init_operator(Operator* made, int on_gpu, End* end) {
+    made->on_gpu = on_gpu;
+    made->end = end;
+    made->op.version = ORT_VERSION;
+    made->op.GetExecutionProviderType = provider;
+    made->op.KernelDestroy = destroy;
+    made->op.GetInputMemoryType = memory;
+    made->op.GetVariadicInputMinArity = yes;
+    made->op.GetVariadicInputHomogeneity = no;
+    made->op.GetVariadicOutputMinArity = yes;
+    made->op.GetVariadicOutputHomogeneity = yes;
     made->op.GetStartVersion = yes;
     made->op.GetEndVersion = last;
-    made->op.GetMayInplace = may_write_over;
-    made->op.ReleaseMayInplace = release_places;
-    made->op.GetAliasMap = no_alias;
-    made->op.ReleaseAliasMap = release_places;
+    made->op.GetMayInplace = made->op.GetAliasMap = no_places;
+    made->op.ReleaseMayInplace = made->op.ReleaseAliasMap = release_places;
 }
 
 /* What ONNX Runtime calls. Of a thread that has named no end, operators that can be loaded and not be run. */
@@ -243,12 +205,16 @@ EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase
     const OrtApi* api = base->GetApi(ORT_VERSION);
     End* end = registered ? registered : &none;
     if (end->domain) return ORT(api, AddCustomOpDomain)(options, end->domain);
+    static void (*const kinds[])(Operator*) = {init_all_reduce,  init_send,         init_receive,
+                                               init_send_half, init_receive_half, init_after};
     end->api = api;
-    init_operator(&end->operators[0], 0, registered);
-    init_operator(&end->operators[1], 1, registered);
     TRY(ORT(api, CreateCustomOpDomain)("splitc", &end->domain));
-    TRY(ORT(api, CustomOpDomain_Add)(end->domain, &end->operators[0].op));
-    TRY(ORT(api, CustomOpDomain_Add)(end->domain, &end->operators[1].op));
+    for (int number = 0; number < OPERATORS; number++) {
+        Operator* made = &end->operators[number];
+        init_operator(made, number % 2, registered);
+        kinds[number / 2](made);
+        TRY(ORT(api, CustomOpDomain_Add)(end->domain, &made->op));
+    }
     return ORT(api, AddCustomOpDomain)(options, end->domain);
 }
 
@@ -283,6 +249,13 @@ EXPORT void splitc_end_connect(End* end, void* communicator, const OneShot* smal
     end->communicator = communicator, end->small = small;
 }
 
+/* Let an end of a communicator of NCCL's send and receive too. The ranks agree on it in a meeting. */
+EXPORT void splitc_end_transfers(End* end, Meeting* meeting, int rank, double patience, NcclSend send,
+                                 NcclReceive receive) {
+    end->member = (Member){.meeting = meeting, .rank = rank, .patience = patience};
+    end->nccl_send = send, end->nccl_receive = receive;
+}
+
 /* Let a GPU come to the end's meeting. */
 EXPORT void splitc_end_on_gpu(End* end, CopyAsync copy, Synchronize synchronize) {
     end->copy = copy, end->synchronize = synchronize;
@@ -292,11 +265,13 @@ EXPORT void splitc_end_on_gpu(End* end, CopyAsync copy, Synchronize synchronize)
 EXPORT void splitc_end_register(End* end) { registered = end; }
 
 EXPORT void splitc_begin(End* end) {
-    if (!end->nccl) meeting_begin(&end->member);
+    if (end->member.meeting) meeting_begin(&end->member);
 }
 
-EXPORT void splitc_fail(End* end) {
-    if (!end->nccl) meeting_fail(&end->member);
+/* Returns whether the others' collectives then fail at once: those of NCCL's that sum can't be told. */
+EXPORT int splitc_fail(End* end) {
+    if (end->member.meeting) meeting_fail(&end->member);
+    return !(end->nccl && (end->sums || !end->member.meeting));
 }
 
 EXPORT size_t splitc_meeting_bytes(int ranks, size_t staging) { return meeting_bytes(ranks, staging); }
@@ -307,4 +282,17 @@ EXPORT void splitc_meeting_abort(Meeting* meeting) { meeting_abort(meeting); }
 EXPORT int splitc_all_reduce(End* end, int operation, int type, const void* in, void* out, size_t count) {
     int who = -1;
     return meeting_all_reduce(&end->member, operation, type, in, out, count, &who);
+}
+
+/* Send bytes to a rank, or receive them, without an engine. Return what the transfers do, or MEETING_DIFFERENT. */
+EXPORT int splitc_send(End* end, int peer, const void* value, size_t bytes) {
+    Head head = {.type = ORT_UINT8, .axes = 1, .sizes = {(int64_t)bytes}};
+    return transfer_send(&end->member, peer, &head, value, bytes);
+}
+
+EXPORT int splitc_receive(End* end, int peer, void* value, size_t bytes) {
+    Head head;
+    int status = transfer_await(&end->member, peer, &head);
+    if (status != MEETING_OK) return status;
+    return head.sizes[0] == (int64_t)bytes ? transfer_take(&end->member, peer, value, bytes) : MEETING_DIFFERENT;
 }

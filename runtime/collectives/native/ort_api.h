@@ -34,7 +34,7 @@ enum {
     ORT_BFLOAT16 = 16
 };
 enum { ORT_FAIL = 1 };
-enum { ORT_REQUIRED = 0, ORT_OPTIONAL = 1 };
+enum { ORT_REQUIRED = 0, ORT_OPTIONAL = 1, ORT_VARIADIC = 2 };
 enum { ORT_DEFAULT_MEMORY = 0 };
 
 typedef union OrtApi {

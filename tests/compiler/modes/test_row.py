@@ -46,7 +46,7 @@ def test_helpers_hold_slices_and_the_main_device_all_else(decoder: Path, tmp_pat
     for helper in helpers:
         assert (helper.inputs, helper.outputs, helper.cache_bytes) == ([], [], 0)
         assert helper.blocks == [f"layers.{number}" for number in range(DECODER.layers)]
-        assert len(helper.engines) == manifest.collectives
+        assert [engine.inputs for engine in helper.engines] == [[]]
         assert helper.weights_bytes == pytest.approx(sliced / 3, rel=0.01)
     assert len(manifest.cuts) == 2
     feeds = decoder_feeds()
@@ -302,7 +302,9 @@ def test_commands_know_row_mode(decoder: Path, tmp_path: Path) -> None:
     splitc("compile", decoder, "-o", package, *options)
     assert "9 of 9 outputs agree" in splitc("check", package, "--model", decoder)
     assert "the main rank works, and the others multiply with it" in splitc("bench", package, "--runs", 2)
-    assert "round trips a run" in splitc("inspect", package)
+    shown = splitc("inspect", package)
+    assert "round trips a run" in shown
+    assert "each rank is one engine, with its collectives inside" in shown
     facts = json.loads(splitc("inspect", package, "--json"))
     assert facts["split_mode"] == "row"
     assert len(facts["cut_bytes"]) == 2

@@ -84,7 +84,8 @@ def test_hang_is_noticed_within_the_bound() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "number"), [("layer", signal.SIGKILL), ("tensor", signal.SIGKILL), ("tensor", signal.SIGSTOP)]
+    ("mode", "number"),
+    [("layer", signal.SIGKILL), ("row", signal.SIGKILL), ("tensor", signal.SIGKILL), ("tensor", signal.SIGSTOP)],
 )
 def test_rank_that_dies_or_hangs_ends_the_request(
     decoder: Path, mode: str, number: signal.Signals, monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,163 @@
+"""Row mode with one engine a rank: what ranks send and receive is inside, as operators of splitc's library.
+
+The operators of a rank are chained by tokens, in the order of the rounds. In each round the main rank sends, multiplies
+its own columns while the other ranks multiply theirs, and receives. So a rank never waits for one that waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+
+from splitc.compiler.analysis.stages import Stage
+from splitc.compiler.lowering.collective_operators import DOMAIN
+from splitc.compiler.lowering.row_graphs import exchange_graph, find_exchanges, slice_graph, slice_name
+from splitc.compiler.sharding.products import Product
+from splitc.compiler.sharding.slices import SlicedProducts
+
+SEND, RECEIVE, AFTER = "Send", "Receive", "After"
+# What is put behind the names of the first two for values in half precision, which have operators of their own.
+_HALF = "Half"
+
+
+def main_graph(sliced: SlicedProducts, stage: Stage) -> ir.Graph:
+    """The main rank's graph: the model, with sends, its own columns and receives in the place of each round."""
+    graph = exchange_graph(sliced, stage)
+    exchanges = find_exchanges(graph)
+    taken = {product: [value for value in node.inputs if value is not None] for product, node in exchanges.items()}
+    builder = _Builder(graph)
+    works = [sliced.work(number) for number in range(sliced.columns.ranks)]
+    for products, own, *others in zip(sliced.rounds, *works, strict=True):
+        given = {value: fed for each in products for value, fed in zip(each.takes, taken[each], strict=True)}
+        for rank, work in enumerate(others, 1):
+            given.update({value: builder.send(given[value], rank) for value in work.takes})
+        made = builder.multiply(sliced, 0, own.products, given)
+        for rank, work in enumerate(others, 1):
+            made.update(
+                {(each, rank): builder.receive(slice_name(each, rank), each.result, rank) for each in work.products}
+            )
+        for product in products:
+            for rank, columns in zip(sliced.ranks(product), exchanges[product].outputs, strict=True):
+                columns.replace_all_uses_with(made[product, rank])
+            graph.remove(exchanges[product], safe=True)
+    return builder.finish()
+
+
+def helper_graph(sliced: SlicedProducts, number: int) -> ir.Graph:
+    """The graph of any other rank, which receives what its products take and sends its columns of their results."""
+    whole = sliced.graph.graph
+    builder = _Builder(ir.Graph([], [], nodes=[], opset_imports=whole.opset_imports, name=whole.name))
+    given: dict[ir.Value, ir.Value] = {}
+    for work in sliced.work(number):
+        given.update({value: builder.receive(value.name or "", value, 0) for value in work.takes})
+        made = builder.multiply(sliced, number, work.products, given)
+        for columns in made.values():
+            builder.send(columns, 0)
+    return builder.finish()
+
+
+class _Builder:
+    """A rank's graph under construction, and the last of its chained operators."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self._graph = graph
+        self._last: ir.Node | None = None
+        self._token: ir.Value | None = None
+        values = (value for node in graph for value in node.outputs)
+        self._names = {value.name for value in (*graph.inputs, *graph.initializers.values(), *values)}
+        self._likes: dict[ir.DataType, ir.Value] = {}
+
+    def send(self, value: ir.Value, peer: int) -> ir.Value:
+        """Send a value to a rank. Returns it as it is afterwards, for what is to be computed after that."""
+        assert value.dtype is not None
+        return self._transfer(SEND, value, value.dtype, peer, f"{value.name}/sent{peer}")
+
+    def receive(self, name: str, like: ir.Value, peer: int) -> ir.Value:
+        """Receive a value of the type of another one from a rank."""
+        assert like.dtype is not None
+        return self._transfer(RECEIVE, self._like(like.dtype), like.dtype, peer, name)
+
+    def multiply(
+        self, sliced: SlicedProducts, rank: int, products: Sequence[Product], given: Mapping[ir.Value, ir.Value]
+    ) -> dict[tuple[Product, int], ir.Value]:
+        """The rank's columns of the products of a round. What is chained later comes after all of them."""
+        if not products:
+            return {}
+        part = slice_graph(sliced, rank, products)
+        made = self._insert(part, {value.name or "": each for value, each in given.items()})
+        inputs = [*([] if self._token is None else [self._token]), *made]
+        (self._token,) = self._operator(AFTER, inputs, {}, [f"{made[0].name}/computed"])
+        return dict(zip(((product, rank) for product in products), made, strict=True))
+
+    def finish(self) -> ir.Graph:
+        """The graph, without what it does not need. It gives the last token if nothing else keeps the chain alive."""
+        graph, last = self._graph, self._last
+        if last is not None and self._token is not None:
+            graph.opset_imports[DOMAIN] = 1
+            self._token.type = ir.TensorType(ir.DataType.UINT8)
+            graph.outputs.append(self._token)
+        passes.RemoveUnusedNodesPass()(ir.Model(graph, ir_version=10))
+        if last is not None and (last.outputs[0].uses() or last.outputs[0].is_graph_output()):
+            graph.outputs.pop()
+        for value in [value for value in graph.inputs if not value.uses() and not value.is_graph_output()]:
+            graph.inputs.remove(value)
+        for value in (value for node in graph for value in node.outputs):
+            if not value.is_graph_output() and value.shape is None:
+                value.type = None
+        graph.sort()
+        return graph
+
+    def _transfer(self, kind: str, value: ir.Value, dtype: ir.DataType, peer: int, name: str) -> ir.Value:
+        kind += _HALF if dtype == ir.DataType.FLOAT16 else ""
+        inputs = [value, *([] if self._token is None else [self._token])]
+        given, self._token = self._operator(kind, inputs, {"peer": peer}, [name, f"{name}/token"])
+        self._last, given.type = given.producer(), ir.TensorType(dtype)
+        return given
+
+    def _operator(
+        self, kind: str, inputs: Sequence[ir.Value], attributes: Mapping[str, int], outputs: Sequence[str]
+    ) -> Sequence[ir.Value]:
+        node = ir.node(kind, inputs, attributes, domain=DOMAIN, num_outputs=len(outputs), name=f"{outputs[0]}/{kind}")
+        for value, name in zip(node.outputs, outputs, strict=True):
+            value.name = self._unused(name)
+        self._graph.append(node)
+        return node.outputs
+
+    def _insert(self, part: ir.Graph, given: Mapping[str, ir.Value]) -> list[ir.Value]:
+        """Move the nodes and weights of another graph into this one. Returns what were its outputs."""
+        made, nodes = list(part.outputs), list(part)
+        part.outputs.clear()
+        for value in part.inputs:
+            value.replace_all_uses_with(given[value.name or ""])
+        for weight in list(part.initializers.values()):
+            known = self._graph.initializers.get(weight.name or "")
+            part.initializers.pop(weight.name or "")
+            if known is not None and known.const_value is weight.const_value:
+                weight.replace_all_uses_with(known)
+            else:
+                weight.name = self._unused(weight.name or "")
+                self._graph.register_initializer(weight)
+        part.remove(nodes)
+        for value in (value for node in nodes for value in node.outputs):
+            value.name = self._unused(value.name or "")
+        self._graph.extend(nodes)
+        return made
+
+    def _like(self, dtype: ir.DataType) -> ir.Value:
+        """A constant of this type, from which ONNX Runtime infers that of what is received."""
+        if dtype not in self._likes:
+            tensor = ir.tensor(np.zeros(1, dtype.numpy()), dtype, name=self._unused(f"splitc_{dtype.name}"))
+            value = ir.Value(name=tensor.name, shape=ir.Shape([1]), type=ir.TensorType(dtype), const_value=tensor)
+            self._graph.register_initializer(value)
+            self._likes[dtype] = value
+        return self._likes[dtype]
+
+    def _unused(self, name: str) -> str:
+        """The name, with as many primes (') as it takes for nothing in the graph to have it."""
+        while name in self._names:
+            name += "'"
+        self._names.add(name)
+        return name

@@ -1,0 +1,73 @@
+/* What the operators have in common: the end of a rank, and what ONNX Runtime knows of an operator. */
+#ifndef SPLITC_OPERATORS_H
+#define SPLITC_OPERATORS_H
+
+#include "meeting.h"
+#include "one_shot.h"
+#include "ort_api.h"
+
+#define MESSAGE 256
+/* Six kinds, each on the CPU and on CUDA devices. */
+#define OPERATORS 12
+
+/* NCCL's ncclAllReduce, ncclSend and ncclRecv, which are looked up by who has loaded NCCL. */
+typedef int (*NcclAllReduce)(const void* in, void* out, size_t count, int type, int operation, void* communicator,
+                             void* stream);
+typedef int (*NcclSend)(const void* value, size_t count, int type, int peer, void* communicator, void* stream);
+typedef int (*NcclReceive)(void* value, size_t count, int type, int peer, void* communicator, void* stream);
+
+/* CUDA's cudaMemcpyAsync and cudaStreamSynchronize, likewise. */
+typedef int (*CopyAsync)(void* to, const void* from, size_t bytes, int kind, void* stream);
+typedef int (*Synchronize)(void* stream);
+enum { COPY_DEFAULT = 4 }; /* cudaMemcpyDefault: by the addresses */
+
+struct End;
+
+/* An operator of one engine, with the end that its kernels use. */
+typedef struct Operator {
+    OrtCustomOp op;
+    int on_gpu;
+    struct End* end;
+} Operator;
+
+/* A rank's end: of a meeting on the host, or of a communicator of NCCL's. A GPU comes to a meeting by copies to the host.
+ * GPUs that NCCL connects tell each other by a meeting what they are about to send. The end keeps what ONNX Runtime was
+ * given. */
+typedef struct End {
+    Member member;
+    NcclAllReduce nccl;
+    NcclSend nccl_send;
+    NcclReceive nccl_receive;
+    void* communicator;
+    const OneShot* small; /* what does small sums instead of NCCL, or NULL */
+    int sums; /* whether an engine has all-reduces */
+    CopyAsync copy;
+    Synchronize synchronize;
+    void* staged;
+    size_t room;
+    Operator operators[OPERATORS];
+    const OrtApi* api;
+    OrtCustomOpDomain* domain;
+} End;
+
+#define TRY(call)                      \
+    do {                               \
+        OrtStatus* status_ = (call);   \
+        if (status_) return status_;   \
+    } while (0)
+
+static inline OrtStatus* fail(const OrtApi* api, const char* message) {
+    return ORT(api, CreateStatus)(ORT_FAIL, message);
+}
+
+/* Have this many bytes of the host's memory at `end->staged`. */
+OrtStatus* make_room(const OrtApi* api, End* end, size_t bytes);
+
+/* Make an operator, of which what is common is set, one of these. */
+void init_send(Operator* made);
+void init_receive(Operator* made);
+void init_send_half(Operator* made);
+void init_receive_half(Operator* made);
+void init_after(Operator* made);
+
+#endif

@@ -1,0 +1,265 @@
+/* The operators by which engines of ranks send values to each other: splitc.Send, splitc.Receive and splitc.After.
+ *
+ * A rank's transfers are chained by tokens: each takes the token of the one before it. A Send gives its value on, so that
+ * what reads it there comes after it. After gives a token once all of its inputs are computed.
+ *
+ * Values in half precision have operators of their own, SendHalf and ReceiveHalf. ONNX Runtime's CPU provider computes in
+ * single precision where it has no kernel for halves, and takes in what lies between such nodes if it takes both: then one
+ * rank would send other numbers than another one receives. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "operators.h"
+#include "transfers.h"
+
+typedef struct Kernel {
+    const OrtApi* api;
+    End* end;
+    int on_gpu;
+    int64_t peer;
+} Kernel;
+
+enum { NCCL_UINT8 = 1 };
+
+OrtStatus* make_room(const OrtApi* api, End* end, size_t bytes) {
+    if (bytes <= end->room) return NULL;
+    free(end->staged);
+    end->staged = malloc(bytes);
+    end->room = end->staged ? bytes : 0;
+    return end->staged ? NULL : fail(api, "out of memory");
+}
+
+/* Bytes of an element of this ONNX type; 0 where it is none of fixed size. */
+static size_t element_bytes(int type) {
+    static const unsigned char sizes[] = {0, 4, 1, 1, 2, 2, 4, 8, 0, 1, 2, 8, 4, 8, 8, 16, 2, 1, 1, 1, 1};
+    return type >= 0 && (size_t)type < sizeof sizes ? sizes[type] : 0;
+}
+
+static size_t bytes_of(const Head* head) {
+    size_t bytes = element_bytes(head->type);
+    for (int axis = 0; axis < head->axes; axis++) bytes *= (size_t)head->sizes[axis];
+    return bytes;
+}
+
+static OrtStatus* read_head(const OrtApi* api, const OrtValue* value, Head* head) {
+    OrtTensorTypeAndShapeInfo* info;
+    size_t axes = 0;
+    int type = ORT_UNDEFINED;
+    TRY(ORT(api, GetTensorTypeAndShape)(value, &info));
+    OrtStatus* status = ORT(api, GetDimensionsCount)(info, &axes);
+    if (!status && axes > MOST_AXES) status = fail(api, "a value that is sent has too many axes");
+    if (!status) status = ORT(api, GetDimensions)(info, head->sizes, axes);
+    if (!status) status = ORT(api, GetTensorElementType)(info, &type);
+    ORT(api, ReleaseTensorTypeAndShapeInfo)(info);
+    head->type = type, head->axes = (int32_t)axes;
+    if (!status && !element_bytes(type)) status = fail(api, "a value of this type can't be sent");
+    return status;
+}
+
+/* The error of a transfer that did not take place; NULL where it did. */
+static OrtStatus* check(const Kernel* kernel, int result, const char* what) {
+    const Member* member = &kernel->end->member;
+    char message[MESSAGE];
+    if (result == MEETING_OK) return NULL;
+    if (result != MEETING_LATE) return fail(kernel->api, "another rank failed, and a transfer between ranks was given up");
+    snprintf(message, sizeof message, "rank %d did not %s a value within %.0f s", (int)kernel->peer, what,
+             member->patience);
+    return fail(kernel->api, message);
+}
+
+static OrtStatus* check_nccl(const Kernel* kernel, int status, const char* what) {
+    char message[MESSAGE];
+    if (!status) return NULL;
+    snprintf(message, sizeof message, "NCCL's %s failed with error %d", what, status);
+    return fail(kernel->api, message);
+}
+
+static OrtStatus* check_end(const Kernel* kernel) {
+    const End* end = kernel->end;
+    if (!end) return fail(kernel->api, "this engine was loaded without the ranks that it sends to and receives from");
+    int fits = end->member.meeting && (kernel->on_gpu ? end->copy || end->nccl : !end->nccl);
+    if (!fits) return fail(kernel->api, "this transfer between ranks is for another kind of device");
+    int known = kernel->peer >= 0 && kernel->peer < meeting_channels(end->member.meeting).ranks;
+    return known ? NULL : fail(kernel->api, "this transfer is with a rank that is not there");
+}
+
+/* Two GPUs that NCCL connects agree on the host before both take part, so that none waits for one that has failed. */
+static OrtStatus* send_by_nccl(Kernel* kernel, const Head* head, const void* value, void* stream) {
+    End* end = kernel->end;
+    int peer = (int)kernel->peer;
+    Head answer;
+    TRY(check(kernel, transfer_send(&end->member, peer, head, NULL, 0), "receive"));
+    TRY(check(kernel, transfer_await(&end->member, peer, &answer), "receive"));
+    TRY(check(kernel, transfer_take(&end->member, peer, NULL, 0), "receive"));
+    if (!bytes_of(head)) return NULL;
+    int status = end->nccl_send(value, bytes_of(head), NCCL_UINT8, peer, end->communicator, stream);
+    return check_nccl(kernel, status, "send");
+}
+
+static OrtStatus* receive_by_nccl(Kernel* kernel, const Head* head, void* value, void* stream) {
+    End* end = kernel->end;
+    int peer = (int)kernel->peer;
+    TRY(check(kernel, transfer_take(&end->member, peer, NULL, 0), "send"));
+    TRY(check(kernel, transfer_send(&end->member, peer, head, NULL, 0), "send"));
+    if (!bytes_of(head)) return NULL;
+    int status = end->nccl_receive(value, bytes_of(head), NCCL_UINT8, peer, end->communicator, stream);
+    return check_nccl(kernel, status, "receive");
+}
+
+/* Between GPUs that NCCL does not connect. */
+static OrtStatus* send_by_host(Kernel* kernel, const Head* head, const void* value, void* stream) {
+    End* end = kernel->end;
+    size_t bytes = bytes_of(head);
+    TRY(make_room(kernel->api, end, bytes));
+    if (bytes && (end->copy(end->staged, value, bytes, COPY_DEFAULT, stream) || end->synchronize(stream)))
+        return fail(kernel->api, "the GPU failed before a value was sent");
+    return check(kernel, transfer_send(&end->member, (int)kernel->peer, head, end->staged, bytes), "receive");
+}
+
+static OrtStatus* receive_by_host(Kernel* kernel, const Head* head, void* value, void* stream) {
+    End* end = kernel->end;
+    size_t bytes = bytes_of(head);
+    TRY(make_room(kernel->api, end, bytes));
+    TRY(check(kernel, transfer_take(&end->member, (int)kernel->peer, end->staged, bytes), "send"));
+    if (bytes && (end->copy(value, end->staged, bytes, COPY_DEFAULT, stream) || end->synchronize(stream)))
+        return fail(kernel->api, "the GPU failed after a value was received");
+    return NULL;
+}
+
+static OrtStatus* give_token(const OrtApi* api, OrtKernelContext* context, size_t output) {
+    int64_t one = 1;
+    OrtValue* token;
+    return ORT(api, KernelContext_GetOutput)(context, output, &one, 1, &token);
+}
+
+static OrtStatus* send(void* self, OrtKernelContext* context) {
+    Kernel* kernel = self;
+    const OrtApi* api = kernel->api;
+    const OrtValue* value;
+    OrtValue* given;
+    Head head;
+    void *in, *out, *stream = NULL;
+    TRY(check_end(kernel));
+    TRY(ORT(api, KernelContext_GetInput)(context, 0, &value));
+    TRY(read_head(api, value, &head));
+    TRY(ORT(api, KernelContext_GetOutput)(context, 0, head.sizes, (size_t)head.axes, &given));
+    TRY(give_token(api, context, 1));
+    TRY(ORT(api, GetTensorMutableData)((OrtValue*)value, &in));
+    TRY(ORT(api, GetTensorMutableData)(given, &out));
+    if (in != out) return fail(api, "a value that is sent was moved"); /* ONNX Runtime was told that it is the same one */
+    if (kernel->on_gpu) TRY(ORT(api, KernelContext_GetGPUComputeStream)(context, &stream));
+    if (!kernel->on_gpu)
+        return check(kernel, transfer_send(&kernel->end->member, (int)kernel->peer, &head, in, bytes_of(&head)), "receive");
+    return kernel->end->copy ? send_by_host(kernel, &head, in, stream) : send_by_nccl(kernel, &head, in, stream);
+}
+
+static OrtStatus* receive(void* self, OrtKernelContext* context) {
+    Kernel* kernel = self;
+    const OrtApi* api = kernel->api;
+    const OrtValue* like;
+    OrtValue* made;
+    Head head, wanted;
+    void *out, *stream = NULL;
+    TRY(check_end(kernel));
+    TRY(ORT(api, KernelContext_GetInput)(context, 0, &like));
+    TRY(read_head(api, like, &wanted));
+    TRY(check(kernel, transfer_await(&kernel->end->member, (int)kernel->peer, &head), "send"));
+    if (head.type != wanted.type) return fail(api, "another rank sends another type than is received");
+    TRY(ORT(api, KernelContext_GetOutput)(context, 0, head.sizes, (size_t)head.axes, &made));
+    TRY(give_token(api, context, 1));
+    TRY(ORT(api, GetTensorMutableData)(made, &out));
+    if (kernel->on_gpu) TRY(ORT(api, KernelContext_GetGPUComputeStream)(context, &stream));
+    if (!kernel->on_gpu)
+        return check(kernel, transfer_take(&kernel->end->member, (int)kernel->peer, out, bytes_of(&head)), "send");
+    return kernel->end->copy ? receive_by_host(kernel, &head, out, stream) : receive_by_nccl(kernel, &head, out, stream);
+}
+
+static OrtStatus* after(void* self, OrtKernelContext* context) {
+    return give_token(((Kernel*)self)->api, context, 0);
+}
+
+static OrtStatus* create(const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info, void** made) {
+    const Operator* own = (const Operator*)op;
+    Kernel* kernel = calloc(1, sizeof *kernel);
+    (void)info;
+    if (!kernel) return fail(api, "out of memory");
+    kernel->api = api;
+    kernel->end = own->end;
+    kernel->on_gpu = own->on_gpu;
+    *made = kernel;
+    return NULL;
+}
+
+static OrtStatus* create_with_peer(const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info, void** made) {
+    TRY(create(op, api, info, made));
+    OrtStatus* status = ORT(api, KernelInfoGetAttribute_int64)(info, "peer", &((Kernel*)*made)->peer);
+    if (status) free(*made);
+    return status;
+}
+
+static const char* send_name(const OrtCustomOp* op) { return (void)op, "Send"; }
+static const char* receive_name(const OrtCustomOp* op) { return (void)op, "Receive"; }
+static const char* send_half_name(const OrtCustomOp* op) { return (void)op, "SendHalf"; }
+static const char* receive_half_name(const OrtCustomOp* op) { return (void)op, "ReceiveHalf"; }
+static const char* after_name(const OrtCustomOp* op) { return (void)op, "After"; }
+static size_t one(const OrtCustomOp* op) { return (void)op, 1; }
+static size_t two(const OrtCustomOp* op) { return (void)op, 2; }
+static int token(const OrtCustomOp* op, size_t index) { return (void)op, (void)index, ORT_UINT8; }
+static int any_type(const OrtCustomOp* op, size_t index) { return (void)op, (void)index, ORT_UNDEFINED; }
+static int all(const OrtCustomOp* op, size_t index) { return (void)op, (void)index, ORT_VARIADIC; }
+static int required(const OrtCustomOp* op, size_t index) { return (void)op, (void)index, ORT_REQUIRED; }
+/* A value and a token. The value that a Receive takes is one of the type that it makes. */
+static int type_of(const OrtCustomOp* op, size_t index) { return (void)op, index ? ORT_UINT8 : ORT_UNDEFINED; }
+static int half_type_of(const OrtCustomOp* op, size_t index) { return (void)op, index ? ORT_UINT8 : ORT_FLOAT16; }
+static int needed(const OrtCustomOp* op, size_t index) { return (void)op, index ? ORT_OPTIONAL : ORT_REQUIRED; }
+
+static size_t first_is_first(int** inputs, int** outputs) {
+    *inputs = calloc(1, sizeof **inputs);
+    *outputs = calloc(1, sizeof **outputs);
+    return *inputs && *outputs;
+}
+
+static void init_transfer(Operator* made) {
+    made->op.GetInputType = made->op.GetOutputType = type_of;
+    made->op.GetInputTypeCount = made->op.GetOutputTypeCount = two;
+    made->op.GetInputCharacteristic = made->op.GetOutputCharacteristic = needed;
+    made->op.CreateKernelV2 = create_with_peer;
+}
+
+void init_send(Operator* made) {
+    init_transfer(made);
+    made->op.GetName = send_name;
+    made->op.KernelComputeV2 = send;
+    made->op.GetAliasMap = first_is_first;
+}
+
+void init_receive(Operator* made) {
+    init_transfer(made);
+    made->op.GetName = receive_name;
+    made->op.KernelComputeV2 = receive;
+}
+
+void init_send_half(Operator* made) {
+    init_send(made);
+    made->op.GetName = send_half_name;
+    made->op.GetInputType = made->op.GetOutputType = half_type_of;
+}
+
+void init_receive_half(Operator* made) {
+    init_receive(made);
+    made->op.GetName = receive_half_name;
+    made->op.GetInputType = made->op.GetOutputType = half_type_of;
+}
+
+void init_after(Operator* made) {
+    made->op.GetName = after_name;
+    made->op.GetInputType = any_type;
+    made->op.GetInputTypeCount = one;
+    made->op.GetInputCharacteristic = all;
+    made->op.GetOutputType = token;
+    made->op.GetOutputTypeCount = one;
+    made->op.GetOutputCharacteristic = required;
+    made->op.CreateKernelV2 = create;
+    made->op.KernelComputeV2 = after;
+}

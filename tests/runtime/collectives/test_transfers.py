@@ -1,0 +1,279 @@
+"""What engines of ranks send to each other while they run: splitc.Send, Receive and After, inside ONNX Runtime's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from splitc.runtime.collectives.engine_meeting import LINE, EngineMeeting, MeetingEnd, shared_bytes
+from splitc.runtime.collectives.nccl import NcclCommunicator
+from splitc.runtime.engines.onnxruntime_cpu import ERRORS, open_session
+from splitc.runtime.engines.operator_library import is_built, library_path, load_library
+from splitc.runtime.errors import EngineError
+
+pytestmark = pytest.mark.skipif(not is_built(), reason="splitc was installed without a C compiler")
+
+ROUNDS = 5
+# In the second one a prompt's value takes many packets.
+SIZES = (1, 9000, 0, 3)
+
+
+def together(*work: Callable[[], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(work)) as pool:
+        return [each.result() for each in [pool.submit(each) for each in work]]
+
+
+def meet(ranks: int, patience: float = 20.0, shared: bool = False) -> tuple[EngineMeeting, list[MeetingEnd]]:
+    memory = None
+    if shared:
+        room = np.zeros(shared_bytes(ranks) + LINE, np.uint8)
+        memory = room[-room.ctypes.data % LINE :]
+    meeting = EngineMeeting(ranks, memory)
+    return meeting, [meeting.join(rank, patience) for rank in range(ranks)]
+
+
+class Chain:
+    """A graph of operators that are chained by their tokens."""
+
+    def __init__(self) -> None:
+        self.nodes: list[ir.Node] = []
+        self.weights: list[ir.Value] = []
+        self.token: ir.Value | None = None
+
+    def op(self, kind: str, *inputs: ir.Value) -> ir.Value:
+        self.nodes.append(ir.node(kind, inputs))
+        return self.nodes[-1].outputs[0]
+
+    def transfer(self, kind: str, value: ir.Value, peer: int) -> ir.Value:
+        inputs = [value, *([] if self.token is None else [self.token])]
+        self.nodes.append(ir.node(kind, inputs, {"peer": peer}, domain="splitc", num_outputs=2))
+        given, self.token = self.nodes[-1].outputs
+        return given
+
+    def like(self, kind: Any) -> ir.Value:
+        """An empty value of this type."""
+        tensor = ir.tensor(np.zeros(0, kind), name=f"like{len(self.weights)}")
+        self.weights.append(ir.Value(name=tensor.name, const_value=tensor, type=ir.TensorType(tensor.dtype)))
+        return self.weights[-1]
+
+    def after(self, *values: ir.Value) -> None:
+        inputs = [*([] if self.token is None else [self.token]), *values]
+        self.nodes.append(ir.node("After", inputs, domain="splitc"))
+        self.token = self.nodes[-1].outputs[0]
+
+    def save(self, path: Path, inputs: list[ir.Value], outputs: list[ir.Value]) -> Path:
+        assert self.token is not None
+        self.token.name, self.token.type = "token", ir.TensorType(ir.DataType.UINT8)
+        graph = ir.Graph(
+            inputs,
+            [*outputs, self.token],
+            nodes=self.nodes,
+            initializers=self.weights,
+            opset_imports={"": 17, "splitc": 1},
+            name="chain",
+        )
+        ir.save(ir.Model(graph, ir_version=8), path)
+        return path
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> tuple[Path, Path]:
+    """A main rank that sends a value and its sign, multiplies, and takes a helper's numbers, again and again."""
+    chain, x = Chain(), ir.val("x", ir.DataType.FLOAT, ["n", 32])
+    value = x
+    for _ in range(ROUNDS):
+        passed = chain.transfer("Send", value, 1)
+        chain.transfer("Send", chain.op("Ceil", value), 1)
+        own = chain.op("Neg", passed)
+        chain.after(own)
+        other = chain.transfer("Receive", chain.like(np.float32), 1)
+        value = chain.op("Add", own, other)
+    value.name, value.type, value.shape = "y", ir.TensorType(ir.DataType.FLOAT), ir.Shape(["n", 32])
+    main = chain.save(tmp_path / "main.onnx", [x], [value])
+    chain = Chain()
+    for _ in range(ROUNDS):
+        value = chain.transfer("Receive", chain.like(np.float32), 0)
+        high = chain.transfer("Receive", chain.like(np.float32), 0)
+        made = chain.op("Mul", chain.op("Abs", value), high)
+        chain.after(made)
+        chain.transfer("Send", made, 0)
+    return main, chain.save(tmp_path / "helper.onnx", [], [])
+
+
+def expected(x: Any) -> Any:
+    for _ in range(ROUNDS):
+        x = -x + np.abs(x) * np.ceil(x)
+    return x
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_engines_send_and_receive(engines: tuple[Path, Path], shared: bool) -> None:
+    """A test that every supported version of ONNX Runtime must pass: see `tests.onnxruntime_versions`."""
+    _, ends = meet(2, shared=shared)
+    main, helper = (open_session(path, 1, end) for path, end in zip(engines, ends, strict=True))
+    for size in SIZES:
+        x = np.random.default_rng(size).standard_normal((size, 32)).astype(np.float32)
+        for end in ends:
+            end.begin()
+        (found, _), _ = together(lambda x=x: main.run(None, {"x": x}), lambda: helper.run(None, {}))  # type: ignore[misc]
+        np.testing.assert_array_equal(found, expected(x))
+
+
+def begin(ends: list[MeetingEnd]) -> None:
+    for end in ends:
+        end.begin()
+
+
+@pytest.fixture
+def sessions(engines: tuple[Path, Path]) -> Any:
+    _, ends = meet(2, patience=20.0)
+    return ends, [open_session(path, 1, end) for path, end in zip(engines, ends, strict=True)]
+
+
+def run_both(sessions: Any, x: Any) -> Any:
+    ends, (main, helper) = sessions
+    begin(ends)
+    return together(lambda: main.run(None, {"x": x}), lambda: helper.run(None, {}))[0][0]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("count", [0, 1, 3, 8])
+def test_rank_that_fails_ends_its_request_alone(sessions: Any, failing: int, count: int) -> None:
+    """After it has sent a few values, which nobody takes any more. The other rank waits for what does not come."""
+    ends, loaded = sessions
+    x = np.ones((2, 32), np.float32)
+    for _ in range(3):
+        begin(ends)
+
+        def fail() -> None:
+            with suppress(EngineError):  # the other one does not want them
+                for _ in range(count):
+                    ends[failing].tell(1 - failing, [1])
+            time.sleep(0.02)
+            ends[failing].fail()
+
+        def run() -> str:
+            # A head that is not that of a float is refused; else the rank waits until it is told.
+            with pytest.raises(ERRORS, match=r"another rank failed|another type"):
+                loaded[1 - failing].run(None, {"x": x} if failing else {})
+            ends[1 - failing].fail()
+            return "failed"
+
+        assert together(fail, run)[1] == "failed"
+        np.testing.assert_array_equal(run_both(sessions, x), expected(x))
+
+
+def test_rank_that_fails_in_the_midst_of_a_value(sessions: Any) -> None:
+    """The sender has filled the channel, and waits for room."""
+    ends, (main, _) = sessions
+    begin(ends)
+    big = np.ones((20_000, 32), np.float32)
+
+    def fail() -> None:
+        time.sleep(0.1)
+        ends[1].fail()
+
+    def run() -> None:
+        with pytest.raises(ERRORS, match="another rank failed"):
+            main.run(None, {"x": big})
+
+    together(fail, run)
+    other = np.full((3, 32), 0.5, np.float32)
+    np.testing.assert_array_equal(run_both(sessions, other), expected(other))
+
+
+def test_nobody_waits_after_an_abort(engines: tuple[Path, Path]) -> None:
+    meeting, ends = meet(2)
+    helper = open_session(engines[1], 1, ends[1])
+    begin(ends)
+
+    def run() -> None:
+        with pytest.raises(ERRORS, match="another rank failed"):
+            helper.run(None, {})
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(run)
+        time.sleep(0.05)
+        meeting.abort()
+        waiting.result(5)
+    begin(ends)
+    run()
+
+
+def test_rank_that_does_not_come_is_named(engines: tuple[Path, Path]) -> None:
+    _, ends = meet(2, patience=0.3)
+    main, helper = (open_session(path, 1, end) for path, end in zip(engines, ends, strict=True))
+    begin(ends)
+    start = time.monotonic()
+    with pytest.raises(ERRORS, match="rank 0 did not send a value within 0 s"):
+        helper.run(None, {})
+    assert 0.3 <= time.monotonic() - start < 5
+    begin(ends)
+    with pytest.raises(ERRORS, match="rank 1 did not receive a value within 0 s"):
+        main.run(None, {"x": np.ones((20_000, 32), np.float32)})
+
+
+def test_numbers_are_told_without_engines() -> None:
+    _, ends = meet(3)
+    begin(ends)
+    ends[2].tell(0, [1, 2, 3])
+    ends[1].tell(0, [])
+    assert (ends[0].hear(1), ends[0].hear(2)) == ([], [1, 2, 3])
+    ends[1].fail()
+    with pytest.raises(EngineError, match="another rank failed"):
+        ends[0].hear(1)
+
+
+@pytest.mark.parametrize("with_end", [False, True])
+def test_engine_without_its_ranks_says_so(engines: tuple[Path, Path], with_end: bool) -> None:
+    alone = EngineMeeting(1).join(0)
+    if with_end:
+        session = open_session(engines[0], 1, alone)
+        message = "with a rank that is not there"
+    else:
+        options = ort.SessionOptions()
+        options.log_severity_level = 4
+        options.register_custom_ops_library(str(library_path()))
+        session = ort.InferenceSession(str(engines[0]), options)
+        message = "loaded without the ranks that it sends to"
+    with pytest.raises(ERRORS, match=message):
+        session.run(None, {"x": np.ones((1, 32), np.float32)})
+
+
+@pytest.mark.parametrize("sums", [False, True])
+def test_gpus_that_only_send_are_told_of_a_failed_rank(
+    engines: tuple[Path, Path], tmp_path: Path, sums: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that sum by NCCL may wait for ever for a rank that has failed: the session must end them."""
+    anything = load_library().splitc_begin
+    functions = SimpleNamespace(ncclAllReduce=anything, ncclSend=anything, ncclRecv=anything)
+    monkeypatch.setattr("splitc.runtime.collectives.nccl._load_nccl", lambda: functions)
+    meeting = EngineMeeting(2)
+    first, second = (NcclCommunicator(Future()) for _ in range(2))
+    assert not first.fail()
+    for place, end in enumerate((first, second)):
+        end.meet(meeting, place)
+        end.begin()
+    open_session(engines[1], 1, second)
+    if sums:
+        x = ir.val("x", ir.DataType.FLOAT, ["n"])
+        node = ir.node("AllReduce", [x], {"operation": 0}, domain="splitc", num_outputs=2)
+        node.outputs[0].name, node.outputs[0].type = "y", x.type
+        graph = ir.Graph([x], node.outputs[:1], nodes=[node], opset_imports={"": 17, "splitc": 1}, name="sum")
+        ir.save(ir.Model(graph, ir_version=8), tmp_path / "sum.onnx")
+        open_session(tmp_path / "sum.onnx", 1, second)
+    first.tell(1, [7])
+    assert second.hear(0) == [7]
+    assert second.fail() == (not sums)
+    with pytest.raises(EngineError, match="another rank failed"):
+        first.hear(1)
