@@ -91,7 +91,8 @@ class TensorSplit:
         link = clock.sum(first, second)
         size, count = self.exchanged_bytes(()) / stages, self.collectives / stages
         sums = (len(members) - 1) * (count * link.latency + size * link.per_byte)
-        return clock.meeting(slowest) + sums + (count + 1) * clock.start(first) + self._joining(clock) / stages
+        starts = 1 if clock.operators else count + 1
+        return clock.meeting(slowest) + sums + starts * clock.start(first) + self._joining(clock) / stages
 
     def _share(self, part: int, node: ir.Node) -> float:
         """The share of a node's work that rank `part` of a group has."""

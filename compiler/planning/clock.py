@@ -37,7 +37,7 @@ class Clock:
 
     `threads` are those of each CPU device. A node takes its time by the roofline model, times `measured`: the ratio of
     the blocks' measured to their estimated time. If a plan was `profiled` and its ranks hold whole blocks, the measured
-    times of the ranks are used instead. `operators`: engines send and receive inside, by operators of splitc's library.
+    times of the ranks are used instead. `operators`: engines exchange values inside, by operators of splitc's library.
     """
 
     analysis: Analysis

@@ -16,7 +16,8 @@ from splitc.compiler.sharding.partial import chosen_atoms, find_sums
 
 # The fixed cost of a sum, in bytes, added to what it moves: ranks wait for each other.
 SUM_BYTES = 64 << 10
-# Minimum gain of an atom that is split, as a share of the best atom's gain.
+# Minimum gain of an atom that is split, as a share of the gain of all together. Not of the best one's: a few weights
+# that are read for one token, beside others that are read for thousands, need next to no sums.
 LEAST_GAIN_RATIO = 1 / 32
 # Minimum share of the model's weight bytes that a split atom covers.
 LEAST_SHARE = 1e-4
@@ -91,10 +92,11 @@ def _reject_costly(graph: Graph, candidates: list[Candidate], axis_map: AxisMap,
     """The candidates that cost more than they save, with the reason."""
     looked_up = _looked_up(axis_map)
     only = looked_up - _read_without_lookup(graph, axis_map) if looked_up else set()
-    best = max((each.gain for each in candidates if each.sums and each.atom not in looked_up), default=0.0)
+    summed = [each for each in candidates if each.sums and each.atom not in looked_up]
+    together = sum(each.bytes for each in summed) / max(1, sum(each.cost for each in summed))
     rejected: dict[Factor, str] = {}
     for each in candidates:
-        if each.gain < LEAST_GAIN_RATIO * best:
+        if each.gain < LEAST_GAIN_RATIO * together:
             rejected[each.atom] = f"its {each.sums} sums cost more than they spare"
         elif each.atom in only and each.bytes * (ranks - 1) / ranks < LOOKUP_BYTES:
             rejected[each.atom] = "it is only looked up in, and small"

@@ -47,7 +47,7 @@ class Connected:
 
 
 class NcclCommunicator:
-    """One rank's end of a communicator, perhaps still connecting. A rank that fails can't tell GPUs that sum with it."""
+    """One rank's end of a communicator, perhaps still connecting. GPUs that sum can't be told of a rank that failed."""
 
     capturable = True
 

@@ -74,8 +74,9 @@ class GpuDevice:
         with self.device:
             self.stream = self.cuda.Stream(non_blocking=True)
         self._kept: deque[tuple[Any, tuple[Any, ...]]] = deque()
-        # The memory of recordings.
-        self._private = self.cuda.MemoryPool()
+        # The memory of recordings, which have its addresses in them. A pool frees what is unused when memory is short.
+        self._recorded_chunks: list[Any] = []
+        self._private = self.cuda.MemoryPool(self._allocate_for_ever)
 
     @property
     def device(self) -> Any:
@@ -101,6 +102,11 @@ class GpuDevice:
         take = self.cuda.alloc if self.tape is None else self._private.malloc
         memory = take(_rounded(max(1, size)))  # engines need an address even for empty arrays
         return GpuArray(memory.ptr, shape, dtype, memory)
+
+    def _allocate_for_ever(self, size: int) -> Any:
+        """Memory that lives as long as this object."""
+        self._recorded_chunks.append(self.cuda.MemoryPointer(self.cuda.Memory(size), 0))
+        return self._recorded_chunks[-1]
 
     def upload(self, array: npt.NDArray[Any]) -> GpuArray:
         """A copy of the array on the GPU, made on the stream."""

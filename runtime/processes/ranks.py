@@ -32,6 +32,8 @@ from splitc.runtime.shared_memory import Borrower, SlotWriter
 
 # Seconds without a sign of life after which a process counts as hanging.
 PATIENCE = 8.0
+# The same, before the first sign: a process imports Python's modules before.
+FIRST_PATIENCE = 60.0
 # Seconds that the other ranks get to fail in the same request as a rank whose collectives they may wait for.
 GRACE = 2.0
 
@@ -73,6 +75,7 @@ class RankProcesses:
         self._suspect: tuple[float, int | None, BaseException] | None = None
         self._loaded: list[Future[None]] = [Future() for _ in devices]
         self._reports: list[Future[Report]] = []
+        self._began = time.monotonic()
         made = launch(package, manifest, devices, states, threads, cuda_graphs, in_flight)
         self._pulse, self._channels, self._processes = made.pulse, made.channels, made.processes
         self._reader = Reader(self._channels, self, made.spins)
@@ -196,9 +199,10 @@ class RankProcesses:
             elif now - since > GRACE:
                 self._break(error)
         for rank in alive:
-            if self._pulse[rank] and now - self._pulse[rank] > PATIENCE:
-                seconds = f"for {now - self._pulse[rank]:.0f} s"
-                self._break(EngineError(f"{self._name(rank)} hangs: its process gave no sign of life {seconds}"))
+            silent = now - (self._pulse[rank] or self._began)
+            if silent > (PATIENCE if self._pulse[rank] else FIRST_PATIENCE):
+                how = f"its process gave no sign of life for {silent:.0f} s"
+                self._break(EngineError(f"{self._name(rank)} hangs: {how}"))
 
     def lost(self, rank: int) -> None:
         """The process of a rank has ended."""

@@ -79,6 +79,7 @@ class RankReplays:
     ) -> None:
         self._optional = frozenset(optional)
         self._sequences = sequences
+        self._reasons: list[str] = []
         self._everyone = everyone
         self._lead = lead
         self._count = 0
@@ -88,8 +89,7 @@ class RankReplays:
     @property
     def notes(self) -> list[str]:
         """Why requests are not replayed, for the user."""
-        reasons = [] if self._sequences else ["some ranks have states of a sequence, and others have none"]
-        return list(map(not_replayed, dict.fromkeys([*reasons, *self._refused.values()])))
+        return list(map(not_replayed, dict.fromkeys([*self._reasons, *self._refused.values()])))
 
     def play(self, worker: Worker, request: InFlightRequest) -> tuple[dict[str, Array], Span] | None:
         """See Replays."""
@@ -98,7 +98,9 @@ class RankReplays:
         self._kept.requests += 1
         if request.initial:
             self._adopt(worker, gpu, request)
-        runs_eagerly = request.initial or not (self._sequences or request.sequence is None)
+        runs_eagerly = bool(request.initial)
+        if request.sequence is not None and not self._sequences:
+            runs_eagerly, self._reasons = True, ["some ranks have states of a sequence, and others have none"]
         if runs_eagerly or worker.capture_blocker is not None or not self._optional.isdisjoint(request.feeds):
             self._tell(worker, Act.EAGER)
             return None

@@ -205,3 +205,10 @@ def test_rank_that_dies_while_the_session_closes_ends_its_requests(decoder: Path
         with pytest.raises(SplitcError, match=r"the session is broken: .*rank 1 \(cpu1\) was ended by SIGKILL"):
             future.result(BOUND)
         closing.result(2 * BOUND)
+
+
+def test_rank_that_hangs_before_its_first_sign_of_life_is_named(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("splitc.runtime.processes.launch.MAIN", "tests.helpers.stopped_rank")
+    monkeypatch.setattr("splitc.runtime.processes.ranks.FIRST_PATIENCE", 1.0)
+    with pytest.raises(PackageError, match=r"rank 0 \(cpu0\) hangs: its process gave no sign of life for \d s"):
+        open_processes(compile_mode(decoder, "layer"))

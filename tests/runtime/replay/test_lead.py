@@ -148,6 +148,9 @@ def test_ranks_without_inputs_are_led() -> None:
 def test_sequences_are_not_replayed_if_only_some_ranks_have_their_states(second: list[str], alike: bool) -> None:
     ranks = [SimpleNamespace(inputs=inputs, engines=[]) for inputs in (["x", "past"], second)]
     manifest: Any = SimpleNamespace(states=[SimpleNamespace(input="past")], ranks=ranks, optional=[])
-    replays = make_replays(manifest, 0, range(2))
-    assert (replays.notes == []) == alike
-    assert make_replays(manifest, 0, range(0)).notes == []  # the ranks do not wait for each other
+    worker: Any = FakeWorker(EngineMeeting(1).join(0), capture_blocker="none is")
+    request: Any = SimpleNamespace(sequence=1, initial={}, feeds={})
+    for everyone in (range(2), range(0)):  # where ranks wait for each other, and where they do not
+        replays = make_replays(manifest, 0, everyone)
+        assert replays.play(worker, request) is None
+        assert any("others have none" in note for note in replays.notes) == (bool(everyone) and not alike)

@@ -1,0 +1,23 @@
+"""Which weights are worth their sums."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.helpers.blocks import Block, check_split
+
+# The hidden axis and the inner one, tokens, and the inner axis of what is computed once for all tokens.
+HIDDEN, INNER, TOKENS, ONCE = 16, 64, 2048, 4096
+
+
+def test_weights_read_once_do_not_make_those_read_for_many_tokens_too_costly(tmp_path: Path) -> None:
+    """A modulation by one vector, as diffusion transformers have, needs a small sum for much weight."""
+    b = Block()
+    x = b.op("Softmax", b.data("x", (1, TOKENS, HIDDEN), [1, "t", HIDDEN]))
+    vector = b.op("Softmax", b.data("v", (1, 1, HIDDEN), [1, 1, HIDDEN]))
+    once = b.op("MatMul", b.op("Relu", b.op("MatMul", vector, b.w("M1", HIDDEN, ONCE))), b.w("M2", ONCE, HIDDEN))
+    for number in range(2):
+        inner = b.op("Relu", b.op("MatMul", b.op("Mul", x, once), b.w(f"A{number}", HIDDEN, INNER)))
+        x = b.op("Softmax", b.op("MatMul", inner, b.w(f"B{number}", INNER, HIDDEN)))
+    b.give(x, shape=[1, "t", HIDDEN])
+    check_split(b, tmp_path, {"M1", "M2", "A0", "B0", "A1", "B1"}, [(1, 1)], sums=3)

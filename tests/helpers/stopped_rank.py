@@ -1,0 +1,11 @@
+"""A rank's process that gives no sign of life."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+
+def main() -> None:
+    """Stop, as if by Ctrl-Z."""
+    os.kill(os.getpid(), signal.SIGSTOP)
