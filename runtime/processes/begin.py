@@ -1,18 +1,54 @@
-"""The beginning of a rank's process on a GPU: CUDA starts while Python imports the rest. Imports almost nothing."""
+"""The beginning of a rank's process: signs of life, and CUDA starts, while Python imports the rest.
+
+This imports almost nothing itself.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
+import os
+import select
+import struct
 import threading
+import time
+
+from splitc.runtime.processes.nccl_files import find_nccl_files, remove_nccl_files
+
+# Seconds between two signs of life.
+BEAT = 0.5
 
 
-def start_cuda() -> None:
-    """Make the first GPU's context on another thread. Without a driver or a GPU, whoever needs one says so later."""
-    threading.Thread(target=_make_context, name="splitc starts CUDA", daemon=True).start()
+def begin(control: int, pulse: int, number: int, parent: int, starts_cuda: bool) -> None:
+    """Begin the process of a rank, which goes on on this thread.
+
+    `control` is the descriptor of the socket to the session, whose process is `parent`, `pulse` that of memory for the
+    time of each rank's last sign of life, by time.monotonic.
+    """
+    threading.Thread(target=_show_life, args=(control, pulse, number, parent), name="splitc pulse", daemon=True).start()
+    if starts_cuda:
+        threading.Thread(target=_make_context, name="splitc starts CUDA", daemon=True).start()
+
+
+def _show_life(control: int, pulse: int, number: int, parent: int) -> None:
+    """Say again and again that the process is alive, and end it when the session's process has ended."""
+    times = mmap.mmap(pulse, os.fstat(pulse).st_size)
+    os.close(pulse)
+    hangup = select.poll()
+    hangup.register(control, select.POLLHUP)  # which is always reported, and nothing else
+    while True:
+        struct.pack_into("d", times, 8 * number, time.monotonic())
+        if any(event & (select.POLLHUP | select.POLLERR) for _, event in hangup.poll(1e3 * BEAT)):
+            break
+        if os.getppid() != parent:  # a copy of the caller may still hold the other end of the socket
+            break
+    remove_nccl_files(find_nccl_files(os.getpid()))
+    os._exit(1)
 
 
 def _make_context() -> None:
+    """Make the context of the first GPU. Without a driver or a GPU, whoever needs one says so later."""
     with contextlib.suppress(OSError):
         driver = ctypes.CDLL("libcuda.so.1")
         if driver.cuInit(0) == 0:

@@ -6,7 +6,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -23,8 +23,8 @@ from splitc.runtime.manifest import Manifest, State
 from splitc.runtime.processes.messages import Start, pack, unpack
 from splitc.runtime.shared_memory import create_memory, map_memory
 
-# What a rank's process runs, on a GPU after the first.
-MAIN, BEGIN = "splitc.runtime.processes.rank", "splitc.runtime.processes.begin"
+# What a rank's process runs, the beginning first.
+BEGIN, MAIN = "splitc.runtime.processes.begin", "splitc.runtime.processes.rank"
 # Seconds that a rank looks for its next request before it sleeps, where it may.
 SPIN = 2e-3
 
@@ -72,11 +72,9 @@ def launch(
                 in_flight=in_flight,
                 channels={b if rank == a else a: both[rank == b] for (a, b), both in ends.items() if rank in (a, b)},
                 meetings={group: memory for group, memory in meetings.items() if rank in group},
-                pulse=pulse,
-                parent=os.getpid(),
                 spin=SPIN if made.spins else 0.0,
             )
-            _start(made, device, start, [*start.channels.values(), *start.meetings.values(), pulse])
+            _start(made, device, start, pulse)
     except BaseException:
         for process in made.processes:
             process.kill()
@@ -90,18 +88,22 @@ def launch(
     return made
 
 
-def _start(made: Launched, device: Device, start: Start, inherited: Collection[int]) -> None:
+def _start(made: Launched, device: Device, start: Start, pulse: int) -> None:
     """Start a rank's process, with this process's import path, whatever the caller's main module is."""
     ours, theirs = socket.socketpair()
     made.channels.append(Channel(ours.detach(), pack, unpack))
-    start_cuda = f"import {BEGIN} as begin; begin.start_cuda(); " if device.kind == "cuda" else ""
-    program = f"import sys; sys.path[:] = {sys.path!r}; {start_cuda}from {MAIN} import main; main()"
     with theirs:
+        control = theirs.fileno()
+        beginning = f"{control}, {pulse}, {start.number}, {os.getpid()}, {device.kind == 'cuda'}"
+        program = (
+            f"import sys; sys.path[:] = {sys.path!r}; "
+            f"from {BEGIN} import begin; begin({beginning}); from {MAIN} import main; main({control})"
+        )
         made.processes.append(
             subprocess.Popen(
-                [sys.executable, "-c", program, str(theirs.fileno())],
+                [sys.executable, "-c", program],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno(), *inherited],
+                pass_fds=[control, pulse, *start.channels.values(), *start.meetings.values()],
                 env={**os.environ, **visible(device, os.environ)},
             )
         )

@@ -19,8 +19,8 @@ from splitc.runtime.shared_memory import Placed, Sent
 class Start(Struct, frozen=True, array_like=True, tag=True):
     """What a rank's process needs to know. Numbers of files are descriptors that it inherits.
 
-    `channels` has a socket for each other rank, `meetings` the memory where the engines of a group of CPU devices meet,
-    `pulse` the memory for a sign of life of each rank. A rank looks for work for `spin` seconds before it sleeps.
+    `channels` has a socket for each other rank, `meetings` the memory where the engines of a group meet. A rank looks
+    for work for `spin` seconds before it sleeps.
     """
 
     package: Path
@@ -32,8 +32,6 @@ class Start(Struct, frozen=True, array_like=True, tag=True):
     in_flight: int
     channels: dict[int, int]
     meetings: dict[tuple[int, ...], int]
-    pulse: int
-    parent: int
     spin: float
 
 

@@ -1,23 +1,11 @@
-"""The process of one rank: it runs the same loop as a rank's thread does, on its main thread.
-
-    python -m splitc.runtime.processes.rank DESCRIPTOR
-
-The descriptor is that of a socket, from which a Start message comes. The process ends when the session or its process
-does, even in the midst of a request.
-"""
+"""The process of one rank, after its beginning: it runs the same loop as a rank's thread does, on its main thread."""
 
 from __future__ import annotations
 
 import os
-import select
-import sys
-import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-
-import numpy as np
 
 from splitc.runtime.arrays import Array, Zeros
 from splitc.runtime.channel import Channel, portable
@@ -37,9 +25,6 @@ from splitc.runtime.replay.led_replays import make_replays
 from splitc.runtime.replay.rank_replays import RankReplays, not_replayed
 from splitc.runtime.shared_memory import Lender, SlotReader, map_memory
 from splitc.runtime.steps import Run, Step
-
-# Seconds between two signs of life.
-BEAT = 0.5
 
 
 class RankProcess:
@@ -145,26 +130,10 @@ def _exchanges(manifest: Manifest) -> bool:
     return any(not isinstance(step, Run) for step in steps)
 
 
-def _show_life(start: Start, control: Channel) -> None:
-    """Say again and again that the process is alive, and end it when the session's process has ended."""
-    pulse = map_memory(start.pulse).view(np.float64)
-    hangup = select.poll()
-    hangup.register(control.fileno(), select.POLLHUP)  # which is always reported, and nothing else
-    while True:
-        pulse[start.number] = time.monotonic()
-        if any(event & (select.POLLHUP | select.POLLERR) for _, event in hangup.poll(1e3 * BEAT)):
-            break
-        if os.getppid() != start.parent:  # a copy of the caller may still hold the other end of the socket
-            break
-    remove_nccl_files(find_nccl_files(os.getpid()))
-    os._exit(1)
-
-
-def main() -> None:
-    """Run the rank until the session ends it."""
-    control = Channel(int(sys.argv[1]), pack, unpack)
+def main(descriptor: int) -> None:
+    """Run the rank until the session ends it. The descriptor is that of the socket to the session."""
+    control = Channel(descriptor, pack, unpack)
     start: Start = control.receive()
-    threading.Thread(target=_show_life, args=(start, control), name="splitc pulse", daemon=True).start()
     try:
         worker = RankProcess(start, control).worker
     except Exception as error:  # of a library or the device: the session's caller gets it
@@ -175,7 +144,3 @@ def main() -> None:
     except (EOFError, OSError):  # the session is gone
         remove_nccl_files(find_nccl_files(os.getpid()))
         os._exit(1)
-
-
-if __name__ == "__main__":
-    main()

@@ -32,8 +32,8 @@ from splitc.runtime.shared_memory import Borrower, SlotWriter
 
 # Seconds without a sign of life after which a process counts as hanging.
 PATIENCE = 8.0
-# The same, before the first sign: a process imports Python's modules before.
-FIRST_PATIENCE = 60.0
+# The same, until the first one.
+FIRST_PATIENCE = 20.0
 # Seconds that the other ranks get to fail in the same request as a rank whose collectives they may wait for.
 GRACE = 2.0
 

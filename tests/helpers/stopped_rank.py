@@ -6,6 +6,6 @@ import os
 import signal
 
 
-def main() -> None:
+def begin(*_: object) -> None:
     """Stop, as if by Ctrl-Z."""
     os.kill(os.getpid(), signal.SIGSTOP)

@@ -208,7 +208,7 @@ def test_rank_that_dies_while_the_session_closes_ends_its_requests(decoder: Path
 
 
 def test_rank_that_hangs_before_its_first_sign_of_life_is_named(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("splitc.runtime.processes.launch.MAIN", "tests.helpers.stopped_rank")
+    monkeypatch.setattr("splitc.runtime.processes.launch.BEGIN", "tests.helpers.stopped_rank")
     monkeypatch.setattr("splitc.runtime.processes.ranks.FIRST_PATIENCE", 1.0)
     with pytest.raises(PackageError, match=r"rank 0 \(cpu0\) hangs: its process gave no sign of life for \d s"):
         open_processes(compile_mode(decoder, "layer"))
