@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -184,3 +186,8 @@ def test_capture_of_nothing_leaves_streams_as_they_were() -> None:
         capture(gpu, end, [0], Tape(), fail)  # type: ignore[arg-type]
     array = np.arange(10)
     np.testing.assert_array_equal(gpu.download({"": gpu.upload(array)})[""], array)
+
+
+def test_small_sums_by_a_kernel_are_those_of_the_parts() -> None:
+    """Ranks are processes: see the program."""
+    subprocess.run([sys.executable, "-m", "tests.gpu.sums", "--gpus", str(GPUS), "--most", "65536"], check=True)
