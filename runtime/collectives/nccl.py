@@ -189,10 +189,12 @@ class NcclCommunicators:
 
 def _load_nccl() -> ctypes.CDLL:
     """NCCL's library. Raises PackageError if it can't be loaded."""
+    # CuPy must load it first, by its path: the name alone may find another version, which other ranks refuse.
+    find_nccl()
     try:
-        return ctypes.CDLL("libnccl.so.2")  # CuPy has loaded it, so it is found by its name
+        return ctypes.CDLL("libnccl.so.2")
     except OSError as error:
-        raise PackageError(f"NCCL, which connects engines, can't be loaded: {error}") from error
+        raise PackageError(f"NCCL, which sums inside engines, can't be loaded: {error}") from error
 
 
 def _function(function: Any) -> ctypes.c_void_p:
