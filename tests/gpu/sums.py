@@ -22,11 +22,13 @@ import numpy as np
 from splitc.runtime.channel import Channel
 from splitc.runtime.cli.terminal import out, table
 from splitc.runtime.collectives import one_shot
+from splitc.runtime.collectives.engine_meeting import EngineMeeting, shared_bytes
 from splitc.runtime.collectives.nccl import NcclCommunicator
 from splitc.runtime.collectives.process_collectives import ProcessCollectives
 from splitc.runtime.devices import Device
 from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.engines.onnxruntime_gpu import OnnxRuntimeGpuBackend
+from splitc.runtime.shared_memory import create_memory, map_memory
 from splitc.runtime.units import format_bytes, format_seconds
 
 # Sums in a graph, and launches of it.
@@ -36,14 +38,16 @@ SUMS, LAUNCHES = 64, 20
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--most", type=int, default=one_shot.MOST_BYTES, help="bytes that the kernel may sum")
+    parser.add_argument("--most", type=int, help="bytes that the kernel may sum (default: as where it is used)")
     options = parser.parse_args()
     pairs = {pair: socket.socketpair() for pair in combinations(range(options.gpus), 2)}
     ends: dict[int, dict[int, int]] = {rank: {} for rank in range(options.gpus)}
     for (one, other), (ours, theirs) in pairs.items():
         ends[one][other], ends[other][one] = ours.detach(), theirs.detach()
+    meeting = create_memory(shared_bytes(options.gpus))
     context = get_context("fork")  # nothing here has a CUDA context
-    processes = [context.Process(target=_rank, args=(rank, ends[rank], options.most)) for rank in ends]
+    most = options.most or one_shot.most_bytes(options.gpus)
+    processes = [context.Process(target=_rank, args=(rank, ends[rank], meeting, most)) for rank in ends]
     for process in processes:
         process.start()
     for process in processes:
@@ -51,13 +55,14 @@ def main() -> None:
     raise SystemExit(max(abs(process.exitcode or 0) for process in processes))
 
 
-def _rank(rank: int, ends: Mapping[int, int], most: int) -> None:
+def _rank(rank: int, ends: Mapping[int, int], meeting: int, most: int) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
-    one_shot.MOST_BYTES = most
+    one_shot.most_bytes = lambda ranks: most
     gpu = OnnxRuntimeGpuBackend(Device("cuda", rank, 0))
     gpu.attach()
-    ranks = ProcessCollectives(rank, {other: Channel(end) for other, end in ends.items()}, {}, gpu)
-    group = range(len(ends) + 1)
+    group = tuple(range(len(ends) + 1))
+    meetings = {group: EngineMeeting(len(group), map_memory(meeting))}
+    ranks = ProcessCollectives(rank, {other: Channel(end) for other, end in ends.items()}, meetings, gpu)
     nccl = ranks.create_communicator(group, uses_operators=True)
     assert isinstance(nccl, NcclCommunicator)
     if nccl.small is None:
