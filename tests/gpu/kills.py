@@ -5,7 +5,8 @@
 
 A small decoder generates in tensor mode, with ranks as processes. In some rounds the rank is killed while the session
 loads, and in some it is stopped, as if it hung. The error must come within 10 seconds. Then there must be no process of
-the ranks, no new file in /dev/shm, and no more descriptors and threads than before. Needs /proc, and no other programs that use NCCL.
+the ranks, no new file in /dev/shm, and no more descriptors and threads than before. Needs /proc, and that no other
+program uses NCCL meanwhile.
 """
 
 from __future__ import annotations
