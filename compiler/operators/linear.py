@@ -122,6 +122,33 @@ def transposed_convolution(op: Operation) -> None:
         op.once = frozenset([2])
 
 
+def experts(op: Operation) -> None:
+    """Each token goes through some experts: [experts, inner, hidden], then [experts, hidden, inner].
+
+    A gated activation may have the rows of its two products in one matrix: in turns, or those of the one first.
+    """
+    inner, pair = op.input(4)[-1], ax.new_axis(2)
+    rows = {0: inner, 1: (*inner, *pair), 2: (*pair, *inner)}.get(op.number("swiglu_fusion", 0))
+    of_rows = [op.input(number)[1] for number in (2, 3) if op.has(number)]
+    if rows is None or any(ax.size_of(axis) != ax.size_of(rows) for axis in of_rows):
+        return  # as versions before 1.20 have it
+    op.whole([pair], "a gate goes with what it opens")
+    for axis in of_rows:
+        op.relate(axis, rows)
+    for number in (6, 7):
+        if op.has(number):
+            op.relate(op.input(number)[1], inner)
+    op.free([inner])
+    op.contracted = inner
+    op.once = frozenset([5])
+
+
+def expert_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+    """Those of the experts that each token goes through."""
+    matrices = [inputs[number] for number in (2, 4, 6) if number < len(inputs) and len(inputs[number]) == 3]
+    return 2 * inputs[1][0] * node.attributes.get_int("k", 1) * sum(math.prod(shape[1:]) for shape in matrices)
+
+
 def product_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
     """2 M N K: one multiplication and one addition for each element of the result and each contracted one."""
     return 2 * math.prod(outputs[0]) * (inputs[0][-1] if inputs[0] else 1)
@@ -162,4 +189,5 @@ OPERATORS = (
     Operator("ConvInteger", convolution, convolution_flops),
     Operator("QLinearConv", flops=quantized_convolution_flops),
     Operator("ConvTranspose", transposed_convolution, transposed_convolution_flops),
+    Operator("com.microsoft.MoE", experts, expert_flops),
 )

@@ -135,6 +135,24 @@ def integer_convolutions() -> Block:
     return b
 
 
+def experts() -> Block:
+    """Plain ones with biases, then gated ones, whose two products are one matrix."""
+    b = Block()
+
+    def mixture(v: ir.Value, names: str, inner: int, **attributes: object) -> ir.Value:
+        tokens = b.op("Reshape", v, b.ints(-1, 12))
+        router = b.op("Softmax", b.op("MatMul", tokens, b.w(f"R{names}", 12, 4)))
+        first, second = b.w(names[0], 4, inner, 12), b.w(names[1], 4, 12, INNER)
+        biases = b.w(names[0].lower(), 4, inner), b.w(names[1].lower(), 4, 12)
+        weights = first, biases[0], second, biases[1]
+        made = b.op("com.microsoft.MoE", v, router, *weights, k=2, normalize_routing_weights=1, **attributes)
+        return b.op("Softmax", made)
+
+    plain = mixture(start(b), "AB", INNER, activation_type="relu")
+    b.give(mixture(plain, "CD", 2 * INNER, activation_type="swiglu", swiglu_fusion=1, activation_beta=1.0))
+    return b
+
+
 def quantized_convolution(b: Block, v: ir.Value) -> ir.Value:
     def convolved(b: Block, image: ir.Value) -> ir.Value:
         weight = stored(b, "Q", INNER, INNER, 1), number(b, 0.01), b.constant(0, np.int8)
@@ -158,6 +176,7 @@ GRAPHS: dict[str, Tiny] = {
     "Einsum": Tiny(einsum, "AE", sums=1, shares=SHARES),
     "Conv": Tiny(convolutions, "AaGB", "b", sums=1, shares=SHARES),
     "ConvTranspose": Tiny(transposed_convolutions, "CcGD", "d", sums=1, shares=SHARES),
+    "com.microsoft.MoE": Tiny(experts, "AaBCcD", "bd", sums=2, shares=SHARES),
     "ConvInteger": Tiny(integer_convolutions, "AB", sums=1),
     "QLinearConv": sandwich(through("Relu"), needs=quantized_convolution, whole="CDQ"),
 }
@@ -180,6 +199,12 @@ def test_operator(name: str, tmp_path: Path) -> None:
         ("ConvInteger", {}, [(1, 6, 8), (4, 6, 3), (1, 4, 6)], 2 * 4 * 6 * 6 * 3),
         ("QLinearConv", {}, [(1, 6, 8), (), (), (4, 6, 3), (1, 4, 6)], 2 * 4 * 6 * 6 * 3),
         ("ConvTranspose", {}, [(1, 6, 8), (6, 4, 3), (1, 4, 10)], 2 * 6 * 8 * 4 * 3),
+        (
+            "com.microsoft.MoE",
+            {"k": 2},
+            [(1, 5, 12), (5, 4), (4, 24, 12), (4, 24), (4, 12, 24), (4, 12), (1, 5, 12)],
+            2 * 5 * 2 * (24 * 12 + 12 * 24),
+        ),
         ("QLinearMatMul", {}, [(5, 12), (), (), (12, 24), (5, 24)], 2 * 5 * 12 * 24),
         ("com.microsoft.MatMulNBits", {"K": 32, "N": 24}, [(5, 32), (24, 2, 8), (48,), (5, 24)], 2 * 5 * 32 * 24),
         ("com.microsoft.Attention", {}, [(1, 5, 12), (12, 72), (72,), (1, 5, 24)], 2 * 5 * 12 * 72 + 4 * 5 * 24 * 5),
