@@ -126,7 +126,7 @@ def test_mistakes_end_the_process(decoder: Path, tmp_path: Path, arguments: list
 
 def test_killed_compile_leaves_no_package(tmp_path: Path) -> None:
     """A model large enough that the signal comes while its weights are written."""
-    save(build(Size(layers=2, hidden=1024, heads=8, kv_heads=8, feed_forward=4096)), tmp_path / "model.onnx")
+    save(build(Size(layers=2, hidden=768, heads=8, kv_heads=8, feed_forward=3072)), tmp_path / "model.onnx")
     command = [SCRIPT, "compile", str(tmp_path / "model.onnx"), "-o", str(tmp_path / "package"), "-d", "2xcpu", *LAYERS]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         process = subprocess.Popen(
