@@ -136,7 +136,7 @@ def connect_one_shot(
 
     Otherwise `gpu` gets a note of the reason. `all_gather` is the method of the rank's collectives.
     """
-    if len(group) > MOST_RANKS or os.environ.get("NCCL_P2P_DISABLE", "0") != "0":
+    if not 1 < len(group) <= MOST_RANKS or os.environ.get("NCCL_P2P_DISABLE", "0") != "0":
         return None
     made: Any = attempt(lambda: OneShotSums(gpu, len(group), list(group).index(rank), most_bytes(len(group))))
 
