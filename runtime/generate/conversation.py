@@ -60,9 +60,9 @@ class Conversation:
 
     def read_prompt(self, prompt: Sequence[int], chunk: int) -> Logits:
         """Read a prompt first, in chunks."""
+        size = self._feeder.chunk(len(prompt), chunk)
         if self._sequence is None:
             return self.read(prompt)
-        size = self._feeder.chunk(len(prompt), chunk)
         try:
             return self._read_chunks(prompt, size)
         except EngineError:
@@ -82,6 +82,7 @@ class Conversation:
 
     def read_prompt_with(self, prefill: ModelRunner, prompt: Sequence[int]) -> Logits:
         """Read a prompt with another package, which makes the caches. Raises MisuseError if it does not make all."""
+        self._feeder.chunk(len(prompt), len(prompt))  # raises for a model that can't go on token by token
         manifest, signature = self._session.manifest, find_signature(prefill.manifest)
         outputs = prefill.run(Feeder(prefill.manifest, signature).feeds(prompt, len(prompt)))
         if missing := [state.output for state in manifest.states if state.output not in outputs]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import onnx_ir as ir
@@ -18,7 +19,7 @@ from splitc.runtime import Session
 from splitc.runtime.cli.commands import app
 from splitc.runtime.errors import MisuseError, SplitcError
 from splitc.runtime.generate.conversation import round_room
-from splitc.runtime.generate.tokens import Timings
+from splitc.runtime.generate.tokens import Timings, generate
 from tests.conftest import DECODER, LAYER
 from tests.helpers.greedy import plain_loop
 from tests.helpers.packages import MODES, compile_mode
@@ -125,3 +126,16 @@ def test_rooms_are_few_and_not_much_larger() -> None:
     assert all(tokens <= room <= max(256, 1.25 * tokens) for tokens, room in rooms.items())
     assert len(set(rooms.values())) < 25
     assert {256, 512, 1024, 2048, 4096} <= set(rooms.values()), "what models usually have tables for"
+
+
+@pytest.mark.parametrize("prefills", [False, True])
+def test_model_that_takes_so_many_tokens_and_no_others_is_refused(prefills: bool) -> None:
+    ids = SimpleNamespace(name="input_ids", shape=(1, 8), role=None, dtype="int64")
+    logits = SimpleNamespace(name="logits", shape=(1, 8, 10))
+    state = SimpleNamespace(input="past", output="present", in_place=True)
+    states = [state] if prefills else []
+    manifest = SimpleNamespace(inputs=[ids], outputs=[logits], states=states, source=SimpleNamespace(name="m.onnx"))
+    sequence = SimpleNamespace(close=lambda: None)
+    session: Any = SimpleNamespace(manifest=manifest, replays=False, start=lambda room: sequence)
+    with pytest.raises(MisuseError, match="takes 8 tokens at a time"):
+        next(generate(session, [1, 2], prefill=session if prefills else None))
