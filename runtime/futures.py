@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, wait
-from typing import TypeVar
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from typing import Any, TypeVar
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -24,6 +24,12 @@ def in_order(futures: Iterable[Future[T]], most: int) -> Iterator[T]:
     finally:
         # If the caller stops early, wait for the pending ones here, so that no later request has to.
         wait(pending)
+
+
+def first_error(futures: Iterable[Future[Any]]) -> BaseException | None:
+    """Wait until all futures are done, or one has failed. Returns its error, None if all went well."""
+    done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+    return next((error for future in done if (error := future.exception()) is not None), None)
 
 
 def then(future: Future[S], function: Callable[[S], T]) -> Future[T]:

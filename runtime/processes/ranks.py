@@ -12,7 +12,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from splitc.runtime.arrays import Array, Zeros
 from splitc.runtime.channel import Channel
 from splitc.runtime.devices import Device
 from splitc.runtime.errors import EngineError, PackageError
+from splitc.runtime.futures import first_error
 from splitc.runtime.manifest import Manifest, State
 from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.processes.launch import launch
@@ -87,12 +88,11 @@ class RankProcesses:
 
     def _wait_loaded(self) -> None:
         """Wait until all ranks have loaded their engines. Raises the first error, after ending the other ranks."""
-        done, _ = wait(self._loaded, return_when=FIRST_EXCEPTION)
-        failed = [error for future in done if (error := future.exception()) is not None]
-        if failed:
+        error = first_error(self._loaded)
+        if error is not None:
             self.stop()
             self.clear()
-            raise failed[0]
+            raise error
 
     def put(self, request: InFlightRequest | None) -> None:
         """Give all ranks a request. None ends them after all earlier requests."""
@@ -160,11 +160,14 @@ class RankProcesses:
         return bool(self._requests or self._suspect or self._closing) or not all(each.done() for each in unknown)
 
     def take(self, rank: int, message: Any) -> None:
-        """Take one message of a rank."""
+        """Take one message of a rank. Those of ranks that were ended come too late: all waits for them have ended."""
+        if self._stopped:
+            return
         if isinstance(message, Answer):
             self._answered(rank, message)
         elif isinstance(message, Report):
-            self._reports[rank].set_result(message)
+            if not self._reports[rank].done():  # whoever asked first may have given up
+                self._reports[rank].set_result(message)
         elif isinstance(message, Loaded):
             self._files.update(message.files)
             if message.error is None:

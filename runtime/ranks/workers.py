@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
 from splitc.runtime.collectives.connect import connect_devices
 from splitc.runtime.devices import Device
 from splitc.runtime.engines import Backend
+from splitc.runtime.futures import first_error
 from splitc.runtime.manifest import Manifest, State
 from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.ranks.request import InFlightRequest
@@ -56,14 +57,13 @@ class Workers:
 
     def _wait_loaded(self) -> None:
         """Wait until all ranks have loaded their engines. Raises the first error, after ending the other ranks."""
-        done, _ = wait([worker.ready for worker in self._workers], return_when=FIRST_EXCEPTION)
-        failed = [error for future in done if (error := future.exception()) is not None]
-        if failed:
-            self.abort(failed[0])
+        error = first_error(worker.ready for worker in self._workers)
+        if error is not None:
+            self.abort(error)
             self.put(None)
             if not self.join(PATIENCE):
                 self.stop()
-            raise failed[0]
+            raise error
 
     @property
     def capturable(self) -> bool:

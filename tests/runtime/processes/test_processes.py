@@ -20,6 +20,7 @@ from splitc.runtime import Session
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import EngineError, MisuseError, PackageError, SplitcError
 from splitc.runtime.processes.launch import visible
+from splitc.runtime.processes.messages import Loaded, Report
 from splitc.runtime.processes.nccl_files import find_nccl_files, remove_nccl_files
 from splitc.runtime.processes.rank_kinds import use_processes
 from splitc.runtime.processes.ranks import PATIENCE, RankProcesses
@@ -149,6 +150,18 @@ def test_nothing_is_left_of_a_killed_caller(decoder: Path, how: str) -> None:
         if child not in ranks:
             child.kill()
     caller.stdout.close()
+
+
+def test_messages_that_come_late_are_dropped(decoder: Path) -> None:
+    """A report for one who gave up, and a rank that has loaded when another one has failed."""
+    with open_processes(compile_mode(decoder, "layer")) as session:
+        assert session.notes == []
+        ranks = session._workers
+        assert isinstance(ranks, RankProcesses)
+        ranks.take(0, Report(None, ()))
+        session.run(decoder_feeds())
+        ranks.stop()
+        ranks.take(0, Loaded(None))
 
 
 def test_copy_of_the_caller_is_told_that_it_has_no_session(decoder: Path) -> None:
