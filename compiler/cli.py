@@ -23,7 +23,7 @@ from splitc.runtime.cli.terminal import err, out, print_json, print_warning
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.fills import parse_fills
-from splitc.runtime.manifest import BuildOptions
+from splitc.runtime.manifest import BuildOptions, Manifest
 from splitc.runtime.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -204,13 +204,17 @@ def compile_command(
     if as_json:
         print_json(to_file(decided))
     else:
-        size = format_bytes(sum(file.bytes for file in manifest.files if file.sha256 is not None))
-        linked = ", beside links to the model's data" if any(file.sha256 is None for file in manifest.files) else ""
-        if (said := describe_collectives(manifest)) is not None:
-            out.print(said)
-        out.print(f"wrote [bold]{package}[/]: {len(manifest.ranks)} ranks, {size}{linked}")
-        if manifest.build is not None and manifest.build.built is None:
-            out.print(f"its engines are not built yet: run 'splitc build {package}' where it will run")
+        _print_written(package, manifest)
+
+
+def _print_written(package: Path, manifest: Manifest) -> None:
+    size = format_bytes(sum(file.bytes for file in manifest.files if file.sha256 is not None))
+    linked = ", beside links to the model's data" if any(file.sha256 is None for file in manifest.files) else ""
+    if (said := describe_collectives(manifest)) is not None:
+        out.print(said)
+    out.print(f"wrote [bold]{package}[/]: {len(manifest.ranks)} ranks, {size}{linked}")
+    if manifest.build is not None and manifest.build.built is None:
+        out.print(f"its engines are not built yet: run 'splitc build {package}' where it will run")
 
 
 @app.command("build")

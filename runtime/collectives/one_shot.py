@@ -32,9 +32,8 @@ THREADS, WIDTH = 128, 8
 PATIENCE, TEST_PATIENCE = 120.0, 10.0
 # Bytes of a place: a thread's data and flags. Bytes of the number of a sum.
 PLACE, TURN = 16, 4
-# The kernels, in the order that the C library has them.
+# The kernels, in the order that the C library has them, and ONNX's codes of their number types.
 KERNELS = ("sum_float", "sum_half", "sum_bfloat16")
-# ONNX's codes of their number types.
 CODES = {"float32": 1, "float16": 10, "bfloat16": 16}
 SOURCE = Path(__file__).parent / "native" / "one_shot.cu"
 
@@ -145,7 +144,8 @@ def connect_one_shot(
         return all_gather(group, known if isinstance(known, Failure) else attempt(lambda: do(known)))
 
     handles = agree(lambda sums: sums.handle, made)
-    tested = agree(lambda _: made.test(), agree(made.open, handles) if not isinstance(handles, Failure) else handles)
+    opened = agree(lambda all_handles: made.open(all_handles), handles)
+    tested = agree(lambda _: made.test(), opened)
     if isinstance(tested, Failure):
         gpu.notes.append(f"NCCL does all sums over GPUs, small ones too, which is slower: {tested.error}")
         return None

@@ -27,6 +27,14 @@ typedef struct Kernel {
 
 static _Thread_local End* registered;
 
+OrtStatus* make_room(const OrtApi* api, End* end, size_t bytes) {
+    if (bytes <= end->room) return NULL;
+    free(end->staged);
+    end->staged = malloc(bytes);
+    end->room = end->staged ? bytes : 0;
+    return end->staged ? NULL : fail(api, "out of memory");
+}
+
 /* The number types of NCCL, by those of ONNX; -1 where it has none. */
 static int nccl_type(int type) {
     switch (type) {
@@ -144,27 +152,27 @@ static OrtStatus* create(const OrtCustomOp* op, const OrtApi* api, const OrtKern
 
 static const char* name(const OrtCustomOp* op) { return (void)op, "AllReduce"; }
 static size_t two(const OrtCustomOp* op) { return (void)op, 2; }
-/* The value and, optionally, a token that says that another collective has come before this one. */
 static int type_of(const OrtCustomOp* op, size_t index) { return (void)op, index ? ORT_UINT8 : ORT_UNDEFINED; }
 static int needed(const OrtCustomOp* op, size_t index) { return (void)op, index ? ORT_OPTIONAL : ORT_REQUIRED; }
 
-static size_t may_write_over(int** inputs, int** outputs) {
-    *inputs = calloc(1, sizeof **inputs); /* the value, and no token */
+void init_value_and_token(Operator* made) {
+    made->op.GetInputType = made->op.GetOutputType = type_of;
+    made->op.GetInputTypeCount = made->op.GetOutputTypeCount = two;
+    made->op.GetInputCharacteristic = made->op.GetOutputCharacteristic = needed;
+}
+
+size_t first_is_first(int** inputs, int** outputs) {
+    *inputs = calloc(1, sizeof **inputs);
     *outputs = calloc(1, sizeof **outputs);
     return *inputs && *outputs;
 }
 
 static void init_all_reduce(Operator* made) {
+    init_value_and_token(made);
     made->op.GetName = name;
-    made->op.GetInputType = type_of;
-    made->op.GetInputTypeCount = two;
-    made->op.GetOutputType = type_of;
-    made->op.GetOutputTypeCount = two;
-    made->op.GetInputCharacteristic = needed;
-    made->op.GetOutputCharacteristic = needed;
     made->op.CreateKernelV2 = create;
     made->op.KernelComputeV2 = compute;
-    made->op.GetMayInplace = may_write_over;
+    made->op.GetMayInplace = first_is_first;
 }
 
 static void destroy(void* kernel) { free(kernel); }

@@ -63,6 +63,11 @@ static inline OrtStatus* fail(const OrtApi* api, const char* message) {
 /* Have this many bytes of the host's memory at `end->staged`. */
 OrtStatus* make_room(const OrtApi* api, End* end, size_t bytes);
 
+/* Set what operators have in common that take and give a value and, optionally, a token: another one came before. */
+void init_value_and_token(Operator* made);
+/* For ONNX Runtime: the first input and the first output may share memory. */
+size_t first_is_first(int** inputs, int** outputs);
+
 /* Make an operator, of which what is common is set, one of these. */
 void init_send(Operator* made);
 void init_receive(Operator* made);

@@ -22,14 +22,6 @@ typedef struct Kernel {
 
 enum { NCCL_UINT8 = 1 };
 
-OrtStatus* make_room(const OrtApi* api, End* end, size_t bytes) {
-    if (bytes <= end->room) return NULL;
-    free(end->staged);
-    end->staged = malloc(bytes);
-    end->room = end->staged ? bytes : 0;
-    return end->staged ? NULL : fail(api, "out of memory");
-}
-
 /* Bytes of an element of this ONNX type; 0 where it is none of fixed size. */
 static size_t element_bytes(int type) {
     static const unsigned char sizes[] = {0, 4, 1, 1, 2, 2, 4, 8, 0, 1, 2, 8, 4, 8, 8, 16, 2, 1, 1, 1, 1};
@@ -204,26 +196,16 @@ static const char* send_half_name(const OrtCustomOp* op) { return (void)op, "Sen
 static const char* receive_half_name(const OrtCustomOp* op) { return (void)op, "ReceiveHalf"; }
 static const char* after_name(const OrtCustomOp* op) { return (void)op, "After"; }
 static size_t one(const OrtCustomOp* op) { return (void)op, 1; }
-static size_t two(const OrtCustomOp* op) { return (void)op, 2; }
 static int token(const OrtCustomOp* op, size_t index) { return (void)op, (void)index, ORT_UINT8; }
 static int any_type(const OrtCustomOp* op, size_t index) { return (void)op, (void)index, ORT_UNDEFINED; }
 static int all(const OrtCustomOp* op, size_t index) { return (void)op, (void)index, ORT_VARIADIC; }
 static int required(const OrtCustomOp* op, size_t index) { return (void)op, (void)index, ORT_REQUIRED; }
-/* A value and a token. The value that a Receive takes is one of the type that it makes. */
-static int type_of(const OrtCustomOp* op, size_t index) { return (void)op, index ? ORT_UINT8 : ORT_UNDEFINED; }
 static int half_type_of(const OrtCustomOp* op, size_t index) { return (void)op, index ? ORT_UINT8 : ORT_FLOAT16; }
-static int needed(const OrtCustomOp* op, size_t index) { return (void)op, index ? ORT_OPTIONAL : ORT_REQUIRED; }
 
-static size_t first_is_first(int** inputs, int** outputs) {
-    *inputs = calloc(1, sizeof **inputs);
-    *outputs = calloc(1, sizeof **outputs);
-    return *inputs && *outputs;
-}
 
+/* The value that a Receive takes is one of the type that it makes. */
 static void init_transfer(Operator* made) {
-    made->op.GetInputType = made->op.GetOutputType = type_of;
-    made->op.GetInputTypeCount = made->op.GetOutputTypeCount = two;
-    made->op.GetInputCharacteristic = made->op.GetOutputCharacteristic = needed;
+    init_value_and_token(made);
     made->op.CreateKernelV2 = create_with_peer;
 }
 
