@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from splitc.runtime.arrays import Zeros
+
 # Gives arrays of these shapes and types, by name.
 Room = Callable[[Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]], dict[str, npt.NDArray[Any]]]
 
@@ -121,8 +123,8 @@ class Backend(Protocol):
     def upload(self, array: npt.NDArray[Any]) -> Any:
         """The array as a value for the backend's engines."""
 
-    def zeros(self, shape: tuple[int, ...], dtype: str) -> Any:
-        """Zeros as a value for the backend's engines, which may write to it. `dtype` is numpy's name."""
+    def zeros(self, wanted: Mapping[str, Zeros]) -> dict[str, Any]:
+        """Zeros as values for the backend's engines, which may write to them, by name."""
 
     def download(self, values: Mapping[str, Any]) -> dict[str, npt.NDArray[np.generic]]:
         """Values of the backend's engines as arrays on the host, by name. Waits until they are computed."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from splitc.runtime.arrays import accumulate_arrays, number_type
+from splitc.runtime.arrays import Zeros, accumulate_arrays, number_type
 from splitc.runtime.device_profiles import find_profile
 from splitc.runtime.devices import Device
 from splitc.runtime.engines import Room
@@ -37,6 +38,8 @@ CLOSING = 5.0
 _STUCK: list[GpuDevice] = []
 # cudaErrorNotReady.
 NOT_READY = 600
+# Arrays begin at multiples of this many bytes, as in memory that CUDA gives.
+ALIGNED = 512
 # Sizes of allocations from this many bytes on are rounded up.
 LARGE = 1 << 20
 
@@ -98,7 +101,7 @@ class GpuDevice:
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> GpuArray:
         """Memory for an array from CuPy's pool. When it is freed, the pool reuses it for later work on this stream."""
-        size = math.prod(shape) * number_type(dtype).itemsize
+        size = _nbytes(shape, dtype)
         take = self.cuda.alloc if self.tape is None else self._private.malloc
         memory = take(_rounded(max(1, size)))  # engines need an address even for empty arrays
         return GpuArray(memory.ptr, shape, dtype, memory)
@@ -112,15 +115,27 @@ class GpuDevice:
         """A copy of the array on the GPU, made on the stream."""
         return self.stage(array)[0]
 
-    def zeros(self, shape: tuple[int, ...], dtype: str) -> GpuArray:
-        """Zeros on the GPU, made there without a copy."""
-        target = self.empty(shape, dtype)
-        self.clear(target)
-        return target
+    def zeros(self, wanted: Mapping[str, Zeros]) -> dict[str, GpuArray]:
+        """Zeros by name, side by side in one piece of memory: a decoder has a hundred states, and is waited for."""
+        sizes = [_nbytes(each.shape, each.dtype) for each in wanted.values()]
+        ends = list(itertools.accumulate(-(-size // ALIGNED) * ALIGNED for size in sizes))
+        whole = self.empty((ends[-1] if ends else 0,), "uint8")
+        made = {
+            name: GpuArray(whole.pointer + start, each.shape, each.dtype, whole.owner)
+            for (name, each), start in zip(wanted.items(), [0, *ends], strict=False)
+        }
+        self.clear(made.values())
+        return made
 
-    def clear(self, array: GpuArray) -> None:
-        """Set the array to zeros, on the stream."""
-        self.cuda.runtime.memsetAsync(array.pointer, 0, array.nbytes, self.stream.ptr)
+    def clear(self, states: Iterable[GpuArray]) -> None:
+        """Set the states of a sequence to zeros, on the stream. Those in one piece of memory are set at once."""
+        pieces: dict[int, list[GpuArray]] = {}
+        for state in states:
+            pieces.setdefault(id(state.owner), []).append(state)
+        for piece in pieces.values():
+            start = min(each.pointer for each in piece)
+            if size := max(each.pointer + each.nbytes for each in piece) - start:
+                self.cuda.runtime.memsetAsync(start, 0, size, self.stream.ptr)
 
     def stage(self, array: npt.NDArray[Any]) -> tuple[GpuArray, npt.NDArray[Any]]:
         """As `upload`, and also returns the pinned memory that is copied from, as an array."""
@@ -297,6 +312,10 @@ class GpuDevice:
             copy(target, source, size)
         elif size:
             self.cuda.runtime.memcpyAsync(target, source, size, kind, self.stream.ptr)
+
+
+def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
+    return math.prod(shape) * number_type(dtype).itemsize
 
 
 def _rounded(size: int) -> int:

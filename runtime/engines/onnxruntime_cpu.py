@@ -15,7 +15,7 @@ import numpy.typing as npt
 import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from splitc.runtime.arrays import accumulate_arrays, number_type
+from splitc.runtime.arrays import Zeros, accumulate_arrays, number_type
 from splitc.runtime.engines import Communicator, Room
 from splitc.runtime.engines.engine_kind import BackendOptions
 from splitc.runtime.errors import EngineError, FollowingError, PackageError
@@ -185,8 +185,8 @@ class OnnxRuntimeBackend:
     def upload(self, array: npt.NDArray[Any]) -> ort.OrtValue:
         return host_value(array)
 
-    def zeros(self, shape: tuple[int, ...], dtype: str) -> ort.OrtValue:
-        return host_value(np.zeros(shape, number_type(dtype)))
+    def zeros(self, wanted: Mapping[str, Zeros]) -> dict[str, ort.OrtValue]:
+        return {name: host_value(np.zeros(each.shape, number_type(each.dtype))) for name, each in wanted.items()}
 
     def download(self, values: Mapping[str, Any]) -> dict[str, npt.NDArray[np.generic]]:
         return {name: host_array(value) for name, value in values.items()}

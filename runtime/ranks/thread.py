@@ -195,11 +195,14 @@ class Worker(threading.Thread):
 
     def _run_request(self, request: InFlightRequest) -> tuple[Callable[[], dict[str, Array]], list[Span]]:
         """Run the program. Returns a function that waits for the outputs, and when each step ran."""
-        states = self.sequences.get(request.sequence, {})
+        before = self.sequences.get(request.sequence)
+        states = self.backend.zeros(self.zeros_of(request)) if before is None else before
         values, spans = self.execute(request, states, partial(self._upload, request))
         if request.sequence is not None:
             kept = {n: self.backend.persist_state(values[output], states.get(n)) for n, output in self.resident.items()}
-            if not states or any(kept[name] is not states[name] for name in kept):  # recordings go by this dict's id
+            if before is None or any(
+                kept[name] is not before[name] for name in kept
+            ):  # recordings go by this dict's id
                 self.sequences[request.sequence] = kept
         return self.backend.fetch({name: values[name] for name in self.given(request)}, self.room), spans
 
@@ -242,25 +245,25 @@ class Worker(threading.Thread):
 
     def _upload(self, request: InFlightRequest, name: str) -> Any:
         """The backend's value for an input: the initial value of a state, or a feed."""
-        if name not in request.initial:
-            return self.backend.upload(self.cut_feed(name, request))
-        initial = self.cut_initial(name, request)
-        return (
-            self.backend.zeros(initial.shape, initial.dtype)
-            if isinstance(initial, Zeros)
-            else self.backend.upload(initial)
-        )
+        return self.backend.upload(self.cut_feed(name, request))
 
-    def cut_initial(self, name: str, request: InFlightRequest) -> Array | Zeros:
-        """This rank's shard of a state's initial value."""
-        whole, part = request.initial[name], self._parts.get(name)
-        if part is None:
-            return whole
-        return Zeros(part_shape(whole.shape, part), whole.dtype) if isinstance(whole, Zeros) else cut_part(whole, part)
+    def zeros_of(self, request: InFlightRequest) -> dict[str, Zeros]:
+        """This rank's shards of the states that begin as zeros, by the names of their inputs."""
+        zeros = {name: each for name, each in request.initial.items() if isinstance(each, Zeros)}
+        parts = {name: self._parts.get(name) for name in self._rank.inputs if name in zeros}
+        return {
+            name: zeros[name] if part is None else Zeros(part_shape(zeros[name].shape, part), zeros[name].dtype)
+            for name, part in parts.items()
+        }
 
     def cut_feed(self, name: str, request: InFlightRequest) -> Array:
-        """This rank's shard of a feed, by the name of the input, or of the weight that an optional input replaces."""
+        """This rank's shard of a feed or of a state's initial array, by the name of the input.
+
+        Or by that of the weight which an optional input replaces.
+        """
         if name in self._overrides:
             return cut_places(request.feeds[self._overrides[name].input], self._overrides[name].places)
-        array, part = request.feeds[name], self._parts.get(name)
+        array = request.initial[name] if name in request.initial else request.feeds[name]
+        assert not isinstance(array, Zeros)
+        part = self._parts.get(name)
         return array if part is None else cut_part(array, part)

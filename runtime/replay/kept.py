@@ -115,8 +115,5 @@ def kind_of(request: InFlightRequest, states: Sequence[Mapping[str, Any]]) -> Ki
 
 def fit(worker: Worker, request: InFlightRequest, states: Mapping[str, Any]) -> bool:
     """Whether a rank's states have the shapes and types of those that the request's sequence begins with."""
-    return all(
-        (initial.shape, str(initial.dtype)) == (state.shape, state.dtype)
-        for name, state in states.items()
-        for initial in (worker.cut_initial(name, request),)
-    )
+    zeros = worker.zeros_of(request)
+    return all((zeros[name].shape, zeros[name].dtype) == (state.shape, state.dtype) for name, state in states.items())

@@ -160,8 +160,7 @@ class RankReplays:
         states = self._kept.take_spare(partial(fit, worker, request))
         if states is None:
             return
-        for state in states.values():
-            gpu.clear(state)
+        gpu.clear(states.values())
         worker.sequences[request.sequence] = states
         request.initial = {}
 

@@ -47,8 +47,7 @@ class Recordings:
             gpu = worker.backend
             assert isinstance(gpu, GpuDevice)
             with gpu.device:
-                for state in own.values():
-                    gpu.clear(state)
+                gpu.clear(own.values())
             worker.sequences[request.sequence] = own
         request.initial = {}
         self.behind = True
