@@ -19,9 +19,11 @@ import onnxruntime as ort
 from splitc.runtime.arrays import number_type
 from splitc.runtime.devices import Device
 from splitc.runtime.engines import Communicator
+from splitc.runtime.engines.attention_kernels import attention_of
 from splitc.runtime.engines.engine_kind import BackendOptions
 from splitc.runtime.engines.gpu_array import GpuArray
 from splitc.runtime.engines.gpu_device import GpuDevice
+from splitc.runtime.engines.kept_binding import KeptBinding
 from splitc.runtime.engines.onnxruntime_cpu import (
     ERRORS,
     failed,
@@ -31,7 +33,6 @@ from splitc.runtime.engines.onnxruntime_cpu import (
     run_overridden,
 )
 from splitc.runtime.errors import EngineError, PackageError
-from splitc.runtime.gpus import need_cupy
 from splitc.runtime.onnx_types import CODES, read_type
 
 PROVIDER = "CUDAExecutionProvider"
@@ -39,13 +40,6 @@ PROVIDER = "CUDAExecutionProvider"
 REMEMBERED = 64
 # The scratch space of a session's cuBLAS: the size of a buffer in KiB, and their number.
 WORKSPACE = ":4096:1"
-# The variables by which users turn cuDNN's attention and the XQA kernels on or off. Ranks' processes turn XQA on.
-CUDNN_ATTENTION, XQA = "ORT_ENABLE_CUDNN_FLASH_ATTENTION", "ORT_ENABLE_XQA"
-# The kernels of attention where XQA is on, as bits of the option `sdpa_kernel`: flash, memory-efficient, TensorRT's,
-# math, TensorRT's flash and cross. cuDNN's (8) is not among them: it plans 25 to 40 ms for each new shape of each
-# engine. Measured on an H200, 8B decoder, ms on one and two GPUs: prompts of new lengths 57 / 58 with it and 22 / 21
-# without; replayed tokens 4.77 / 3.68 with it and 4.90 / 3.71 without, but 5.39 / 3.70 without either.
-ATTENTION = 1 | 2 | 4 | 16 | 32 | 64
 
 
 class OnnxRuntimeGpuEngine:
@@ -65,6 +59,7 @@ class OnnxRuntimeGpuEngine:
         self._session = session
         self._gpu = gpu
         self._options = options
+        self._binding = KeptBinding(session, ("cuda", gpu.index))
         self.inputs = [value.name for value in session.get_inputs()]
         self.optional = frozenset(value.name for value in session.get_overridable_initializers())
         self.outputs = [value.name for value in session.get_outputs()]
@@ -81,30 +76,19 @@ class OnnxRuntimeGpuEngine:
     def run(self, values: Mapping[str, Any], into: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
         if not self.optional.isdisjoint(values):
             return self._run_overridden(values, into)
-        binding = self._session.io_binding()
         shapes = tuple(values[name].shape for name in self.inputs)
         if self._gpu.tape is not None:
             into = {**into, **self._room(shapes, into)}
         # ONNX Runtime would copy these to the host itself, but hold Python's global lock while it waits for the stream.
         # The stream may wait for another rank, whose thread needs the lock.
-        on_host = self._gpu.download({name: values[name] for name in self.inputs if name in self._on_host})
+        on_host = self._gpu.download({name: values[name] for name in self._on_host})
+        for name in self._sizes_on_host:
+            on_host[name] = np.empty(values[name].shape, number_type(values[name].dtype))
+        inputs = {name: values[name] for name in self.inputs if name not in on_host}
         try:
-            for name in self.inputs:
-                if name in on_host:
-                    binding.bind_cpu_input(name, on_host[name])
-                elif name in self._sizes_on_host:
-                    binding.bind_cpu_input(name, np.empty(values[name].shape, number_type(values[name].dtype)))
-                else:
-                    binding.bind_input(name, *self._place(values[name]))
-            for name in self.outputs:
-                if name in into:
-                    binding.bind_output(name, *self._place(into[name]))
-                else:
-                    binding.bind_output(name, "cuda", self._gpu.index)
-            self._session.run_with_iobinding(binding, self._options)
+            given = self._binding.run(inputs, on_host, self.outputs, into, self._options)
         except ERRORS as error:
             raise failed(f"{self._name} failed on {self._gpu.name}: {error}") from error
-        given = binding.get_outputs()
         if shapes not in self._shapes:
             if len(self._shapes) == REMEMBERED:
                 del self._shapes[next(iter(self._shapes))]
@@ -137,10 +121,6 @@ class OnnxRuntimeGpuEngine:
         if passed_on and math.prod(value.shape()):
             owner = self._gpu.cupy.from_dlpack(value)
         return GpuArray(value.data_ptr(), tuple(value.shape()), dtype, owner)
-
-    def _place(self, value: GpuArray) -> tuple[Any, ...]:
-        kind = CODES[value.dtype] if value.dtype in CODES else number_type(value.dtype).type
-        return "cuda", self._gpu.index, kind, value.shape, value.pointer
 
 
 class OnnxRuntimeGpuBackend(GpuDevice):
@@ -179,10 +159,9 @@ class OnnxRuntimeGpuBackend(GpuDevice):
             "user_compute_stream": str(self.stream.ptr),
             "use_tf32": "0",  # float32 is computed in full precision
         }
-        if os.environ.get(XQA) == "1" and CUDNN_ATTENTION not in os.environ:
-            provider["sdpa_kernel"] = str(ATTENTION)
         register_operators(options, communicator)
-        session, capture_blocker = self._open_capturable(path, options, provider)
+        with attention_of(self.index) as attention:
+            session, capture_blocker = self._open_capturable(path, options, {**provider, **attention})
         if communicator is not None and not communicator.capturable:
             capture_blocker = f"{path.name} waits for other ranks while it runs"
         if PROVIDER not in session.get_providers():  # it was dropped silently
@@ -236,9 +215,6 @@ def _load_libraries() -> None:
 def _load_libraries_once() -> None:
     # Each session has its own cuBLAS, with 70 MiB of scratch space by default: more than many segments need.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACE)
-    if need_cupy().cuda.runtime.getDeviceCount() > 1:
-        # XQA attention kernels fail with cudaErrorInvalidValue on all GPUs of a process but the first, in version 1.31.
-        os.environ.setdefault("ORT_ENABLE_XQA", "0")
     ort.set_default_logger_severity(3)  # otherwise each session warns about a missing plug-in
     if hasattr(ort, "preload_dlls"):
         with contextlib.redirect_stdout(sys.stderr):  # standard output is for results

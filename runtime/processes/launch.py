@@ -129,16 +129,11 @@ def _seen_alone(device: Device) -> Device:
 
 
 def visible(device: Device, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that let a process see this GPU alone. Raises PackageError if it is none that this one sees.
-
-    ONNX Runtime's XQA kernels, which make tokens faster, only work on the first GPU of a process: here they are on,
-    unless the user says otherwise.
-    """
+    """Variables that let a process see this GPU alone. Raises PackageError if it is none that this one sees."""
     if device.kind == "cpu":
         return {}
     seen = environment.get("CUDA_VISIBLE_DEVICES")
     names = None if seen is None else [name.strip() for name in seen.split(",") if name.strip()]
     if names is not None and device.index >= len(names):
         raise PackageError(f"there is no {device}: CUDA_VISIBLE_DEVICES names {len(names)} GPUs")
-    xqa = {"ORT_ENABLE_XQA": environment.get("ORT_ENABLE_XQA", "1")}
-    return {"CUDA_VISIBLE_DEVICES": str(device.index) if names is None else names[device.index], **xqa}
+    return {"CUDA_VISIBLE_DEVICES": str(device.index) if names is None else names[device.index]}

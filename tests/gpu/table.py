@@ -49,7 +49,7 @@ from splitc.runtime.units import format_bytes, format_seconds
 
 Feeds = dict[str, npt.NDArray[Any]]
 # Requests under way at the same time, rounds of turns, and prompts in each.
-IN_FLIGHT, ROUNDS, PROMPTS = 4, 3, 8
+IN_FLIGHT, ROUNDS, PROMPTS = 4, 3, 32
 # What an H200 reads in a second, and computes, as far as that was measured.
 BYTES, FLOPS = 4.3e12, 790e12
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import onnxruntime as ort
@@ -28,11 +27,8 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
         time.sleep(0.02 * len(begun))  # the first to begin is the first to end
         print("loading")
 
-    runtime = SimpleNamespace(getDeviceCount=lambda: 2)
-    monkeypatch.setattr(onnxruntime_gpu, "need_cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
     monkeypatch.setattr(ort, "preload_dlls", preload, raising=False)
-    for name in ("CUBLAS_WORKSPACE_CONFIG", "ORT_ENABLE_XQA"):
-        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     onnxruntime_gpu._load_libraries_once.cache_clear()
     yield begun
     onnxruntime_gpu._load_libraries_once.cache_clear()
