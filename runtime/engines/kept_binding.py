@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy.typing as npt
@@ -25,28 +25,29 @@ class KeptBinding:
     def __init__(self, session: ort.InferenceSession, device: tuple[str, int]) -> None:
         self._session = session
         self._device = device
+        self._names = [value.name for value in session.get_outputs()]
         self._begin()
 
     def _begin(self) -> None:
         self._binding = self._session.io_binding()
         self._inputs: dict[str, Place] = {}
         self._outputs: dict[str, Place] = {}
+        self._bind_own(self._names)  # all: they are given in the order in which they were bound first
 
     def run(
         self,
         inputs: Mapping[str, GpuArray],
         on_host: Mapping[str, npt.NDArray[Any]],
-        outputs: Sequence[str],
         into: Mapping[str, GpuArray],
         options: ort.RunOptions,
     ) -> list[ort.OrtValue]:
-        """Run on arrays of the device and of the host. Returns the values of `outputs`, which are all of the session's.
+        """Run on arrays of the device and of the host. Returns the values of all outputs, in the session's order.
 
         Those that are not in `into` are in memory of the session's own, which the binding does not keep. Raises what
         ONNX Runtime raises.
         """
-        own = [name for name in outputs if name not in into]
         try:
+            self._bind_own(self._outputs.keys() - into.keys())
             for name, array in on_host.items():
                 self._binding.bind_cpu_input(name, array)
             for name, value in inputs.items():
@@ -55,16 +56,15 @@ class KeptBinding:
             for name, value in into.items():
                 if _moves(self._outputs, name, value):
                     self._binding.bind_output(name, *self._device, *_described(value))
-            self._bind_own(own)
             self._session.run_with_iobinding(self._binding, options)
             made = list(self._binding.get_outputs())
-            self._bind_own(own)
+            self._bind_own(name for name in self._names if name not in into)
             return made
         except BaseException:
             self._begin()  # only some may be bound by now
             raise
 
-    def _bind_own(self, names: Collection[str]) -> None:
+    def _bind_own(self, names: Iterable[str]) -> None:
         """Let the session allocate these outputs."""
         for name in names:
             self._outputs.pop(name, None)

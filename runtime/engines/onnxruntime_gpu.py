@@ -86,7 +86,7 @@ class OnnxRuntimeGpuEngine:
             on_host[name] = np.empty(values[name].shape, number_type(values[name].dtype))
         inputs = {name: values[name] for name in self.inputs if name not in on_host}
         try:
-            given = self._binding.run(inputs, on_host, self.outputs, into, self._options)
+            given = self._binding.run(inputs, on_host, into, self._options)
         except ERRORS as error:
             raise failed(f"{self._name} failed on {self._gpu.name}: {error}") from error
         if shapes not in self._shapes:
