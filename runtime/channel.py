@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import os
 import pickle
 import select
 import socket
@@ -87,8 +88,10 @@ class Channel:
         return self._descriptors.popleft()
 
     def close(self) -> None:
-        """Close this end."""
+        """Close this end, and the descriptors that nobody has taken."""
         self._socket.close()
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
 
 
 def _rights(descriptor: int) -> tuple[int, int, array.array[int]]:

@@ -183,7 +183,7 @@ class Session:
             )
         return StateSequence(self, next(self._sequences), capacity)
 
-    def generate(self, prompt: Sequence[int], **options: Any) -> Iterator[int]:
+    def generate(self, prompt: npt.ArrayLike, **options: Any) -> Iterator[int]:
         """Generate tokens after the prompt, one by one. For the options see `generate.tokens.generate`."""
         return generate(self, prompt, **options)
 

@@ -92,13 +92,13 @@ class Conversation:
             )
         if self._sequence is not None:
             self._sequence.load({state.input: outputs[state.output] for state in manifest.states})
-        self._tokens += prompt
+        self._tokens.extend(prompt)
         logits: Logits = outputs[signature.logits][0, -1]
         return logits
 
     def read(self, new: Sequence[int]) -> Logits:
         """Read tokens after those before."""
-        self._tokens += new
+        self._tokens.extend(new)
         run = self._session.run if self._sequence is None else self._sequence.run
         fed = self._tokens if self._sequence is None else new
         outputs: Mapping[str, Array] = run(self._feeder.feeds(fed, len(self._tokens)))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.conversation import Conversation, ModelRunner
@@ -30,7 +31,7 @@ class Timings:
 
 def generate(
     session: ModelRunner,
-    prompt: Sequence[int],
+    prompt: npt.ArrayLike,
     *,
     max_new_tokens: int = 100,
     sampling: Sampling = Sampling(),
@@ -39,7 +40,7 @@ def generate(
     prefill: ModelRunner | None = None,
     timings: Timings | None = None,
 ) -> Iterator[int]:
-    """Generate tokens after the prompt, one by one, up to a stop token, which is not given.
+    """Generate tokens after those of the prompt, one by one, up to a stop token, which is not given.
 
     The caches stay on the ranks. A long prompt is run in chunks, or by the package `prefill`: a model that makes caches
     but takes none, which exporters write beside the decoder. A model without states gets all tokens again for each new
@@ -47,7 +48,7 @@ def generate(
     model.
     """
     signature = find_signature(session.manifest)
-    _check_prompt(session.manifest, signature, prompt)
+    prompt = _check_prompt(session.manifest, signature, prompt)
     timings = timings if timings is not None else Timings()
     generator = np.random.default_rng(sampling.seed)
     start = time.perf_counter()
@@ -71,10 +72,18 @@ def generate(
         conversation.close()
 
 
-def _check_prompt(manifest: Manifest, signature: LanguageSignature, prompt: Sequence[int]) -> None:
-    """Raise MisuseError for an empty prompt, and for a token that the model does not know."""
-    if not len(prompt):
+def _check_prompt(manifest: Manifest, signature: LanguageSignature, prompt: npt.ArrayLike) -> list[int]:
+    """The prompt's tokens. Raises MisuseError if there are none, or some that the model does not know."""
+    array = np.asarray(prompt)
+    if not array.size:
         raise MisuseError("the prompt has no tokens")
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        shape = list(array.shape)
+        raise MisuseError(
+            f"a prompt is a list of the numbers of tokens, not an array of {array.dtype} with shape {shape}"
+        )
+    tokens: list[int] = array.tolist()
     role = next(tensor.role for tensor in manifest.inputs if tensor.name == signature.ids)
-    if role is not None and role.rows and (unknown := [token for token in prompt if not 0 <= token < role.rows]):
+    if role is not None and role.rows and (unknown := [token for token in tokens if not 0 <= token < role.rows]):
         raise MisuseError(f"the prompt has the token {unknown[0]}, and the model has a vocabulary of {role.rows}")
+    return tokens

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -55,37 +56,49 @@ def launch(
 
     Raises PackageError for a GPU that this process can't see. Then none is left.
     """
-    pairs = {pair: socket.socketpair() for pair in combinations(range(len(devices)), 2)}
-    meetings = {group: create_memory(shared_bytes(len(group))) for group in _groups(manifest)}
-    pulse = create_memory(8 * len(devices))
-    ends = {pair: (one.detach(), other.detach()) for pair, (one, other) in pairs.items()}
-    made = Launched(map_memory(os.dup(pulse)).view(np.float64), _has_spare_cores(devices))
-    try:
-        for rank, device in enumerate(devices):
-            start = Start(
-                package=package.absolute(),
-                number=rank,
-                devices=tuple(map(_seen_alone, devices)),
-                states=tuple(states),
-                threads=threads,
-                cuda_graphs=cuda_graphs,
-                in_flight=in_flight,
-                channels={b if rank == a else a: both[rank == b] for (a, b), both in ends.items() if rank in (a, b)},
-                meetings={group: memory for group, memory in meetings.items() if rank in group},
-                spin=SPIN if made.spins else 0.0,
-            )
-            _start(made, device, start, pulse)
-    except BaseException:
-        for process in made.processes:
-            process.kill()
-            process.wait()
-        for channel in made.channels:
-            channel.close()
-        raise
-    finally:
-        for descriptor in (*(each for both in ends.values() for each in both), *meetings.values(), pulse):
-            os.close(descriptor)
+    with ExitStack() as ours:
+        ends = {pair: _socket_pair(ours) for pair in combinations(range(len(devices)), 2)}
+        meetings = {group: _memory(ours, shared_bytes(len(group))) for group in _groups(manifest)}
+        pulse = _memory(ours, 8 * len(devices))
+        made = Launched(map_memory(os.dup(pulse)).view(np.float64), _has_spare_cores(devices))
+        try:
+            for rank, device in enumerate(devices):
+                start = Start(
+                    package=package.absolute(),
+                    number=rank,
+                    devices=tuple(map(_seen_alone, devices)),
+                    states=tuple(states),
+                    threads=threads,
+                    cuda_graphs=cuda_graphs,
+                    in_flight=in_flight,
+                    channels={
+                        b if rank == a else a: both[rank == b] for (a, b), both in ends.items() if rank in (a, b)
+                    },
+                    meetings={group: memory for group, memory in meetings.items() if rank in group},
+                    spin=SPIN if made.spins else 0.0,
+                )
+                _start(made, device, start, pulse)
+        except BaseException:
+            for process in made.processes:
+                process.kill()
+                process.wait()
+            for channel in made.channels:
+                channel.close()
+            raise
     return made
+
+
+def _socket_pair(stack: ExitStack) -> tuple[int, int]:
+    """The descriptors of both ends of a socket, which the stack closes."""
+    one, other = map(stack.enter_context, socket.socketpair())
+    return one.fileno(), other.fileno()
+
+
+def _memory(stack: ExitStack, size: int) -> int:
+    """The descriptor of new memory, which the stack closes."""
+    descriptor = create_memory(size)
+    stack.callback(os.close, descriptor)
+    return descriptor
 
 
 def _start(made: Launched, device: Device, start: Start, pulse: int) -> None:

@@ -34,7 +34,9 @@ from tests.helpers.workers import workers_of
 GPUS = min(4, len(list_gpus()))
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
 
-SIZE = Size(layers=3, hidden=512, heads=8, kv_heads=4, feed_forward=1024, vocabulary=1000, dtype=ir.DataType.FLOAT16)
+SIZE = Size(
+    layers=max(3, GPUS), hidden=512, heads=8, kv_heads=4, feed_forward=1024, vocabulary=1000, dtype=ir.DataType.FLOAT16
+)
 ROOM = 64
 MODES = ["layer", "row", "tensor"]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 from typer.testing import CliRunner
@@ -41,6 +42,17 @@ def test_200_tokens_are_those_of_a_plain_loop(package_of: Path, decoder: Path, c
         found = list(session.generate(PROMPT, max_new_tokens=200, prompt_chunk=chunk, timings=timings))
     assert found == plain_loop(decoder, PROMPT, 200)
     assert (timings.prompt_tokens, timings.tokens) == (len(PROMPT), 199)
+
+
+def test_prompts_may_be_arrays(package: Path) -> None:
+    """As tokenizers give them, though not with a batch."""
+    with Session(package, threads=1) as session:
+        expected = list(session.generate(PROMPT, max_new_tokens=4))
+        for dtype in ("i4", "i8"):
+            assert list(session.generate(np.array(PROMPT, dtype), max_new_tokens=4)) == expected
+        for wrong in ([PROMPT], np.array(PROMPT, "f4"), "text"):
+            with pytest.raises(MisuseError, match="a prompt is a list of the numbers of tokens"):
+                list(session.generate(wrong, max_new_tokens=4))
 
 
 def test_prompt_through_a_package_of_its_own(package: Path, decoder: Path, tmp_path: Path) -> None:
