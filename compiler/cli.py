@@ -19,9 +19,10 @@ from splitc.runtime.cli.commands import app
 from splitc.runtime.cli.options import with_options
 from splitc.runtime.cli.shared_options import FILL, JSON
 from splitc.runtime.cli.tables import describe_built
-from splitc.runtime.cli.terminal import err, out, print_json, print_warning
+from splitc.runtime.cli.terminal import err, out, print_json, print_to_the_end, print_warning
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.files import check_output
 from splitc.runtime.fills import parse_fills
 from splitc.runtime.manifest import BuildOptions, Manifest
 from splitc.runtime.units import format_bytes, parse_bytes
@@ -124,15 +125,19 @@ def plan(
 ) -> None:
     """Show what each device would hold, against its budget. Nothing is built."""
     from splitc.compiler.api import plan_model
+    from splitc.compiler.frontend.external_data import data_files
     from splitc.compiler.plan_tables import print_axes, print_plan
     from splitc.compiler.planning.plan_file import to_file, write_plan
 
+    if output:
+        check_output(output, [model])
     decided = plan_model(model, device, request)
     if find_kind(decided.engine).is_built:
         from splitc.compiler.packaging.refusals import describe_refusals
 
         decided = replace(decided, warnings=(*decided.warnings, *describe_refusals(decided)))
     if output:
+        check_output(output, data_files(decided.analysis.graph.model))
         write_plan(decided, output)
     if as_json:
         print_json(to_file(decided))
@@ -185,7 +190,7 @@ def compile_command(
     else:
         decided = plan_model(model, device, request)
     if not as_json:
-        print_plan(decided)
+        print_to_the_end(lambda: print_plan(decided))
     with _progress(sum(rank.memory.weights for rank in decided.ranks)) as (progress, building):
         manifest = compile_model(
             decided,
@@ -199,12 +204,9 @@ def compile_command(
             progress=progress,
             building=building,
             warn=print_warning,
-            say=lambda text: None if as_json else out.print(text, highlight=False, soft_wrap=True),
+            say=lambda text: None if as_json else print_to_the_end(lambda: out.print(text, soft_wrap=True)),
         )
-    if as_json:
-        print_json(to_file(decided))
-    else:
-        _print_written(package, manifest)
+    print_to_the_end(lambda: print_json(to_file(decided)) if as_json else _print_written(package, manifest))
 
 
 def _print_written(package: Path, manifest: Manifest) -> None:

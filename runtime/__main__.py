@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from typing import NoReturn
-
-from splitc.runtime.cli.commands import app
-from splitc.runtime.cli.terminal import run_app
 
 # The compiler adds its commands when it is imported. It is imported by name, since the runtime must work without it.
 COMPILER = "splitc.compiler"
@@ -15,8 +13,15 @@ COMPILER = "splitc.compiler"
 
 def main() -> NoReturn:
     """Run the command line: the runtime's commands, and the compiler's if it is installed."""
-    if find_spec(COMPILER) is not None:
-        import_module(f"{COMPILER}.cli")
+    try:  # the imports take a while, in which a user may press Ctrl-C
+        from splitc.runtime.cli.commands import app
+        from splitc.runtime.cli.terminal import run_app
+
+        if find_spec(COMPILER) is not None:
+            import_module(f"{COMPILER}.cli")
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        sys.exit(130)
     run_app(app)
 
 

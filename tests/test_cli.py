@@ -16,6 +16,7 @@ import pytest
 from models.llama import Size, build
 from models.writer import save
 from splitc.runtime.array_files import save_arrays
+from splitc.runtime.package_files import hash_file
 from tests.conftest import assert_close, decoder_feeds, listen_to_interrupts, run_whole
 from tests.helpers.command import SCRIPT, splitc, splitc_process
 
@@ -96,6 +97,11 @@ def test_outputs_that_differ_end_with_4(package: Path, tmp_path: Path) -> None:
         (["compile", "MODEL", "-o", "p", "--plan", "plan.json"], 2, "no such plan"),
         (["plan", "MODEL", "-d", "cpu0", "--objective", "beauty"], 2, "unknown objective"),
         (["run", "none", "--inputs", "x.npz", "--outputs", "y.npz"], 2, "no such file: x.npz"),
+        (["plan", "MODEL", "-d", "cpu0", "-o", "MODEL"], 2, "would be written over, which is read"),
+        (["plan", "MODEL", "-d", "cpu0", "-o", "DATA"], 2, "would be written over, which is read"),
+        (["run", "PACKAGE", "--inputs", "x.npz", "--outputs", "x.npz"], 2, "would be written over, which is read"),
+        (["run", "PACKAGE", "--inputs", "x.npz", "--outputs", "PACKAGE"], 2, "it is a folder"),
+        (["bench", "PACKAGE", "--baseline", "MODEL", "--trace", "MODEL"], 2, "would be written over, which is read"),
         (["inspect", "none"], 1, "none does not exist"),
         (["check", "PACKAGE", "--model", "none.onnx"], 2, "no such model file"),
         (["frobnicate"], 2, "No such command"),
@@ -104,10 +110,13 @@ def test_outputs_that_differ_end_with_4(package: Path, tmp_path: Path) -> None:
 def test_mistakes_end_in_one_message(
     decoder: Path, package: Path, tmp_path: Path, arguments: list[str], code: int, message: str
 ) -> None:
-    places = {"MODEL": decoder, "PACKAGE": package, "p": tmp_path / "p"}
+    data = decoder.with_name(f"{decoder.name}.data")
+    before = hash_file(decoder), hash_file(data)
+    places = {"MODEL": decoder, "DATA": data, "PACKAGE": package, "p": tmp_path / "p"}
     result = splitc(*(places.get(word, word) for word in arguments), code=code)
     assert message in " ".join(result.stderr.replace("│", " ").split())
     assert not (tmp_path / "p").exists()
+    assert before == (hash_file(decoder), hash_file(data))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +145,7 @@ def test_killed_compile_leaves_no_package(tmp_path: Path) -> None:
             text=True,
             preexec_fn=listen_to_interrupts,
         )
-        while not list(tmp_path.glob(".package.partial-*/rank0/*")) and process.poll() is None:
+        while not list(tmp_path.glob(".package.partial/rank0/*")) and process.poll() is None:
             time.sleep(0.001)
         process.send_signal(number)
         _, error = process.communicate(timeout=60)

@@ -12,9 +12,10 @@ import google.protobuf.message
 import onnx
 import onnx_ir as ir
 import onnxruntime as ort
-from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
 
+from splitc.compiler.frontend.external_data import check_external_data, trust_external_data
+from splitc.compiler.frontend.protos import all_nodes, inner_graphs
 from splitc.compiler.model_errors import ModelError
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 from splitc.runtime.engines.operator_library import library_path
@@ -31,7 +32,7 @@ def load_model(path: Path) -> ir.Model:
     for graph, outside in _graphs(proto.graph, frozenset()):
         _check_names(graph, path, outside)
     _check_operators(proto)
-    _check_external_data(proto, path)
+    check_external_data(proto, path)
     try:
         load_unoptimized(path)
     except onnxruntime_build.NotImplemented:
@@ -45,8 +46,7 @@ def load_model(path: Path) -> ir.Model:
         while reason.__cause__ is not None:
             reason = reason.__cause__
         raise ModelError(f"{path} is not a valid ONNX model: {reason}") from error
-    ir.external_data.set_base_dir(model.graph, path.parent)
-    _trust_external_data(model)
+    trust_external_data(model, path.parent)
     return model
 
 
@@ -83,24 +83,8 @@ def _graphs(graph: onnx.GraphProto, outside: frozenset[str]) -> Iterator[tuple[o
     yield graph, outside
     given = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
     names = outside.union(given, chain.from_iterable(node.output for node in graph.node))
-    for inner in chain.from_iterable(map(_inner_graphs, graph.node)):
+    for inner in chain.from_iterable(map(inner_graphs, graph.node)):
         yield from _graphs(inner, names)
-
-
-def _inner_graphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    for attribute in node.attribute:
-        if attribute.HasField("g"):
-            yield attribute.g
-        yield from attribute.graphs
-
-
-def _nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
-    """All nodes of a model, including those of its functions and those inside other nodes."""
-    stack = [*proto.graph.node, *chain.from_iterable(function.node for function in proto.functions)]
-    while stack:
-        node = stack.pop()
-        yield node
-        stack += chain.from_iterable(graph.node for graph in _inner_graphs(node))
 
 
 def _check_names(graph: onnx.GraphProto, path: Path, outside: frozenset[str]) -> None:
@@ -137,7 +121,7 @@ def _known_operators() -> frozenset[tuple[str, str]]:
 def _check_operators(proto: onnx.ModelProto) -> None:
     """Raise ModelError for an operator that is neither known to ONNX Runtime nor a function of the model."""
     known = _known_operators() | {(function.domain, function.name) for function in proto.functions}
-    for node in _nodes(proto):
+    for node in all_nodes(proto):
         domain = "" if node.domain == "ai.onnx" else node.domain
         if (domain, node.op_type) not in known:
             name = f"{domain}.{node.op_type}" if domain else node.op_type
@@ -145,66 +129,4 @@ def _check_operators(proto: onnx.ModelProto) -> None:
             raise ModelError(
                 f"{where} is the operator {name}, which ONNX Runtime does not know"
                 + ("" if domain in {d for d, _ in known} else f" (nor any of the domain '{domain}')")
-            )
-
-
-def _tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """All weights of a model, and the tensors that are attributes of its nodes."""
-    for graph, _ in _graphs(proto.graph, frozenset()):
-        yield from graph.initializer
-    for node in _nodes(proto):
-        for attribute in node.attribute:
-            if attribute.HasField("t"):
-                yield attribute.t
-            yield from attribute.tensors
-
-
-def _check_external_data(proto: onnx.ModelProto, path: Path) -> None:
-    """Raise ModelError unless each external tensor lies completely in a file below the model's folder."""
-    folder = path.parent.resolve()
-    sizes: dict[str, int] = {}
-    for tensor in filter(uses_external_data, _tensors(proto)):
-        try:
-            place = ExternalDataInfo(tensor)
-        except ValueError as error:
-            raise ModelError(f"{path}: {error}") from error
-        if place.location not in sizes:
-            file = (folder / place.location).resolve()
-            # A model is untrusted data: it must not make us copy /etc/passwd into a package.
-            if not file.is_relative_to(folder):
-                raise ModelError(
-                    f"{path}: weight '{tensor.name}' lies in '{place.location}', outside the model's folder"
-                )
-            if not file.is_file():
-                raise ModelError(f"{path}: the external data file {file} is missing (it holds weight '{tensor.name}')")
-            sizes[place.location] = file.stat().st_size
-        needed = ir.serde.deserialize_tensor(tensor).nbytes
-        if place.length is not None and place.length < needed:
-            raise ModelError(
-                f"{path}: the weight '{tensor.name}' takes {needed:,} bytes, and the model gives it "
-                f"{place.length:,} of {place.location}"
-            )
-        end = (place.offset or 0) + needed
-        if end > sizes[place.location]:
-            raise ModelError(
-                f"{path}: the external data file {folder / place.location} is too short: weight '{tensor.name}' "
-                f"ends at byte {end:,}, and the file has {sizes[place.location]:,}"
-            )
-
-
-def _trust_external_data(model: ir.Model) -> None:
-    """Replace relative paths of external data by full ones, in place, after they were checked.
-
-    onnx_ir checks relative paths each time, and refuses files with hard links, which packages may make.
-    """
-    for value in chain.from_iterable(graph.initializers.values() for graph in model.graphs()):
-        tensor = value.const_value
-        if isinstance(tensor, ir.ExternalTensor):
-            value.const_value = ir.ExternalTensor(
-                Path(tensor.path).resolve(),
-                tensor.offset,
-                tensor.length,
-                tensor.dtype,
-                shape=tensor.shape,
-                name=tensor.name,
             )

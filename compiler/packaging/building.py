@@ -54,7 +54,7 @@ def build_package(
     find_builder(manifest.engine).check_here(manifest.engine)
     verify_files(package, [file for file in manifest.files if not file.path.endswith(_built(manifest))])
     settings = BuildSettings(manifest.build.options, keep_sources=True, timing_cache=timing_cache)
-    with full_disk_explained(package, 0), written_aside(package) as folder:
+    with full_disk_explained(package, 0), written_aside(package, replace=True) as folder:
         shutil.copytree(package, folder, copy_function=_link_or_copy, dirs_exist_ok=True)
         return finish_package(folder, manifest, settings, package, building)
 

@@ -67,7 +67,7 @@ def compile_model(
     check_target(target, force)
     _check_request(plan, weights, build, fills, warn)
     needed = sum(rank.memory.weights for rank in plan.ranks) if weights == "copy" else 0
-    with full_disk_explained(target, needed), written_aside(target) as folder:
+    with full_disk_explained(target, needed), written_aside(target, force) as folder:
         writer = PackageWriter(folder)
         written = [
             _write_rank(plan, number, program, writer, weights == "link", progress)

@@ -4,46 +4,119 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import glob
+import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+import msgspec
 
 from splitc.runtime import manifest as m
 from splitc.runtime.errors import MisuseError, SplitcError
 from splitc.runtime.units import format_bytes
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 
 def check_target(target: Path, force: bool) -> None:
-    """Raise MisuseError unless a package may be written to `target`."""
-    if target.exists() and not force:
+    """Raise MisuseError unless a package may be written to `target`.
+
+    With `force`, a package that splitc wrote may be there, and nothing else may be in it.
+    """
+    parent = target.absolute().parent
+    if not parent.is_dir():
+        raise MisuseError(f"there is no folder {parent} to write the package into")
+    if not os.path.lexists(target):
+        return
+    if target.is_symlink():
+        raise MisuseError(f"{target} is a link, to {target.readlink()}: name the folder that the package goes to")
+    if not force:
         raise MisuseError(f"{target} exists already: choose another name, or replace it with --force")
-    if target.exists() and not (target / m.FILE_NAME).exists():
-        raise MisuseError(f"{target} exists and is no package, so --force does not replace it")
-    if not target.absolute().parent.is_dir():
-        raise MisuseError(f"there is no folder {target.absolute().parent} to write the package into")
+    if (foreign := _foreign(target)) is not None:
+        raise MisuseError(f"{target} {foreign}, so --force does not replace it: choose another name, or remove it")
+
+
+class _Listed(msgspec.Struct):
+    path: str
+
+
+class _AnyManifest(msgspec.Struct):
+    """What manifests of all versions have."""
+
+    splitc: str
+    files: list[_Listed]
+
+
+def _foreign(target: Path) -> str | None:
+    """What is in the way of replacing a folder: it is no package, or has other files in it. None if nothing is."""
+    if not target.is_dir():
+        return "is a file"
+    try:
+        manifest = msgspec.json.decode((target / m.FILE_NAME).read_bytes(), type=_AnyManifest)
+    except (OSError, msgspec.DecodeError):
+        return "is no package"
+    ours = {target / m.FILE_NAME, *(target / file.path for file in manifest.files)}
+    ours |= {parent for path in ours for parent in path.parents}
+    others = (path for path in target.rglob("*") if path.is_symlink() or path not in ours)
+    other = next(others, None)
+    return None if other is None else f"has {other.relative_to(target)} in it, which is not the package's"
 
 
 @contextlib.contextmanager
-def written_aside(target: Path) -> Iterator[Path]:
-    """A new folder beside `target`. It replaces `target` if the block succeeds, and is removed if it fails."""
-    parent = target.absolute().parent
-    prefix = f".{target.name}.partial-"
-    for left in parent.glob(f"{glob.escape(prefix)}*"):  # left by a process that was killed
-        shutil.rmtree(left, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-    try:
-        folder.chmod(0o755)
-        yield folder
-        replaced = folder.with_name(f"{folder.name}-replaced")
-        if target.exists():
-            target.rename(replaced)
-        folder.rename(target)
+def written_aside(target: Path, replace: bool) -> Iterator[Path]:
+    """A new folder beside `target`. It becomes `target` if the block succeeds, and is removed if it fails.
+
+    What a killed process left is taken up: a package that was about to be replaced comes back. Raises MisuseError if
+    another process writes to the same target, or has written it meanwhile and it is not to be replaced.
+    """
+    target = target.resolve()
+    folder, replaced = (target.with_name(f".{target.name}.{what}") for what in ("partial", "replaced"))
+    with _locked(folder, target):
+        try:
+            _restore(target, replaced)
+            check_target(target, replace)
+            yield folder
+            check_target(target, replace)
+            try:
+                if target.exists():
+                    target.rename(replaced)
+                folder.rename(target)
+            except BaseException:
+                _restore(target, replaced)
+                raise
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         shutil.rmtree(replaced, ignore_errors=True)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+
+
+def _restore(target: Path, replaced: Path) -> None:
+    """Bring a package back that was moved away, unless another one is in its place."""
+    if replaced.exists() and not target.exists():
+        replaced.rename(target)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, target: Path) -> Iterator[None]:
+    """Make the folder, empty, for this process alone."""
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.mkdir(exist_ok=True)
+            if fcntl:
+                descriptor = os.open(folder, os.O_RDONLY)
+                stack.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for left in folder.iterdir():  # by a process that was killed
+                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+        except BlockingIOError:
+            raise MisuseError(f"another process is writing {target}: wait for it, or choose another name") from None
+        except OSError as error:
+            raise MisuseError(f"can't write {target}: {error.strerror}") from error
+        yield
 
 
 @contextlib.contextmanager

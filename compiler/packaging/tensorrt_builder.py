@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,6 +22,7 @@ from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.packaging.build_graphs import fit_to_build
 from splitc.compiler.packaging.builder import BuildError, Building, Job, Refusal
 from splitc.compiler.planning.split import RankProgram
+from splitc.runtime.child_python import python_command
 from splitc.runtime.engines.kinds import TENSORRT, TENSORRT_RTX, need_installed
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.gpus import list_gpus
@@ -132,7 +132,7 @@ def build_engines(order: Order, progress: Callable[[Progress], None] = lambda _:
 def _messages(order: Order) -> Iterator[Iterator[Message]]:
     """Start the process, iterate over its messages, and end it. Raises BuildError if it dies."""
     need_installed(order.kind)
-    command = [sys.executable, "-m", "splitc.compiler.packaging.tensorrt_process"]
+    command = python_command("from splitc.compiler.packaging.tensorrt_process import main; main()")
     environment = {**os.environ, "POLYGRAPHY_USE_TENSORRT_RTX": "1" if order.kind == TENSORRT_RTX else "0"}
     with (
         tempfile.TemporaryFile() as log,

@@ -250,7 +250,3 @@ def _describe(trt: ModuleType, order: Order) -> Built:
         return Built(trt.__version__)
     properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
     return Built(trt.__version__, properties["name"].decode(), f"{properties['major']}.{properties['minor']}")
-
-
-if __name__ == "__main__":
-    main()

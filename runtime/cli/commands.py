@@ -8,11 +8,12 @@ from splitc.runtime.cli.devices_command import devices
 from splitc.runtime.cli.generate_command import generate_command
 from splitc.runtime.cli.inspect_command import inspect
 from splitc.runtime.cli.run_commands import bench_command, check, run
-from splitc.runtime.cli.terminal import out
+from splitc.runtime.cli.terminal import Commands, out
 from splitc.runtime.version import VERSION
 
 app = typer.Typer(
     name="splitc",
+    cls=Commands,
     help="Split one ONNX model over several devices, offline, and run the ranks as one model.",
     no_args_is_help=True,
     add_completion=False,

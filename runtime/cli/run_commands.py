@@ -14,6 +14,7 @@ from splitc.runtime.cli.run_tables import differences_table, print_bench, print_
 from splitc.runtime.cli.shared_options import FILL, INPUTS, JSON, MEASURE, PACKAGE, SEED
 from splitc.runtime.cli.terminal import out, print_json, table
 from splitc.runtime.errors import MisuseError, OutputsDifferError
+from splitc.runtime.files import check_output
 from splitc.runtime.settings import parse_settings
 from splitc.runtime.tools.bench import bench
 from splitc.runtime.tools.compare import compare
@@ -33,6 +34,7 @@ def run(
     as_json: bool = JSON,
 ) -> None:
     """Run a package once, from a file of inputs to a file of outputs."""
+    check_output(outputs, [package, inputs])
     feeds = array_files.load_arrays(inputs)
     with load(package) as session:
         results = session.run(feeds)
@@ -119,6 +121,8 @@ def bench_command(
     """Time a package: latency and rate, and how long each rank was busy and waiting."""
     if baseline and not baseline.is_file():
         raise MisuseError(f"no such model file: {baseline}")
+    if trace:
+        check_output(trace, [path for path in (package, baseline, inputs) if path])
     with load(package, in_flight=in_flight) as session, open_feeds(session, inputs, seed, fill) as feeds:
         result = bench(
             session,

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
 
 import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer.core import TyperGroup
 
 from splitc.runtime.errors import SplitcError
+from splitc.runtime.explained import explained
 
 # The width of output to a file or another program.
 WIDE = 200
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise  # rich would end the process: a compile goes on
+
+
 def _console(*, stderr: bool) -> Console:
-    console = Console(stderr=stderr, highlight=False)
-    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=WIDE)
+    console = _Console(stderr=stderr, highlight=False)
+    return console if console.is_terminal else _Console(stderr=stderr, highlight=False, width=WIDE)
 
 
 # Results go to standard output, everything else to standard error.
@@ -49,19 +59,75 @@ def print_warning(text: str) -> None:
     err.print(f"[yellow]warning:[/] [bold]{escape(text)}[/]", soft_wrap=True)
 
 
+# What a terminal without these characters shows instead.
+PLAIN = {"\N{MICRO SIGN}": "u", "\N{MULTIPLICATION SIGN}": "x", "█": "#", "▓": "#", "▒": "=", "░": "-", "…": "..."}
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    """Replaces characters that a terminal's encoding lacks: see `codecs.register_error`."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(PLAIN.get(each, "?") for each in error.object[error.start : error.end]), error.end
+
+
+codecs.register_error("splitc.plain", _plain)
+
+
+class Commands(TyperGroup):
+    """Commands that end with a SplitcError where the user or the system is the cause."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise
+        except (Exception, KeyboardInterrupt) as error:
+            if (known := explained(error)) is None:
+                raise
+            raise known from error
+
+
+def print_to_the_end(show: Callable[[], None]) -> None:
+    """Print. If the reader of our output has ended, whatever comes after goes on, and its output goes nowhere."""
+    try:
+        show()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _discard_output()
+
+
+def _discard_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def run_app(app: typer.Typer) -> NoReturn:
     """Run the command line. A SplitcError ends it with one message and its exit code, without a traceback."""
     # A terminated compile must clean up as an interrupted one does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    sys.stdout, sys.stderr = map(_usable, (sys.stdout, sys.stderr))
+    code: object = 0
     try:
-        app()
-    except SplitcError as error:
-        err.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        err.print("interrupted")
-        sys.exit(128 + signal.SIGINT)
+        try:
+            app()
+        except SystemExit as end:
+            code = end.code
+        sys.stdout.flush()
     except BrokenPipeError:  # the reader of our output (head, less) has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    sys.exit(0)
+        _discard_output()
+        code = 1
+    except (SplitcError, OSError, KeyboardInterrupt) as error:
+        known = explained(error)
+        assert known is not None
+        if isinstance(error, OSError):  # or Python would try again when it ends
+            _discard_output()
+        err.print(f"[bold red]error:[/] {escape(str(known))}", soft_wrap=True)
+        code = known.exit_code
+    sys.exit(code)  # type: ignore[arg-type]
+
+
+def _usable(stream: Any) -> TextIO:
+    """The stream, which takes all characters; one that leads nowhere for a closed one."""
+    made: TextIO = Path(os.devnull).open("w", encoding="utf-8") if stream is None else stream  # noqa: SIM115
+    if isinstance(made, io.TextIOWrapper):
+        made.reconfigure(errors="splitc.plain")
+    return made

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ import numpy as np
 
 from splitc.runtime.arrays import Array
 from splitc.runtime.channel import Channel
+from splitc.runtime.child_python import python_command
 from splitc.runtime.collectives.engine_meeting import shared_bytes
 from splitc.runtime.devices import Device, cores
 from splitc.runtime.engines.kinds import find_kind
@@ -108,13 +108,10 @@ def _start(made: Launched, device: Device, start: Start, pulse: int) -> None:
     with theirs:
         control = theirs.fileno()
         beginning = f"{control}, {pulse}, {start.number}, {os.getpid()}, {device.kind == 'cuda'}"
-        program = (
-            f"import sys; sys.path[:] = {sys.path!r}; "
-            f"from {BEGIN} import begin; begin({beginning}); from {MAIN} import main; main({control})"
-        )
+        program = f"from {BEGIN} import begin; begin({beginning}); from {MAIN} import main; main({control})"
         made.processes.append(
             subprocess.Popen(
-                [sys.executable, "-c", program],
+                python_command(program),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[control, pulse, *start.channels.values(), *start.meetings.values()],
                 env={**os.environ, **visible(device, os.environ)},

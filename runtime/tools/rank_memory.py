@@ -23,6 +23,7 @@ import msgspec
 import numpy.typing as npt
 import psutil
 
+from splitc.runtime.child_python import python_command
 from splitc.runtime.collectives.engine_meeting import EngineMeeting, MeetingEnd, shared_bytes
 from splitc.runtime.collectives.host import connect
 from splitc.runtime.engines import Backend, Communicator, LoadedEngine
@@ -78,7 +79,7 @@ def _measure_group(
         wanted = {name for engine in ranks[number].engines for name in engine.inputs}
         _write_arrays(inputs, {name: array for name, array in values.items() if name in wanted})
         arguments = [package, number, threads, inputs, outputs, memory]
-        command = [sys.executable, "-m", __name__, *map(str, arguments)]
+        command = python_command(f"from {__name__} import main; main()", *arguments)
         pipe, inherited = subprocess.PIPE, [memory] if memory >= 0 else []
         processes.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, pass_fds=inherited))
     if memory >= 0:
@@ -211,7 +212,3 @@ def main() -> None:
         meeting.abort()  # the others wait for this rank
         raise
     print(msgspec.json.encode(found).decode())
-
-
-if __name__ == "__main__":
-    main()

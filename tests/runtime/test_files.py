@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.files import written_whole
+from splitc.runtime.files import check_output, written_whole
 
 
 def names(folder: Path) -> list[str]:
@@ -86,7 +86,7 @@ def test_standard_output_is_written_to() -> None:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        (".", r"can't write \.: Is a directory"),
+        (".", r"can't write \.: it is a folder"),
         ("none/plan.json", r"there is no folder .*none to write plan\.json into"),
         ("/dev/full", r"can't write /dev/full: No space left on device"),
     ],
@@ -94,3 +94,15 @@ def test_standard_output_is_written_to() -> None:
 def test_what_can_not_be_written_is_named(path: str, message: str) -> None:
     with pytest.raises(MisuseError, match=message), written_whole(Path(path)) as file:
         file.write(b"content")
+
+
+def test_what_is_read_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "package" / "rank0").mkdir(parents=True)
+    (tmp_path / "model.onnx").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "package")
+    read = [tmp_path / "model.onnx", tmp_path / "package"]
+    for name in ("model.onnx", "package/../model.onnx", "package/manifest.json", "package/rank0/new", "link/new"):
+        with pytest.raises(MisuseError, match="would be written over, "):
+            check_output(tmp_path / name, read)
+    for name in ("other.onnx", "package.json"):
+        check_output(tmp_path / name, read)

@@ -85,7 +85,7 @@ def test_interrupted_replacement_leaves_the_old_package(plan: Plan, decoder: Pat
 
 
 def test_what_a_killed_run_left_is_removed_by_the_next(plan: Plan, tmp_path: Path) -> None:
-    (tmp_path / ".package.partial-abc").mkdir()
+    (tmp_path / ".package.partial" / "rank0").mkdir(parents=True)
     compile_model(plan, tmp_path / "package")
     assert [path.name for path in tmp_path.iterdir()] == ["package"]
 

@@ -161,7 +161,7 @@ def test_process_that_dies_is_named(short_decoder: Path, tmp_path: Path, monkeyp
 
     def start_and_kill(command: list[str], **options: object) -> object:
         process = start(command, **options)  # type: ignore[call-overload]
-        if "splitc.compiler.packaging.tensorrt_process" in command:
+        if "splitc.compiler.packaging.tensorrt_process" in command[-1]:
             os.kill(process.pid, signal.SIGKILL)
         return process
 

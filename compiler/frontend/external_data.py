@@ -1,0 +1,147 @@
+"""The files beside a model that hold its weights: what lies in them is checked once, when the model is opened.
+
+A model is untrusted data: it must not make us copy /etc/passwd into a package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+from onnx.external_data_helper import ExternalDataInfo, uses_external_data
+
+from splitc.compiler.frontend.protos import all_graphs, all_nodes
+from splitc.compiler.model_errors import ModelError
+
+
+def check_external_data(proto: onnx.ModelProto, path: Path) -> None:
+    """Check that each tensor of the model lies completely in a file below the model's folder.
+
+    Or below that of the file which the model's own path is a link to, as in caches that hold files by their hashes.
+    Tensors other than a graph's weights are read into the model. Raises ModelError, which names the tensor.
+    """
+    files = _Files(path)
+    for tensor in filter(uses_external_data, chain(_weights(proto), _others(proto))):
+        files.check(tensor)
+    for tensor in filter(uses_external_data, _others(proto)):
+        files.read(tensor)
+
+
+def _weights(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    for graph in all_graphs(proto, functions=False):
+        yield from graph.initializer
+
+
+def _others(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """All tensors but the weights of the model's graphs: attributes, and what functions hold."""
+    for graph in all_graphs(proto, functions=True):
+        yield from graph.initializer
+    for graph in chain(all_graphs(proto, functions=False), all_graphs(proto, functions=True)):
+        for sparse in graph.sparse_initializer:
+            yield from (sparse.values, sparse.indices)
+    for attribute in chain.from_iterable(node.attribute for node in all_nodes(proto)):
+        if attribute.HasField("t"):
+            yield attribute.t
+        yield from attribute.tensors
+        for sparse in (
+            *attribute.sparse_tensors,
+            *([attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else []),
+        ):
+            yield from (sparse.values, sparse.indices)
+
+
+class _Files:
+    """The files that a model may have its data in."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._folder = path.parent.resolve()
+        self._roots = {self._folder, path.resolve().parent}
+        self._sizes: dict[str, int] = {}
+
+    def check(self, tensor: onnx.TensorProto) -> None:
+        """Raise ModelError unless all of the tensor is there."""
+        name, place = tensor.name, self._place(tensor)
+        if place.location not in self._sizes:
+            self._sizes[place.location] = self._find(name, place.location).stat().st_size
+        needed = ir.serde.deserialize_tensor(tensor).nbytes
+        offset = place.offset or 0
+        if offset < 0 or (place.length is not None and place.length < needed):
+            raise ModelError(
+                f"{self._path}: the weight '{name}' takes {needed:,} bytes, and the model gives it "
+                f"{place.length or 0:,} of {place.location}, from byte {offset:,}"
+            )
+        if offset + needed > self._sizes[place.location]:
+            raise ModelError(
+                f"{self._path}: the external data file {self._folder / place.location} is too short: weight '{name}' "
+                f"ends at byte {offset + needed:,}, and the file has {self._sizes[place.location]:,}"
+            )
+
+    def read(self, tensor: onnx.TensorProto) -> None:
+        """Read a tensor that was checked into the model."""
+        place = self._place(tensor)
+        with (self._folder / place.location).open("rb") as file:
+            file.seek(place.offset or 0)
+            tensor.raw_data = file.read(ir.serde.deserialize_tensor(tensor).nbytes)
+        del tensor.external_data[:]
+        tensor.data_location = onnx.TensorProto.DEFAULT
+
+    def _place(self, tensor: onnx.TensorProto) -> ExternalDataInfo:
+        try:
+            return ExternalDataInfo(tensor)
+        except ValueError as error:
+            raise ModelError(f"{self._path}: the place of the weight '{tensor.name}': {error}") from error
+
+    def _find(self, name: str, location: str) -> Path:
+        """The file of this location. Raises ModelError if it is none of the model's, or missing."""
+        try:
+            named = (self._folder / location).absolute()
+            inside = self._folder in (folder for folder in _without_dots(named).parents)
+            file = named.resolve()
+            exists = file.is_file()
+        except (OSError, ValueError) as error:  # names too long, or with a zero byte
+            raise ModelError(f"{self._path}: the weight '{name}' lies in {location!r}: {error}") from error
+        if not inside or not any(root in file.parents for root in self._roots):
+            link = "" if not inside or file == named else f", a link to {file}"
+            raise ModelError(f"{self._path}: weight '{name}' lies in '{location}'{link}, outside the model's folder")
+        if not exists:
+            raise ModelError(f"{self._path}: the external data file {file} is missing (it holds weight '{name}')")
+        return file
+
+
+def _without_dots(path: Path) -> Path:
+    """The path as it is written, without `..`: links are not followed."""
+    parts: list[str] = []
+    for part in path.parts:
+        if part == "..":
+            parts = parts[:-1] or parts
+        else:
+            parts.append(part)
+    return Path(*parts)
+
+
+def trust_external_data(model: ir.Model, folder: Path) -> None:
+    """Replace relative paths of external data by full ones, in place, after they were checked.
+
+    onnx_ir checks relative paths each time, and refuses files with hard links, which packages may make.
+    """
+    for value in chain.from_iterable(graph.initializers.values() for graph in model.graphs()):
+        tensor = value.const_value
+        if isinstance(tensor, ir.ExternalTensor):
+            value.const_value = ir.ExternalTensor(
+                (folder / tensor.location).resolve(),
+                tensor.offset,
+                tensor.length,
+                tensor.dtype,
+                shape=tensor.shape,
+                name=tensor.name,
+            )
+
+
+def data_files(model: ir.Model) -> set[Path]:
+    """The files that hold the weights of an opened model."""
+    values = chain.from_iterable(graph.initializers.values() for graph in model.graphs())
+    return {Path(value.const_value.path) for value in values if isinstance(value.const_value, ir.ExternalTensor)}

@@ -1,0 +1,35 @@
+"""All graphs and nodes of a model's file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+import onnx
+
+
+def all_graphs(proto: onnx.ModelProto, *, functions: bool) -> Iterator[onnx.GraphProto]:
+    """The model's graph and the graphs inside its nodes; or those inside the nodes of its functions."""
+    if not functions:
+        yield proto.graph
+    nodes = chain.from_iterable(function.node for function in proto.functions) if functions else proto.graph.node
+    stack = list(chain.from_iterable(map(inner_graphs, nodes)))
+    while stack:
+        graph = stack.pop()
+        yield graph
+        stack += chain.from_iterable(map(inner_graphs, graph.node))
+
+
+def all_nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+    """All nodes of a model, including those of its functions and those inside other nodes."""
+    yield from chain.from_iterable(function.node for function in proto.functions)
+    for functions in (False, True):
+        yield from chain.from_iterable(graph.node for graph in all_graphs(proto, functions=functions))
+
+
+def inner_graphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    """The graphs that are attributes of a node."""
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs

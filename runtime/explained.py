@@ -1,0 +1,27 @@
+"""What the system raises, as errors for users."""
+
+from __future__ import annotations
+
+import signal
+
+from splitc.runtime.errors import SplitcError
+
+
+class Interrupted(SplitcError):
+    """The user pressed Ctrl-C."""
+
+    exit_code = 128 + signal.SIGINT
+
+
+def explained(error: BaseException) -> SplitcError | None:
+    """The error for users; None if it is a bug of ours."""
+    if isinstance(error, SplitcError):
+        return error
+    if isinstance(error, KeyboardInterrupt):
+        return Interrupted("interrupted")
+    if isinstance(error, OSError):
+        places = [str(name) for name in (error.filename, error.filename2) if name is not None]
+        return SplitcError(": ".join([*places, error.strerror or str(error) or type(error).__name__]))
+    if isinstance(error, MemoryError):
+        return SplitcError(f"there is not enough memory on this machine: {error or 'an allocation failed'}")
+    return None

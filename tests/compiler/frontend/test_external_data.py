@@ -1,0 +1,113 @@
+"""A model gets what lies in its own files, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from onnx.external_data_helper import set_external_data
+
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler.frontend.external_data import data_files
+from splitc.compiler.frontend.loading import load_model
+from splitc.compiler.model_errors import ModelError
+from splitc.runtime import Session
+
+NUMBERS = np.arange(64, dtype=np.float32)
+PLACES = ("weight", "constant", "in a branch", "in a function", "in a function's branch")
+
+
+def external(location: str, offset: int = 0) -> TensorProto:
+    tensor = numpy_helper.from_array(NUMBERS, "w")
+    set_external_data(tensor, location, offset, NUMBERS.nbytes)
+    tensor.ClearField("raw_data")
+    return tensor
+
+
+def model(place: str, tensor: TensorProto) -> onnx.ModelProto:
+    """y = x + w, with w in some place."""
+    constant = helper.make_node("Constant", [], ["w"], value=tensor)
+    value = helper.make_tensor_value_info("w", TensorProto.FLOAT, [64])
+    branch = helper.make_graph([constant], "branch", [], [value])
+    condition = helper.make_node("Constant", [], ["c"], value=numpy_helper.from_array(np.array(True)))
+    choice = helper.make_node("If", ["c"], ["w"], then_branch=branch, else_branch=branch)
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("own", 1)]
+    inside = {"in a function": [constant], "in a function's branch": [condition, choice]}.get(place)
+    functions = [helper.make_function("own", "F", [], ["w"], inside, opsets[:1])] if inside else []
+    call = helper.make_node("F", [], ["w"], domain="own")
+    before = {"weight": [], "constant": [constant], "in a branch": [condition, choice]}.get(place, [call])
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 64]) for name in "xy")
+    nodes = [*before, helper.make_node("Add", ["x", "w"], ["y"])]
+    graph = helper.make_graph(nodes, "g", [x], [y], [tensor] if place == "weight" else [])
+    return helper.make_model(graph, opset_imports=opsets, functions=functions, ir_version=8)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("how", ["absolute", "above", "through a folder", "link", "linked folder"])
+def test_nothing_comes_from_outside(place: str, how: str, tmp_path: Path) -> None:
+    secret, folder = tmp_path / "secret", tmp_path / "model"
+    (folder / "sub").mkdir(parents=True)
+    secret.write_bytes(NUMBERS.tobytes())
+    (folder / "link").symlink_to(secret)
+    (folder / "up").symlink_to(tmp_path)
+    where = {
+        "absolute": str(secret),
+        "above": "../secret",
+        "through a folder": "sub/../../secret",
+        "link": "link",
+        "linked folder": "up/secret",
+    }
+    (folder / "m.onnx").write_bytes(model(place, external(where[how])).SerializeToString())
+    with pytest.raises(ModelError, match=r"'w' lies in .* outside the model's folder"):
+        load_model(folder / "m.onnx")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_lies_beside_the_model_is_its_own(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the working folder is."""
+    (tmp_path / "data").write_bytes(NUMBERS.tobytes())
+    (tmp_path / "m.onnx").write_bytes(model(place, external("data")).SerializeToString())
+    monkeypatch.chdir("/")
+    plan = plan_model(tmp_path / "m.onnx", ["cpu0"], Request(split_mode="layer", shapes={"x": (1, 64)}))
+    assert data_files(plan.analysis.graph.model) == ({tmp_path / "data"} if place == "weight" else set())
+    compile_model(plan, tmp_path / "package")
+    with Session(tmp_path / "package") as session:
+        assert np.array_equal(session.run({"x": np.ones((1, 64), "f4")})["y"], NUMBERS[None] + 1)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("location", "offset", "message"),
+    [
+        ("none", 0, r"none is missing \(it holds weight 'w'\)"),
+        ("data", 8, "too short: weight 'w' ends at byte 264, and the file has 256"),
+        ("data", -8, "-8"),
+        ("sub", 0, "sub is missing"),
+        ("n" * 300, 0, "File name too long"),
+        ("a\0b", 0, "'w' lies in"),
+        ("", 0, "'w' lies in"),
+    ],
+)
+def test_what_is_not_there_is_named(place: str, location: str, offset: int, message: str, tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(NUMBERS.tobytes())
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "m.onnx").write_bytes(model(place, external(location, offset)).SerializeToString())
+    with pytest.raises(ModelError, match=message):
+        load_model(tmp_path / "m.onnx")
+
+
+def test_files_of_a_cache_that_are_links(tmp_path: Path) -> None:
+    """As a hub's cache has them: by hash in one folder, and links to them by name in another."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshots" / "1f3a").mkdir(parents=True)
+    (tmp_path / "blobs" / "e5b1").write_bytes(model("weight", external("m.onnx_data")).SerializeToString())
+    (tmp_path / "blobs" / "90c2").write_bytes(NUMBERS.tobytes())
+    for name, blob in (("m.onnx", "e5b1"), ("m.onnx_data", "90c2")):
+        (tmp_path / "snapshots" / "1f3a" / name).symlink_to(Path("..", "..", "blobs", blob))
+    opened = load_model(tmp_path / "snapshots" / "1f3a" / "m.onnx")
+    assert data_files(opened) == {tmp_path / "blobs" / "90c2"}
+    with pytest.raises(ModelError, match=r"m\.onnx_data is missing"):  # relative to the folder that was named
+        load_model(tmp_path / "blobs" / "e5b1")

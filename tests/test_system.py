@@ -1,0 +1,106 @@
+"""What the system does to a command: streams that are closed or full, interrupts, files that can't be read."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.explained import explained
+from tests.conftest import listen_to_interrupts
+from tests.helpers.command import SCRIPT, splitc, splitc_process
+
+
+def shell(command: str, code: int, encoding: str = "utf-8", **more: str) -> str:
+    """What the command printed; it must end with `code`."""
+    environment = {**os.environ, **more}
+    found = subprocess.run(
+        command, shell=True, capture_output=True, timeout=120, env=environment, executable="/bin/bash"
+    )
+    errors = found.stderr.decode(encoding)
+    assert "Traceback" not in errors
+    assert found.returncode == code, errors
+    return errors + found.stdout.decode(encoding)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_output_that_can_not_be_written(package: Path) -> None:
+    assert "No space left on device" in shell(f"{SCRIPT} inspect {package} > /dev/full", 1)
+    shell(f"{SCRIPT} inspect {package} >&-", 0)
+
+
+def test_reader_that_ends_does_not_stop_a_compile(decoder: Path, tmp_path: Path) -> None:
+    command = f"set -o pipefail; {SCRIPT} compile {decoder} -d 2xcpu --split-mode layer -o {tmp_path}/p | true"
+    shell(command, 0)
+    splitc("inspect", tmp_path / "p")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_terminals_that_lack_characters(package: Path, encoding: str) -> None:
+    shown = shell(f"{SCRIPT} bench {package} --runs 1 --warmup 0 --no-memory", 0, encoding, PYTHONIOENCODING=encoding)
+    assert "#" in shown
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.2, 0.6])
+def test_interrupt_at_any_moment_is_one_line(decoder: Path, tmp_path: Path, delay: float) -> None:
+    """Also while Python imports what a command needs."""
+    program = "import sys, splitc.runtime.__main__ as it; print(flush=True); sys.argv[0] = 'splitc'; it.main()"
+    arguments = ["compile", str(decoder), "-d", "2xcpu", "-o", str(tmp_path / "p"), "--split-mode", "tensor"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=listen_to_interrupts,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    time.sleep(delay)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert (errors, process.returncode) == ("error: interrupted\n", 130)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(sys.platform == "win32" or os.geteuid() == 0, reason="root may read and write everything")
+def test_folders_without_rights(decoder: Path, package: Path, tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    try:
+        result = splitc("compile", decoder, "-d", "cpu0", "-o", tmp_path / "p", code=2)
+        assert "Permission denied" in result.stderr
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_working_folder_that_is_gone(decoder: Path, tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    said = shell(f"mkdir {gone}; cd {gone}; rmdir {gone}; {SCRIPT} plan {decoder} -d cpu0 -o plan.json", 1)
+    assert "No such file or directory" in said
+
+
+def test_programs_in_the_working_folder_are_not_run(decoder: Path, package: Path, tmp_path: Path) -> None:
+    for name in ("msgspec", "numpy", "onnx", "splitc"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('this is not yours to run')")
+    for command in (["check", package, "--model", decoder], ["bench", package, "--runs", "1", "--ranks", "processes"]):
+        splitc_process(*command, cwd=tmp_path)
+
+
+def test_what_the_system_raises_is_explained() -> None:
+    for error, text in (
+        (FileNotFoundError(2, "No such file or directory", "a.npz"), "a.npz: No such file or directory"),
+        (OSError(18, "Invalid cross-device link", "a", None, "b"), "a: b: Invalid cross-device link"),
+        (
+            MemoryError("Unable to allocate 4 TiB"),
+            "there is not enough memory on this machine: Unable to allocate 4 TiB",
+        ),
+        (KeyboardInterrupt(), "interrupted"),
+        (MisuseError("as it is"), "as it is"),
+    ):
+        assert str(explained(error)) == text
+    assert explained(KeyError("a bug")) is None
