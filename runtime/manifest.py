@@ -1,18 +1,14 @@
-"""The package's manifest: its schema, and how it is read and written."""
+"""The schema of a package's manifest."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
 from msgspec import Struct
 
-from splitc.runtime.errors import PackageError
 from splitc.runtime.steps import Run, Step
 
-SCHEMA = 2
-FILE_NAME = "manifest.json"
+SCHEMA = 3
 
 
 class Fill(Struct, frozen=True):
@@ -259,35 +255,3 @@ class Manifest(Struct, frozen=True):
     build: Build | None = None
     fixed: list[FixedInput] = []
     optional: list[Tensor] = []
-
-
-class _Version(Struct, frozen=True):
-    schema: int
-
-
-def encode(manifest: Manifest) -> bytes:
-    """The manifest as indented JSON, the same bytes each time."""
-    return msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
-
-
-def read_manifest(package: Path) -> Manifest:
-    """Read a package's manifest. Raises PackageError if there is none, or one that this version can't read."""
-    path = package / FILE_NAME
-    try:
-        text = path.read_bytes()
-    except FileNotFoundError:
-        what = "has no manifest.json, so it is no package" if package.is_dir() else "does not exist"
-        raise PackageError(f"{package} {what}; make one with 'splitc compile'") from None
-    except OSError as error:
-        raise PackageError(f"can't read {path}: {error.strerror}") from error
-    try:
-        # Check the version first, so that the error for a newer schema is not about a missing field.
-        schema = msgspec.json.decode(text, type=_Version).schema
-        if schema != SCHEMA:
-            raise PackageError(
-                f"{path} has schema version {schema}, and this splitc reads version {SCHEMA}: "
-                + ("upgrade splitc" if schema > SCHEMA else "compile the model again")
-            )
-        return msgspec.json.decode(text, type=Manifest)
-    except msgspec.DecodeError as error:
-        raise PackageError(f"{path} is damaged ({error}): compile the model again") from error

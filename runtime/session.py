@@ -22,7 +22,8 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.feeds import check_feeds
 from splitc.runtime.futures import in_order, then
 from splitc.runtime.generate.tokens import generate
-from splitc.runtime.manifest import Manifest, Tensor, read_manifest
+from splitc.runtime.manifest import Manifest, Tensor
+from splitc.runtime.manifest_file import read_manifest
 from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.outputs import OutputJoiner
 from splitc.runtime.package_files import verify_files

@@ -18,7 +18,8 @@ from splitc.compiler.packaging.staging import full_disk_explained, written_aside
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.errors import MisuseError, PackageError
-from splitc.runtime.manifest import FILE_NAME, Build, BuildOptions, EngineFile, Manifest, Rank, encode, read_manifest
+from splitc.runtime.manifest import Build, BuildOptions, EngineFile, Manifest, Rank
+from splitc.runtime.manifest_file import FILE_NAME, encode, read_manifest
 from splitc.runtime.package_files import describe_files, verify_files
 
 

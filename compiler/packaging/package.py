@@ -28,6 +28,7 @@ from splitc.runtime import manifest as m
 from splitc.runtime.engines.kinds import ONNXRUNTIME, find_kind
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.fills import check_fills
+from splitc.runtime.manifest_file import FILE_NAME, encode
 
 WEIGHTS = ("copy", "link")
 
@@ -77,7 +78,7 @@ def compile_model(
             if each.weights.copies:
                 warn(f"{folder.parent} can't hold hard links to the model's data, so rank {number} has a copy")
         manifest = make_manifest(plan, [each.entry for each in written], writer.files, threads, build.options, fills)
-        (folder / m.FILE_NAME).write_bytes(m.encode(manifest))
+        (folder / FILE_NAME).write_bytes(encode(manifest))
         check_loads(folder, manifest)
         if plan.split.rewrites and verify:
             with _runnable(plan, folder, [each.weights for each in written]) as runnable:
@@ -134,7 +135,7 @@ def _runnable(plan: Plan, folder: Path, weights: Sequence[WrittenWeights]) -> It
             written = _write_rank(plan, number, plan.program(number), writer, known=known, stem=f"trial{number}")
             ranks.append(written.entry)
         manifest = make_manifest(plan, ranks, writer.files, None, m.BuildOptions(), {})
-        writer.write(writer.folder / m.FILE_NAME, m.encode(manifest))
+        writer.write(writer.folder / FILE_NAME, encode(manifest))
         yield writer.folder
 
 

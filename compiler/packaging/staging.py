@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from splitc.runtime import manifest as m
 from splitc.runtime.errors import MisuseError, SplitcError
+from splitc.runtime.manifest_file import FILE_NAME
 from splitc.runtime.units import format_bytes
 
 try:
@@ -55,10 +55,10 @@ def _foreign(target: Path) -> str | None:
     if not target.is_dir():
         return "is a file"
     try:
-        manifest = msgspec.json.decode((target / m.FILE_NAME).read_bytes(), type=_AnyManifest)
+        manifest = msgspec.json.decode((target / FILE_NAME).read_bytes(), type=_AnyManifest)
     except (OSError, msgspec.DecodeError):
         return "is no package"
-    ours = {target / m.FILE_NAME, *(target / file.path for file in manifest.files)}
+    ours = {target / FILE_NAME, *(target / file.path for file in manifest.files)}
     ours |= {parent for path in ours for parent in path.parents}
     others = (path for path in target.rglob("*") if path.is_symlink() or path not in ours)
     other = next(others, None)

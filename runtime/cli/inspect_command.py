@@ -8,7 +8,8 @@ from splitc.runtime.cli.shared_options import JSON, PACKAGE
 from splitc.runtime.cli.tables import print_manifest
 from splitc.runtime.cli.terminal import print_json
 from splitc.runtime.devices import list_devices
-from splitc.runtime.manifest import Manifest, read_manifest
+from splitc.runtime.manifest import Manifest
+from splitc.runtime.manifest_file import read_manifest
 from splitc.runtime.tools.routes import find_routes
 
 

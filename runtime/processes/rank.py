@@ -14,7 +14,8 @@ from splitc.runtime.collectives.process_collectives import ProcessCollectives
 from splitc.runtime.engines.backends import make_backend
 from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.failures import Failure, attempt
-from splitc.runtime.manifest import Manifest, read_manifest
+from splitc.runtime.manifest import Manifest
+from splitc.runtime.manifest_file import read_manifest
 from splitc.runtime.processes.messages import Answer, Ask, Broken, Forget, Loaded, Order, Report, Start, pack, unpack
 from splitc.runtime.processes.nccl_files import find_nccl_files, remove_nccl_files
 from splitc.runtime.ranks.loop import Span

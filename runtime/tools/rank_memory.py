@@ -30,7 +30,8 @@ from splitc.runtime.engines import Backend, Communicator, LoadedEngine
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.failures import Failure
-from splitc.runtime.manifest import Rank, read_manifest
+from splitc.runtime.manifest import Rank
+from splitc.runtime.manifest_file import read_manifest
 from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.parts import cut_part
 from splitc.runtime.ranks.loop import Program, execute

@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.fills import make_inputs, parse_fills
-from splitc.runtime.manifest import Fill, Tensor, read_manifest
+from splitc.runtime.manifest import Fill, Tensor
+from splitc.runtime.manifest_file import read_manifest
 from tests.helpers.app import app
 
 INPUTS = [

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from splitc.runtime import EngineError, FeedError, PackageError, Session, SplitcError
-from splitc.runtime.manifest import read_manifest
+from splitc.runtime.manifest_file import read_manifest
 from tests.conftest import assert_close, decoder_feeds, run_whole
 
 
@@ -131,8 +131,8 @@ def test_engine_that_cannot_be_loaded_is_named(copy: Path) -> None:
 
 def test_newer_schema_is_named(copy: Path) -> None:
     manifest = copy / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"schema": 2', '"schema": 99', 1))
-    with pytest.raises(PackageError, match="schema version 99, and this splitc reads version 2: upgrade"):
+    manifest.write_text(manifest.read_text().replace('"schema": 3', '"schema": 99', 1))
+    with pytest.raises(PackageError, match="schema version 99, and this splitc reads version 3: upgrade"):
         Session(copy)
 
 
@@ -141,7 +141,7 @@ def test_damaged_manifest_is_named(copy: Path) -> None:
     manifest.write_text(manifest.read_text()[:-100])
     with pytest.raises(PackageError, match=r"manifest.json is damaged"):
         Session(copy)
-    manifest.write_text('{"schema": 2}')
+    manifest.write_text('{"schema": 3}')
     with pytest.raises(PackageError, match=r"manifest.json is damaged"):
         Session(copy)
 

@@ -18,7 +18,7 @@ from splitc.compiler.modes.replanning import plan_from_file
 from splitc.compiler.planning.plan_file import to_file, write_plan
 from splitc.runtime import Session
 from splitc.runtime.errors import MisuseError, OutputsDifferError
-from splitc.runtime.manifest import read_manifest
+from splitc.runtime.manifest_file import read_manifest
 from splitc.runtime.settings import parse_settings
 from tests.conftest import Arrays, assert_close, run_whole
 from tests.helpers.app import app

@@ -14,7 +14,7 @@ from splitc.compiler import Plan, compile_model, plan_model
 from splitc.compiler.packaging import package
 from splitc.runtime import MisuseError, Session, SplitcError
 from splitc.runtime.devices import parse_devices
-from splitc.runtime.manifest import read_manifest
+from splitc.runtime.manifest_file import read_manifest
 from tests.conftest import LAYER, assert_close, decoder_feeds, run_whole
 
 

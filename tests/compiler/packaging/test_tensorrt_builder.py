@@ -23,7 +23,8 @@ from splitc.runtime.devices import parse_devices
 from splitc.runtime.engines.built_here import check_built_here
 from splitc.runtime.engines.kinds import choose_engine
 from splitc.runtime.errors import MisuseError, PackageError
-from splitc.runtime.manifest import BuildOptions, Manifest, read_manifest
+from splitc.runtime.manifest import BuildOptions, Manifest
+from splitc.runtime.manifest_file import read_manifest
 from splitc.runtime.package_files import verify_files
 from splitc.runtime.steps import Reduce
 from tests.conftest import DECODER, decoder_feeds

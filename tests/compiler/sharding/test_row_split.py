@@ -12,7 +12,7 @@ import pytest
 
 from models.writer import save
 from splitc.compiler import Plan, Request, plan_model
-from splitc.runtime.manifest import read_manifest
+from splitc.runtime.manifest_file import read_manifest
 from splitc.runtime.steps import Receive, Run, Send
 from tests.helpers.blocks import FLOAT, Block, check_rows, sliced
 

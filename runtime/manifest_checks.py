@@ -1,0 +1,235 @@
+"""Whether a manifest makes sense: what it says is checked before anything is loaded, so that no rank waits for ever.
+
+Each check is a generator of what is wrong.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import PurePosixPath, PureWindowsPath
+
+import numpy as np
+
+from splitc.runtime.manifest import AxisPart, Manifest, Part, Rank
+from splitc.runtime.steps import Receive, Reduce, Run, Send, Step
+
+
+def find_contradiction(manifest: Manifest) -> str | None:
+    """What is wrong with the manifest; None if nothing is."""
+    checks = (_files, _names, _groups, _programs, _exchanges, _parts)
+    return next(chain.from_iterable(check(manifest) for check in checks), None)
+
+
+def _files(manifest: Manifest) -> Iterator[str]:
+    """Engines lie inside the package, and their files are among those that are verified."""
+    for path, count in Counter(file.path for file in manifest.files).items():
+        if not _is_inside(path):
+            yield f"the file '{path}' lies outside the package"
+        if count > 1:
+            yield f"the file '{path}' is there {count} times"
+    listed = {file.path for file in manifest.files}
+    is_built = manifest.build is None or manifest.build.built is not None
+    for engine in chain.from_iterable(rank.engines for rank in manifest.ranks):
+        if not _is_inside(engine.path):
+            yield f"the engine '{engine.path}' lies outside the package"
+        wanted = [engine.path] if is_built else []
+        for path in [*wanted, *([engine.source] if engine.source is not None else [])]:
+            if path not in listed:
+                yield f"the engine's file '{path}' is not among its files"
+
+
+def _is_inside(path: str) -> bool:
+    """Whether a path, on whatever system, stays inside the folder that it is relative to."""
+    parts = PurePosixPath(path).parts
+    if not parts or "\0" in path or "\\" in path or PureWindowsPath(path).drive:
+        return False
+    return not PurePosixPath(path).is_absolute() and ".." not in parts
+
+
+def _names(manifest: Manifest) -> Iterator[str]:
+    """Names are those of the model's inputs and outputs, each is there once, and each output comes from somewhere."""
+    if not manifest.ranks:
+        yield "it has no ranks"
+    inputs = [tensor.name for tensor in (*manifest.inputs, *manifest.optional)]
+    outputs = [tensor.name for tensor in manifest.outputs]
+    for kind, names in (("input", inputs), ("output", outputs)):
+        for name, count in Counter(names).items():
+            if count > 1:
+                yield f"the {kind} '{name}' is there {count} times"
+    for number, rank in enumerate(manifest.ranks):
+        for name in (*rank.inputs, *(each.input for each in rank.overrides)):
+            if name not in inputs:
+                yield f"rank {number} takes '{name}', which is no input"
+        for name in rank.outputs:
+            if name not in outputs:
+                yield f"rank {number} gives '{name}', which is no output"
+    given = {*inputs, *chain.from_iterable(rank.outputs for rank in manifest.ranks)}
+    for name in outputs:
+        if name not in given:
+            yield f"no rank gives the output '{name}'"
+    for state in manifest.states:
+        if state.input not in inputs or state.output not in outputs:
+            yield f"the state from '{state.output}' to '{state.input}' is none of an output and an input"
+    for name in manifest.batch or {}:
+        if name not in (*inputs, *outputs):
+            yield f"'{name}', which has a batch, is neither an input nor an output"
+
+
+def _groups(manifest: Manifest) -> Iterator[str]:
+    """All ranks of a group have as many engines that meet."""
+    counts = Counter(
+        (number, tuple(engine.group)) for number, rank in enumerate(manifest.ranks) for engine in rank.engines
+    )
+    for (number, group), count in counts.items():
+        if not group:
+            continue
+        if number not in group or not _are_ranks(group, manifest):
+            yield f"an engine of rank {number} meets those of the ranks {list(group)}"
+        elif unlike := [other for other in group if counts[other, group] != count]:
+            yield f"rank {number} has {count} engines that meet in {list(group)}, and rank {unlike[0]} another number"
+
+
+def _are_ranks(group: Sequence[int], manifest: Manifest) -> bool:
+    return len(set(group)) == len(group) and all(0 <= rank < len(manifest.ranks) for rank in group)
+
+
+def _programs(manifest: Manifest) -> Iterator[str]:
+    """Each step has what it needs from the steps before it."""
+    for number, rank in enumerate(manifest.ranks):
+        known = set(rank.inputs)
+        for place, step in enumerate(rank.program):
+            where = f"step {place} of rank {number}"
+            if isinstance(step, Run) and not 0 <= step.engine < len(rank.engines):
+                yield f"{where} runs engine {step.engine}, and it has {len(rank.engines)}"
+                return
+            if isinstance(step, Send | Receive):
+                other = step.target if isinstance(step, Send) else step.source
+                if other == number or not _are_ranks((other,), manifest):
+                    yield f"{where} exchanges '{step.value}' with rank {other}"
+            if isinstance(step, Reduce) and (number not in step.ranks or not _are_ranks(step.ranks, manifest)):
+                yield f"{where} reduces over the ranks {step.ranks}"
+            if missing := [name for name in _reads(step, rank) if name not in known]:
+                yield f"{where} needs '{missing[0]}', which no step before it makes"
+            known.update(_makes(step, rank))
+        if lost := [name for name in (*rank.outputs, *rank.keeps) if name not in known]:
+            yield f"no step of rank {number} makes '{lost[0]}', which it gives or keeps"
+
+
+def _reads(step: Step, rank: Rank) -> Sequence[str]:
+    if isinstance(step, Run):
+        return rank.engines[step.engine].inputs
+    if isinstance(step, Reduce):
+        return step.parts
+    return [step.value] if isinstance(step, Send) else []
+
+
+def _makes(step: Step, rank: Rank) -> Sequence[str]:
+    if isinstance(step, Run):
+        return rank.engines[step.engine].outputs
+    if isinstance(step, Reduce):
+        return step.wholes
+    return [step.value] if isinstance(step, Receive) else []
+
+
+def _exchanges(manifest: Manifest) -> Iterator[str]:
+    """The ranks' programs come to their ends: they are walked, without what happens in the engines."""
+    left: list[deque[Step]] = [
+        deque(each for each in rank.program if not isinstance(each, Run)) for rank in manifest.ranks
+    ]
+    sent: dict[tuple[int, int], deque[str]] = {}
+    while any(left):
+        moved = [number for number in range(len(left)) if _walk(number, left, sent)]
+        if not moved:
+            number = next(number for number, steps in enumerate(left) if steps)
+            yield f"rank {number} waits for ever: {_describe(left[number][0])}"
+            return
+    for (source, target), values in sent.items():
+        if values:
+            yield f"rank {source} sends '{values[0]}' to rank {target}, which does not receive it"
+
+
+def _walk(number: int, left: Sequence[deque[Step]], sent: dict[tuple[int, int], deque[str]]) -> bool:
+    """Take the next step of a rank, if it need not wait. Returns whether it was taken."""
+    if not left[number]:
+        return False
+    step = left[number][0]
+    if isinstance(step, Receive):
+        waiting = sent.get((step.source, number))
+        if not waiting or waiting[0] != step.value:
+            return False
+        waiting.popleft()
+    elif isinstance(step, Send):
+        sent.setdefault((number, step.target), deque()).append(step.value)
+    elif isinstance(step, Reduce):
+        if any(not left[rank] or not _meet(left[rank][0], step) for rank in step.ranks):
+            return False
+        for rank in step.ranks:
+            left[rank].popleft()
+        return True
+    left[number].popleft()
+    return True
+
+
+def _meet(one: Step, other: Reduce) -> bool:
+    """Whether two ranks take part in one reduction."""
+    if not isinstance(one, Reduce):
+        return False
+    return (one.operation, one.ranks, one.wholes) == (other.operation, other.ranks, other.wholes)
+
+
+def _describe(step: Step) -> str:
+    if isinstance(step, Receive):
+        return f"rank {step.source} does not send it '{step.value}'"
+    if isinstance(step, Reduce):
+        return f"not all of the ranks {step.ranks} come to the {step.operation} of {step.wholes}"
+    return "its steps do not fit those of others"
+
+
+def _parts(manifest: Manifest) -> Iterator[str]:
+    """Shards of an array are cut alike, and those of an output are all of it."""
+    for number, rank in enumerate(manifest.ranks):
+        for part in rank.parts:
+            if part.name not in (*rank.inputs, *rank.outputs, *rank.keeps):
+                yield f"rank {number} has a shard of '{part.name}', which it neither takes nor gives"
+            for axis in part.axes:
+                if not _is_cut(axis):
+                    yield f"rank {number} has no possible shard of '{part.name}', axis {axis.axis}"
+    for tensor in manifest.outputs:
+        givers = [rank for rank in manifest.ranks if tensor.name in rank.outputs]
+        parts = [part for rank in givers for part in rank.parts if part.name == tensor.name]
+        if parts and (len(parts) != len(givers) or not _cover(parts)):
+            yield f"the ranks' shards of the output '{tensor.name}' are not all of it"
+
+
+def _is_cut(axis: AxisPart) -> bool:
+    return (
+        len(axis.sizes) == len(axis.ranges)
+        and axis.sizes.count(-1) <= 1
+        and all(size > 0 or size == -1 for size in axis.sizes)
+        and all(
+            each is None or (size != -1 and 0 <= each[0] < each[1] <= size)
+            for size, each in zip(axis.sizes, axis.ranges, strict=True)
+        )
+    )
+
+
+def _cover(parts: Sequence[Part]) -> bool:
+    """Whether the shards together are the whole array."""
+    if len({tuple((axis.axis, *axis.sizes) for axis in part.axes) for part in parts}) != 1:
+        return False
+    sizes = [abs(size) for axis in parts[0].axes for size in axis.sizes]
+    ranges = [_ranges(part, sizes) for part in parts]
+    # Cells between the places where some shard begins or ends, along each factor of each axis.
+    ends = [sorted({0, size, *chain.from_iterable(own[n] for own in ranges)}) for n, size in enumerate(sizes)]
+    covered = np.zeros([len(each) - 1 for each in ends], bool)
+    for own in ranges:
+        covered[tuple(slice(ends[n].index(a), ends[n].index(b)) for n, (a, b) in enumerate(own))] = True
+    return bool(covered.all())
+
+
+def _ranges(part: Part, sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """A shard's first and last place along each factor of its axes, which have these sizes."""
+    given = chain.from_iterable(axis.ranges for axis in part.axes)
+    return [each or (0, size) for each, size in zip(given, sizes, strict=True)]

@@ -1,0 +1,75 @@
+"""A package's manifest as a file: written with its own hash, and checked when it is read."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from splitc.runtime.errors import PackageError
+from splitc.runtime.manifest import SCHEMA, Manifest
+from splitc.runtime.manifest_checks import find_contradiction
+
+FILE_NAME = "manifest.json"
+
+
+class _Version(Struct, frozen=True):
+    schema: int
+
+
+# The beginning of a manifest: the SHA-256 of the file as it would be with zeros here.
+_SEAL = re.compile(rb'\{\s*"sha256": "([0-9a-f]{64})"')
+_UNSEALED = "0" * 64
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The manifest as indented JSON with its own hash, the same bytes each time."""
+    return seal(msgspec.json.encode(manifest))
+
+
+def seal(content: bytes) -> bytes:
+    """A manifest's JSON, indented, with its own hash."""
+    fields = {"sha256": _UNSEALED, **{k: v for k, v in msgspec.json.decode(content).items() if k != "sha256"}}
+    text = msgspec.json.format(msgspec.json.encode(fields), indent=2) + b"\n"
+    return text.replace(_UNSEALED.encode(), hashlib.sha256(text).hexdigest().encode(), 1)
+
+
+def _is_sealed(text: bytes) -> bool:
+    """Whether a manifest is as it was written."""
+    found = _SEAL.match(text)
+    if found is None:
+        return False
+    unsealed = text[: found.start(1)] + _UNSEALED.encode() + text[found.end(1) :]
+    return hashlib.sha256(unsealed).hexdigest().encode() == found[1]
+
+
+def read_manifest(package: Path) -> Manifest:
+    """Read a package's manifest. Raises PackageError if there is none, or one that this version can't read or trust."""
+    path = package / FILE_NAME
+    try:
+        text = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        what = "has no manifest.json, so it is no package" if package.is_dir() else "does not exist"
+        what = "is a file, and packages are folders" if package.is_file() else what
+        raise PackageError(f"{package} {what}; make one with 'splitc compile'") from None
+    except (OSError, ValueError) as error:
+        raise PackageError(f"can't read {path}: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        # Check the version first, so that the error for a newer schema is not about a missing field.
+        schema = msgspec.json.decode(text, type=_Version).schema
+        if schema != SCHEMA:
+            raise PackageError(
+                f"{path} has schema version {schema}, and this splitc reads version {SCHEMA}: "
+                + ("upgrade splitc" if schema > SCHEMA else "compile the model again")
+            )
+        manifest = msgspec.json.decode(text, type=Manifest)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise PackageError(f"{path} is damaged ({error}): compile the model again") from error
+    if not _is_sealed(text):
+        raise PackageError(f"{path} was changed since it was compiled (its SHA-256 differs): compile the model again")
+    if (wrong := find_contradiction(manifest)) is not None:
+        raise PackageError(f"{path} contradicts itself: {wrong}: compile the model again")
+    return manifest
