@@ -5,14 +5,17 @@ Each check is a generator of what is wrong.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import PurePosixPath, PureWindowsPath
 
 import numpy as np
 
-from splitc.runtime.manifest import AxisPart, Manifest, Part, Rank
+from splitc.runtime.manifest import AxisPart, Manifest, Part, Rank, Tensor
+from splitc.runtime.onnx_types import KNOWN
 from splitc.runtime.steps import Receive, Reduce, Run, Send, Step
 
 
@@ -65,6 +68,9 @@ def _names(manifest: Manifest) -> Iterator[str]:
         for name in rank.outputs:
             if name not in outputs:
                 yield f"rank {number} gives '{name}', which is no output"
+    for tensor in (*manifest.inputs, *manifest.optional, *manifest.outputs):
+        if tensor.dtype not in KNOWN:
+            yield f"'{tensor.name}' has the type '{tensor.dtype}', which there is not"
     given = {*inputs, *chain.from_iterable(rank.outputs for rank in manifest.ranks)}
     for name in outputs:
         if name not in given:
@@ -133,14 +139,20 @@ def _makes(step: Step, rank: Rank) -> Sequence[str]:
     return [step.value] if isinstance(step, Receive) else []
 
 
+@dataclass(frozen=True)
+class _Meeting:
+    """A step that ends when all of these ranks have come to theirs: a reduction, or a run of engines that meet."""
+
+    what: str
+    ranks: tuple[int, ...]
+
+
 def _exchanges(manifest: Manifest) -> Iterator[str]:
     """The ranks' programs come to their ends: they are walked, without what happens in the engines."""
-    left: list[deque[Step]] = [
-        deque(each for each in rank.program if not isinstance(each, Run)) for rank in manifest.ranks
-    ]
+    left = [deque(_waits(rank)) for rank in manifest.ranks]
     sent: dict[tuple[int, int], deque[str]] = {}
     while any(left):
-        moved = [number for number in range(len(left)) if _walk(number, left, sent)]
+        moved = [number for number in range(len(left)) if left[number] and _walk(number, left, sent)]
         if not moved:
             number = next(number for number, steps in enumerate(left) if steps)
             yield f"rank {number} waits for ever: {_describe(left[number][0])}"
@@ -150,51 +162,60 @@ def _exchanges(manifest: Manifest) -> Iterator[str]:
             yield f"rank {source} sends '{values[0]}' to rank {target}, which does not receive it"
 
 
-def _walk(number: int, left: Sequence[deque[Step]], sent: dict[tuple[int, int], deque[str]]) -> bool:
-    """Take the next step of a rank, if it need not wait. Returns whether it was taken."""
-    if not left[number]:
-        return False
+def _waits(rank: Rank) -> Iterator[Send | Receive | _Meeting]:
+    """The steps of a rank in which it may wait for others, or others for it."""
+    for step in rank.program:
+        if isinstance(step, Reduce):
+            yield _Meeting(f"the {step.operation} of {', '.join(step.wholes)}", tuple(step.ranks))
+        elif not isinstance(step, Run):
+            yield step
+        elif group := rank.engines[step.engine].group:
+            yield _Meeting("the run of engines that meet", tuple(group))
+
+
+def _walk(
+    number: int, left: Sequence[deque[Send | Receive | _Meeting]], sent: dict[tuple[int, int], deque[str]]
+) -> bool:
+    """Take the next step of a rank, unless it has to wait. Returns whether it was taken."""
     step = left[number][0]
+    if isinstance(step, _Meeting):
+        if any(not left[rank] or left[rank][0] != step for rank in step.ranks):
+            return False
+        for rank in step.ranks:
+            left[rank].popleft()
+        return True
     if isinstance(step, Receive):
         waiting = sent.get((step.source, number))
         if not waiting or waiting[0] != step.value:
             return False
         waiting.popleft()
-    elif isinstance(step, Send):
+    else:
         sent.setdefault((number, step.target), deque()).append(step.value)
-    elif isinstance(step, Reduce):
-        if any(not left[rank] or not _meet(left[rank][0], step) for rank in step.ranks):
-            return False
-        for rank in step.ranks:
-            left[rank].popleft()
-        return True
     left[number].popleft()
     return True
 
 
-def _meet(one: Step, other: Reduce) -> bool:
-    """Whether two ranks take part in one reduction."""
-    if not isinstance(one, Reduce):
-        return False
-    return (one.operation, one.ranks, one.wholes) == (other.operation, other.ranks, other.wholes)
-
-
-def _describe(step: Step) -> str:
+def _describe(step: Send | Receive | _Meeting) -> str:
     if isinstance(step, Receive):
         return f"rank {step.source} does not send it '{step.value}'"
-    if isinstance(step, Reduce):
-        return f"not all of the ranks {step.ranks} come to the {step.operation} of {step.wholes}"
-    return "its steps do not fit those of others"
+    assert isinstance(step, _Meeting)
+    return f"not all of the ranks {list(step.ranks)} come to {step.what}"
 
 
 def _parts(manifest: Manifest) -> Iterator[str]:
     """Shards of an array are cut alike, and those of an output are all of it."""
+    tensors = {tensor.name: tensor for tensor in (*manifest.outputs, *manifest.inputs, *manifest.optional)}
     for number, rank in enumerate(manifest.ranks):
+        for name, count in Counter(part.name for part in rank.parts).items():
+            if name not in (*rank.inputs, *rank.outputs, *rank.keeps):
+                yield f"rank {number} has a shard of '{name}', which it neither takes nor gives"
+            if count > 1:
+                yield f"rank {number} has {count} shards of '{name}'"
         for part in rank.parts:
-            if part.name not in (*rank.inputs, *rank.outputs, *rank.keeps):
-                yield f"rank {number} has a shard of '{part.name}', which it neither takes nor gives"
+            if len({axis.axis for axis in part.axes}) != len(part.axes):
+                yield f"rank {number} has a shard of '{part.name}' that is cut twice along an axis"
             for axis in part.axes:
-                if not _is_cut(axis):
+                if not _is_cut(axis, tensors[part.name]):
                     yield f"rank {number} has no possible shard of '{part.name}', axis {axis.axis}"
     for tensor in manifest.outputs:
         givers = [rank for rank in manifest.ranks if tensor.name in rank.outputs]
@@ -203,7 +224,15 @@ def _parts(manifest: Manifest) -> Iterator[str]:
             yield f"the ranks' shards of the output '{tensor.name}' are not all of it"
 
 
-def _is_cut(axis: AxisPart) -> bool:
+def _is_cut(axis: AxisPart, tensor: Tensor) -> bool:
+    """Whether there is such a shard of an array of the planned shape."""
+    if tensor.sample_shape is not None:
+        if not 0 <= axis.axis < len(tensor.sample_shape):
+            return False
+        known = math.prod(size for size in axis.sizes if size != -1)
+        length = tensor.sample_shape[axis.axis]
+        if known <= 0 or (length % known if -1 in axis.sizes else length != known):
+            return False
     return (
         len(axis.sizes) == len(axis.ranges)
         and axis.sizes.count(-1) <= 1

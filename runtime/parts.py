@@ -8,13 +8,20 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from splitc.runtime.arrays import Array
+from splitc.runtime.errors import PackageError
 from splitc.runtime.manifest import AxisPart, Part
+from splitc.runtime.units import format_shape
 
 
 def cut_part(array: Array, part: Part) -> Array:
-    """Cut a rank's shard out of a whole array."""
-    shape = part_shape(array.shape, part)
-    return np.ascontiguousarray(array.reshape(_factors(array.shape, part))[_places(array.ndim, part)]).reshape(shape)
+    """Cut a rank's shard out of a whole array. Raises PackageError for an array that has no such shard."""
+    try:
+        cut = array.reshape(_factors(array.shape, part))[_places(array.ndim, part)]
+    except ValueError as error:
+        raise PackageError(
+            f"an array of shape {format_shape(array.shape)} has no shard of '{part.name}' as the package has it"
+        ) from error
+    return np.ascontiguousarray(cut).reshape(part_shape(array.shape, part))
 
 
 def cut_places(array: Array, places: Mapping[int, Sequence[tuple[int, int]]]) -> Array:
@@ -33,15 +40,19 @@ def part_shape(shape: Sequence[int], part: Part) -> tuple[int, ...]:
 
 
 def join_parts(parts: Sequence[tuple[Part, Array]]) -> Array:
-    """Join shards to the whole array. Overlapping elements are equal."""
+    """Join shards to the whole array. Overlapping elements are equal. Raises PackageError if they do not fit."""
     first, array = parts[0]
     shape = list(array.shape)
     for axis in first.axes:
         shape[axis.axis] = _whole_size(axis, shape[axis.axis])
     whole = np.empty(shape, array.dtype)
-    for part, own in parts:
-        view = whole.reshape(_factors(whole.shape, part))[_places(whole.ndim, part)]
-        view[...] = own.reshape(view.shape)
+    try:
+        for part, own in parts:
+            view = whole.reshape(_factors(whole.shape, part))[_places(whole.ndim, part)]
+            view[...] = own.reshape(view.shape)
+    except ValueError as error:
+        shapes = ", ".join(format_shape(own.shape) for _, own in parts)
+        raise PackageError(f"the ranks' shards of '{first.name}' do not fit together: {shapes}") from error
     return whole
 
 
