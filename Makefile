@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test fuzz lint clean
 
 # The demo: a trained model, split over two CPU devices, run on real text and checked.
 demo: $(VENV)/demo.done
@@ -11,6 +11,10 @@ demo: $(VENV)/demo.done
 # The whole check: lint, types, tests.
 test: lint
 	$(BIN)/python -m pytest --numprocesses logical --dist worksteal
+
+# Random damage to models, manifests and inputs: 30 times as much as in the tests.
+fuzz: $(VENV)/test.done
+	SPLITC_FUZZ=30 $(BIN)/python -m pytest -m fuzz --numprocesses logical --dist worksteal
 
 lint: $(VENV)/test.done
 	$(BIN)/ruff check .

@@ -5,15 +5,18 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from polygraphy import json as polygraphy_json
-from polygraphy.exception import PolygraphyException
+from polygraphy.logger import G_LOGGER
 
 from splitc.runtime.arrays import Array
 from splitc.runtime.errors import FeedError, MisuseError
 from splitc.runtime.files import written_whole
+
+# The kinds of numpy's types that are numbers, truth values, or raw bytes of ml_dtypes' types.
+NUMBERS = "biufcV"
 
 
 def load_arrays(path: Path) -> dict[str, Array]:
@@ -22,20 +25,29 @@ def load_arrays(path: Path) -> dict[str, Array]:
     Slashes in a name are subfolders. Raises FeedError if there is no such file or it is none of these.
     """
     try:
-        if path.is_dir():
-            files = {file.relative_to(path).as_posix(): file for file in sorted(path.rglob("*.npy"))}
-            return {name[: -len(".npy")]: np.load(file, allow_pickle=False) for name, file in files.items()}
-        if path.suffix == ".json":
-            feeds = polygraphy_json.load_json(str(path), description="inputs")
-            return {name: np.asarray(array) for name, array in feeds[0].items()}
-        with np.load(path, allow_pickle=False) as archive:
-            return dict(archive)
+        arrays = {name: np.asarray(array) for name, array in _load(path).items()}
     except FileNotFoundError:
         raise FeedError(f"no such file: {path}") from None
-    except (OSError, ValueError, TypeError, zipfile.BadZipFile, PolygraphyException) as error:
+    except Exception as error:  # numpy, zipfile, zlib and polygraphy raise all kinds for damaged files
         raise FeedError(
             f"can't read arrays from {path}: it is no .npz, folder of .npy, or polygraphy JSON ({error})"
         ) from error
+    for name, array in arrays.items():
+        if array.dtype.kind not in NUMBERS:
+            raise FeedError(f"{path} has no numbers for '{name}', but values of type {array.dtype}")
+    return arrays
+
+
+def _load(path: Path) -> Mapping[str, Any]:
+    if path.is_dir():
+        files = {file.relative_to(path).as_posix(): file for file in sorted(path.rglob("*.npy"))}
+        return {name[: -len(".npy")]: np.load(file, allow_pickle=False) for name, file in files.items()}
+    if path.suffix == ".json":
+        with G_LOGGER.verbosity(G_LOGGER.CRITICAL):  # it would print to standard output
+            feeds = polygraphy_json.load_json(str(path), description="inputs")
+        return dict(feeds[0])
+    with np.load(path, allow_pickle=False) as archive:
+        return dict(archive)
 
 
 def save_arrays(path: Path, arrays: Mapping[str, Array]) -> None:

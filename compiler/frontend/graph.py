@@ -12,7 +12,7 @@ from typing import Any
 import onnx_ir as ir
 
 from splitc.compiler.frontend.binding import Fixed, bind_inputs
-from splitc.compiler.frontend.loading import load_model
+from splitc.compiler.frontend.loading import invalid_model_explained, load_model
 from splitc.compiler.frontend.normal_form import COMPLETE, LIFT, take_off_passed
 from splitc.compiler.frontend.optional import mark_optional, source_of
 from splitc.compiler.frontend.origins import mark_origins
@@ -105,11 +105,12 @@ def open_graph(path: Path, settings: Mapping[str, Any] = MappingProxyType({})) -
     """
     model = load_model(path)
     optional = mark_optional(model)
-    LIFT(model)
-    fixed = tuple(bind_inputs(model, settings)) if settings else ()
-    passed = take_off_passed(model.graph)
-    COMPLETE(model)
-    mark_origins(model.graph)
+    with invalid_model_explained(path):
+        LIFT(model)
+        fixed = tuple(bind_inputs(model, settings)) if settings else ()
+        passed = take_off_passed(model.graph)
+        COMPLETE(model)
+        mark_origins(model.graph)
     values = (value for node in model.graph for value in node.outputs)
     annotated = {value.name: value.shape for value in values if value.name and value.shape is not None}
     reads = {node: tuple(node_reads(node)) for node in model.graph}

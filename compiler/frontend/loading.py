@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -29,6 +30,7 @@ def load_model(path: Path) -> ir.Model:
     for anything else that ONNX Runtime refuses to load.
     """
     proto = _read(path)
+    _check_texts(proto, path)
     for graph, outside in _graphs(proto.graph, frozenset()):
         _check_names(graph, path, outside)
     _check_operators(proto)
@@ -39,15 +41,22 @@ def load_model(path: Path) -> ir.Model:
         pass  # the CPU provider lacks a kernel: another provider may have it, or an optimization removes the need
     except ERRORS as error:
         raise ModelError(f"ONNX Runtime can't load {path}: {error}") from error
-    try:
+    with invalid_model_explained(path):
         model = ir.from_proto(proto)
-    except (ir.serde.SerdeError, ValueError, TypeError, KeyError) as error:
+    trust_external_data(model, path.parent)
+    return model
+
+
+@contextmanager
+def invalid_model_explained(path: Path) -> Iterator[None]:
+    """Raise ModelError for what onnx_ir finds wrong with a model, in whichever of its passes."""
+    try:
+        yield
+    except (ir.serde.SerdeError, ir.passes.PassError, ValueError, TypeError, KeyError) as error:
         reason: BaseException = error
         while reason.__cause__ is not None:
             reason = reason.__cause__
         raise ModelError(f"{path} is not a valid ONNX model: {reason}") from error
-    trust_external_data(model, path.parent)
-    return model
 
 
 def load_unoptimized(path: Path, uses_operators: bool = False) -> ort.InferenceSession:
@@ -63,7 +72,7 @@ def load_unoptimized(path: Path, uses_operators: bool = False) -> ort.InferenceS
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.enable_mem_reuse = False  # planning the reuse takes 20 seconds for 8,000 nodes
     options.add_session_config_entry("session.disable_prepacking", "1")
-    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"], enable_fallback=0)
 
 
 def _read(path: Path) -> onnx.ModelProto:
@@ -76,6 +85,17 @@ def _read(path: Path) -> onnx.ModelProto:
     if lacking := [n for n, there in (("outputs", proto.graph.output), ("opset", proto.opset_import)) if not there]:
         raise ModelError(f"{path} is not an ONNX model (it has no {lacking[0]})")
     return proto
+
+
+def _check_texts(proto: onnx.ModelProto, path: Path) -> None:
+    """Raise ModelError for names that are no UTF-8, which protobuf gives as bytes."""
+    for node in all_nodes(proto):
+        values = (node.name, node.op_type, node.domain, *node.input, *node.output)
+        attributes = (attribute.name for attribute in node.attribute)
+        properties = chain.from_iterable((each.key, each.value) for each in node.metadata_props)
+        for text in chain(values, attributes, properties):
+            if not isinstance(text, str):
+                raise ModelError(f"{path}: the name {text!r} of a node or value is no UTF-8")
 
 
 def _graphs(graph: onnx.GraphProto, outside: frozenset[str]) -> Iterator[tuple[onnx.GraphProto, frozenset[str]]]:

@@ -181,7 +181,7 @@ def _run_filled(graph: ir.Graph, fill: Any) -> Made:
     options = ort.SessionOptions()
     options.log_severity_level = 4
     content = ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString()
-    session = ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(content, options, providers=["CPUExecutionProvider"], enable_fallback=0)
     feeds = {v.name: fill(v.shape.numpy(), v.dtype.numpy()) for v in graph.inputs if v.shape is not None and v.dtype}
     arrays = session.run(None, feeds)
     return [(tuple(array.shape), ir.DataType.from_numpy(array.dtype)) for array in arrays]

@@ -22,6 +22,8 @@ from splitc.runtime.units import format_shape
 
 # Default sizes of dynamic dimensions: of an input's first one (usually the batch), and of any other.
 DEFAULT_BATCH, DEFAULT_LENGTH = 1, 16
+# Characters of the longest name of a dimension that is taken for a name or a sum of names.
+LONGEST = 200
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,16 @@ def read_symbols(model: ir.Model) -> None:
 
 
 def _is_readable(size: int | ir.SymbolicDim) -> bool:
+    """Whether a size is a number, a name, or a sum or the like of such, as exporters write them.
+
+    Powers are no sizes: to compute 9**9**9**9 takes for ever.
+    """
     if isinstance(size, int):
         return size >= 0
+    if size.value is None or len(size.value) > LONGEST or "**" in size.value:
+        return False
     try:
-        return size.value is not None and size.free_symbols() is not None
+        return size.free_symbols() is not None
     except ValueError:  # no expression
         return False
 

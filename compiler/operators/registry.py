@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 import onnx_ir as ir
 
+from splitc.compiler.model_errors import ModelError
 from splitc.compiler.nodes import operator_name
 from splitc.compiler.operators import (
     attention,
@@ -52,5 +53,9 @@ def relate_axes(operation: Operation) -> None:
     if rule is None or any(value is not None and value.name and axes is None for value, axes in shapes):
         operation.opaque()
         return
-    rule(operation)
+    try:
+        rule(operation)
+    except (IndexError, TypeError, ValueError) as error:
+        where = f"node '{node.name}'" if node.name else f"the node that makes '{node.outputs[0].name}'"
+        raise ModelError(f"{where} ({node.op_type}): its attributes and the shapes of its values contradict") from error
     operation.finish()

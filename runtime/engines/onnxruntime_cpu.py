@@ -24,6 +24,7 @@ from splitc.runtime.onnx_types import CODES, NAMES
 # ONNX Runtime's errors, which have no common base but Exception.
 ERRORS = (
     RuntimeError,
+    UnicodeDecodeError,  # of a message with a name in it that is no UTF-8
     ort_errors.EPFail,
     ort_errors.Fail,
     ort_errors.InvalidArgument,
@@ -55,7 +56,7 @@ def open_session(path: Path, threads: int, communicator: Communicator | None = N
     options.add_session_config_entry("session.force_spinning_stop", "1")
     register_operators(options, communicator)
     try:
-        return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"], enable_fallback=0)
     except ERRORS as error:
         raise PackageError(f"ONNX Runtime can't load {path}: {error}") from error
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import io
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from splitc.runtime.array_files import load_arrays, save_arrays
 from splitc.runtime.arrays import Array
 from splitc.runtime.errors import FeedError, MisuseError
+from tests.helpers.fuzz import damage_bytes, seeds
 
 ARRAYS: dict[str, Array] = {
     "a/b.c": np.arange(6, dtype=np.int64).reshape(2, 3),
@@ -71,3 +74,55 @@ def test_missing_file_and_folder_are_named(tmp_path: Path) -> None:
         load_arrays(tmp_path / "none.npz")
     with pytest.raises(MisuseError, match="there is no folder"):
         save_arrays(tmp_path / "none" / "out.npz", ARRAYS)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("kind", ["stored", "packed", "json"])
+def test_damaged_files_end_in_a_message(kind: str, seed: int, tmp_path: Path) -> None:
+    random, path = np.random.default_rng(seed), tmp_path / ("a.json" if kind == "json" else "a.npz")
+    arrays = {"x": np.arange(100, dtype="f4").reshape(10, 10), "y": np.ones(3, "i8")}
+    if kind == "packed":
+        np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
+    else:
+        save_arrays(path, arrays)
+    whole = path.read_bytes()
+    for _ in range(60):
+        path.write_bytes(damage_bytes(whole, random))
+        try:
+            loaded = load_arrays(path)
+        except FeedError:
+            continue
+        assert all(array.dtype.kind in "biufcV" for array in loaded.values())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "{}",
+        "null",
+        "3",
+        "[null]",
+        "[3]",
+        '["a"]',
+        '[{"x": null}]',
+        '[{"x": "a"}]',
+        '[{"x": {"y": 1}}]',
+        "[" * 9999,
+    ],
+)
+def test_json_of_other_forms(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(FeedError, match=r"can't read arrays from|has no numbers for"):
+        load_arrays(tmp_path / "a.json")
+    assert capsys.readouterr().out == ""
+
+
+def test_arrays_that_claim_more_than_there_is(tmp_path: Path) -> None:
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<f4", "fortran_order": False, "shape": (1 << 40,)})
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        archive.writestr("x.npy", header.getvalue())
+    with pytest.raises(FeedError, match="can't read arrays from"):
+        load_arrays(tmp_path / "a.npz")

@@ -16,6 +16,7 @@ from splitc.runtime import Session
 from splitc.runtime.errors import PackageError, SplitcError
 from splitc.runtime.manifest_file import read_manifest, seal
 from tests.conftest import assert_close, decoder_feeds, run_whole
+from tests.helpers.fuzz import seeds
 from tests.helpers.packages import compile_mode
 
 Fields = dict[str, Any]
@@ -176,14 +177,16 @@ def mutate(fields: Fields, random: np.random.Generator) -> None:
         container[key] = [None, -1, 0, 1, 2, 1 << 40, "x", "", [], {}, 0.5, True][random.integers(12)]
 
 
-def test_random_changes_end_in_a_message_or_change_nothing(copy: Path, decoder: Path) -> None:
+@pytest.mark.fuzz
+@pytest.mark.parametrize("seed", seeds(1))
+def test_random_changes_end_in_a_message_or_change_nothing(copy: Path, decoder: Path, seed: int) -> None:
     """No traceback, no hang, and no wrong result."""
     feeds = decoder_feeds()
     expected = run_whole(decoder, feeds)
     original = (copy / "manifest.json").read_bytes()
-    random = np.random.default_rng(len(original))
+    random = np.random.default_rng(seed)
     loaded, began = 0, time.monotonic()
-    for _ in range(120):
+    for _ in range(80):
         (copy / "manifest.json").write_bytes(original)
         change(copy, lambda fields: mutate(fields, random))
         try:

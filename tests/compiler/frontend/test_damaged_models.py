@@ -1,0 +1,90 @@
+"""Whatever is wrong with a model, there is a message or a package that gives what the model gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+from models.llama import Size, build
+from models.writer import save
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.runtime import Session
+from splitc.runtime.errors import SplitcError
+from splitc.runtime.tools.compare import compare
+from splitc.runtime.tools.unsplit import CPU, open_unsplit
+from tests.helpers.fuzz import damage_bytes, damage_message, seeds
+
+SIZE = Size(layers=2, hidden=16, heads=2, kv_heads=2, feed_forward=32, vocabulary=24)
+FEEDS = {
+    "input_ids": np.array([[1, 2, 3]]),
+    "attention_mask": np.ones((1, 3), np.int64),
+    "position_ids": np.array([[0, 1, 2]]),
+    **{f"past_key_values.{n}.{part}": np.zeros((1, 2, 0, 8), "f4") for n in range(2) for part in ("key", "value")},
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> onnx.ModelProto:
+    path = tmp_path_factory.mktemp("whole") / "model.onnx"
+    save(build(SIZE), path)
+    return onnx.load(path)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("seed", seeds(8))
+def test_damage_ends_in_a_message(whole: onnx.ModelProto, seed: int, tmp_path: Path) -> None:
+    random = np.random.default_rng(seed)
+    for number in range(8):
+        model = onnx.ModelProto()
+        model.CopyFrom(whole)
+        for _ in range(random.integers(1, 4)):
+            damage_message(model, random)
+        content = model.SerializeToString()
+        path = tmp_path / f"{number}.onnx"
+        path.write_bytes(damage_bytes(content, random) if random.random() < 0.2 else content)
+        mode = ["layer", "tensor", "row"][random.integers(3)]
+        try:
+            plan = plan_model(path, ["2xcpu"], Request(split_mode=mode))
+            compile_model(plan, tmp_path / f"package{number}")
+        except SplitcError:
+            assert not (tmp_path / f"package{number}").exists()
+            continue
+        _agree(path, tmp_path / f"package{number}")
+
+
+def _agree(model: Path, package: Path) -> None:
+    """The package gives what the model gives, if that runs at all."""
+    with Session(package, threads=1) as session:
+        names = [tensor.name for tensor in session.inputs]
+        try:
+            feeds = {name: FEEDS[name] for name in names}
+            with open_unsplit(model, CPU, 1) as unsplit:
+                expected = unsplit(feeds)
+        except (KeyError, SplitcError, ort.capi.onnxruntime_pybind11_state.InvalidArgument):
+            return  # it takes something else
+        try:
+            outputs = session.run(feeds)
+        except SplitcError:
+            return
+    found = compare(expected, outputs, number_type="float32")
+    assert all(each.passed for each in found), [each for each in found if not each.passed]
+
+
+@pytest.mark.parametrize(
+    "name", ["9**9**9**9", "(" * 5000 + "n" + ")" * 5000, "n" * 9999, "[red]n[/red]", "n\n", " ", "é"]
+)
+def test_names_of_dimensions_are_names(whole: onnx.ModelProto, name: str, tmp_path: Path) -> None:
+    model = onnx.ModelProto()
+    model.CopyFrom(whole)
+    for value in (*model.graph.input, *model.graph.output):
+        for size in value.type.tensor_type.shape.dim:
+            if size.dim_param == "batch":
+                size.dim_param = name
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="tensor"))
+    compile_model(plan, tmp_path / "package")
+    _agree(tmp_path / "model.onnx", tmp_path / "package")
