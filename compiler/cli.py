@@ -146,7 +146,7 @@ def plan(
     if explain:
         print_axes(decided)
     if output:
-        out.print(f"wrote [bold]{output}[/]: splitc compile {model} --plan {output} -o PACKAGE")
+        out.print(f"wrote {output}: splitc compile {model} --plan {output} -o PACKAGE")
 
 
 @app.command("compile")
@@ -214,7 +214,7 @@ def _print_written(package: Path, manifest: Manifest) -> None:
     linked = ", beside links to the model's data" if any(file.sha256 is None for file in manifest.files) else ""
     if (said := describe_collectives(manifest)) is not None:
         out.print(said)
-    out.print(f"wrote [bold]{package}[/]: {len(manifest.ranks)} ranks, {size}{linked}")
+    out.print(f"wrote {package}: {len(manifest.ranks)} ranks, {size}{linked}")
     if manifest.build is not None and manifest.build.built is None:
         out.print(f"its engines are not built yet: run 'splitc build {package}' where it will run")
 
@@ -236,7 +236,7 @@ def build_command(
         return
     assert manifest.build is not None and manifest.build.built is not None
     engines = sum(len(rank.engines) for rank in manifest.ranks)
-    out.print(f"built [bold]{engines}[/] engines with {manifest.engine} {describe_built(manifest.build.built)}")
+    out.print(f"built {engines} engines with {manifest.engine} {describe_built(manifest.build.built)}")
 
 
 def _parse_sources(text: str | None) -> list[str] | None:

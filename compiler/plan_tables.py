@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rich.bar import Bar
-from rich.markup import escape
+from rich.text import Text
 
 from splitc.runtime.cli.mode_words import words_of
 from splitc.runtime.cli.tables import RANK_SIZES, block_range, print_cuts, print_whole
@@ -66,7 +66,7 @@ def _print_alternatives(plan: Plan) -> None:
     rows = table("candidate", *numbers, "", right=numbers)
     for each in plan.alternatives:
         if each.refused is not None:
-            rows.add_row(each.name, "", "", "", f"[dim]{escape(each.refused)}[/]")
+            rows.add_row(each.name, "", "", "", Text(each.refused, "dim"))
             continue
         seconds = map(format_seconds, (each.latency, each.interval))
         rows.add_row(each.name, *seconds, format_bytes(max(each.peaks)), "")
@@ -101,7 +101,7 @@ def print_axes(plan: Plan) -> None:
     rows = table("size", "weights", "bytes", "sums", "split, or why not", "first of the weights", right=NUMBERS)
     for each in (each for each in fates if each.bytes >= SHOWN):
         units = ",".join(map(str, each.units))
-        fate = f"[green]{units}[/]" if units else escape(each.reason or "")
+        fate = Text(units, "green") if units else each.reason or ""
         sums = "" if each.sums is None else str(each.sums)
-        rows.add_row(str(each.size), str(each.weights), format_bytes(each.bytes), sums, fate, escape(each.first))
+        rows.add_row(str(each.size), str(each.weights), format_bytes(each.bytes), sums, fate, each.first)
     out.print(rows)

@@ -7,6 +7,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import NoReturn
 
+from splitc.runtime.explained import explained
+
 # The compiler adds its commands when it is imported. It is imported by name, since the runtime must work without it.
 COMPILER = "splitc.compiler"
 
@@ -19,9 +21,11 @@ def main() -> NoReturn:
 
         if find_spec(COMPILER) is not None:
             import_module(f"{COMPILER}.cli")
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        sys.exit(130)
+    except BaseException as error:
+        if (known := explained(error)) is None:
+            raise
+        print(f"error: {known}", file=sys.stderr)
+        sys.exit(known.exit_code)
     run_app(app)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 
 from splitc.runtime.errors import SplitcError
 
@@ -17,7 +18,7 @@ def explained(error: BaseException) -> SplitcError | None:
     """The error for users; None if it is a bug of ours."""
     if isinstance(error, SplitcError):
         return error
-    if isinstance(error, KeyboardInterrupt):
+    if any(isinstance(each, KeyboardInterrupt) for each in _chain(error)):  # libraries make other errors of it
         return Interrupted("interrupted")
     if isinstance(error, OSError):
         places = [str(name) for name in (error.filename, error.filename2) if name is not None]
@@ -25,3 +26,10 @@ def explained(error: BaseException) -> SplitcError | None:
     if isinstance(error, MemoryError):
         return SplitcError(f"there is not enough memory on this machine: {error or 'an allocation failed'}")
     return None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and those that led to it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

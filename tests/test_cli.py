@@ -14,7 +14,7 @@ import onnx_ir as ir
 import pytest
 
 from models.llama import Size, build
-from models.writer import save
+from models.writer import Writer, save
 from splitc.runtime.array_files import save_arrays
 from splitc.runtime.package_files import hash_file
 from tests.conftest import assert_close, decoder_feeds, listen_to_interrupts, run_whole
@@ -166,3 +166,25 @@ def test_damaged_package_is_refused(package: Path, tmp_path: Path) -> None:
     result = splitc("run", copy, "--inputs", tmp_path / "in.npz", "--outputs", tmp_path / "out.npz", code=1)
     assert "stage1.weights has 5 bytes, its manifest says" in " ".join(result.stderr.split())
     assert not (tmp_path / "out.npz").exists()
+
+
+def test_names_with_brackets_are_shown_as_they_are(tmp_path: Path) -> None:
+    """Brackets are the markup of the library that prints."""
+    w = Writer()
+    x = w.input("[red]x[/red]", ir.DataType.FLOAT, ["[n]", 8])
+    y = w.op("MatMul", x, w.weight("[bold]w", ir.tensor(np.ones((8, 8), np.float32))))
+    z = w.op("MatMul", y, w.weight("[/]v", ir.tensor(np.ones((8, 8), np.float32))))
+    w.output(z, "[/y]", ir.DataType.FLOAT, ["[n]", 8])
+    model, package = tmp_path / "[link=a]m.onnx", tmp_path / "[i]p"
+    save(w.model(), model)
+    said = splitc("compile", model, "-d", "2xcpu", "--split-mode", "layer", "-o", package).stdout
+    assert "[i]p" in said
+    shown = splitc("inspect", package).stdout
+    for name in ("[red]x[/red]", "[/y]", "[link=a]m.onnx"):
+        assert name in shown
+    assert "[/y]" in splitc("check", package, "--model", model, "--no-memory").stdout
+    splitc("bench", package, "--runs", "1", "--no-memory")
+    given, made = tmp_path / "in.npz", tmp_path / "out.npz"
+    save_arrays(given, {"[red]x[/red]": np.ones((1, 8), "f4")})
+    assert "[/y]" in splitc("run", package, "--inputs", given, "--outputs", made).stdout
+    assert "[red]x[/red]" in splitc("run", package, "--inputs", made, "--outputs", tmp_path / "o.npz", code=2).stderr

@@ -47,7 +47,7 @@ def test_terminals_that_lack_characters(package: Path, encoding: str) -> None:
     assert "#" in shown
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.2, 0.6])
+@pytest.mark.parametrize("delay", [0.1, 0.3, 0.7])
 def test_interrupt_at_any_moment_is_one_line(decoder: Path, tmp_path: Path, delay: float) -> None:
     """Also while Python imports what a command needs."""
     program = "import sys, splitc.runtime.__main__ as it; print(flush=True); sys.argv[0] = 'splitc'; it.main()"

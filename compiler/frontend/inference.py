@@ -18,6 +18,8 @@ from splitc.compiler.operators.registry import REGISTRY
 logger = logging.getLogger(__name__)
 
 Rule = Callable[[Any, ir.Node], None]
+# The types of values whose type is not known.
+UNKNOWN = (None, ir.DataType.UNDEFINED)
 # The metadata key of nodes whose shapes were observed.
 _OBSERVED = "splitc.observed"
 
@@ -32,7 +34,7 @@ def infer_shapes_and_types(model: ir.Model) -> frozenset[str]:
         node.meta.pop(_OBSERVED, None)
         _register_missing(node, model.opset_imports.get(node.domain, 1))
     infer_symbolic_shapes(model, warn_on_missing=False)
-    if any(value.dtype is None for node in model.graph for value in node.outputs if value.name):
+    if any(value.dtype in UNKNOWN for node in model.graph for value in node.outputs if value.name):
         _add_types(model)
     return frozenset(operator_name(node) for node in nodes if _OBSERVED in node.meta)
 
@@ -88,8 +90,10 @@ def _add_types(model: ir.Model) -> None:
     inferred = ShapeInferencePass()(model.clone()).model
     types = {value.name: value.type for node in inferred.graph for value in node.outputs}
     for value in (value for node in model.graph for value in node.outputs):
-        if value.dtype is None:
+        if value.dtype in UNKNOWN:
             value.type = types.get(value.name)
+        if value.dtype in UNKNOWN:  # the file may say so too
+            value.type = None
 
 
 def _complete_library() -> None:

@@ -44,6 +44,9 @@ def load_model(path: Path) -> ir.Model:
     with invalid_model_explained(path):
         model = ir.from_proto(proto)
     trust_external_data(model, path.parent)
+    for value in chain.from_iterable(graph.initializers.values() for graph in model.graphs()):
+        if value.const_value is not None:
+            value.dtype = value.const_value.dtype  # whatever else the file says of it
     return model
 
 

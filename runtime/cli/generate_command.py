@@ -59,13 +59,13 @@ def generate_command(
         for token in stream:
             tokens.append(token)
             if not as_json:
-                out.print(text.step(token) if text else f"{token} ", end="", markup=False, soft_wrap=True)
+                out.print(text.step(token) if text else f"{token} ", end="", soft_wrap=True)
     if as_json:
         print_json({"tokens": tokens, "text": text.decode(tokens) if text else None, "timings": timings})
         return
     out.print()
-    err.print(f"[dim]prompt     {_rate(timings.prompt_tokens, timings.prompt_seconds)}[/]")
-    err.print(f"[dim]generation {_rate(timings.tokens, timings.seconds)}[/]")
+    err.print(f"prompt     {_rate(timings.prompt_tokens, timings.prompt_seconds)}", style="dim")
+    err.print(f"generation {_rate(timings.tokens, timings.seconds)}", style="dim")
 
 
 def _rate(tokens: int, seconds: float) -> str:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import typer
+from rich.text import Text
 
 from splitc.runtime import array_files
 from splitc.runtime.cli.options import with_options
@@ -92,7 +93,8 @@ def check(
     if failed := [difference.name for difference in found if not difference.passed]:
         raise OutputsDifferError(f"{len(failed)} of {len(found)} outputs differ beyond tolerance: {', '.join(failed)}")
     if not as_json:
-        out.print(f"[green]{len(found)} of {len(found)} outputs agree[/] with {model.name}")
+        agreement = f"{len(found)} of {len(found)} outputs agree"
+        out.print(Text.assemble((agreement, "green"), f" with {model.name}"))
 
 
 @with_options("load", loading)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.table import Table
+from rich.text import Text
 
 from splitc.runtime.cli.mode_words import words_of
 from splitc.runtime.cli.terminal import out, table
@@ -25,7 +26,8 @@ def differences_table(found: Sequence[Difference]) -> Table:
     worst = sorted(found, key=lambda difference: (difference.passed, -difference.relative))
     listed = [difference for number, difference in enumerate(worst) if number < LISTED or not difference.passed]
     for difference in listed:
-        verdict = "[green]agrees[/]" if difference.passed else f"[bold red]differs[/] {difference.problem or ''}"
+        differs = Text.assemble(("differs", "bold red"), f" {difference.problem or ''}")
+        verdict = Text("agrees", "green") if difference.passed else differs
         errors = (f"{difference.absolute:.2e}", f"{difference.relative:.2e}")
         values = (f"{difference.expected:.6g}", f"{difference.actual:.6g}")
         rows.add_row(difference.name, *errors, ",".join(map(str, difference.where)), *values, verdict)
@@ -70,4 +72,4 @@ def print_bench(result: BenchResult, split_mode: str) -> None:
     else:
         out.print(f"Medians of {own.runs} runs, one request at a time: {words_of(split_mode).at_work}.")
     for number, line in enumerate(draw_timeline(len(result.ranks), result.timeline[-4 * result.in_flight :])):
-        out.print(f"rank {number} [cyan]{line}[/]")
+        out.print(Text.assemble(f"rank {number} ", (line, "cyan")))

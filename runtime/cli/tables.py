@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rich.markup import escape
-
 from splitc.runtime.cli.collective_words import describe_collectives
 from splitc.runtime.cli.mode_words import words_of
 from splitc.runtime.cli.terminal import out, table
@@ -16,7 +14,7 @@ from splitc.runtime.units import format_bytes, format_shape
 def print_manifest(manifest: Manifest, routes: Mapping[str, Sequence[str]]) -> None:
     """Print a package's content, and how its values are copied between GPUs of this machine."""
     out.print(
-        f"[bold]{manifest.source.name}[/], split by {manifest.split_mode} into {len(manifest.ranks)} ranks "
+        f"{manifest.source.name}, split by {manifest.split_mode} into {len(manifest.ranks)} ranks "
         f"of {len(manifest.blocks)} blocks, {manifest.engine} engines, {manifest.number_type}"
     )
     words = words_of(manifest.split_mode)
@@ -79,7 +77,7 @@ def print_whole(weights: Sequence[tuple[str, int, str]], split_mode: str) -> Non
     total = format_bytes(sum(size for _, size, _ in weights))
     out.print(f"whole on {words_of(split_mode).whole}: {total} in {len(weights)} weights, the largest:")
     for name, size, reason in sorted(weights, key=lambda each: -each[1])[:WHOLE]:
-        out.print(f"  {escape(name)} {format_bytes(size)}: {escape(reason)}")
+        out.print(f"  {name} {format_bytes(size)}: {reason}")
 
 
 def print_cuts(cuts: Sequence[tuple[Sequence[str], int]], from_main: bool) -> None:

@@ -14,8 +14,8 @@ from typing import Any, NoReturn, TextIO
 import msgspec
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 from typer.core import TyperGroup
 
 from splitc.runtime.errors import SplitcError
@@ -31,8 +31,9 @@ class _Console(Console):
 
 
 def _console(*, stderr: bool) -> Console:
-    console = _Console(stderr=stderr, highlight=False)
-    return console if console.is_terminal else _Console(stderr=stderr, highlight=False, width=WIDE)
+    # No markup: names of models, values and files may have brackets in them.
+    console = _Console(stderr=stderr, highlight=False, markup=False)
+    return console if console.is_terminal else _Console(stderr=stderr, highlight=False, markup=False, width=WIDE)
 
 
 # Results go to standard output, everything else to standard error.
@@ -56,7 +57,7 @@ def print_json(result: Any) -> None:
 
 def print_warning(text: str) -> None:
     """Print a warning on standard error."""
-    err.print(f"[yellow]warning:[/] [bold]{escape(text)}[/]", soft_wrap=True)
+    err.print(Text.assemble(("warning: ", "yellow"), (text, "bold")), soft_wrap=True)
 
 
 # What a terminal without these characters shows instead.
@@ -120,7 +121,7 @@ def run_app(app: typer.Typer) -> NoReturn:
         assert known is not None
         if isinstance(error, OSError):  # or Python would try again when it ends
             _discard_output()
-        err.print(f"[bold red]error:[/] {escape(str(known))}", soft_wrap=True)
+        err.print(Text.assemble(("error: ", "bold red"), str(known)), soft_wrap=True)
         code = known.exit_code
     sys.exit(code)  # type: ignore[arg-type]
 
