@@ -16,11 +16,13 @@ import psutil
 
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.gpus import list_gpus
-from splitc.runtime.units import parse_bytes
+from splitc.runtime.units import parse_bytes, shortened
 
 KINDS = ("cpu", "cuda")
-_NAME = re.compile(r"(?P<kind>[a-z]+):?(?P<index>\d+)")
-_COUNT = re.compile(r"(?P<count>\d+)x(?P<kind>[a-z]+)")
+_NAME = re.compile(r"(?P<kind>[a-z]+):?(?P<index>[0-9]{1,9})")
+_COUNT = re.compile(r"(?P<count>[0-9]{1,9})x(?P<kind>[a-z]+)")
+# The most devices.
+MOST = 1024
 
 
 @dataclass(frozen=True)
@@ -71,13 +73,15 @@ def _parse_one(name: str) -> list[Device]:
     lowered = name.lower()
     many = _COUNT.fullmatch(lowered)
     if many and many["kind"] in KINDS and int(many["count"]) > 0:
+        if int(many["count"]) > MOST:
+            raise MisuseError(f"'{name}' are more devices than splitc plans for, which is {MOST}")
         return [Device(many["kind"], index) for index in range(int(many["count"]))]
     one = _NAME.fullmatch(lowered)
     if one and one["kind"] in KINDS:
         return [Device(one["kind"], int(one["index"]))]
     raise MisuseError(
-        f"unknown device '{name}': there are cpu0, cpu1, ... as many as you ask for (3xcpu is the first three), and "
-        "NVIDIA GPUs as cuda0, cuda1, ..."
+        f"unknown device '{shortened(name)}': there are cpu0, cpu1, ... as many as you ask for (3xcpu is the first "
+        "three), and NVIDIA GPUs as cuda0, cuda1, ..."
     )
 
 

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from splitc.runtime.errors import MisuseError
 
 _SCALES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+# The most bytes that anything may have, and the most characters of a user's text in a message.
+MOST_BYTES, LONGEST = 1 << 60, 60
 
 
 def parse_bytes(text: str) -> int:
@@ -15,10 +17,20 @@ def parse_bytes(text: str) -> int:
 
     Raises MisuseError for any other text.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)b?", text.strip().lower())
     if not match or match[2] not in _SCALES:
-        raise MisuseError(f"can't read '{text}' as an amount of memory: write 20GiB, 500MB or a number of bytes")
-    return int(float(match[1]) * _SCALES[match[2]])
+        raise MisuseError(
+            f"can't read '{shortened(text)}' as an amount of memory: write 20GiB, 500MB or a number of bytes"
+        )
+    size = float(match[1]) * _SCALES[match[2]]
+    if size > MOST_BYTES:
+        raise MisuseError(f"'{shortened(text)}' is more memory than there can be")
+    return int(size)
+
+
+def shortened(text: str) -> str:
+    """What a user wrote, for a message: its beginning if it is long."""
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 def format_bytes(count: int | None) -> str:

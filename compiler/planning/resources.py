@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -83,5 +84,5 @@ def check_shares(tensor_split: Sequence[float] | None, count: int) -> None:
         return
     if len(tensor_split) != count:
         raise MisuseError(f"--tensor-split has {len(tensor_split)} shares, and there are {count} devices")
-    if min(tensor_split) <= 0:
+    if not all(0 < share < math.inf for share in tensor_split):
         raise MisuseError("--tensor-split takes shares above 0: leave a device out with -d to give it nothing")

@@ -28,7 +28,7 @@ RANKS = typer.Option(
 MEASURE = typer.Option(
     True, "--memory/--no-memory", help="Measure each rank's memory, in a separate process, beside the prediction."
 )
-SEED = typer.Option(0, "--seed", help="Seed of made-up inputs.")
+SEED = typer.Option(0, "--seed", min=0, help="Seed of made-up inputs.")
 FILL = typer.Option(
     [],
     "--fill",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from splitc.runtime.errors import MisuseError
+
+# Temperatures below this one choose as 0 does: numbers divided by them would be infinite.
+COLDEST = 1e-6
 
 
 @dataclass(frozen=True)
@@ -25,17 +29,19 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        if not 0 <= self.temperature < math.inf:
             raise MisuseError(f"temperature {self.temperature}: it is 0 (the likeliest token) or more")
         if not 0 < self.top_p <= 1:
             raise MisuseError(f"top-p {self.top_p}: it is above 0 and at most 1")
         if self.top_k < 0:
             raise MisuseError(f"top-k {self.top_k}: it is 0 (all tokens) or more")
+        if self.seed < 0:
+            raise MisuseError(f"seed {self.seed}: it is 0 or more")
 
 
 def choose_token(logits: npt.NDArray[Any], sampling: Sampling, generator: np.random.Generator) -> int:
     """Choose a token by its logits, a vector with one number for each token of the vocabulary."""
-    if sampling.temperature == 0:
+    if sampling.temperature < COLDEST:
         return int(logits.argmax())
     scaled = logits.astype(np.float64) / sampling.temperature
     order = np.argsort(-scaled, kind="stable")

@@ -33,6 +33,11 @@ def splitc(*arguments: object, code: int = 0) -> Result:
     return _check(_run([str(each) for each in arguments]), code)
 
 
+def splitc_any(*arguments: object) -> Result:
+    """As `splitc`, however it ends."""
+    return _run([str(each) for each in arguments])
+
+
 def splitc_process(*arguments: object, code: int = 0, start: Sequence[str] = (SCRIPT,), **options: object) -> Result:
     """As `splitc`, in a process of its own; the options are those of subprocess.run."""
     command = [*start, *map(str, arguments)]
