@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 
 from splitc.runtime.arrays import Array, Zeros
-from splitc.runtime.errors import SplitcError
+from splitc.runtime.errors import EngineError, MisuseError, SplitcError
 from splitc.runtime.manifest import Manifest
 from splitc.runtime.processes.ranks import RankProcesses
 from splitc.runtime.ranks.request import NEVER, InFlightRequest
@@ -44,6 +45,9 @@ class Admission:
         self._under_way: dict[InFlightRequest, Future[InFlightRequest]] = {}
         # All ranks must get requests in the same order, since values of different requests have the same names.
         self._order = threading.Lock()
+        self._owner = os.getpid()
+        # Whether a thread gives a request its result, which calls what the caller has asked to be called then.
+        self._delivering = threading.local()
 
     def submit(
         self,
@@ -55,9 +59,15 @@ class Admission:
     ) -> Future[InFlightRequest]:
         """Start a request; see `Session.submit_request`. Waits while `in_flight` requests are in flight.
 
-        Raises SplitcError if the session is broken or closed.
+        Raises SplitcError if the session is broken or closed, or is another process's; MisuseError for a callback of a
+        request that waits for another one.
         """
-        self._places.acquire()
+        if os.getpid() != self._owner:
+            raise EngineError("this session belongs to the process that opened it: a copy of that one can't use it")
+        if self._in_callback and here:
+            raise MisuseError("a callback of a request can't wait for another one: submit() it, or run() it elsewhere")
+        if not self._places.acquire(blocking=not self._in_callback):
+            raise MisuseError("too many requests are in flight for a callback to submit another one: raise in_flight")
         request = InFlightRequest(arrays, len(self._workers), self._done, sequence, initial, room)
         future: Future[InFlightRequest] = Future()
         with self._order:
@@ -115,10 +125,19 @@ class Admission:
     def _done(self, request: InFlightRequest) -> None:
         future = self._under_way.pop(request)
         self._places.release()
-        if request.error is not None:
-            future.set_exception(request.error)
-        else:
-            future.set_result(request)
+        before, self._delivering.now = self._in_callback, True
+        try:
+            if request.error is not None:
+                future.set_exception(request.error)
+            else:
+                future.set_result(request)
+        finally:
+            self._delivering.now = before
+
+    @property
+    def _in_callback(self) -> bool:
+        """Whether this thread gives a request its result, and so may be in a function that was to be called then."""
+        return getattr(self._delivering, "now", False)
 
     def check_usable(self) -> None:
         """Raise SplitcError if the session is broken or closed."""
@@ -142,13 +161,24 @@ class Admission:
 
     def forget(self, sequence: int) -> None:
         """Free the states of a sequence."""
+        if os.getpid() != self._owner:
+            return
         with self._order:
             if self.recordings is not None:
                 self.recordings.forget(sequence)
             self._workers.forget(sequence)
 
     def close(self) -> None:
-        """End the ranks, in bounded time. Requests that have begun are completed or stopped; others are cancelled."""
+        """End the ranks, in bounded time. Requests that have begun are completed or stopped; others are cancelled.
+
+        In a callback of a request, which the ranks wait for, this is done by another thread. In another process than
+        the session's, nothing is done.
+        """
+        if os.getpid() != self._owner:
+            return
+        if self._in_callback:
+            threading.Thread(target=self.close, name="splitc closes").start()
+            return
         with self._closing:
             if self._closed:
                 return

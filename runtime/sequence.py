@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
@@ -43,6 +44,9 @@ class SequenceRunner(Protocol):
     def forget(self, sequence: int) -> None:
         """Free the states of a sequence."""
 
+    def forget_later(self, sequence: int) -> None:
+        """As `forget`, with the next request. May be called at any time."""
+
 
 class StateSequence:
     """Requests that follow each other, made by `Session.start`.
@@ -68,6 +72,9 @@ class StateSequence:
         self._carried: dict[str, Array] = {}
         self._loaded: dict[str, Array] = {}
         self._begun = False
+        # A sequence that is dropped without being closed: its session frees the states.
+        self._end = weakref.finalize(self, _drop, weakref.ref(session), number)
+        self._end.atexit = False
         self._failed = False
         self._closed = False
 
@@ -124,6 +131,7 @@ class StateSequence:
 
     def close(self) -> None:
         """Free the states. The sequence can't run any more."""
+        self._end.detach()
         if self._begun and not self._closed:
             self._session.forget(self._number)
         self._closed = True
@@ -136,6 +144,11 @@ class StateSequence:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _drop(session: weakref.ref[SequenceRunner], number: int) -> None:
+    if (runner := session()) is not None:
+        runner.forget_later(number)
 
 
 def _zeros(state: State, tensor: Tensor, sizes: Mapping[str, int], batch: int, room: int) -> Zeros:

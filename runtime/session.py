@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -80,6 +82,10 @@ class Session:
         self._workers = self._load(cuda_graphs, use_processes(ranks, self.devices))
         replay = cuda_graphs and self._workers.capturable
         self._admission = Admission(self._workers, self.manifest, self.in_flight, replay)
+        # Of sequences that were dropped without being closed.
+        self._dropped: deque[int] = deque()
+        # When the session is dropped without being closed, and when Python ends.
+        self._end = weakref.finalize(self, self._admission.close)
 
     @property
     def replays(self) -> bool:
@@ -89,16 +95,16 @@ class Session:
     def _load(self, cuda_graphs: bool, as_processes: bool) -> Workers | RankProcesses:
         """The ranks, with their engines loaded."""
         package, manifest, states, devices = self.package, self.manifest, self.resident_states, self.devices
-        if as_processes:
-            return RankProcesses(
-                package, manifest, states, devices, self.threads, cuda_graphs, self.in_flight, self._fail
-            )
-        backends = [make_backend(manifest.engine, each, self.threads, manifest.build, cuda_graphs) for each in devices]
-        return Workers(package, manifest, states, devices, backends, self._fail)
+        me = weakref.ref(self)  # the ranks live as long as the session, and not the other way round
 
-    def _fail(self, error: BaseException) -> None:
-        """A rank has died."""
-        self._admission.fail(error)
+        def broken(error: BaseException) -> None:
+            if (session := me()) is not None:
+                session._admission.fail(error)
+
+        if as_processes:
+            return RankProcesses(package, manifest, states, devices, self.threads, cuda_graphs, self.in_flight, broken)
+        backends = [make_backend(manifest.engine, each, self.threads, manifest.build, cuda_graphs) for each in devices]
+        return Workers(package, manifest, states, devices, backends, broken)
 
     @property
     def by_host(self) -> list[tuple[str, str]]:
@@ -201,11 +207,17 @@ class Session:
         `room` says that the initial states have room for later tokens. With `here`, the calling thread does a replay,
         or reads the answers of processes, which is faster if it waits for the result anyway.
         """
+        while self._dropped:
+            self._admission.forget(self._dropped.popleft())
         return self._admission.submit(arrays, sequence, initial or {}, room, here)
 
     def forget(self, sequence: int) -> None:
         """Free the states of a sequence."""
         self._admission.forget(sequence)
+
+    def forget_later(self, sequence: int) -> None:
+        """As `forget`, with the next request. May be called at any time, also by the garbage collector."""
+        self._dropped.append(sequence)
 
     def join(self, request: InFlightRequest) -> dict[str, Array]:
         """Join the ranks' outputs of a request: whole ones, sharded ones, and outputs that are inputs."""
@@ -214,8 +226,10 @@ class Session:
     def close(self) -> None:
         """End the ranks' threads and free their engines, in bounded time.
 
-        Requests that have begun are completed, or stopped after 10 seconds. Others are cancelled.
+        Requests that have begun are completed, or stopped after 10 seconds. Others are cancelled. A session that is
+        dropped, or still open when Python ends, is closed by itself.
         """
+        self._end.detach()
         self._admission.close()
 
     def __enter__(self) -> Session:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import numpy as np
 import pytest
 import typer
 
-import splitc.compiler.cli
 from splitc.runtime.cli.commands import app
 from tests.helpers.command import splitc, splitc_any
 from tests.helpers.fuzz import seeds
@@ -29,6 +29,7 @@ BOUND = 30.0
 
 def options(command: str) -> list[str]:
     """The options of a command that take a value."""
+    import_module("splitc.compiler.cli")  # its commands
     found: Any = typer.main.get_command(app)
     given = [param for param in found.commands[command].params if not getattr(param, "is_flag", False)]
     names = [max(param.opts, key=len) for param in given]

@@ -1,0 +1,132 @@
+"""Sessions and sequences that are dropped, copied, left open, or closed at odd moments."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from splitc.runtime import Session
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.processes.ranks import RankProcesses
+from tests.conftest import decoder_feeds
+
+KINDS = ["threads", "processes"]
+
+
+@pytest.fixture(params=KINDS)
+def open_session(request: pytest.FixtureRequest, package: Path) -> Callable[[], Session]:
+    return lambda: Session(package, verify=False, threads=1, ranks=request.param)
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def ours() -> tuple[int, int]:
+    """The threads and children of this process."""
+    return threading.active_count(), len(psutil.Process().children())
+
+
+def test_dropped_sessions_are_closed(open_session: Callable[[], Session]) -> None:
+    open_session().close()
+    before = ours()
+    for _ in range(3):
+        session = open_session()
+        session.run(decoder_feeds())
+        sequence = session.start()
+        known = weakref.ref(session)
+        del session, sequence
+        gc.collect()
+        assert known() is None
+    wait_until(lambda: ours() <= before)
+
+
+def test_dropped_sequences_free_their_states(package: Path) -> None:
+    with Session(package, verify=False, threads=1, ranks="threads") as session:
+        held = session._workers[0].sequences  # type: ignore[index]
+        feeds = {name: array for name, array in decoder_feeds().items() if not name.startswith("past")}
+        feeds["attention_mask"] = feeds["attention_mask"][:, -feeds["input_ids"].shape[1] :]
+        for _ in range(5):
+            session.start().run(feeds)
+            gc.collect()
+        session.run(decoder_feeds())
+        wait_until(lambda: len([number for number in held if number is not None]) == 0)
+
+
+@pytest.mark.parametrize("ranks", KINDS)
+def test_python_ends_with_an_open_session(package: Path, ranks: str) -> None:
+    """And with requests under way."""
+    program = (
+        "import sys, numpy as np\n"
+        "from splitc.runtime import Session\n"
+        f"session = Session({str(package)!r}, verify=False, threads=1, ranks={ranks!r})\n"
+        "feeds = {t.name: np.ones(t.sample_shape, t.dtype) for t in session.inputs}\n"
+        "futures = [session.submit(feeds) for _ in range(4)]\n"
+        "print('leaving')\n"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (found.returncode, found.stdout, found.stderr) == (0, "leaving\n", "")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_copies_of_the_process_have_no_session(open_session: Callable[[], Session]) -> None:
+    with open_session() as session, session.start() as sequence:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                session.run(decoder_feeds())
+            except Exception as error:
+                code = 0 if "belongs to the process that opened it" in str(error) else 2
+            sequence.close()
+            session.close()
+            os._exit(code)
+        deadline = time.monotonic() + 20
+        while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
+            assert time.monotonic() < deadline, "the copy hangs"
+            time.sleep(0.01)
+        assert os.waitstatus_to_exitcode(ended[1]) == 0
+        session.run(decoder_feeds())
+
+
+def test_callbacks(open_session: Callable[[], Session]) -> None:
+    """They may submit requests and close the session, and are told that they can't wait for it."""
+    results: list[Any] = []
+
+    def call(what: Callable[[], Any]) -> Any:
+        called = threading.Event()
+
+        def back(_: Future[Any]) -> None:
+            try:
+                results.append(what())
+            except Exception as error:
+                results.append(error)
+            called.set()
+
+        session.submit(decoder_feeds()).add_done_callback(back)
+        assert called.wait(20)
+        return results[-1]
+
+    with open_session() as session:
+        session.run(decoder_feeds())
+        for _ in range(3):  # a callback that is added too late is called by this thread, which may wait
+            found = call(lambda: session.run(decoder_feeds()))
+            assert isinstance(found, (MisuseError, dict)), found
+        assert call(lambda: session.submit(decoder_feeds())).result(20).keys() >= {"logits"}
+        assert call(session.close) is None
+        wait_until(lambda: isinstance(session._workers, RankProcesses) or not list(session._workers))
