@@ -67,6 +67,7 @@ def rank_entry(
     rank: RankPlan, program: RankProgram, engines: Sequence[m.EngineFile], overrides: Sequence[m.Override]
 ) -> m.Rank:
     """The manifest's entry for a rank."""
+    passed = {*program.inputs, *program.outputs, *program.keeps}  # a rank whose share is too small has no shard of some
     return m.Rank(
         device=str(rank.device),
         blocks=[block.name for block in rank.stage.blocks],
@@ -74,7 +75,7 @@ def rank_entry(
         program=list(program.steps),
         inputs=list(program.inputs),
         outputs=list(program.outputs),
-        parts=list(program.parts),
+        parts=[part for part in program.parts if part.name in passed],
         keeps=list(program.keeps),
         weights_bytes=rank.memory.weights,
         activation_bytes=rank.memory.activations,
