@@ -100,12 +100,17 @@ def plan_stages(
 
 
 def _fitting(costs: StageCosts, start: int, target: Target) -> npt.NDArray[np.bool_]:
-    """For each end whether the blocks from `start` fit the target. By bisection, since more blocks never need less."""
+    """For each end whether the blocks from `start` fit the target. By bisection, since more blocks never need less.
+
+    All of them are tried first: where they fit, as small blocks by the thousand do, nothing else is measured.
+    """
     count = len(costs.names)
     fits = np.ones(count + 1, dtype=bool)
     for limit, measure in ((target.budget, costs.memory), (target.most_weights, costs.weights)):
         if limit is not None:
             low, high = start, count
+            if measure(start, count) <= limit:
+                low = count
             while low < high:
                 middle = (low + high + 1) // 2
                 low, high = (middle, high) if measure(start, middle) <= limit else (low, middle - 1)
