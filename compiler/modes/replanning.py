@@ -38,6 +38,10 @@ def plan_from_file(model: Path, path: Path) -> Plan:
         raise MisuseError(
             f"{path} was made for another model ({file.source.name}, SHA-256 {file.source.sha256[:12]}...)"
         )
+    if wrong := [rank.stage for rank in file.ranks if not 0 <= rank.stage < len(file.ranks)]:
+        raise MisuseError(
+            f"{path} has a rank in stage {wrong[0]}, and stages are numbers from 0 to {len(file.ranks) - 1}"
+        )
     mode = find_mode(file.split_mode)
     request = Request(
         split_mode=file.split_mode,

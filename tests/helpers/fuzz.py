@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 MORE = int(os.environ.get("SPLITC_FUZZ", "1"))
 NAMES = ["x", "", "9**9**9**9", "((((((((a))))))))", "[red]", "a b", "n+1", "input_ids", "é", "\n"]
 NUMBERS = [0, -1, 1, 2, 7, 1 << 31, 1 << 62, -5, 17, 1000]
+VALUES: list[Any] = [None, -1, 0, 1, 2, 1 << 40, "x", "", [], {}, 0.5, -5.5, 1e308, True, "9" * 50, "layer", "tensor"]
 FLOATS = [0.0, -1.0, float("nan"), float("inf"), 1e30]
 
 
@@ -34,6 +35,30 @@ def damage_bytes(content: bytes, random: np.random.Generator) -> bytes:
         else:
             damaged[place:place] = random.bytes(5)
     return bytes(damaged)
+
+
+def damage_json(fields: Any, random: np.random.Generator, spared: Any = None) -> None:
+    """Drop, copy, swap or replace something somewhere in JSON's lists and objects, but in none that is `spared`."""
+    found = [(container, key) for container, key in _places(fields) if container is not spared]
+    container, key = found[random.integers(len(found))]
+    how = random.integers(4)
+    if how == 0:
+        del container[key]
+    elif how == 1 and isinstance(container, list):
+        container.append(container[key])
+    elif how == 2 and isinstance(container, list):
+        other = int(random.integers(len(container)))
+        container[key], container[other] = container[other], container[key]
+    else:
+        container[key] = VALUES[random.integers(len(VALUES))]
+
+
+def _places(fields: Any) -> Iterator[tuple[Any, Any]]:
+    """Each container in the fields with each of its keys."""
+    for key in list(fields) if isinstance(fields, dict) else range(len(fields)):
+        yield fields, key
+        if isinstance(fields[key], dict | list):
+            yield from _places(fields[key])
 
 
 def damage_message(message: Message, random: np.random.Generator) -> None:

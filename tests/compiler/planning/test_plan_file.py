@@ -7,16 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from models.llama import Size, build
 from models.writer import save
-from splitc.compiler import compile_model, plan_model
+from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.modes.replanning import plan_from_file
 from splitc.compiler.planning.plan_file import write_plan
-from splitc.runtime import DoesNotFitError, MisuseError, Session
+from splitc.runtime import DoesNotFitError, MisuseError, Session, SplitcError
 from splitc.runtime.devices import parse_devices
 from tests.conftest import LAYER, assert_close, decoder_feeds, run_whole
+from tests.helpers.fuzz import damage_json, seeds
 
 
 @pytest.fixture
@@ -128,3 +130,22 @@ def test_states_may_be_corrected(decoder: Path, tmp_path: Path) -> None:
     path.write_text(json.dumps(content))
     with pytest.raises(MisuseError, match="the state input_ids <- nothing: the model lacks one"):
         plan_from_file(decoder, path)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("seed", seeds(2))
+@pytest.mark.parametrize("mode", ["layer", "tensor", "row"])
+def test_damaged_plans_end_in_a_message(decoder: Path, tmp_path: Path, mode: str, seed: int) -> None:
+    """Or in another plan of the model."""
+    path = tmp_path / "plan.json"
+    request = Request(split_mode=mode, row_min=16) if mode == "row" else Request(split_mode=mode)
+    write_plan(plan_model(decoder, ["2xcpu"], request), path)
+    whole, random = path.read_text(), np.random.default_rng(seed)
+    for _ in range(25):
+        fields = json.loads(whole)
+        damage_json(fields, random)
+        path.write_text(json.dumps(fields))
+        try:
+            plan_from_file(decoder, path)
+        except SplitcError as error:
+            assert len(str(error)) < 2000
