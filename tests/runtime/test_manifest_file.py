@@ -159,7 +159,7 @@ def test_random_changes_end_in_a_message_or_change_nothing(copy: Path, decoder: 
     original = (copy / "manifest.json").read_bytes()
     random = np.random.default_rng(seed)
     loaded, began = 0, time.monotonic()
-    for _ in range(80):
+    for _ in range(40):
         (copy / "manifest.json").write_bytes(original)
         # Whole ranks are not swapped: engines hold the places of those that they meet, which no manifest says.
         change(copy, lambda fields: damage_json(fields, random, fields["ranks"]))

@@ -133,7 +133,7 @@ def test_states_may_be_corrected(decoder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize("seed", seeds(2))
+@pytest.mark.parametrize("seed", seeds(1))
 @pytest.mark.parametrize("mode", ["layer", "tensor", "row"])
 def test_damaged_plans_end_in_a_message(decoder: Path, tmp_path: Path, mode: str, seed: int) -> None:
     """Or in another plan of the model."""
@@ -141,7 +141,7 @@ def test_damaged_plans_end_in_a_message(decoder: Path, tmp_path: Path, mode: str
     request = Request(split_mode=mode, row_min=16) if mode == "row" else Request(split_mode=mode)
     write_plan(plan_model(decoder, ["2xcpu"], request), path)
     whole, random = path.read_text(), np.random.default_rng(seed)
-    for _ in range(25):
+    for _ in range(15):
         fields = json.loads(whole)
         damage_json(fields, random)
         path.write_text(json.dumps(fields))
