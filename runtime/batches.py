@@ -18,7 +18,7 @@ def cut_batches(feeds: Mapping[str, npt.NDArray[Any]], axes: Mapping[str, int] |
 
     Raises MisuseError if the model has no known batch axis, FeedError if inputs disagree on its length.
     """
-    if rows < 1:
+    if not isinstance(rows, int) or rows < 1:
         raise MisuseError(f"micro_batch={rows}: a micro-batch has one row or more")
     if axes is None:
         raise MisuseError(
@@ -34,7 +34,7 @@ def cut_batches(feeds: Mapping[str, npt.NDArray[Any]], axes: Mapping[str, int] |
             name: array.take(range(start, min(start + rows, whole)), axes[name]) if name in axes else array
             for name, array in feeds.items()
         }
-        for start in range(0, whole, rows)
+        for start in range(0, max(1, whole), rows)  # an empty batch is one micro-batch
     ]
 
 

@@ -36,6 +36,9 @@ from splitc.runtime.ranks.workers import Workers
 from splitc.runtime.replay.rank_replays import not_replayed
 from splitc.runtime.sequence import StateSequence, find_resident
 
+# The most requests in flight. Each has its feeds, activations and outputs in memory.
+MOST_IN_FLIGHT = 10_000
+
 
 class Session:
     """A package, loaded on its devices and ready to run.
@@ -68,6 +71,8 @@ class Session:
         ranks: str | None = None,
     ) -> None:
         self.package = Path(package)
+        if in_flight is not None and (not isinstance(in_flight, int) or not 1 <= in_flight <= MOST_IN_FLIGHT):
+            raise MisuseError(f"in_flight={in_flight}: it is a number from 1 to {MOST_IN_FLIGHT:,}")
         self.manifest: Manifest = read_manifest(self.package)
         self.devices = _choose_devices(self.manifest, devices)
         check_built_here(self.package, self.manifest, self.devices)

@@ -104,6 +104,10 @@ def test_outputs_that_differ_end_with_4(package: Path, tmp_path: Path) -> None:
         (["bench", "PACKAGE", "--baseline", "MODEL", "--trace", "MODEL"], 2, "would be written over, which is read"),
         (["inspect", "none"], 1, "none does not exist"),
         (["check", "PACKAGE", "--model", "none.onnx"], 2, "no such model file"),
+        (["check", "PACKAGE", "--model", "OTHER", "--no-memory"], 2, "takes 'other', which the package does not"),
+        (["bench", "PACKAGE", "--baseline", "OTHER", "--runs", "1"], 2, "takes 'other', which the package does not"),
+        (["plan", "FOLDER", "-d", "cpu0"], 1, "is a folder: name the ONNX file in it"),
+        (["plan", "/dev/null", "-d", "cpu0"], 1, "is no regular file"),
         (["frobnicate"], 2, "No such command"),
     ],
 )
@@ -112,7 +116,11 @@ def test_mistakes_end_in_one_message(
 ) -> None:
     data = decoder.with_name(f"{decoder.name}.data")
     before = hash_file(decoder), hash_file(data)
-    places = {"MODEL": decoder, "DATA": data, "PACKAGE": package, "p": tmp_path / "p"}
+    w = Writer()
+    w.output(w.op("Relu", w.input("other", ir.DataType.FLOAT, ["n"])), "y", ir.DataType.FLOAT, ["n"])
+    save(w.model(), tmp_path / "other.onnx")
+    files = {"OTHER": tmp_path / "other.onnx", "FOLDER": tmp_path, "p": tmp_path / "p"}
+    places = {"MODEL": decoder, "DATA": data, "PACKAGE": package, **files}
     result = splitc(*(places.get(word, word) for word in arguments), code=code)
     assert message in " ".join(result.stderr.replace("│", " ").split())
     assert not (tmp_path / "p").exists()

@@ -80,7 +80,8 @@ def load_unoptimized(path: Path, uses_operators: bool = False) -> ort.InferenceS
 
 def _read(path: Path) -> onnx.ModelProto:
     if not path.is_file():
-        raise ModelError(f"no such model file: {path}")
+        what = "is a folder: name the ONNX file in it" if path.is_dir() else "is no regular file"
+        raise ModelError(f"{path} {what}" if path.exists() else f"no such model file: {path}")
     try:
         proto = onnx.load(path, load_external_data=False)
     except (google.protobuf.message.DecodeError, ValueError, TypeError, KeyError) as error:

@@ -18,7 +18,7 @@ from splitc.runtime.ranks.loop import Replay
 from splitc.runtime.ranks.request import Served
 from splitc.runtime.session import Session
 from splitc.runtime.steps import Receive, Reduce, Run
-from splitc.runtime.tools.unsplit import fixed_feeds
+from splitc.runtime.tools.unsplit import fixed_feeds, need_inputs
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,7 @@ def _baseline(path: Path, threads: int, feeds: Mapping[str, npt.NDArray[Any]]) -
     """The unsplit model as it is run best: by IO binding, with inputs uploaded once."""
     backend = OnnxRuntimeBackend(threads)
     engine = backend.load(path)
+    need_inputs(path, engine.inputs, feeds)
     values = {name: backend.upload(feeds[name]) for name in engine.inputs}
 
     def run() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -103,6 +103,7 @@ def open_unsplit(model: Path, device: Device, threads: int) -> Iterator[RunModel
 
         def run(feeds: Arrays) -> dict[str, npt.NDArray[Any]]:
             names = [*engines[0].inputs, *engines[0].optional.intersection(feeds)]
+            need_inputs(model, names, feeds)
             values = {name: backend.upload(feeds[name]) for name in names}
             return dict(backend.download(engines[0].run(values, {})))
 
@@ -137,3 +138,12 @@ def bound_inputs(manifest: Manifest, settings: Mapping[str, Any]) -> dict[str, n
         known = f"it bound {', '.join(fixed)}" if fixed else "it bound none"
         raise MisuseError(f"--set names '{unknown[0]}', which was no constant when the package was compiled: {known}")
     return {n: setting_array(n, value, fixed[n].dtype, fixed[n].shape) for n, value in settings.items()}
+
+
+def need_inputs(model: Path, names: Iterable[str], feeds: Arrays) -> None:
+    """Raise MisuseError if the model takes inputs that a package's feeds have not: it is another model."""
+    if missing := [name for name in names if name not in feeds]:
+        raise MisuseError(
+            f"{model} takes '{missing[0]}', which the package does not: it was made of another model. It takes "
+            f"{', '.join(feeds)}"
+        )

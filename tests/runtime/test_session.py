@@ -5,11 +5,12 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from splitc.runtime import EngineError, FeedError, PackageError, Session, SplitcError
+from splitc.runtime import EngineError, FeedError, MisuseError, PackageError, Session, SplitcError
 from splitc.runtime.manifest_file import read_manifest
 from tests.conftest import assert_close, decoder_feeds, run_whole
 
@@ -150,3 +151,19 @@ def test_damaged_manifest_is_named(copy: Path) -> None:
 def test_what_is_no_package_is_refused(tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(PackageError, match=message):
         read_manifest(tmp_path / name)
+
+
+@pytest.mark.parametrize("in_flight", [-1, 0, 1.5, 10**6, "x"])
+def test_in_flight_is_a_number_of_requests(package: Path, in_flight: Any) -> None:
+    with pytest.raises(MisuseError, match="it is a number from 1 to 10,000"):
+        Session(package, in_flight=in_flight)
+
+
+def test_empty_batches_are_batches(package: Path) -> None:
+    feeds = {name: array[:0] for name, array in decoder_feeds().items()}
+    with Session(package) as session:
+        whole = session.run(feeds)
+        assert whole["logits"].shape[0] == 0
+        assert {n: a.shape for n, a in session.run(feeds, micro_batch=2).items()} == {
+            n: a.shape for n, a in whole.items()
+        }
