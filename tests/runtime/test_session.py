@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from splitc.runtime import EngineError, FeedError, MisuseError, PackageError, Session, SplitcError
+from splitc.runtime.batches import cut_batches, join_batches
 from splitc.runtime.manifest_file import read_manifest
 from tests.conftest import assert_close, decoder_feeds, run_whole
 
@@ -159,11 +160,8 @@ def test_in_flight_is_a_number_of_requests(package: Path, in_flight: Any) -> Non
         Session(package, in_flight=in_flight)
 
 
-def test_empty_batches_are_batches(package: Path) -> None:
-    feeds = {name: array[:0] for name, array in decoder_feeds().items()}
-    with Session(package) as session:
-        whole = session.run(feeds)
-        assert whole["logits"].shape[0] == 0
-        assert {n: a.shape for n, a in session.run(feeds, micro_batch=2).items()} == {
-            n: a.shape for n, a in whole.items()
-        }
+def test_an_empty_batch_is_one_micro_batch() -> None:
+    (piece,) = cut_batches({"x": np.ones((0, 3), "f4"), "y": np.ones(2)}, {"x": 0}, 2)
+    assert (piece["x"].shape, piece["y"].shape) == ((0, 3), (2,))
+    joined = join_batches([{"z": np.ones((4, 0))}], {"z": 1})
+    assert joined["z"].shape == (4, 0)
