@@ -19,7 +19,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from splitc.runtime.errors import SplitcError
-from splitc.runtime.explained import explained
+from splitc.runtime.explained import Interrupted, explained
 
 # The width of output to a file or another program.
 WIDE = 200
@@ -112,6 +112,8 @@ def run_app(app: typer.Typer) -> NoReturn:
             app()
         except SystemExit as end:
             code = end.code
+            if code == Interrupted.exit_code:  # typer ends without a word if that comes while it reads the options
+                raise Interrupted("interrupted") from None
         sys.stdout.flush()
     except BrokenPipeError:  # the reader of our output (head, less) has ended
         _discard_output()
