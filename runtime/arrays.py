@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,11 @@ def number_type(name: str) -> np.dtype[Any]:
 
         known = np.dtype(getattr(ml_dtypes, name))
     return known
+
+
+def bytes_of(shape: Sequence[int], dtype: str) -> int:
+    """The bytes of an array. `dtype` is numpy's name."""
+    return math.prod(shape) * number_type(dtype).itemsize
 
 
 @dataclass(frozen=True)

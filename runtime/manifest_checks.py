@@ -116,27 +116,21 @@ def _programs(manifest: Manifest) -> Iterator[str]:
                     yield f"{where} exchanges '{step.value}' with rank {other}"
             if isinstance(step, Reduce) and (number not in step.ranks or not _are_ranks(step.ranks, manifest)):
                 yield f"{where} reduces over the ranks {step.ranks}"
-            if missing := [name for name in _reads(step, rank) if name not in known]:
+            needed, made = _passes(step, rank)
+            if missing := [name for name in needed if name not in known]:
                 yield f"{where} needs '{missing[0]}', which no step before it makes"
-            known.update(_makes(step, rank))
+            known.update(made)
         if lost := [name for name in (*rank.outputs, *rank.keeps) if name not in known]:
             yield f"no step of rank {number} makes '{lost[0]}', which it gives or keeps"
 
 
-def _reads(step: Step, rank: Rank) -> Sequence[str]:
+def _passes(step: Step, rank: Rank) -> tuple[Sequence[str], Sequence[str]]:
+    """The values that a step needs, and those that it makes."""
     if isinstance(step, Run):
-        return rank.engines[step.engine].inputs
+        return rank.engines[step.engine].inputs, rank.engines[step.engine].outputs
     if isinstance(step, Reduce):
-        return step.parts
-    return [step.value] if isinstance(step, Send) else []
-
-
-def _makes(step: Step, rank: Rank) -> Sequence[str]:
-    if isinstance(step, Run):
-        return rank.engines[step.engine].outputs
-    if isinstance(step, Reduce):
-        return step.wholes
-    return [step.value] if isinstance(step, Receive) else []
+        return step.parts, step.wholes
+    return ([step.value], []) if isinstance(step, Send) else ([], [step.value])
 
 
 @dataclass(frozen=True)

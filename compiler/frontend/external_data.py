@@ -24,9 +24,10 @@ def check_external_data(proto: onnx.ModelProto, path: Path) -> None:
     Tensors other than a graph's weights are read into the model. Raises ModelError, which names the tensor.
     """
     files = _Files(path)
-    for tensor in filter(uses_external_data, chain(_weights(proto), _others(proto))):
+    weights, others = ([each for each in of(proto) if uses_external_data(each)] for of in (_weights, _others))
+    for tensor in (*weights, *others):
         files.check(tensor)
-    for tensor in filter(uses_external_data, _others(proto)):
+    for tensor in others:
         files.read(tensor)
 
 
@@ -46,10 +47,7 @@ def _others(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
         if attribute.HasField("t"):
             yield attribute.t
         yield from attribute.tensors
-        for sparse in (
-            *attribute.sparse_tensors,
-            *([attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else []),
-        ):
+        for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
             yield from (sparse.values, sparse.indices)
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy.typing as npt
 
-from splitc.runtime.arrays import number_type
+from splitc.runtime.arrays import bytes_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +21,7 @@ class GpuArray:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * number_type(self.dtype).itemsize
+        return bytes_of(self.shape, self.dtype)
 
 
 @dataclass(eq=False)

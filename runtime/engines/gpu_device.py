@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from splitc.runtime.arrays import Zeros, accumulate_arrays, number_type
+from splitc.runtime.arrays import Zeros, accumulate_arrays, bytes_of, number_type
 from splitc.runtime.device_profiles import find_profile
 from splitc.runtime.devices import Device
 from splitc.runtime.engines import Room
@@ -101,7 +101,7 @@ class GpuDevice:
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> GpuArray:
         """Memory for an array from CuPy's pool. When it is freed, the pool reuses it for later work on this stream."""
-        size = _nbytes(shape, dtype)
+        size = bytes_of(shape, dtype)
         take = self.cuda.alloc if self.tape is None else self._private.malloc
         memory = take(_rounded(max(1, size)))  # engines need an address even for empty arrays
         return GpuArray(memory.ptr, shape, dtype, memory)
@@ -117,7 +117,7 @@ class GpuDevice:
 
     def zeros(self, wanted: Mapping[str, Zeros]) -> dict[str, GpuArray]:
         """Zeros by name, side by side in one piece of memory: a decoder has a hundred states, and is waited for."""
-        sizes = [_nbytes(each.shape, each.dtype) for each in wanted.values()]
+        sizes = [bytes_of(each.shape, each.dtype) for each in wanted.values()]
         ends = list(itertools.accumulate(-(-size // ALIGNED) * ALIGNED for size in sizes))
         whole = self.empty((ends[-1] if ends else 0,), "uint8")
         made = {
@@ -312,10 +312,6 @@ class GpuDevice:
             copy(target, source, size)
         elif size:
             self.cuda.runtime.memcpyAsync(target, source, size, kind, self.stream.ptr)
-
-
-def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
-    return math.prod(shape) * number_type(dtype).itemsize
 
 
 def _rounded(size: int) -> int:

@@ -200,9 +200,8 @@ class Worker(threading.Thread):
         values, spans = self.execute(request, states, partial(self._upload, request))
         if request.sequence is not None:
             kept = {n: self.backend.persist_state(values[output], states.get(n)) for n, output in self.resident.items()}
-            if before is None or any(
-                kept[name] is not before[name] for name in kept
-            ):  # recordings go by this dict's id
+            changed = before is None or any(kept[name] is not before[name] for name in kept)
+            if changed:  # recordings go by this dict's id
                 self.sequences[request.sequence] = kept
         return self.backend.fetch({name: values[name] for name in self.given(request)}, self.room), spans
 
