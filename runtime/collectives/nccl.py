@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from splitc.runtime.collectives.engine_meeting import PATIENCE, EngineMeeting, MeetingEnd, registered
-from splitc.runtime.collectives.one_shot import OneShotSums, connect_one_shot
+from splitc.runtime.collectives.kernel_sums import KernelSums, connect_kernel_sums
 from splitc.runtime.engines.gpu_array import GpuArray
 from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.engines.operator_library import load_library
@@ -40,10 +40,10 @@ _SUM, _MAX = 0, 2
 
 @dataclass(frozen=True)
 class Connected:
-    """A communicator of NCCL's, and what does small sums inside engines instead of it, if that is better."""
+    """A communicator of NCCL's, and the kernels that do sums inside engines, where GPUs reach each other's memory."""
 
     communicator: Any
-    small: OneShotSums | None = None
+    kernels: KernelSums | None = None
 
 
 class NcclCommunicator:
@@ -62,9 +62,9 @@ class NcclCommunicator:
         return int(self._communicator.comm)
 
     @property
-    def small(self) -> OneShotSums | None:
+    def kernels(self) -> KernelSums | None:
         """See Connected."""
-        return self._connecting.result().small
+        return self._connecting.result().kernels
 
     @property
     def _communicator(self) -> Any:
@@ -105,17 +105,17 @@ class NcclCommunicator:
             yield path
 
     def connect(self) -> None:
-        small = None if self.small is None else self.small.pointer
+        kernels = None if self.kernels is None else self.kernels.pointer
         for end in self._ends:
-            load_library().splitc_end_connect(end, self.pointer, small)
+            load_library().splitc_end_connect(end, self.pointer, kernels)
 
     def begin(self) -> None:
         if self._meeting is not None:
             self._meeting.begin()
 
     def check(self) -> None:
-        if self.small is not None:
-            self.small.check()
+        if self.kernels is not None:
+            self.kernels.check()
 
     def fail(self) -> bool:
         return self._meeting is not None and self._meeting.fail()
@@ -153,11 +153,11 @@ class NcclCommunicators:
         return self._keep(group, made)
 
     def create_later(self, group: Sequence[int], gpu: GpuDevice) -> NcclCommunicator:
-        """As `create`, on another thread: engines are loaded meanwhile. With small sums by a kernel."""
+        """As `create`, on another thread: engines are loaded meanwhile. With sums by kernels."""
 
         def connect() -> Connected:
             gpu.attach()
-            return Connected(self._connect(group), connect_one_shot(gpu, group, self._rank, self._all_gather))
+            return Connected(self._connect(group), connect_kernel_sums(gpu, group, self._rank, self._all_gather))
 
         self._pool = self._pool or ThreadPoolExecutor(1, "splitc connects")
         return self._keep(group, self._pool.submit(connect))

@@ -1,4 +1,4 @@
-"""Sums over GPUs, by NCCL and by the kernel of small sums: the results compared, and the time of each, by size.
+"""Sums over GPUs, by NCCL and by our kernels: the results compared, and the time of each, by size.
 
     python -m tests.gpu.sums --gpus 2
 
@@ -21,7 +21,7 @@ import numpy as np
 
 from splitc.runtime.channel import Channel
 from splitc.runtime.cli.terminal import out, table
-from splitc.runtime.collectives import one_shot
+from splitc.runtime.collectives import kernel_sums
 from splitc.runtime.collectives.engine_meeting import EngineMeeting, shared_bytes
 from splitc.runtime.collectives.nccl import NcclCommunicator
 from splitc.runtime.collectives.process_collectives import ProcessCollectives
@@ -38,7 +38,8 @@ SUMS, LAUNCHES = 64, 20
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--most", type=int, help="bytes that the kernel may sum (default: as where it is used)")
+    parser.add_argument("--small", type=int, help="bytes that are one exchange (default: as where it is used)")
+    parser.add_argument("--blocks", type=int, default=kernel_sums.LARGE_BLOCKS, help="of large sums")
     options = parser.parse_args()
     pairs = {pair: socket.socketpair() for pair in combinations(range(options.gpus), 2)}
     ends: dict[int, dict[int, int]] = {rank: {} for rank in range(options.gpus)}
@@ -46,8 +47,10 @@ def main() -> None:
         ends[one][other], ends[other][one] = ours.detach(), theirs.detach()
     meeting = create_memory(shared_bytes(options.gpus))
     context = get_context("fork")  # nothing here has a CUDA context
-    most = options.most or one_shot.most_bytes(options.gpus)
-    processes = [context.Process(target=_rank, args=(rank, ends[rank], meeting, most)) for rank in ends]
+    kernel_sums.LARGE_BLOCKS = options.blocks
+    if options.small is not None:
+        kernel_sums.small_bytes = lambda ranks: options.small
+    processes = [context.Process(target=_rank, args=(rank, ends[rank], meeting)) for rank in ends]
     for process in processes:
         process.start()
     for process in processes:
@@ -55,9 +58,8 @@ def main() -> None:
     raise SystemExit(max(abs(process.exitcode or 0) for process in processes))
 
 
-def _rank(rank: int, ends: Mapping[int, int], meeting: int, most: int) -> None:
+def _rank(rank: int, ends: Mapping[int, int], meeting: int) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
-    one_shot.most_bytes = lambda ranks: most
     gpu = OnnxRuntimeGpuBackend(Device("cuda", rank, 0))
     gpu.attach()
     group = tuple(range(len(ends) + 1))
@@ -65,22 +67,22 @@ def _rank(rank: int, ends: Mapping[int, int], meeting: int, most: int) -> None:
     ranks = ProcessCollectives(rank, {other: Channel(end) for other, end in ends.items()}, meetings, gpu)
     nccl = ranks.create_communicator(group, uses_operators=True)
     assert isinstance(nccl, NcclCommunicator)
-    if nccl.small is None:
+    if nccl.kernels is None:
         raise SystemExit(f"rank {rank}: {gpu.notes}")
     rows = table("bytes", "NCCL", "kernel", "x", right=("bytes", "x"))
-    sizes = [2, 1000, *(1 << bits for bits in range(11, most.bit_length()) if 1 << bits <= most)]
+    sizes = [2, 1000, 100_002, *(1 << bits for bits in range(11, kernel_sums.MOST.bit_length()))]
     for size in sizes:
         part = np.random.default_rng(rank).standard_normal(size // 2).astype(np.float16)
         given = gpu.upload(part)
         whole = gpu.empty(given.shape, given.dtype)
         for _ in range(3):
-            nccl.small.sum(given, whole)
+            nccl.kernels.sum(given, whole)
         parts = ranks.all_gather(group, part)
         expected = np.sum([each.astype(np.float32) for each in parts], axis=0).astype(np.float16)
         np.testing.assert_array_equal(gpu.download({"": whole})[""], expected)
-        nccl.small.check()
+        nccl.kernels.check()
         by_nccl = _time(gpu, ranks, group, partial(nccl.all_reduce, "sum", given, whole, gpu.stream.ptr))
-        by_kernel = _time(gpu, ranks, group, partial(nccl.small.sum, given, whole))
+        by_kernel = _time(gpu, ranks, group, partial(nccl.kernels.sum, given, whole))
         times = format_seconds(by_nccl), format_seconds(by_kernel), f"{by_nccl / by_kernel:.2f}"
         rows.add_row(format_bytes(size), *times)
     if rank == 0:

@@ -9,7 +9,7 @@
 #include <stdlib.h>
 
 #include "combine.h"
-#include "one_shot.h"
+#include "kernel_sums.h"
 #include "transfers.h"
 
 #if defined(_WIN32)
@@ -55,11 +55,11 @@ static OrtStatus* reduce_by_nccl(Kernel* kernel, OrtKernelContext* context, int 
                                  size_t count) {
     void* stream = NULL;
     char message[MESSAGE];
-    const OneShot* small = kernel->end->small;
+    const KernelSums* sums = kernel->end->sums_by_kernels;
     size_t bytes = count * number_bytes(type);
     TRY(ORT(kernel->api, KernelContext_GetGPUComputeStream)(context, &stream));
-    if (small && one_shot_takes(small, (int)kernel->operation, type, bytes)) {
-        int error = one_shot_sum(small, type, in, out, bytes, stream);
+    if (sums && kernel_sums_take(sums, (int)kernel->operation, type, bytes)) {
+        int error = kernel_sum(sums, type, in, out, bytes, stream);
         if (!error) return NULL;
         snprintf(message, sizeof message, "the kernel of a sum over GPUs can't be launched: CUDA error %d", error);
         return fail(kernel->api, message);
@@ -240,21 +240,21 @@ EXPORT End* splitc_end_of_nccl(NcclAllReduce all_reduce) {
     return end;
 }
 
-/* Sums of up to `most` bytes by kernels: see OneShot. NULL where there is no memory left. */
-EXPORT OneShot* splitc_one_shot(LaunchKernel launch, void* const* kernels, void* group, size_t most) {
-    OneShot* made = calloc(1, sizeof *made);
-    if (made) *made = (OneShot){launch, {kernels[0], kernels[1], kernels[2]}, group, most};
+/* Sums by kernels: a copy of what is given. NULL where there is no memory left. */
+EXPORT KernelSums* splitc_kernel_sums(const KernelSums* given) {
+    KernelSums* made = malloc(sizeof *made);
+    if (made) *made = *given;
     return made;
 }
 
 /* Without an engine: as the operator does it. */
-EXPORT int splitc_one_shot_sum(const OneShot* sums, int type, const void* in, void* out, size_t bytes, void* stream) {
-    return one_shot_sum(sums, type, in, out, bytes, stream);
+EXPORT int splitc_kernel_sum(const KernelSums* sums, int type, const void* in, void* out, size_t bytes, void* stream) {
+    return kernel_sum(sums, type, in, out, bytes, stream);
 }
 
-/* The communicator of an end of NCCL's, and what does small sums instead, or NULL. */
-EXPORT void splitc_end_connect(End* end, void* communicator, const OneShot* small) {
-    end->communicator = communicator, end->small = small;
+/* The communicator of an end of NCCL's, and kernels for sums, or NULL. */
+EXPORT void splitc_end_connect(End* end, void* communicator, const KernelSums* sums) {
+    end->communicator = communicator, end->sums_by_kernels = sums;
 }
 
 /* Let an end of a communicator of NCCL's send and receive too. The ranks agree on it in a meeting. */

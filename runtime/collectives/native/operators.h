@@ -2,8 +2,8 @@
 #ifndef SPLITC_OPERATORS_H
 #define SPLITC_OPERATORS_H
 
+#include "kernel_sums.h"
 #include "meeting.h"
-#include "one_shot.h"
 #include "ort_api.h"
 
 #define MESSAGE 256
@@ -39,7 +39,7 @@ typedef struct End {
     NcclSend nccl_send;
     NcclReceive nccl_receive;
     void* communicator;
-    const OneShot* small; /* what does small sums instead of NCCL, or NULL */
+    const KernelSums* sums_by_kernels; /* where GPUs can write to each other's memory, or NULL */
     int sums; /* whether an engine has all-reduces */
     CopyAsync copy;
     Synchronize synchronize;
