@@ -9,6 +9,7 @@ import math
 import mmap
 import os
 import tempfile
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
@@ -70,9 +71,8 @@ def place(shapes: Iterable[tuple[str, tuple[int, ...], np.dtype[Any]]]) -> tuple
 
 def view(memory: Array, placed: Placed) -> Array:
     """The array at its place in the memory."""
-    dtype = number_type(placed.dtype)
-    size = math.prod(placed.shape) * dtype.itemsize
-    return memory[placed.offset : placed.offset + size].view(dtype).reshape(placed.shape)
+    array: Array = np.ndarray(placed.shape, number_type(placed.dtype), memory, placed.offset)
+    return array
 
 
 class SlotWriter:
@@ -132,7 +132,8 @@ class Lender:
         self._buffers: list[Array] = []
         self._free: set[int] = set()
         self._unsent: dict[int, int] = {}
-        self._placed: dict[int, tuple[int, list[Placed]]] = {}
+        # The first of the arrays of `room`, as long as they are wanted and not sent; their buffer, and their places.
+        self._placed: list[tuple[weakref.ref[Array], int, list[Placed]]] = []
 
     def room(self, shapes: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]) -> dict[str, Array]:
         """Arrays in a free buffer, to be written to and then sent."""
@@ -140,7 +141,7 @@ class Lender:
         number = self._take(size)
         arrays = {each.name: view(self._buffers[number], each) for each in placed}
         if arrays:
-            self._placed[_address(arrays)] = number, placed
+            self._placed.append((weakref.ref(next(iter(arrays.values()))), number, placed))
         else:
             self._free.add(number)
         return arrays
@@ -152,15 +153,20 @@ class Lender:
         """
         if not arrays:
             return None, None
-        known = self._placed.pop(_address(arrays), None)
+        known = self._find(arrays)
         if known is None:
             own = self.room({name: (array.shape, array.dtype) for name, array in arrays.items()})
             for name, array in arrays.items():
                 own[name][...] = array
-            known = self._placed.pop(_address(own))
-        number, placed = known
+            known = len(self._placed) - 1
+        _, number, placed = self._placed.pop(known)
         descriptor = self._unsent.pop(number, None)
         return Sent(number, tuple(placed), 0 if descriptor is None else self._buffers[number].nbytes), descriptor
+
+    def _find(self, arrays: Mapping[str, Array]) -> int | None:
+        """Which of those that were not sent yet these are."""
+        first = next(iter(arrays.values()))
+        return next((place for place, (known, _, _) in enumerate(self._placed) if known() is first), None)
 
     def give_back(self, buffers: Iterable[int]) -> None:
         """The other process has no more use for these."""
@@ -168,6 +174,9 @@ class Lender:
 
     def _take(self, size: int) -> int:
         """The smallest free buffer that is large enough, or a new one."""
+        # Arrays of a request that failed are never sent: whoever wrote to them has dropped them.
+        self._free.update(number for known, number, _ in self._placed if known() is None)
+        self._placed = [each for each in self._placed if each[0]() is not None]
         fit = [number for number in self._free if self._buffers[number].nbytes >= size]
         if fit:
             number = min(fit, key=lambda each: (self._buffers[each].nbytes, each))
@@ -179,11 +188,6 @@ class Lender:
         if self._pin is not None:
             self._pin(self._buffers[number])
         return number
-
-
-def _address(arrays: Mapping[str, Array]) -> int:
-    """The address of the first array."""
-    return int(next(iter(arrays.values())).__array_interface__["data"][0])
 
 
 class Borrower:

@@ -85,8 +85,8 @@ def small_bytes(ranks: int) -> int:
     """The bytes up to which a sum is one exchange: each rank sends its part to all others.
 
     Measured on H200s (tests/gpu/sums.py), in microseconds, NCCL / one exchange: 8 KiB 6.6 / 2.6 on two and 9.7 / 4.0 on
-    four, 256 KiB 8.2 / 4.4 and 11.4 / 8.6, 1 MiB 13.9 / 9.7 and 17.8 / 22.7. NCCL / two exchanges, on two: 256 KiB 8.3 / 8,
-    1 MiB 13.9 / 10.3, 4 MiB 32 / 20, 8 MiB 46 / 32, 16 MiB 76 / 67, 32 MiB 136 / 133.
+    four, 256 KiB 8.2 / 4.4 and 11.4 / 8.6, 1 MiB 13.9 / 9.7 and 17.8 / 22.7. NCCL / two exchanges, on two: 256 KiB
+    8.3 / 8, 1 MiB 13.9 / 10.3, 4 MiB 32 / 20, 8 MiB 46 / 32, 16 MiB 76 / 67, 32 MiB 136 / 133.
     """
     return (1 << 20) // (ranks - 1) // (SMALL_THREADS * WIDTH) * (SMALL_THREADS * WIDTH)
 
