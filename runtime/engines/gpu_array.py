@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy.typing as npt
 
 from splitc.runtime.arrays import bytes_of
+
+# The address, the shape and the number type of an array.
+Place = tuple[int, tuple[int, ...], str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +26,11 @@ class GpuArray:
     @property
     def nbytes(self) -> int:
         return bytes_of(self.shape, self.dtype)
+
+    @cached_property
+    def place(self) -> Place:
+        """Where it is. It has no reference to the memory."""
+        return self.pointer, self.shape, self.dtype
 
 
 @dataclass(eq=False)

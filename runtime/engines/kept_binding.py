@@ -9,11 +9,8 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from splitc.runtime.arrays import number_type
-from splitc.runtime.engines.gpu_array import GpuArray
+from splitc.runtime.engines.gpu_array import GpuArray, Place
 from splitc.runtime.onnx_types import CODES
-
-# The address, the shape and the number type of an array.
-Place = tuple[int, tuple[int, ...], str]
 
 
 class KeptBinding:
@@ -40,11 +37,10 @@ class KeptBinding:
         on_host: Mapping[str, npt.NDArray[Any]],
         into: Mapping[str, GpuArray],
         options: ort.RunOptions,
-    ) -> list[ort.OrtValue]:
-        """Run on arrays of the device and of the host. Returns the values of all outputs, in the session's order.
+    ) -> dict[str, ort.OrtValue]:
+        """Run on arrays of the device and of the host. Returns the outputs that are not in `into`, by name.
 
-        Those that are not in `into` are in memory of the session's own, which the binding does not keep. Raises what
-        ONNX Runtime raises.
+        They are in memory of the session's own, which the binding does not keep. Raises what ONNX Runtime raises.
         """
         try:
             self._bind_own(self._outputs.keys() - into.keys())
@@ -57,9 +53,11 @@ class KeptBinding:
                 if _moves(self._outputs, name, value):
                     self._binding.bind_output(name, *self._device, *_described(value))
             self._session.run_with_iobinding(self._binding, options)
-            made = list(self._binding.get_outputs())
-            self._bind_own(name for name in self._names if name not in into)
-            return made
+            values = self._binding.get_outputs_as_ortvaluevector()
+            # Only these: to make an object of each state's takes as long as to launch ten kernels.
+            own = {name: ort.OrtValue(values[at]) for at, name in enumerate(self._names) if name not in into}
+            self._bind_own(own)
+            return own
         except BaseException:
             self._begin()  # only some may be bound by now
             raise
@@ -73,8 +71,8 @@ class KeptBinding:
 
 def _moves(places: dict[str, Place], name: str, value: GpuArray) -> bool:
     """Whether the array is not where the one of this name was in the last run. Its place is kept."""
-    before, places[name] = places.get(name), (value.pointer, value.shape, value.dtype)
-    return before != places[name]
+    before, places[name] = places.get(name), value.place
+    return before is not value.place and before != value.place
 
 
 def _described(value: GpuArray) -> tuple[Any, ...]:

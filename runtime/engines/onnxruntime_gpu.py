@@ -92,11 +92,8 @@ class OnnxRuntimeGpuEngine:
         if shapes not in self._shapes:
             if len(self._shapes) == REMEMBERED:
                 del self._shapes[next(iter(self._shapes))]
-            self._shapes[shapes] = [tuple(value.shape()) for value in given]
-        return {
-            name: into[name] if name in into else self._own(name, value)
-            for name, value in zip(self.outputs, given, strict=True)
-        }
+            self._shapes[shapes] = [_shape_of(name, given, into) for name in self.outputs]
+        return {name: into[name] if name in into else self._own(name, given[name]) for name in self.outputs}
 
     def _run_overridden(self, values: Mapping[str, GpuArray], into: Mapping[str, GpuArray]) -> dict[str, GpuArray]:
         """Run on values of which some replace weights. They go through the host, as an IO binding can't take them."""
@@ -121,6 +118,10 @@ class OnnxRuntimeGpuEngine:
         if passed_on and math.prod(value.shape()):
             owner = self._gpu.cupy.from_dlpack(value)
         return GpuArray(value.data_ptr(), tuple(value.shape()), dtype, owner)
+
+
+def _shape_of(name: str, given: Mapping[str, ort.OrtValue], into: Mapping[str, GpuArray]) -> tuple[int, ...]:
+    return into[name].shape if name in into else tuple(given[name].shape())
 
 
 class OnnxRuntimeGpuBackend(GpuDevice):
