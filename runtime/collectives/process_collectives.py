@@ -1,20 +1,17 @@
-"""Collectives of ranks that are processes. Each pair has a channel; arrays on GPUs go by NCCL, others by the channel.
+"""Collectives of ranks that are processes: arrays on GPUs go by NCCL, others are told.
 
-NCCL waits for both sides, on the GPUs. So ranks first tell each other, by the channel, what they are about to send: a
-rank that has failed sends its Failure instead, and nothing is given to NCCL.
+NCCL waits for both sides, on the GPUs. So ranks first tell each other what they are about to send: a rank that has
+failed tells its Failure instead, and nothing is given to NCCL.
 """
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import wait
-from queue import SimpleQueue
 from typing import Any
 
 from splitc.runtime.arrays import accumulate_arrays
-from splitc.runtime.channel import Channel, portable
+from splitc.runtime.channel import portable
+from splitc.runtime.collectives.channel_mail import Mail
 from splitc.runtime.collectives.engine_meeting import EngineMeeting
 from splitc.runtime.collectives.nccl import NcclCommunicator, NcclCommunicators
 from splitc.runtime.engines import Backend, Communicator
@@ -23,12 +20,9 @@ from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.failures import Failure, attempt
 from splitc.runtime.steps import Reduce
 
-# Seconds in which a session ends the processes of all ranks if that of one has ended.
-ENDING = 5.0
-
 
 class ProcessCollectives:
-    """The end of one rank. `channels` go to all other ranks, `meetings` are where engines with operators meet."""
+    """The end of one of so many `ranks`. `meetings` are where engines with operators meet."""
 
     capturable = False
     by_host: frozenset[tuple[int, int]] = frozenset()
@@ -36,37 +30,24 @@ class ProcessCollectives:
     def __init__(
         self,
         rank: int,
-        channels: Mapping[int, Channel],
+        ranks: int,
+        mail: Mail,
         meetings: Mapping[tuple[int, ...], EngineMeeting],
         backend: Backend,
     ) -> None:
         self.rank = rank
-        self._channels = channels
+        self._ranks = ranks
+        self._mail = mail
         self._meetings = meetings
         self._backend = backend
         self._gpu = backend if isinstance(backend, GpuDevice) else None
-        self._arrived: dict[int, SimpleQueue[Any]] = {source: SimpleQueue() for source in channels}
         self._communicators = NcclCommunicators(rank, self.all_gather)
         self._all: NcclCommunicator | None = None
-        threading.Thread(target=self._listen, name="splitc channels", daemon=True).start()
-
-    def _listen(self) -> None:
-        """Take what arrives off the channels, so that no rank ever waits until it can send."""
-        sources = {channel.fileno(): source for source, channel in self._channels.items()}
-        while sources:
-            for descriptor in wait(list(sources)):
-                assert isinstance(descriptor, int)
-                source = sources[descriptor]
-                try:
-                    for message in self._channels[source].take():
-                        self._arrived[source].put(message)
-                except (EOFError, OSError):  # the session notices that the rank is gone
-                    del sources[descriptor]
 
     def connect(self) -> None:
         """Connect the GPUs of all ranks. All ranks must call this at the same time."""
         if self._gpu is not None:
-            self._all = self._communicators.create(sorted([self.rank, *self._channels]))
+            self._all = self._communicators.create(range(self._ranks))
 
     def create_communicator(self, group: Sequence[int], uses_operators: bool) -> Communicator:
         place = list(group).index(self.rank)
@@ -86,12 +67,12 @@ class ProcessCollectives:
 
     def send(self, target: int, name: str, value: Any) -> None:
         if isinstance(value, Failure):
-            self._tell(target, name, Failure(portable(value.error)))
+            self._mail.tell(target, name, Failure(portable(value.error)))
         elif self._gpu is None:
-            self._tell(target, name, self._backend.download({"": value})[""])
+            self._mail.tell(target, name, self._backend.download({"": value})[""])
         else:
             assert self._all is not None
-            self._tell(target, name, (value.shape, value.dtype))
+            self._mail.tell(target, name, (value.shape, value.dtype))
             self._all.send(value, target, self._gpu.stream.ptr)
             self._gpu.keep(value)
 
@@ -109,7 +90,7 @@ class ProcessCollectives:
     def all_gather(self, ranks: Sequence[int], value: Any) -> Any:
         others = [rank for rank in ranks if rank != self.rank]
         for other in others:
-            self._tell(other, None, Failure(portable(value.error)) if isinstance(value, Failure) else value)
+            self._mail.tell(other, None, Failure(portable(value.error)) if isinstance(value, Failure) else value)
         told = {self.rank: value, **{other: self._hear(other, None) for other in others}}
         failed = next((told[rank] for rank in ranks if isinstance(told[rank], Failure)), None)
         return [told[rank] for rank in ranks] if failed is None else failed
@@ -144,16 +125,8 @@ class ProcessCollectives:
     def _of_group(self, ranks: Sequence[int]) -> NcclCommunicator:
         return self._communicators.find(ranks) or self._communicators.create(ranks)
 
-    def _tell(self, target: int, name: str | None, value: Any) -> None:
-        try:
-            self._channels[target].send((name, value))
-        except OSError as error:
-            # The session has noticed it too, and is about to end this process: it knows better why the rank is gone.
-            time.sleep(ENDING)
-            raise RuntimeError(f"rank {target} is gone") from error
-
     def _hear(self, source: int, name: str | None) -> Any:
-        sent, value = self._arrived[source].get()
+        sent, value = self._mail.hear(source)
         if sent != name:
             raise RuntimeError(f"rank {self.rank} waits for '{name}' from rank {source}, which sent '{sent}'")
         return value

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 
 from splitc.runtime.arrays import Array, Zeros
 from splitc.runtime.channel import Channel, portable
+from splitc.runtime.collectives.channel_mail import ChannelMail
 from splitc.runtime.collectives.engine_meeting import EngineMeeting
 from splitc.runtime.collectives.process_collectives import ProcessCollectives
+from splitc.runtime.devices import Device
+from splitc.runtime.engines import Backend
 from splitc.runtime.engines.backends import make_backend
-from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.failures import Failure, attempt
-from splitc.runtime.manifest import Manifest
+from splitc.runtime.manifest import Manifest, State
 from splitc.runtime.manifest_file import read_manifest
+from splitc.runtime.processes.control import Control, SocketControl
 from splitc.runtime.processes.messages import Answer, Ask, Broken, Forget, Loaded, Order, Report, Start, pack, unpack
 from splitc.runtime.processes.nccl_files import find_nccl_files, remove_nccl_files
 from splitc.runtime.ranks.loop import Span
@@ -24,43 +28,49 @@ from splitc.runtime.ranks.thread import Worker
 from splitc.runtime.replay.lead import find_lead
 from splitc.runtime.replay.led_replays import make_replays
 from splitc.runtime.replay.rank_replays import RankReplays, not_replayed
-from splitc.runtime.shared_memory import Lender, SlotReader, map_memory
+from splitc.runtime.shared_memory import map_memory
 from splitc.runtime.steps import Run, Step
 
 
 class RankProcess:
-    """The rank of this process. `control` is the channel to the session."""
+    """One rank of a package, in a process of its own. `states` are those that stay on the ranks.
 
-    def __init__(self, start: Start, control: Channel) -> None:
+    `control` connects it with the session, `collectives` with the other ranks.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        package: Path,
+        manifest: Manifest,
+        states: Sequence[State],
+        backend: Backend,
+        control: Control,
+        collectives: ProcessCollectives,
+        cuda_graphs: bool,
+    ) -> None:
         self._control = control
-        self._spin = start.spin
-        self._feeds = SlotReader(start.in_flight)
-        manifest = read_manifest(start.package)
-        rank, device = manifest.ranks[start.number], start.devices[start.number]
-        self._steps: dict[int, int] = {id(step): number for number, step in enumerate(rank.program)}
-        backend = make_backend(manifest.engine, device, start.threads, manifest.build, start.cuda_graphs)
-        self._outputs = Lender(backend.pin if isinstance(backend, GpuDevice) else None)
-        meetings = {g: EngineMeeting(len(g), map_memory(memory)) for g, memory in start.meetings.items()}
-        channels = {other: Channel(descriptor) for other, descriptor in start.channels.items()}
-        self._collectives = ProcessCollectives(start.number, channels, meetings, backend)
+        self._collectives = collectives
+        rank = manifest.ranks[number]
+        self._steps: dict[int, int] = {id(step): place for place, step in enumerate(rank.program)}
         self._exchanges = _exchanges(manifest)
-        agrees = self._exchanges or find_lead(manifest, start.number) is not None
+        agrees = self._exchanges or find_lead(manifest, number) is not None
         self._everyone = range(len(manifest.ranks) if agrees else 0)
         self._failed: int | None = None
         self._replays: RankReplays | None = None
-        if start.cuda_graphs and device.kind == "cuda":
-            self._replays = make_replays(manifest, start.number, self._everyone)
+        if cuda_graphs and backend.asynchronous:
+            self._replays = make_replays(manifest, number, self._everyone)
         self.worker = Worker(
-            start.number,
+            number,
             rank,
-            start.states,
-            start.package,
+            states,
+            package,
             backend,
-            self._collectives,
+            collectives,
             lambda error: control.send(Broken(portable(error), self._failed)),
             self,
             self._replays,
-            self._outputs.room if isinstance(backend, GpuDevice) else None,
+            control.room(backend),
         )
         self.worker.ready.add_done_callback(self._announce)
 
@@ -84,8 +94,7 @@ class RankProcess:
     def get(self) -> InFlightRequest | Callable[[], None] | None:
         """The next request for the rank's loop: see Requests."""
         # While another thread waits for outputs, this one must not keep Python's lock from it.
-        self._control.spin = 0.0 if self.worker.has_unfinished else self._spin
-        message = self._control.receive()
+        message = self._control.receive(spins=not self.worker.has_unfinished)
         if isinstance(message, Order):
             return self._read(message)
         if isinstance(message, Forget):
@@ -95,24 +104,18 @@ class RankProcess:
         return None
 
     def _read(self, order: Order) -> InFlightRequest:
-        self._outputs.give_back(order.unused[self.worker.number])
-        if order.renewed:
-            self._feeds.renew(order.number, self._control.receive_descriptor())
-        feeds = self._feeds.get(order.number, order.feeds)
-        initial: dict[str, Array | Zeros] = {**order.zeros, **self._feeds.get(order.number, order.initial)}
+        feeds, loaded = self._control.arrays(order)
+        initial: dict[str, Array | Zeros] = {**order.zeros, **loaded}
         return InFlightRequest(feeds, 1, partial(self._answer, order.number), order.sequence, initial, order.room)
 
     def _answer(self, number: int, request: InFlightRequest) -> None:
         """Give the session the outputs of a request, or its error."""
         ((rank, served),) = request.served.items()
-        sent, descriptor = self._outputs.send(request.outputs[rank])
         spans = tuple((self._number_of(span), span.start, span.end) for span in served.spans)
         error = None if request.error is None else portable(request.error)
         if error is not None:
             self._failed = number
-        self._control.send(Answer(number, sent, served.start, served.end, spans, error), descriptor)
-        if descriptor is not None:
-            os.close(descriptor)
+        self._control.answer(Answer(number, None, served.start, served.end, spans, error), request.outputs[rank])
 
     def _number_of(self, span: Span) -> int:
         return self._steps.get(id(span.step), -1)
@@ -131,14 +134,28 @@ def _exchanges(manifest: Manifest) -> bool:
     return any(not isinstance(step, Run) for step in steps)
 
 
+def _make(start: Start, channel: Channel) -> RankProcess:
+    """The rank of this process, which the session has started."""
+    manifest = read_manifest(start.package)
+    device: Device = start.devices[start.number]
+    backend = make_backend(manifest.engine, device, start.threads, manifest.build, start.cuda_graphs)
+    meetings = {g: EngineMeeting(len(g), map_memory(memory)) for g, memory in start.meetings.items()}
+    mail = ChannelMail({other: Channel(descriptor) for other, descriptor in start.channels.items()})
+    collectives = ProcessCollectives(start.number, len(start.devices), mail, meetings, backend)
+    control = SocketControl(channel, start.number, start.in_flight, start.spin)
+    return RankProcess(
+        start.number, start.package, manifest, start.states, backend, control, collectives, start.cuda_graphs
+    )
+
+
 def main(descriptor: int) -> None:
     """Run the rank until the session ends it. The descriptor is that of the socket to the session."""
-    control = Channel(descriptor, pack, unpack)
-    start: Start = control.receive()
+    channel = Channel(descriptor, pack, unpack)
+    start: Start = channel.receive()
     try:
-        worker = RankProcess(start, control).worker
+        worker = _make(start, channel).worker
     except Exception as error:  # of a library or the device: the session's caller gets it
-        control.send(Loaded(portable(error)))
+        channel.send(Loaded(portable(error)))
         return
     try:
         worker.run()

@@ -5,15 +5,14 @@ The caller's thread has the answer sooner, since no other thread must wake it.
 
 from __future__ import annotations
 
-import select
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from splitc.runtime.channel import Channel
 from splitc.runtime.interrupts import later_interrupts
+from splitc.runtime.processes.wire import LOST, Wire
 
 # Seconds between two looks at whether the ranks are alive.
 LOOK = 0.5
@@ -41,16 +40,12 @@ class Receiver(Protocol):
 
 
 class Reader:
-    """Reads from the ranks' channels until all of them have ended. With `spins`, a caller may look without a pause."""
+    """Reads what comes by a wire until all ranks are lost. With `spins`, a caller may look without a pause."""
 
-    def __init__(self, channels: Sequence[Channel], receiver: Receiver, spins: bool) -> None:
-        self._channels = channels
+    def __init__(self, wire: Wire, receiver: Receiver, spins: bool) -> None:
+        self._wire = wire
         self._receiver = receiver
         self._spins = spins
-        self._poll = select.poll()
-        self._ranks = {channel.fileno(): rank for rank, channel in enumerate(channels)}
-        for descriptor in self._ranks:
-            self._poll.register(descriptor, select.POLLIN)
         self._looked = 0.0
         self._turn = threading.Lock()
         self._wake = threading.Event()
@@ -81,8 +76,8 @@ class Reader:
         late = time.perf_counter() + LATE * expected
         if self._spins and expected > LEAST:
             time.sleep(EARLY * expected)
-        while self._ranks and not future.done() and not interrupted():
-            while self._spins and time.perf_counter() < late and not self._poll.poll(0):
+        while self._wire.alive and not future.done() and not interrupted():
+            while self._spins and time.perf_counter() < late and not self._wire.is_ready():
                 pass
             self._receive(LOOK)
 
@@ -93,28 +88,22 @@ class Reader:
 
     def _run(self) -> None:
         """Read what no caller does, and look after ranks that nobody waits for."""
-        while self._ranks:
+        while self._wire.alive:
             self._wake.wait(LOOK)
             self._wake.clear()
             with self._turn:
                 self._receive(0.0)
-                while self._ranks and self._receiver.is_waiting():
+                while self._wire.alive and self._receiver.is_waiting():
                     self._receive(LOOK)
 
     def _receive(self, patience: float) -> None:
         """Take what has arrived, or arrives within `patience` seconds."""
-        for descriptor, _ in self._poll.poll(1e3 * patience):
-            rank = self._ranks[descriptor]
-            try:
-                messages = self._channels[rank].take()
-            except (EOFError, OSError):
-                self._poll.unregister(descriptor)
-                del self._ranks[descriptor]
+        for rank, message in self._wire.take(patience):
+            if message is LOST:
                 self._receiver.lost(rank)
-                continue
-            for message in messages:
+            else:
                 self._receiver.take(rank, message)
         now = time.monotonic()
         if now - self._looked > LOOK:
             self._looked = now
-            self._receiver.look(list(self._ranks.values()))
+            self._receiver.look(self._wire.alive)

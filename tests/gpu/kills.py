@@ -34,7 +34,7 @@ from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import SplitcError
-from splitc.runtime.processes.ranks import FIRST_PATIENCE
+from splitc.runtime.processes.remote import FIRST_PATIENCE
 
 # Seconds within which an error has to come, also while a session loads, and after which nobody waits for it any more.
 BOUND, LOADING_BOUND, PATIENCE = 10.0, FIRST_PATIENCE + 2, 30.0

@@ -1,0 +1,75 @@
+"""A rank's end of the messages between the session and the processes of all ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from splitc.runtime.arrays import Array
+from splitc.runtime.channel import Channel
+from splitc.runtime.engines import Backend, Room
+from splitc.runtime.engines.gpu_device import GpuDevice
+from splitc.runtime.processes.messages import Answer, Message, Order
+from splitc.runtime.shared_memory import Lender, SlotReader
+
+
+class Control(Protocol):
+    """Requests come in, answers go out."""
+
+    def receive(self, spins: bool) -> Message:
+        """Wait for the next message; with `spins`, perhaps by looking for it without a pause.
+
+        Raises EOFError or OSError if the session is gone.
+        """
+
+    def arrays(self, order: Order) -> tuple[dict[str, Array], dict[str, Array]]:
+        """The feeds and the initial states of the order that was received last: valid until it is answered."""
+
+    def send(self, message: Message) -> None:
+        """Send the session a message."""
+
+    def answer(self, answer: Answer, outputs: Mapping[str, Array]) -> None:
+        """Answer a request with these outputs."""
+
+    def room(self, backend: Backend) -> Room | None:
+        """Where the outputs of a GPU should be put, if that matters."""
+
+
+class SocketControl:
+    """A control by a channel. Arrays are in shared memory. A rank looks for work for `spin` seconds, if it may."""
+
+    def __init__(self, channel: Channel, number: int, in_flight: int, spin: float) -> None:
+        self._channel = channel
+        self._number = number
+        self._spin = spin
+        self._feeds = SlotReader(in_flight)
+        self._outputs = Lender()
+
+    def receive(self, spins: bool) -> Message:
+        self._channel.spin = self._spin if spins else 0.0
+        message: Message = self._channel.receive()
+        return message
+
+    def arrays(self, order: Order) -> tuple[dict[str, Array], dict[str, Array]]:
+        self._outputs.give_back(order.unused[self._number])
+        if order.renewed:
+            self._feeds.renew(order.number, self._channel.receive_descriptor())
+        return self._feeds.get(order.number, order.feeds), self._feeds.get(order.number, order.initial)
+
+    def send(self, message: Message) -> None:
+        self._channel.send(message)
+
+    def answer(self, answer: Answer, outputs: Mapping[str, Array]) -> None:
+        sent, descriptor = self._outputs.send(outputs)
+        self._channel.send(replace(answer, outputs=sent), descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def room(self, backend: Backend) -> Room | None:
+        if not isinstance(backend, GpuDevice):
+            return None
+        self._outputs = Lender(backend.pin)
+        return self._outputs.room

@@ -1,0 +1,211 @@
+"""Ranks that are processes, as the session speaks with them: it orders requests, and gets answers and reports."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from splitc.runtime.arrays import Array, Zeros
+from splitc.runtime.devices import Device
+from splitc.runtime.errors import EngineError, PackageError
+from splitc.runtime.futures import first_error
+from splitc.runtime.manifest import Manifest
+from splitc.runtime.memory_use import RankMemory
+from splitc.runtime.processes.messages import Answer, Ask, Broken, Forget, Loaded, Order, Report
+from splitc.runtime.processes.reader import Reader
+from splitc.runtime.processes.wire import Wire
+from splitc.runtime.ranks.loop import Replay, Span
+from splitc.runtime.ranks.request import InFlightRequest, Served
+
+# Seconds without a sign of life after which a process counts as hanging.
+PATIENCE = 8.0
+# The same, until the first one.
+FIRST_PATIENCE = 20.0
+# Seconds that the other ranks get to fail in the same request as a rank whose collectives they may wait for.
+GRACE = 2.0
+
+
+class RemoteRanks(ABC):
+    """The ranks of a package, each in a process of its own. `broken` is called once if a rank can't go on.
+
+    What derives from this connects `_wire` and `_reader`, and then waits until the ranks have loaded their engines.
+    """
+
+    capturable = False
+    by_host: Sequence[tuple[int, int]] = ()
+    _wire: Wire
+    _reader: Reader
+
+    def __init__(self, manifest: Manifest, devices: Sequence[Device], broken: Callable[[BaseException], None]) -> None:
+        self._manifest = manifest
+        self._devices = devices
+        self._broken = broken
+        self._requests: dict[int, InFlightRequest] = {}
+        self._count = 0
+        # That the last answer took.
+        self._seconds = 0.0
+        # None was put, and the processes end by themselves; they were all ended.
+        self._closing = self._stopped = False
+        # When a rank said that it can't go on, the request that others may fail in too, and the error.
+        self._suspect: tuple[float, int | None, BaseException] | None = None
+        self._loaded: list[Future[None]] = [Future() for _ in devices]
+        self._reports: list[Future[Report]] = []
+
+    def __len__(self) -> int:
+        return len(self._devices)
+
+    def _wait_loaded(self) -> None:
+        """Wait until all ranks have loaded their engines. Raises the first error, after ending the other ranks."""
+        self._reader.wake()
+        error = first_error(self._loaded)
+        if error is not None:
+            self.stop()
+            self.clear()
+            raise error
+
+    def put(self, request: InFlightRequest | None) -> None:
+        """Give all ranks a request. None ends them after all earlier requests."""
+        if request is None:
+            self._closing = True
+            self._wire.send(None)
+            self._reader.wake()
+            return
+        if not request.begin():
+            return
+        number, self._count = self._count, self._count + 1
+        zeros = {name: each for name, each in request.initial.items() if isinstance(each, Zeros)}
+        loaded = [(name, each) for name, each in request.initial.items() if not isinstance(each, Zeros)]
+        order = Order(number, (), (), zeros, request.sequence, request.room, False, ())
+        self._requests[number] = request  # before its answer may come
+        try:
+            self._wire.order(order, list(request.feeds.items()), loaded)
+        except BaseException:
+            del self._requests[number]
+            raise
+
+    def forget(self, sequence: int) -> None:
+        """Free the states of a sequence."""
+        self._wire.send(Forget(sequence))
+
+    @property
+    def notes(self) -> list[str]:
+        """Messages of the ranks for the user."""
+        return list(dict.fromkeys(note for report in self._ask() for note in report.notes))
+
+    def device_memory(self) -> list[RankMemory]:
+        """The memory of the ranks' GPUs since loading; empty for CPU devices."""
+        return [report.memory for report in self._ask() if report.memory is not None]
+
+    def _ask(self) -> list[Report]:
+        """A report of each rank, after all earlier requests. Empty if the session is broken or closed."""
+        self._reports = [Future() for _ in self._devices]
+        reports = list(self._reports)
+        self._wire.send(Ask())
+        self._reader.wake()
+        try:
+            return [report.result(PATIENCE) for report in reports]
+        except (EngineError, TimeoutError):
+            return []
+
+    def read_until(self, future: Future[InFlightRequest]) -> None:
+        """Help a caller who waits for a request: read what the ranks send, unless another thread does."""
+        self._reader.read_until(future, self._seconds)
+
+    def watch(self) -> None:
+        """Read what the ranks send of requests that no caller waits for yet."""
+        self._reader.wake()
+
+    def is_waiting(self) -> bool:
+        """See Receiver."""
+        unknown: Sequence[Future[Any]] = (*self._loaded, *self._reports)
+        return bool(self._requests or self._suspect or self._closing) or not all(each.done() for each in unknown)
+
+    def take(self, rank: int, message: Any) -> None:
+        """Take one message of a rank. Those of ranks that were ended come too late: all waits for them have ended."""
+        if self._stopped:
+            return
+        if isinstance(message, Answer):
+            self._answered(rank, message)
+        elif isinstance(message, Report):
+            if not self._reports[rank].done():  # whoever asked first may have given up
+                self._reports[rank].set_result(message)
+        elif isinstance(message, Loaded):
+            self._rank_loaded(rank, message)
+        elif isinstance(message, Broken):
+            error = EngineError(f"{self._name(rank)} failed: {message.error}")
+            self._suspect = self._suspect or (time.monotonic(), message.request, error)
+
+    def _rank_loaded(self, rank: int, message: Loaded) -> None:
+        if message.error is None:
+            self._loaded[rank].set_result(None)
+        else:
+            self._loaded[rank].set_exception(message.error)
+
+    def _answered(self, rank: int, answer: Answer) -> None:
+        """Give a request its outputs of one rank."""
+        outputs: dict[str, Array] = self._wire.outputs(rank, answer.outputs)
+        steps = self._manifest.ranks[rank].program
+        spans = [Span(steps[number] if number >= 0 else Replay(), start, end) for number, start, end in answer.spans]
+        request = self._requests[answer.number]
+        self._seconds = answer.end - request.submitted
+        if request.waiting == 1:
+            del self._requests[answer.number]
+        request.finish(rank, outputs, Served(answer.start, answer.end, spans), answer.error)
+
+    def look(self, alive: Sequence[int]) -> None:
+        """Break the session if a rank hangs, or has failed in a request that others go on with."""
+        now = time.monotonic()
+        if self._suspect is not None:
+            since, number, error = self._suspect
+            if number is not None and number not in self._requests:
+                self._suspect = None  # all ranks have failed alike, and can go on
+            elif now - since > GRACE:
+                self._break(error)
+        for rank in alive:
+            silent, patience = self._silent(rank, now)
+            if silent > patience:
+                how = f"its process gave no sign of life for {silent:.0f} s"
+                self._break(EngineError(f"{self._name(rank)} hangs: {how}"))
+
+    @abstractmethod
+    def _silent(self, rank: int, now: float) -> tuple[float, float]:
+        """The seconds since a rank's last sign of life, and those that it may be silent for."""
+
+    def _break(self, error: BaseException) -> None:
+        """End all ranks, and the session with this error."""
+        if not self._stopped:
+            self.stop()
+            for report in self._reports:
+                if not report.done():
+                    report.set_exception(EngineError(str(error)))
+            if all(future.done() and future.exception() is None for future in self._loaded):
+                self._broken(error)
+            for future in self._loaded:
+                if not future.done():
+                    future.set_exception(PackageError(str(error)))
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} ({self._devices[rank]})"
+
+    def abort(self, error: BaseException) -> None:
+        """End all ranks, which may wait for each other."""
+        self.stop()
+
+    @abstractmethod
+    def lost(self, rank: int) -> None:
+        """The process of a rank has ended."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End all ranks at once."""
+
+    @abstractmethod
+    def join(self, patience: float) -> bool:
+        """Wait for the ranks to end, for at most `patience` seconds. Returns whether they have ended."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Release the ranks after they have ended."""

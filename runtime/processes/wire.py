@@ -1,0 +1,100 @@
+"""The session's end of the messages to and from the processes of all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from msgspec.structs import replace
+
+from splitc.runtime.arrays import Array
+from splitc.runtime.channel import Channel
+from splitc.runtime.processes.messages import Message, Order, pack
+from splitc.runtime.shared_memory import Borrower, Sent, SlotWriter
+
+# Named arrays, in order.
+Arrays = Sequence[tuple[str, Array]]
+# In place of a message: the rank's process has ended.
+LOST = object()
+
+
+class Wire(Protocol):
+    """Messages to all ranks, and from each."""
+
+    def order(self, order: Order, feeds: Arrays, initial: Arrays) -> None:
+        """Give all ranks a request, with these feeds and initial states."""
+
+    def send(self, message: Message) -> None:
+        """Send all ranks a message. A rank that is gone is left out: whoever reads from it notices that."""
+
+    def outputs(self, rank: int, sent: Sent | None) -> dict[str, Array]:
+        """The arrays that came with the answer of a rank that was taken last."""
+
+    def is_ready(self) -> bool:
+        """Whether something has arrived."""
+
+    def take(self, seconds: float) -> list[tuple[int, Any]]:
+        """What has arrived, or arrives within these seconds: ranks and their messages, or LOST."""
+
+    @property
+    def alive(self) -> Sequence[int]:
+        """The ranks that were not lost."""
+
+
+class SocketWire:
+    """A wire of channels. Arrays are in shared memory, with room for the feeds of `in_flight` requests."""
+
+    def __init__(self, channels: Sequence[Channel], in_flight: int) -> None:
+        self._channels = channels
+        self._feeds = SlotWriter(in_flight)
+        self._outputs = [Borrower() for _ in channels]
+        self._poll = select.poll()
+        self._ranks = {channel.fileno(): rank for rank, channel in enumerate(channels)}
+        for descriptor in self._ranks:
+            self._poll.register(descriptor, select.POLLIN)
+
+    def order(self, order: Order, feeds: Arrays, initial: Arrays) -> None:
+        placed, descriptor = self._feeds.put(order.number, [*feeds, *initial])
+        unused = tuple(tuple(each.unused()) for each in self._outputs)
+        first, rest = tuple(placed[: len(feeds)]), tuple(placed[len(feeds) :])
+        whole = replace(order, feeds=first, initial=rest, renewed=descriptor is not None, unused=unused)
+        self._send(whole, descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def send(self, message: Message) -> None:
+        self._send(message)
+
+    def _send(self, message: Message, descriptor: int | None = None) -> None:
+        packed = pack(message)
+        for channel in self._channels:
+            with contextlib.suppress(OSError):
+                channel.send(packed, descriptor)
+
+    def outputs(self, rank: int, sent: Sent | None) -> dict[str, Array]:
+        if sent is None:
+            return {}
+        descriptor = self._channels[rank].receive_descriptor() if sent.size else None
+        return self._outputs[rank].receive(sent, descriptor)
+
+    def is_ready(self) -> bool:
+        return bool(self._poll.poll(0))
+
+    def take(self, seconds: float) -> list[tuple[int, Any]]:
+        taken: list[tuple[int, Any]] = []
+        for descriptor, _ in self._poll.poll(1e3 * seconds):
+            rank = self._ranks[descriptor]
+            try:
+                taken += [(rank, message) for message in self._channels[rank].take()]
+            except (EOFError, OSError):
+                self._poll.unregister(descriptor)
+                del self._ranks[descriptor]
+                taken.append((rank, LOST))
+        return taken
+
+    @property
+    def alive(self) -> Sequence[int]:
+        return list(self._ranks.values())
