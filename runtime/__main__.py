@@ -16,6 +16,9 @@ COMPILER = "splitc.compiler"
 def main() -> NoReturn:
     """Run the command line: the runtime's commands, and the compiler's if it is installed."""
     try:  # the imports take a while, in which a user may press Ctrl-C
+        from splitc.runtime.mpi.begin import begin
+
+        begin()
         from splitc.runtime.cli.commands import app
         from splitc.runtime.cli.terminal import run_app
 

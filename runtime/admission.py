@@ -11,7 +11,7 @@ from functools import partial
 from splitc.runtime.arrays import Array, Zeros
 from splitc.runtime.errors import EngineError, MisuseError, SplitcError
 from splitc.runtime.manifest import Manifest
-from splitc.runtime.processes.ranks import RankProcesses
+from splitc.runtime.processes.remote import RemoteRanks
 from splitc.runtime.ranks.request import NEVER, InFlightRequest
 from splitc.runtime.ranks.workers import Workers
 from splitc.runtime.replay.recording import Recording
@@ -30,7 +30,7 @@ class Admission:
     `recordings` is None if nothing is replayed.
     """
 
-    def __init__(self, workers: Workers | RankProcesses, manifest: Manifest, in_flight: int, replay: bool) -> None:
+    def __init__(self, workers: Workers | RemoteRanks, manifest: Manifest, in_flight: int, replay: bool) -> None:
         self._workers = workers
         self._places = threading.BoundedSemaphore(in_flight)
         self._overlap = overlap([rank.program for rank in manifest.ranks])

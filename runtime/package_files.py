@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from splitc.runtime.errors import PackageError
-from splitc.runtime.manifest import File
+from splitc.runtime.manifest import File, Manifest
 
 
 def hash_file(path: Path) -> str:
@@ -29,6 +29,12 @@ def describe_files(package: Path, paths: Iterable[Path], links: Iterable[Path] =
         File(path.relative_to(package).as_posix(), path.stat().st_size, digest)
         for path, digest in zip(ordered, hashes, strict=True)
     ]
+
+
+def files_of(manifest: Manifest, rank: int) -> list[File]:
+    """The files that a rank needs: those in the folders of its engines."""
+    folders = {PurePosixPath(engine.path).parent for engine in manifest.ranks[rank].engines}
+    return [file for file in manifest.files if PurePosixPath(file.path).parent in folders]
 
 
 def verify_files(package: Path, files: Iterable[File]) -> None:

@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,10 +28,14 @@ from splitc.runtime.generate.tokens import generate
 from splitc.runtime.manifest import Manifest, Tensor
 from splitc.runtime.manifest_file import read_manifest
 from splitc.runtime.memory_use import RankMemory
+from splitc.runtime.mpi.rank import serve
+from splitc.runtime.mpi.ranks import MpiRanks
+from splitc.runtime.mpi.world import World, find_world
 from splitc.runtime.outputs import OutputJoiner
 from splitc.runtime.package_files import verify_files
-from splitc.runtime.processes.rank_kinds import use_processes
+from splitc.runtime.processes.rank_kinds import MPI, PROCESSES, choose_ranks
 from splitc.runtime.processes.ranks import RankProcesses
+from splitc.runtime.processes.remote import RemoteRanks
 from splitc.runtime.ranks.request import InFlightRequest, Served
 from splitc.runtime.ranks.workers import Workers
 from splitc.runtime.replay.rank_replays import not_replayed
@@ -73,18 +78,26 @@ class Session:
         self.package = Path(package)
         if in_flight is not None and (not isinstance(in_flight, int) or not 1 <= in_flight <= MOST_IN_FLIGHT):
             raise MisuseError(f"in_flight={in_flight}: it is a number from 1 to {MOST_IN_FLIGHT:,}")
+        world = find_world() if ranks in (None, MPI) else None
+        if world is not None and world.rank:
+            serve(world)
         self.manifest: Manifest = read_manifest(self.package)
         self.devices = _choose_devices(self.manifest, devices)
-        check_built_here(self.package, self.manifest, self.devices)
-        if verify:
-            verify_files(self.package, self.manifest.files)
+        kind = choose_ranks(ranks, self.devices, world)
+        if kind != MPI:  # where each rank does so for itself
+            check_built_here(self.package, self.manifest, self.devices)
+            if verify:
+                verify_files(self.package, self.manifest.files)
         self.threads = threads_for(self.devices, threads or self.manifest.threads)
         self.in_flight = in_flight or 2 * len(self.devices)
         self.resident_states = find_resident(self.manifest)
         self._sequences = itertools.count()
         self._joiner = OutputJoiner(self.manifest)
         self._cuda_graphs = cuda_graphs
-        self._workers = self._load(cuda_graphs, use_processes(ranks, self.devices))
+        if world is not None and kind == MPI:
+            self._workers: Workers | RemoteRanks = self._join(world, threads, verify, cuda_graphs)
+        else:
+            self._workers = self._load(cuda_graphs, kind == PROCESSES)
         replay = cuda_graphs and self._workers.capturable
         self._admission = Admission(self._workers, self.manifest, self.in_flight, replay)
         # Of sequences that were dropped without being closed.
@@ -100,16 +113,17 @@ class Session:
     def _load(self, cuda_graphs: bool, as_processes: bool) -> Workers | RankProcesses:
         """The ranks, with their engines loaded."""
         package, manifest, states, devices = self.package, self.manifest, self.resident_states, self.devices
-        me = weakref.ref(self)  # the ranks live as long as the session, and not the other way round
-
-        def broken(error: BaseException) -> None:
-            if (session := me()) is not None:
-                session._admission.fail(error)
-
+        broken = partial(_fail, weakref.ref(self))
         if as_processes:
             return RankProcesses(package, manifest, states, devices, self.threads, cuda_graphs, self.in_flight, broken)
         backends = [make_backend(manifest.engine, each, self.threads, manifest.build, cuda_graphs) for each in devices]
         return Workers(package, manifest, states, devices, backends, broken)
+
+    def _join(self, world: World, threads: int | None, verify: bool, cuda_graphs: bool) -> MpiRanks:
+        """The processes that MPI has started, as ranks, with their engines loaded."""
+        broken = partial(_fail, weakref.ref(self))
+        states = self.resident_states
+        return MpiRanks(world, self.package, self.manifest, states, self.devices, threads, verify, cuda_graphs, broken)
 
     @property
     def by_host(self) -> list[tuple[str, str]]:
@@ -244,6 +258,12 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _fail(session: weakref.ref[Session], error: BaseException) -> None:
+    """End a session whose ranks can't go on. These live as long as the session, and not the other way round."""
+    if (found := session()) is not None:
+        found._admission.fail(error)
 
 
 def _choose_devices(manifest: Manifest, asked: Sequence[str] | None) -> list[Device]:

@@ -22,8 +22,8 @@ CUDA_GRAPH = typer.Option(
 RANKS = typer.Option(
     None,
     "--ranks",
-    metavar="threads|processes",
-    help="What ranks are: threads, or processes of their own. Default: processes on several GPUs, else threads.",
+    metavar="threads|processes|mpi",
+    help="What ranks are: threads, processes, or mpi. Default: MPI's processes; else processes on several GPUs.",
 )
 MEASURE = typer.Option(
     True, "--memory/--no-memory", help="Measure each rank's memory, in a separate process, beside the prediction."

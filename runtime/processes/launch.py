@@ -58,9 +58,9 @@ def launch(
     """
     with ExitStack() as ours:
         ends = {pair: _socket_pair(ours) for pair in combinations(range(len(devices)), 2)}
-        meetings = {group: _memory(ours, shared_bytes(len(group))) for group in _groups(manifest)}
+        meetings = {group: _memory(ours, shared_bytes(len(group))) for group in find_groups(manifest)}
         pulse = _memory(ours, 8 * len(devices))
-        made = Launched(map_memory(os.dup(pulse)).view(np.float64), _has_spare_cores(devices))
+        made = Launched(map_memory(os.dup(pulse)).view(np.float64), has_spare_cores(devices))
         try:
             for rank, device in enumerate(devices):
                 start = Start(
@@ -120,12 +120,12 @@ def _start(made: Launched, device: Device, start: Start, pulse: int) -> None:
     made.channels[-1].send(start)
 
 
-def _has_spare_cores(devices: Sequence[Device]) -> bool:
+def has_spare_cores(devices: Sequence[Device]) -> bool:
     """Whether a process may look for messages without a pause. The threads of CPU devices take all cores."""
     return all(device.kind == "cuda" for device in devices) and cores() > len(devices)
 
 
-def _groups(manifest: Manifest) -> set[tuple[int, ...]]:
+def find_groups(manifest: Manifest) -> set[tuple[int, ...]]:
     """The groups of ranks whose engines meet: to exchange values or, on GPUs, to agree on what NCCL does."""
     if not find_kind(manifest.engine).uses_operators:
         return set()

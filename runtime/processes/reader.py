@@ -81,10 +81,10 @@ class Reader:
                 pass
             self._receive(LOOK)
 
-    def join(self) -> None:
-        """Wait until no more messages are read. All ranks must have ended."""
+    def join(self, patience: float = 2 * LOOK) -> None:
+        """Wait until no more messages are read, for at most so many seconds: until all ranks have ended."""
         self._wake.set()
-        self._thread.join(2 * LOOK)
+        self._thread.join(patience)
 
     def _run(self) -> None:
         """Read what no caller does, and look after ranks that nobody waits for."""

@@ -19,7 +19,7 @@ import pytest
 
 from splitc.runtime import Session
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.processes.ranks import RankProcesses
+from splitc.runtime.processes.remote import RemoteRanks
 from tests.conftest import decoder_feeds
 
 KINDS = ["threads", "processes"]
@@ -129,4 +129,4 @@ def test_callbacks(open_session: Callable[[], Session]) -> None:
             assert isinstance(found, (MisuseError, dict)), found
         assert call(lambda: session.submit(decoder_feeds())).result(20).keys() >= {"logits"}
         assert call(session.close) is None
-        wait_until(lambda: isinstance(session._workers, RankProcesses) or not list(session._workers))
+        wait_until(lambda: isinstance(session._workers, RemoteRanks) or not list(session._workers))

@@ -22,7 +22,7 @@ from splitc.runtime.errors import EngineError, MisuseError, PackageError, Splitc
 from splitc.runtime.processes.launch import visible
 from splitc.runtime.processes.messages import Loaded, Report
 from splitc.runtime.processes.nccl_files import find_nccl_files, remove_nccl_files
-from splitc.runtime.processes.rank_kinds import use_processes
+from splitc.runtime.processes.rank_kinds import PROCESSES, choose_ranks
 from splitc.runtime.processes.ranks import RankProcesses
 from splitc.runtime.processes.reader import LOOK
 from splitc.runtime.processes.remote import PATIENCE
@@ -180,12 +180,12 @@ def test_copy_of_the_caller_is_told_that_it_has_no_session(decoder: Path) -> Non
 
 def test_what_ranks_are_by_default() -> None:
     for devices, processes in ((["cuda0"], False), (["2xcuda"], True), (["2xcpu"], False), (["cuda0", "cpu0"], False)):
-        assert use_processes(None, parse_devices(devices)) == processes
-    assert not use_processes(None, parse_devices(["cuda0", "cuda0"]))
+        assert (choose_ranks(None, parse_devices(devices), None) == PROCESSES) == processes
+    assert choose_ranks(None, parse_devices(["cuda0", "cuda0"]), None) != PROCESSES
     with pytest.raises(MisuseError, match="need a GPU each"):
-        use_processes("processes", parse_devices(["cuda0", "cpu0"]))
+        choose_ranks("processes", parse_devices(["cuda0", "cpu0"]), None)
     with pytest.raises(MisuseError, match="not 'fibers'"):
-        use_processes("fibers", parse_devices(["cpu0"]))
+        choose_ranks("fibers", parse_devices(["cpu0"]), None)
 
 
 def test_each_process_sees_its_own_gpu_alone() -> None:

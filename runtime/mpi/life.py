@@ -1,0 +1,50 @@
+"""Signs of life between the process of the session and those of the ranks."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+# Seconds between two signs of life.
+BEAT = 0.5
+# Seconds of silence after which a rank ends all processes: it has lost the session.
+PATIENCE = 10.0
+
+
+class Life(threading.Thread):
+    """Says again and again that this process is alive: to the session's, number 0, or from that one to all others."""
+
+    def __init__(self, communicator: Any) -> None:
+        super().__init__(name="splitc life", daemon=True)
+        self._communicator = communicator
+        self._rank = communicator.rank
+        self._others: Sequence[int] = [0] if self._rank else range(1, communicator.size)
+        self._seen = dict.fromkeys(self._others, time.monotonic())
+        self._ended = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        sending: list[Any] = []
+        while not self._ended.wait(BEAT):
+            sending = [each for each in sending if not each.Test()]
+            sending += [self._communicator.Isend(b"", each) for each in self._others]
+            for other in self._others:
+                while self._communicator.Iprobe(other):
+                    self._communicator.Recv(bytearray(), other)
+                    self._seen[other] = time.monotonic()
+            if self._rank and self.silent(0) > PATIENCE:
+                message = f"error: the session's process (0) gave no sign of life to rank {self._rank} for"
+                print(f"{message} {self.silent(0):.0f} s", file=sys.stderr, flush=True)
+                self._communicator.Abort(1)
+
+    def silent(self, process: int) -> float:
+        """Seconds since the last sign of life of a process."""
+        return time.monotonic() - self._seen[process]
+
+    def end(self) -> None:
+        """Say no more, before this process ends."""
+        self._ended.set()
+        self.join()

@@ -1,0 +1,38 @@
+"""What the processes that MPI has started say besides what all ranks' processes do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from splitc.runtime.devices import Device
+from splitc.runtime.manifest import State
+
+
+@dataclass(frozen=True)
+class Join:
+    """Asks all ranks to load their engines of a package, for the session of this number in process 0.
+
+    `seal` is the hash of the package's manifest, `version` splitc's. The rest is as for a Session.
+    """
+
+    number: int
+    package: Path
+    seal: str
+    version: str
+    devices: tuple[Device, ...]
+    states: tuple[State, ...]
+    threads: int | None
+    verify: bool
+    cuda_graphs: bool
+    spin: float
+
+
+@dataclass(frozen=True)
+class Leave:
+    """The program in process 0 ends: so does the one that gets this."""
+
+
+@dataclass(frozen=True)
+class Left:
+    """A rank has ended its part of a session; or, in answer to Leave, its program is about to end."""

@@ -1,0 +1,144 @@
+"""The session's and the ranks' ends of their messages, by MPI; those with the session's own process by queues."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from splitc.runtime.arrays import Array
+from splitc.runtime.engines import Backend, Room
+from splitc.runtime.mpi.messages import Left
+from splitc.runtime.mpi.post import Post, sleep_after
+from splitc.runtime.processes.messages import Answer, Message, Order
+from splitc.runtime.processes.wire import LOST, Arrays
+from splitc.runtime.shared_memory import Sent
+
+# A message, and the arrays that it comes with.
+Parcel = tuple[Any, Any]
+
+
+class MpiWire:
+    """The session's end, in process 0, which is also rank 0's: `own` is that one's control."""
+
+    def __init__(self, post: Post, ranks: int, own: OwnControl) -> None:
+        self._post = post
+        self._alive = list(range(ranks))
+        self._own = own
+        self._outputs: dict[int, Mapping[str, Array]] = {}
+
+    def order(self, order: Order, feeds: Arrays, initial: Arrays) -> None:
+        self._send(order, (dict(feeds), dict(initial)))
+
+    def send(self, message: Message) -> None:
+        self._send(message, None)
+
+    def _send(self, message: Message, arrays: Any) -> None:
+        for rank in self._alive[1:]:
+            self._post.send(rank, (message, arrays))
+        self._own.inbox.put((message, arrays))
+
+    def outputs(self, rank: int, sent: Sent | None) -> dict[str, Array]:
+        return dict(self._outputs.pop(rank, {}))
+
+    def is_ready(self) -> bool:
+        return not self._own.outbox.empty() or self._post.is_ready()
+
+    def take(self, seconds: float) -> list[tuple[int, Any]]:
+        begin = time.perf_counter()
+        while not (ready := self.is_ready()) and (waited := time.perf_counter() - begin) < seconds:
+            sleep_after(waited)
+        if not ready:
+            return []
+        if not self._own.outbox.empty():
+            return [self._opened(0, self._own.outbox.get())]
+        arrived = self._post.receive(seconds=seconds)
+        return [] if arrived is None else [self._opened(*arrived)]
+
+    def _opened(self, rank: int, parcel: Parcel) -> tuple[int, Any]:
+        message, arrays = parcel
+        if isinstance(message, Left):
+            self._alive.remove(rank)
+            return rank, LOST
+        if isinstance(message, Answer):
+            self._outputs[rank] = arrays
+        return rank, message
+
+    @property
+    def alive(self) -> Sequence[int]:
+        return list(self._alive)
+
+
+class MpiControl:
+    """The end of a rank in a process of its own. It looks for work for `spin` seconds, if it may."""
+
+    def __init__(self, post: Post, spin: float = 0.0) -> None:
+        self._post = post
+        self._spin = spin
+        self._arrays: Any = None
+
+    def receive(self, spins: bool) -> Message:
+        arrived = self._post.receive(0, spin=self._spin if spins else 0.0)
+        assert arrived is not None
+        message, self._arrays = arrived[1]
+        return message  # type: ignore[no-any-return]
+
+    def arrays(self, order: Order) -> tuple[dict[str, Array], dict[str, Array]]:
+        feeds, initial = self._arrays
+        return feeds, initial
+
+    def send(self, message: Message | Left) -> None:
+        self._post.send(0, (message, None))
+
+    def answer(self, answer: Answer, outputs: Mapping[str, Array]) -> None:
+        self._post.send(0, (answer, dict(outputs)))
+
+    def room(self, backend: Backend) -> Room | None:
+        return None
+
+
+class OwnControl(MpiControl):
+    """The end of rank 0, which runs on a thread of the session's process."""
+
+    def __init__(self) -> None:
+        self.inbox: SimpleQueue[Parcel] = SimpleQueue()
+        self.outbox: SimpleQueue[Parcel] = SimpleQueue()
+
+    def receive(self, spins: bool) -> Message:
+        message, self._arrays = self.inbox.get()
+        return message  # type: ignore[no-any-return]
+
+    def send(self, message: Message | Left) -> None:
+        self.outbox.put((message, None))
+
+    def answer(self, answer: Answer, outputs: Mapping[str, Array]) -> None:
+        self.outbox.put((answer, outputs))
+
+
+class MpiMail:
+    """What ranks tell each other in the session of this number: see Mail."""
+
+    def __init__(self, post: Post, session: int) -> None:
+        self._post = post
+        self._session = session
+
+    def tell(self, target: int, name: str | None, value: Any) -> None:
+        # A rank goes on at once, and may write to its arrays while MPI still reads from them.
+        self._post.send(target, (self._session, name, _copied(value)))
+
+    def hear(self, source: int) -> tuple[str | None, Any]:
+        while True:
+            arrived = self._post.receive(source)
+            assert arrived is not None
+            session, name, value = arrived[1]
+            if session == self._session:  # and not of one that could not be opened, whose ranks did not listen any more
+                return name, value
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_copied(each) for each in value]
+    return value.copy() if isinstance(value, np.ndarray) else value

