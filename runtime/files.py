@@ -1,15 +1,41 @@
-"""Files that are written whole or not at all, and never over what is read."""
+"""Files that are written whole or not at all, and never over what is read. Files of others that are read."""
 
 from __future__ import annotations
 
+import json
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.units import format_bytes
+
+# The most bytes of a file that is read whole.
+MOST_BYTES = 1 << 30
+
+
+def check_regular(path: Path) -> None:
+    """Raise MisuseError unless the path leads to a regular file of at most MOST_BYTES: a pipe may never end."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise MisuseError(f"can't read {path}: {error.strerror}") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise MisuseError(f"can't read {path}: it is {'a folder' if path.is_dir() else 'no regular file'}")
+    if found.st_size > MOST_BYTES:
+        size, most = format_bytes(found.st_size), format_bytes(MOST_BYTES)
+        raise MisuseError(f"can't read {path}: it has {size}, and such files have {most} at most")
+
+
+def parse_json(content: bytes, what: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """JSON in any of its encodings. `pairs` makes its objects. Raises MisuseError, which begins with `what`."""
+    try:
+        return json.loads(content, object_pairs_hook=pairs)
+    except (ValueError, RecursionError) as error:
+        raise MisuseError(f"{what}: {error}") from error
 
 
 def check_output(path: Path, read: Iterable[Path]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from splitc.compiler.frontend.asked_shapes import Shape
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.rank_plan import Rematerialized
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.files import written_whole
+from splitc.runtime.files import parse_json, written_whole
 from splitc.runtime.manifest import Source, State
 
 SCHEMA = 2
@@ -169,11 +168,11 @@ def write_plan(plan: Plan, path: Path) -> None:
 def read_plan(path: Path) -> PlanFile:
     """Read plan.json. Raises MisuseError if the file is missing, is no plan, or has a key twice."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
+        content = parse_json(path.read_bytes(), f"{path} is no plan", _without_duplicates)
         return msgspec.convert(content, PlanFile)
     except FileNotFoundError:
         raise MisuseError(f"no such plan: {path}") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, msgspec.ValidationError) as error:
+    except (OSError, msgspec.ValidationError) as error:
         raise MisuseError(f"{path} is no plan: {error}") from error
     except _Duplicate as error:
         raise MisuseError(f'{path} has the line "{error.args[0]}" twice') from None

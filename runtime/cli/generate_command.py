@@ -51,7 +51,7 @@ def generate_command(
             ids,
             max_new_tokens=max_new_tokens,
             sampling=sampling,
-            stop_tokens=stop or (text.stop_tokens if text else []),
+            stop_tokens=stop or (text.find_endings() if text else []),
             prompt_chunk=prompt_chunk,
             prefill=first,
             timings=timings,

@@ -2,25 +2,60 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.files import check_regular
+from splitc.runtime.generate.endings import find_endings
+from splitc.runtime.units import shortened
 
-# The files beside a tokenizer that say which token ends a text, and the keys in them.
-CONFIGS = ("generation_config.json", "config.json", "tokenizer_config.json")
-ENDINGS = ("eos_token_id", "eos_token")
+# A token's number as users write it.
+NUMBER = re.compile(r"\s*[+-]?[0-9]{1,30}\s*")
+
+
+@contextmanager
+def _library(failed: str) -> Iterator[None]:
+    """Whatever the library tokenizers raises becomes a MisuseError that begins with `failed`.
+
+    Its errors have no base of their own, and its panics derive from BaseException.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        raise MisuseError(f"{failed}: {error}") from error
+
+
+@contextmanager
+def _muted_stderr() -> Iterator[None]:
+    """Drop what is written to the process's standard error: a library that panics writes a trace there."""
+    try:
+        kept = os.dup(2)
+    except OSError:  # it is closed
+        yield
+        return
+    with Path(os.devnull).open("wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 @dataclass
 class Text:
-    """A tokenizer, the tokens that end a text, and a stream that decodes tokens one by one."""
+    """A tokenizer from a file, and a stream that decodes tokens one by one."""
 
     tokenizer: Any
-    stop_tokens: list[int]
+    file: Path
     _stream: Any
 
     @staticmethod
@@ -32,40 +67,44 @@ class Text:
         except ImportError:
             raise MisuseError("--tokenizer needs the library tokenizers: pip install 'splitc[generate]'") from None
         file = path / "tokenizer.json" if path.is_dir() else path
-        if not file.is_file():
+        if not file.exists():
             raise MisuseError(f"no such tokenizer: {file}")
-        try:
-            tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # the library's errors have no other base
-            raise MisuseError(f"{file} is no tokenizer.json: {error}") from error
-        return Text(tokenizer, _find_stops(tokenizer, file.parent), DecodeStream(skip_special_tokens=True))
+        check_regular(file)
+        with _library(f"{file} is no tokenizer.json"), _muted_stderr():
+            return Text(Tokenizer.from_file(str(file)), file, DecodeStream(skip_special_tokens=True))
+
+    def find_endings(self) -> list[int]:
+        """The tokens that end a text, by the files beside the tokenizer. Raises as `endings.find_endings`."""
+        return find_endings(self.file.parent, self._number_of)
+
+    def _number_of(self, token: str) -> int | None:
+        with _library(f"{self.file} can't look up {token!a}"):
+            number: int | None = self.tokenizer.token_to_id(token)
+        return number
 
     def encode(self, text: str) -> list[int]:
-        """A text's token ids, including special ones that the tokenizer adds."""
-        return list(self.tokenizer.encode(text).ids)
+        """A text's token ids, including special ones that the tokenizer adds.
+
+        Raises MisuseError for a text with bytes that are no UTF-8, and for one that the tokenizer can't read.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise MisuseError(
+                f"the prompt is no UTF-8: see {text[error.start]!a}, its character {error.start + 1}"
+            ) from None
+        with _library(f"{self.file} can't read the prompt"), _muted_stderr():
+            return list(self.tokenizer.encode(text).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens."""
-        return str(self.tokenizer.decode(list(tokens)))
+        with _library(f"{self.file} can't decode tokens"):
+            return str(self.tokenizer.decode(list(tokens)))
 
     def step(self, token: int) -> str:
         """The text that one more token adds; empty as long as a character is incomplete."""
-        return self._stream.step(self.tokenizer, token) or ""
-
-
-def _find_stops(tokenizer: Any, folder: Path) -> list[int]:
-    """The tokens that end a text, from the files beside the tokenizer."""
-    for name in CONFIGS:
-        try:
-            config = json.loads((folder / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        for key in ENDINGS:
-            found = config.get(key)
-            token = tokenizer.token_to_id(found) if isinstance(found, str) else found
-            if token is not None:
-                return [each for each in (token if isinstance(token, list) else [token]) if isinstance(each, int)]
-    return []
+        with _library(f"{self.file} can't decode the token {token}"):
+            return self._stream.step(self.tokenizer, token) or ""
 
 
 def read_prompt(text: Text | None, prompt: str | None, prompt_ids: str | None) -> list[int]:
@@ -76,7 +115,10 @@ def read_prompt(text: Text | None, prompt: str | None, prompt_ids: str | None) -
         if text is None:
             raise MisuseError("--prompt needs a --tokenizer; without one, give --prompt-ids 1,2,3")
         return text.encode(prompt)
-    try:
-        return [int(each) for each in (prompt_ids or "").split(",")]
-    except ValueError:
-        raise MisuseError(f"can't read --prompt-ids {prompt_ids}: write whole numbers, as in 1,2,3") from None
+    given = (prompt_ids or "").split(",")
+    if wrong := [each for each in given if not NUMBER.fullmatch(each)]:
+        raise MisuseError(
+            f"can't read --prompt-ids {shortened(prompt_ids or '')}: '{shortened(wrong[0])}' is no number of a token; "
+            "write whole numbers, as in 1,2,3"
+        )
+    return list(map(int, given))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import reprlib
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 import numpy.typing as npt
 
+from splitc.runtime.arrays import number_type
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.conversation import Conversation, ModelRunner
 from splitc.runtime.generate.sampling import Sampling, choose_token
@@ -74,16 +77,18 @@ def generate(
 
 def _check_prompt(manifest: Manifest, signature: LanguageSignature, prompt: npt.ArrayLike) -> list[int]:
     """The prompt's tokens. Raises MisuseError if there are none, or some that the model does not know."""
-    array = np.asarray(prompt)
+    array = np.asarray(prompt, object)
     if not array.size:
         raise MisuseError("the prompt has no tokens")
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        shape = list(array.shape)
-        raise MisuseError(
-            f"a prompt is a list of the numbers of tokens, not an array of {array.dtype} with shape {shape}"
-        )
-    tokens: list[int] = array.tolist()
-    role = next(tensor.role for tensor in manifest.inputs if tensor.name == signature.ids)
-    if role is not None and role.rows and (unknown := [token for token in tokens if not 0 <= token < role.rows]):
-        raise MisuseError(f"the prompt has the token {unknown[0]}, and the model has a vocabulary of {role.rows}")
+    wrong = [each for each in array.flat if not isinstance(each, Integral) or isinstance(each, bool)]
+    if array.ndim != 1 or wrong:
+        what = f"has {reprlib.repr(wrong[0])}" if array.ndim == 1 else f"is an array of shape {list(array.shape)}"
+        raise MisuseError(f"a prompt is a list of the numbers of tokens, and this one {what}")
+    tokens = list(map(int, array))
+    ids = next(tensor for tensor in manifest.inputs if tensor.name == signature.ids)
+    known, types = ids.role.rows if ids.role is not None else 0, number_type(ids.dtype)
+    most = known or (np.iinfo(types).max + 1 if types.kind in "iu" else None)
+    if unknown := [token for token in tokens if token < 0 or (most is not None and token >= most)]:
+        has = f"has a vocabulary of {known}" if known else f"takes numbers from 0, of type {types}"
+        raise MisuseError(f"the prompt has the token {unknown[0]}, and the model {has}")
     return tokens

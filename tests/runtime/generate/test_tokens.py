@@ -21,6 +21,7 @@ from splitc.runtime.cli.commands import app
 from splitc.runtime.errors import MisuseError, SplitcError
 from splitc.runtime.generate.conversation import round_room
 from splitc.runtime.generate.tokens import Timings, generate
+from splitc.runtime.manifest import Tensor
 from tests.conftest import DECODER, LAYER
 from tests.helpers.greedy import plain_loop
 from tests.helpers.packages import MODES, compile_mode
@@ -53,6 +54,17 @@ def test_prompts_may_be_arrays(package: Path) -> None:
         for wrong in ([PROMPT], np.array(PROMPT, "f4"), "text"):
             with pytest.raises(MisuseError, match="a prompt is a list of the numbers of tokens"):
                 list(session.generate(wrong, max_new_tokens=4))
+        for unknown in (-1, 96, 2**40, 2**63, 2**80):
+            with pytest.raises(MisuseError, match=f"has the token {unknown}, and the model has a vocabulary of 96"):
+                list(session.generate([1, unknown, -1], max_new_tokens=4))
+
+
+def test_numbers_that_the_models_type_lacks_are_refused() -> None:
+    """Where the model does not say how many tokens it knows: they would be other tokens."""
+    ids = Tensor("input_ids", "int32", [1, "n"])
+    manifest: Any = SimpleNamespace(inputs=[ids], outputs=[Tensor("logits", "float32", [1, "n", 9])], states=[])
+    with pytest.raises(MisuseError, match="the token 4294967297, and the model takes numbers from 0, of type int32"):
+        next(generate(SimpleNamespace(manifest=manifest), [2**32 + 1]))  # type: ignore[arg-type]
 
 
 def test_prompt_through_a_package_of_its_own(package: Path, decoder: Path, tmp_path: Path) -> None:

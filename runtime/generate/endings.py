@@ -1,0 +1,72 @@
+"""Which tokens end a text, by the files beside a tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.files import check_regular, parse_json
+from splitc.runtime.units import shortened
+
+# The files that say it, the first of them that does, and the keys in them.
+CONFIGS = ("generation_config.json", "config.json", "tokenizer_config.json", "special_tokens_map.json")
+KEYS = ("eos_token_id", "eos_token")
+# What Python may write, beside tokens that were added to a tokenizer later.
+ADDED = "added_tokens_decoder"
+
+# The number of a token; None if the tokenizer has no such token.
+Lookup = Callable[[str], int | None]
+
+
+def find_endings(folder: Path, lookup: Lookup) -> list[int]:
+    """The tokens that end a text; empty if no file says it. Raises MisuseError for a file that can't be understood."""
+    for name in CONFIGS:
+        if not os.path.lexists(file := folder / name):
+            continue
+        config = _read(file)
+        for key in KEYS:
+            if found := _tokens(file, key, config.get(key), _with_added(config, lookup)):
+                return found
+    return []
+
+
+def _read(file: Path) -> dict[str, Any]:
+    check_regular(file)
+    config = parse_json(file.read_bytes(), f"{file} is no JSON")
+    if not isinstance(config, dict):
+        raise MisuseError(f"{file} is no JSON object, and should say which token ends a text: {_advice(config)}")
+    return config
+
+
+def _with_added(config: dict[str, Any], lookup: Lookup) -> Lookup:
+    """The tokenizer's lookup, and after it that of the tokens that the file adds, by their numbers."""
+    listed = config.get(ADDED)
+    added = {
+        token["content"]: int(number)
+        for number, token in (listed.items() if isinstance(listed, dict) else ())
+        if isinstance(token, dict) and isinstance(token.get("content"), str) and number.isdecimal()
+    }
+    return lambda token: found if (found := lookup(token)) is not None else added.get(token)
+
+
+def _tokens(file: Path, key: str, value: Any, lookup: Lookup) -> list[int]:
+    """The numbers of a token, or of a list of them, each given as a number, as text, or as an object with text."""
+    found = []
+    for each in value if isinstance(value, list) else [value]:
+        token = each.get("content") if isinstance(each, dict) else each
+        number = lookup(token) if isinstance(token, str) else token
+        if number is None:  # not given, or not known to the tokenizer
+            continue
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise MisuseError(f"{file}: '{key}' should be the token that ends a text: {_advice(value)}")
+        if number >= 0:  # some write -1 for none
+            found.append(number)
+    return found
+
+
+def _advice(value: Any) -> str:
+    return f"it is {shortened(json.dumps(value))}. Name the token that ends a text by its id, as --stop 2"
