@@ -55,6 +55,7 @@ class Admission:
         sequence: int | None,
         initial: Mapping[str, Array | Zeros],
         room: bool,
+        after: int | None,
         here: bool,
     ) -> Future[InFlightRequest]:
         """Start a request; see `Session.submit_request`. Waits while `in_flight` requests are in flight.
@@ -68,7 +69,7 @@ class Admission:
             raise MisuseError("a callback of a request can't wait for another one: submit() it, or run() it elsewhere")
         if not self._places.acquire(blocking=not self._in_callback):
             raise MisuseError("too many requests are in flight for a callback to submit another one: raise in_flight")
-        request = InFlightRequest(arrays, len(self._workers), self._done, sequence, initial, room)
+        request = InFlightRequest(arrays, len(self._workers), self._done, sequence, initial, room, after)
         future: Future[InFlightRequest] = Future()
         with self._order:
             try:
@@ -101,7 +102,7 @@ class Admission:
         if self.recordings is None:
             return None
         others = list(self._under_way)
-        if request.initial:
+        if request.initial and request.after is None:
             self.recordings.adopt(request)
         # Requests that override weights can't be replayed: they run through the host.
         key = None if not self._optional.isdisjoint(request.feeds) else self.recordings.takes(request)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
+from numbers import Integral
 from types import TracebackType
 from typing import Protocol
 
+import numpy as np
 import numpy.typing as npt
 
 from splitc.runtime.arrays import Array, Zeros
-from splitc.runtime.errors import SplitcError
+from splitc.runtime.errors import MisuseError, SplitcError
 from splitc.runtime.feeds import check_feeds
 from splitc.runtime.manifest import Manifest, State, Tensor
 from splitc.runtime.ranks.request import InFlightRequest
+
+# The largest capacity of a sequence, in tokens.
+MOST_CAPACITY = (1 << 31) - 1
 
 
 class SequenceRunner(Protocol):
@@ -34,9 +41,13 @@ class SequenceRunner(Protocol):
         sequence: int | None = None,
         initial: Mapping[str, Array | Zeros] | None = None,
         room: bool = False,
+        after: int | None = None,
         here: bool = False,
     ) -> Future[InFlightRequest]:
         """Start a request of this sequence, with checked feeds."""
+
+    def number_sequence(self) -> int:
+        """The number of another sequence on the ranks."""
 
     def join(self, request: InFlightRequest) -> dict[str, Array]:
         """The outputs of a request that all ranks have finished."""
@@ -57,12 +68,15 @@ class StateSequence:
 
     States are neither fed nor given: they begin as zeros (caches with length 0), and stay on the ranks. A state that
     one rank makes and another one takes is carried by this object. Several sequences may be open at once.
+
+    A sequence is for one thread at a time: while a request runs, `run`, `load` and `grow` of another thread raise
+    MisuseError, and `close` frees the states when the request has ended.
     """
 
-    def __init__(self, session: SequenceRunner, number: int, capacity: int | None) -> None:
+    def __init__(self, session: SequenceRunner, capacity: int | None) -> None:
         self._session = session
-        self._number = number
-        self._capacity = capacity
+        self._capacity = None if capacity is None else _check_capacity(capacity)
+        self._number = session.number_sequence()
         resident = {state.input for state in session.resident_states}
         self._carries = [state for state in session.manifest.states if state.input not in resident]
         inputs = {state.input for state in session.manifest.states}
@@ -72,39 +86,69 @@ class StateSequence:
         self._carried: dict[str, Array] = {}
         self._loaded: dict[str, Array] = {}
         self._begun = False
+        # The number that the ranks know the sequence by, if a request has begun, and the one before it grew.
+        self._held: list[int] = []
         # A sequence that is dropped without being closed: its session frees the states.
-        self._end = weakref.finalize(self, _drop, weakref.ref(session), number)
+        self._end = weakref.finalize(self, _drop, weakref.ref(session), self._held)
         self._end.atexit = False
-        self._failed = False
-        self._closed = False
+        self._busy = threading.Lock()
+        self._grows = self._failed = self._closed = False
 
     def run(self, feeds: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
         """Run the model on the feeds, which have no states. Returns the outputs that are not states.
 
-        Raises FeedError for feeds that do not fit the model, SplitcError after a failed run or after `close`.
+        Raises FeedError for feeds that do not fit the model, MisuseError while another thread uses the sequence,
+        SplitcError after a failed run or after `close`.
         """
-        self._check_open()
-        if self._failed:
-            raise SplitcError("a run of this sequence failed, so its states are lost: start another one")
-        arrays = check_feeds(feeds, self._fed, self._session.manifest.optional)
-        initial = {} if self._begun else self._loaded or self._zeros(arrays)
-        self._begun = self._failed = True
-        request = self._submit({**arrays, **self._carried}, initial).result()
-        outputs = self._session.join(request)
-        self._failed = False
-        self._carried = {state.input: outputs[state.output] for state in self._carries}
-        return {name: array for name, array in outputs.items() if name not in self._outputs}
+        with self._alone():
+            if self._failed:
+                raise SplitcError("a run of this sequence failed, so its states are lost: start another one")
+            arrays = check_feeds(feeds, self._fed, self._session.manifest.optional)
+            initial: Mapping[str, Array | Zeros] = {} if self._begun else self._loaded or self._zeros(arrays)
+            before = None
+            if self._grows and (initial := self._lengthen(self._zeros(arrays))):
+                # To the ranks, this is another sequence: a failure leaves the one before as it was.
+                before, self._number = self._number, self._session.number_sequence()
+            if self._number not in self._held:
+                self._held.append(self._number)
+            self._begun = self._failed = True
+            outputs = self._session.join(self._submit({**arrays, **self._carried}, initial, before).result())
+            self._failed = False
+            if before is not None:
+                self._held.remove(before)
+                self._session.forget(before)
+            self._carried = {state.input: outputs[state.output] for state in self._carries}
+            return {name: array for name, array in outputs.items() if name not in self._outputs}
 
     def load(self, states: Mapping[str, npt.ArrayLike]) -> None:
         """Begin with these states instead of zeros, by the names of their inputs. Only before the first run.
 
-        The arrays are copied. Raises FeedError for states that do not fit the model, SplitcError after a run or after
-        `close`.
+        The arrays are copied. Raises FeedError for states that do not fit the model, MisuseError while another thread
+        uses the sequence, SplitcError after a run or after `close`.
         """
-        self._check_open()
-        if self._begun or self._capacity is not None:
-            raise SplitcError("states can be loaded before the first run only, into a sequence without a capacity")
-        self._loaded = check_feeds(states, self._states, copy=True)
+        with self._alone():
+            if self._begun or self._capacity is not None:
+                raise SplitcError("states can be loaded before the first run only, into a sequence without a capacity")
+            self._loaded = check_feeds(states, self._states, copy=True)
+
+    def grow(self, capacity: int) -> None:
+        """Give the caches room for so many tokens, with the next run, which copies them once.
+
+        Raises MisuseError unless the sequence was started with a capacity, which is smaller, and while another thread
+        uses it; SplitcError after `close`.
+        """
+        with self._alone():
+            if self._capacity is None or _check_capacity(capacity) < self._capacity:
+                raise MisuseError(f"a sequence with a capacity of {self._capacity} can't grow to {capacity}")
+            self._grows = self._begun and (self._grows or capacity > self._capacity)
+            self._capacity = capacity
+
+    def _lengthen(self, zeros: Mapping[str, Zeros]) -> Mapping[str, Zeros]:
+        """What the ranks copy their states to. The states that are carried are lengthened here."""
+        self._grows = False
+        longer = {state.input: zeros[state.input] for state in self._session.manifest.states if state.in_place}
+        self._carried = {n: _lengthened(a, longer[n]) if n in longer else a for n, a in self._carried.items()}
+        return {name: each for name, each in longer.items() if name not in self._carried}
 
     def _zeros(self, feeds: Mapping[str, Array]) -> dict[str, Zeros]:
         """Zeros for each state. Sizes of symbols are those in the feeds."""
@@ -122,20 +166,39 @@ class StateSequence:
             for state in self._session.manifest.states
         }
 
-    def _submit(self, feeds: Mapping[str, Array], initial: Mapping[str, Array | Zeros]) -> Future[InFlightRequest]:
-        return self._session.submit_request(feeds, self._number, initial, self._capacity is not None, here=True)
+    def _submit(
+        self, feeds: Mapping[str, Array], initial: Mapping[str, Array | Zeros], before: int | None = None
+    ) -> Future[InFlightRequest]:
+        room = self._capacity is not None
+        return self._session.submit_request(feeds, self._number, initial, room, before, here=True)
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise SplitcError("this sequence is closed, and its states are gone: start another one")
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other threads out. Raises MisuseError if one is in, SplitcError if the sequence is closed."""
+        if not self._busy.acquire(blocking=False):
+            raise MisuseError("another thread uses this sequence, whose requests follow each other: wait for it")
+        try:
+            if self._closed:
+                raise SplitcError("this sequence is closed, and its states are gone: start another one")
+            yield
+        finally:
+            self._busy.release()
+            self._free_if_closed()
 
     def close(self) -> None:
-        """Free the states. The sequence can't run any more."""
+        """Free the states, after a request that another thread runs. The sequence can't run any more."""
         self._end.detach()
-        if self._begun and not self._closed:
-            self._session.forget(self._number)
         self._closed = True
-        self._carried, self._loaded = {}, {}
+        self._free_if_closed()
+
+    def _free_if_closed(self) -> None:
+        if self._closed and self._busy.acquire(blocking=False):
+            try:
+                self._carried, self._loaded = {}, {}
+                while self._held:
+                    self._session.forget(self._held.pop())
+            finally:
+                self._busy.release()
 
     def __enter__(self) -> StateSequence:
         return self
@@ -146,9 +209,22 @@ class StateSequence:
         self.close()
 
 
-def _drop(session: weakref.ref[SequenceRunner], number: int) -> None:
+def _drop(session: weakref.ref[SequenceRunner], held: list[int]) -> None:
     if (runner := session()) is not None:
-        runner.forget_later(number)
+        for number in held:
+            runner.forget_later(number)
+
+
+def _check_capacity(capacity: int) -> int:
+    """The capacity. Raises MisuseError if it is no number of tokens."""
+    if not isinstance(capacity, Integral) or isinstance(capacity, bool) or not 1 <= capacity <= MOST_CAPACITY:
+        raise MisuseError(f"capacity={capacity!r}: it is a number of tokens from 1 to {MOST_CAPACITY:,}")
+    return int(capacity)
+
+
+def _lengthened(array: Array, longer: Zeros) -> Array:
+    """The array with zeros behind it, up to the shape of `longer`."""
+    return np.pad(array, [(0, after - before) for before, after in zip(array.shape, longer.shape, strict=True)])
 
 
 def _zeros(state: State, tensor: Tensor, sizes: Mapping[str, int], batch: int, room: int) -> Zeros:

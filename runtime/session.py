@@ -201,13 +201,18 @@ class Session:
         """Open a sequence: its states (caches, recurrent states) stay on the ranks from request to request.
 
         With `capacity`, caches that an engine can write in place get room for this many tokens. Without it, and for
-        other caches, each request allocates new, longer ones. Raises MisuseError if the model has no states.
+        other caches, each request allocates new, longer ones. Raises MisuseError if the model has no states, and for a
+        capacity that is no number of tokens.
         """
         if not self.manifest.states:
             raise MisuseError(
                 f"{self.manifest.source.name} has no states: none of its outputs goes into an input again"
             )
-        return StateSequence(self, next(self._sequences), capacity)
+        return StateSequence(self, capacity)
+
+    def number_sequence(self) -> int:
+        """The number of another sequence on the ranks."""
+        return next(self._sequences)
 
     def generate(self, prompt: npt.ArrayLike, **options: Any) -> Iterator[int]:
         """Generate tokens after the prompt, one by one. For the options see `generate.tokens.generate`."""
@@ -219,16 +224,18 @@ class Session:
         sequence: int | None = None,
         initial: Mapping[str, Array | Zeros] | None = None,
         room: bool = False,
+        after: int | None = None,
         here: bool = False,
     ) -> Future[InFlightRequest]:
         """Start a request with checked feeds. With `sequence`, it belongs to that one, which begins with `initial`.
 
-        `room` says that the initial states have room for later tokens. With `here`, the calling thread does a replay,
+        `room` says that the initial states have room for later tokens, `after` that they continue those of another
+        sequence, which are shorter. With `here`, the calling thread does a replay,
         or reads the answers of processes, which is faster if it waits for the result anyway.
         """
         while self._dropped:
             self._admission.forget(self._dropped.popleft())
-        return self._admission.submit(arrays, sequence, initial or {}, room, here)
+        return self._admission.submit(arrays, sequence, initial or {}, room, after, here)
 
     def forget(self, sequence: int) -> None:
         """Free the states of a sequence."""

@@ -7,13 +7,15 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 import msgspec
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
@@ -25,15 +27,33 @@ from splitc.runtime.explained import Interrupted, explained
 WIDE = 200
 
 
+# What is shown of characters that control a terminal, or that turn the order of others around: not newlines and tabs.
+_VISIBLE = {
+    **{code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"},
+    127: 0x2421,
+    **dict.fromkeys([*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD),
+}
+
+
+def visible(text: str) -> str:
+    """The text without power over a terminal: names in models and files may have any characters."""
+    return text.translate(_VISIBLE)
+
+
 class _Console(Console):
     def on_broken_pipe(self) -> None:
         raise  # rich would end the process: a compile goes on
 
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=visible(segment.text))
+
 
 def _console(*, stderr: bool) -> Console:
-    # No markup: names of models, values and files may have brackets in them.
-    console = _Console(stderr=stderr, highlight=False, markup=False)
-    return console if console.is_terminal else _Console(stderr=stderr, highlight=False, markup=False, width=WIDE)
+    # No markup, and no names of emoji: names of models, values and files may have brackets and colons in them.
+    make = partial(_Console, stderr=stderr, highlight=False, markup=False, emoji=False)
+    console = make()
+    return console if console.is_terminal else make(width=WIDE)
 
 
 # Results go to standard output, everything else to standard error.
@@ -55,6 +75,12 @@ def print_json(result: Any) -> None:
     sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
 
 
+def print_output(text: str) -> None:
+    """Print text that is the user's own: as it is, but to a terminal only what is visible."""
+    sys.stdout.write(visible(text) if out.is_terminal else text)
+    sys.stdout.flush()
+
+
 def print_warning(text: str) -> None:
     """Print a warning on standard error."""
     err.print(Text.assemble(("warning: ", "yellow"), (text, "bold")), soft_wrap=True)
@@ -74,12 +100,26 @@ def _plain(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error("splitc.plain", _plain)
 
 
+# Of wrong options: click's, or, in later versions, a copy of typer's own.
+USAGE_ERROR: Any = typer.BadParameter.__base__
+
+
 class Commands(TyperGroup):
     """Commands that end with a SplitcError where the user or the system is the cause."""
+
+    def make_context(self, *args: Any, **extra: Any) -> Any:
+        try:
+            return super().make_context(*args, **extra)
+        except USAGE_ERROR as error:
+            error.message = visible(error.message)
+            raise
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except USAGE_ERROR as error:
+            error.message = visible(error.message)
+            raise
         except BrokenPipeError:
             raise
         except (Exception, KeyboardInterrupt) as error:

@@ -124,7 +124,13 @@ class Backend(Protocol):
         """The array as a value for the backend's engines."""
 
     def zeros(self, wanted: Mapping[str, Zeros]) -> dict[str, Any]:
-        """Zeros as values for the backend's engines, which may write to them, by name."""
+        """Zeros as values for the backend's engines, which may write to them, by name.
+
+        Raises EngineError if there is not enough memory.
+        """
+
+    def copy_front(self, value: Any, longer: Any, axis: int) -> None:
+        """Copy a value over the beginning of one that is longer along this axis."""
 
     def download(self, values: Mapping[str, Any]) -> dict[str, npt.NDArray[np.generic]]:
         """Values of the backend's engines as arrays on the host, by name. Waits until they are computed."""

@@ -21,6 +21,7 @@ from splitc.runtime.engines.gpu_array import GpuArray, Tape
 from splitc.runtime.engines.kernels import combine, copy
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.gpus import need_cupy
+from splitc.runtime.units import format_bytes
 
 # Seconds that a rank waits for its GPU before it reports that it hangs.
 PATIENCE = 120.0
@@ -103,7 +104,11 @@ class GpuDevice:
         """Memory for an array from CuPy's pool. When it is freed, the pool reuses it for later work on this stream."""
         size = bytes_of(shape, dtype)
         take = self.cuda.alloc if self.tape is None else self._private.malloc
-        memory = take(_rounded(max(1, size)))  # engines need an address even for empty arrays
+        try:
+            memory = take(_rounded(max(1, size)))  # engines need an address even for empty arrays
+        except MemoryError as error:  # CuPy's derives from it
+            free = format_bytes(self.cuda.runtime.memGetInfo()[0])
+            raise EngineError(f"{self.name} has {free} free, and {format_bytes(size)} more is needed") from error
         return GpuArray(memory.ptr, shape, dtype, memory)
 
     def _allocate_for_ever(self, size: int) -> Any:
@@ -204,6 +209,16 @@ class GpuDevice:
     def copy_over(self, target: GpuArray, value: GpuArray) -> None:
         """Copy an array of this GPU over another one of the same size."""
         self._copy(target.pointer, value.pointer, value.nbytes, self.cuda.runtime.memcpyDeviceToDevice)
+        self.keep(value)
+
+    def copy_front(self, value: GpuArray, longer: GpuArray, axis: int) -> None:
+        """See Backend. What comes before the axis are rows."""
+        rows = math.prod(value.shape[:axis])
+        if size := value.nbytes // max(1, rows):
+            pitch, kind = longer.nbytes // rows, self.cuda.runtime.memcpyDeviceToDevice
+            self.cuda.runtime.memcpy2DAsync(
+                longer.pointer, pitch, value.pointer, size, size, rows, kind, self.stream.ptr
+            )
         self.keep(value)
 
     def combine(self, operation: str, parts: Sequence[GpuArray], whole: GpuArray) -> None:

@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
+import psutil
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from splitc.runtime.arrays import Zeros, accumulate_arrays, number_type
+from splitc.runtime.arrays import Zeros, accumulate_arrays, bytes_of, number_type
 from splitc.runtime.engines import Communicator, Room
 from splitc.runtime.engines.engine_kind import BackendOptions
 from splitc.runtime.errors import EngineError, FollowingError, PackageError
 from splitc.runtime.onnx_types import CODES, NAMES
+from splitc.runtime.units import format_bytes
 
 # ONNX Runtime's errors, which have no common base but Exception.
 ERRORS = (
@@ -37,6 +39,8 @@ ERRORS = (
 )
 
 
+# States from this many bytes on are compared with the memory that is free, which takes a while.
+LARGE = 1 << 26
 # What operators say that give up a collective since another rank has failed.
 _GIVEN_UP = "was given up"
 
@@ -187,13 +191,24 @@ class OnnxRuntimeBackend:
         return host_value(array)
 
     def zeros(self, wanted: Mapping[str, Zeros]) -> dict[str, ort.OrtValue]:
+        check_free(sum(bytes_of(each.shape, each.dtype) for each in wanted.values()))
         return {name: host_value(np.zeros(each.shape, number_type(each.dtype))) for name, each in wanted.items()}
+
+    def copy_front(self, value: ort.OrtValue, longer: ort.OrtValue, axis: int) -> None:
+        front = host_array(value)
+        np.moveaxis(host_array(longer), axis, 0)[: front.shape[axis]] = np.moveaxis(front, axis, 0)
 
     def download(self, values: Mapping[str, Any]) -> dict[str, npt.NDArray[np.generic]]:
         return {name: host_array(value) for name, value in values.items()}
 
     def accumulate(self, operation: str, total: ort.OrtValue, part: ort.OrtValue) -> None:
         accumulate_arrays(operation, host_array(total), host_array(part))
+
+
+def check_free(size: int) -> None:
+    """Raise EngineError if this machine has not so many bytes for states: memory is only taken when it is used."""
+    if size >= LARGE and size > (free := psutil.virtual_memory().available):
+        raise EngineError(f"the states of a sequence need {format_bytes(size)}, and {format_bytes(free)} is free")
 
 
 def host_value(array: npt.NDArray[Any]) -> ort.OrtValue:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +17,8 @@ from splitc.runtime.manifest import Manifest
 from splitc.runtime.sequence import StateSequence
 
 Logits = npt.NDArray[Any]
+# Tokens that caches have room for at first, beyond the prompt, and more of when they grow.
+AHEAD = 4096
 # The least room of a conversation that is replayed, in tokens.
 LEAST_ROOM = 256
 
@@ -41,43 +44,61 @@ class ModelRunner(Protocol):
 class Conversation:
     """Reads tokens, and gives the logits after the last one, [vocabulary]. A model without states reads all again.
 
-    `room` is for so many tokens, or None. If the session replays requests, there is more: see `round_room`.
+    The prompt is of so many tokens, and at most `most` are read in all. Caches that are written in place have room for
+    some tokens after the prompt at first, and grow; with None, they are made anew by each request. If the session
+    replays requests, rooms are larger: see `round_room`.
     """
 
-    def __init__(self, session: ModelRunner, signature: LanguageSignature, room: int | None) -> None:
+    def __init__(self, session: ModelRunner, signature: LanguageSignature, prompt: int, most: int | None) -> None:
         self._session = session
         self._signature = signature
-        self._exact = room
-        self._room = room if room is None or not session.replays else round_room(room)
+        self._most = most
+        self._chunk = 1
         self._tokens: list[int] = []
         self._sequence: StateSequence | None = None
-        self._open()
+        self._feeder = Feeder(session.manifest, signature)
+        self._choose_room(prompt)
+        self._open(self._room)
 
-    def _open(self) -> None:
-        self._feeder = Feeder(self._session.manifest, self._signature, self._room)
+    def _choose_room(self, tokens: int) -> None:
+        """Choose a room for so many tokens and some more, and the least one that would do as well."""
+        self._least = self._room = None
+        if self._most is not None and any(state.in_place for state in self._session.manifest.states):
+            self._least = min(self._most, tokens + max(AHEAD, tokens // 4))
+            self._room = round_room(self._least) if self._session.replays else self._least
+
+    def _open(self, room: int | None) -> None:
+        self._room = self._feeder.room = room
         if self._session.manifest.states:
-            self._sequence = self._session.start(self._room)
+            self._sequence = self._session.start(room)
 
     def read_prompt(self, prompt: Sequence[int], chunk: int) -> Logits:
         """Read a prompt first, in chunks."""
-        size = self._feeder.chunk(len(prompt), chunk)
+        self._chunk = self._feeder.chunk(len(prompt), chunk)
         if self._sequence is None:
             return self.read(prompt)
-        try:
-            return self._read_chunks(prompt, size)
-        except EngineError:
-            if self._room == self._exact:
-                raise
-        # A model may have tables for so many tokens and no more, of which the manifest knows nothing.
-        self.close()
-        self._room, self._tokens = self._exact, []
-        self._open()
-        return self._read_chunks(prompt, size)
+        return self._or_in_least_room(partial(self._read_chunks, prompt), prompt)
 
-    def _read_chunks(self, prompt: Sequence[int], size: int) -> Logits:
+    def _or_in_least_room(self, read: Callable[[], Logits], new: Sequence[int]) -> Logits:
+        """Read new tokens. If an engine fails, it may be due to the room: all tokens are read again with the least one.
+
+        A model may have tables for so many tokens and no more, of which the manifest knows nothing.
+        """
+        tokens = [*self._tokens, *new]
+        try:
+            return read()
+        except EngineError:
+            if self._room == self._least:
+                raise
+        self.close()
+        self._tokens = []
+        self._open(self._least)
+        return self._read_chunks(tokens)
+
+    def _read_chunks(self, tokens: Sequence[int]) -> Logits:
         logits: Logits = np.empty(0)
-        for first in range(0, len(prompt), size):
-            logits = self.read(prompt[first : first + size])
+        for first in range(0, len(tokens), self._chunk):
+            logits = self._read(tokens[first : first + self._chunk])
         return logits
 
     def read_prompt_with(self, prefill: ModelRunner, prompt: Sequence[int]) -> Logits:
@@ -98,6 +119,15 @@ class Conversation:
 
     def read(self, new: Sequence[int]) -> Logits:
         """Read tokens after those before."""
+        total = len(self._tokens) + len(new)
+        if self._sequence is None or self._room is None or total <= self._room:
+            return self._read(new)
+        self._choose_room(total)
+        self._sequence.grow(self._room)
+        self._feeder.room = self._room
+        return self._or_in_least_room(partial(self._read, new), new)
+
+    def _read(self, new: Sequence[int]) -> Logits:
         self._tokens.extend(new)
         run = self._session.run if self._sequence is None else self._sequence.run
         fed = self._tokens if self._sequence is None else new

@@ -21,15 +21,17 @@ class Feeder:
         self._inputs = {tensor.name: tensor for tensor in manifest.inputs}
         # If caches are written in place, they have room for all tokens from the beginning, and so has the mask. Then no
         # size changes from token to token, and requests can be replayed.
-        self._room = room if manifest.states and all(state.in_place for state in manifest.states) else None
+        self._in_place = bool(manifest.states) and all(state.in_place for state in manifest.states)
+        self.room = room
 
     def chunk(self, prompt: int, wanted: int) -> int:
         """The number of tokens in one run of the prompt. Raises MisuseError if the model has a fixed length above 1."""
-        shape = self._inputs[self.signature.ids].shape
-        fixed = None if shape is None else shape[1]
+        ids = self._inputs[self.signature.ids]
+        fixed = None if ids.shape is None else ids.shape[1]
         if isinstance(fixed, int) and fixed != 1:
             raise MisuseError(f"can't generate with a model that takes {fixed} tokens at a time, no more and no less")
-        return 1 if fixed == 1 else max(1, min(wanted, prompt))
+        most = prompt if ids.max_shape is None else ids.max_shape[1]
+        return 1 if fixed == 1 else max(1, min(wanted, prompt, most))
 
     def feeds(self, new: Sequence[int], total: int) -> dict[str, Array]:
         """The feeds for `new` tokens, which are the last ones of `total`."""
@@ -51,7 +53,7 @@ class Feeder:
         ids = self._inputs[self.signature.ids]
         if tensor.shape == ids.shape and length is not None:
             return np.ones((1, new))
-        room = length if isinstance(length, int) else self._room or total
+        room = length if isinstance(length, int) else (self.room if self._in_place else None) or total
         if total > room:
             raise MisuseError(f"the model has room for {room} tokens, and the sequence comes to {total}")
         return (np.arange(room) < total)[None]

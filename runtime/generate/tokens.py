@@ -14,6 +14,7 @@ import numpy.typing as npt
 from splitc.runtime.arrays import number_type
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.conversation import Conversation, ModelRunner
+from splitc.runtime.generate.room import count_tokens
 from splitc.runtime.generate.sampling import Sampling, choose_token
 from splitc.runtime.generate.signature import LanguageSignature, find_signature
 from splitc.runtime.manifest import Manifest
@@ -36,7 +37,7 @@ def generate(
     session: ModelRunner,
     prompt: npt.ArrayLike,
     *,
-    max_new_tokens: int = 100,
+    max_new_tokens: int | None = None,
     sampling: Sampling = Sampling(),
     stop_tokens: Collection[int] = (),
     prompt_chunk: int = PROMPT_CHUNK,
@@ -45,29 +46,32 @@ def generate(
 ) -> Iterator[int]:
     """Generate tokens after those of the prompt, one by one, up to a stop token, which is not given.
 
-    The caches stay on the ranks. A long prompt is run in chunks, or by the package `prefill`: a model that makes caches
-    but takes none, which exporters write beside the decoder. A model without states gets all tokens again for each new
-    one. `timings` is filled meanwhile. Raises MisuseError for an empty prompt, and for a model that is no language
-    model.
+    Without `max_new_tokens` they are 100, or fewer if the model has no room for more. The caches stay on the ranks. A
+    long prompt is run in chunks, or by the package `prefill`: a model that makes caches but takes none, which exporters
+    write beside the decoder. A model without states gets all tokens again for each new one. `timings` is filled
+    meanwhile. Raises MisuseError for an empty prompt, for more tokens than the model has room for, and for a model that
+    is no language model.
     """
     signature = find_signature(session.manifest)
     prompt = _check_prompt(session.manifest, signature, prompt)
+    count = count_tokens(session.manifest, signature, len(prompt), max_new_tokens)
     timings = timings if timings is not None else Timings()
     generator = np.random.default_rng(sampling.seed)
     start = time.perf_counter()
-    conversation = Conversation(session, signature, None if prefill is not None else len(prompt) + max_new_tokens)
+    most = None if prefill is not None else len(prompt) + max(1, count) - 1
+    conversation = Conversation(session, signature, len(prompt), most)
     try:
         if prefill is not None and session.manifest.states:
             logits = conversation.read_prompt_with(prefill, prompt)
         else:
             logits = conversation.read_prompt(prompt, prompt_chunk)
         timings.prompt_tokens, timings.prompt_seconds = len(prompt), time.perf_counter() - start
-        for number in range(max_new_tokens):
+        for number in range(count):
             token = choose_token(logits, sampling, generator)
             if token in stop_tokens:
                 return
             yield token
-            if number + 1 < max_new_tokens:
+            if number + 1 < count:
                 start = time.perf_counter()
                 logits = conversation.read([token])
                 timings.tokens, timings.seconds = number + 1, timings.seconds + time.perf_counter() - start

@@ -38,7 +38,7 @@ class Start(Struct, frozen=True, array_like=True, tag=True):
 class Order(Struct, frozen=True, array_like=True, tag=True):
     """A request. Its feeds, and its initial states that are not zeros, are in the slot of its number.
 
-    `unused` are the buffers of each rank that it may use again.
+    For `sequence`, `room` and `after` see InFlightRequest. `unused` are the buffers of each rank that it may use again.
     """
 
     number: int
@@ -47,6 +47,7 @@ class Order(Struct, frozen=True, array_like=True, tag=True):
     zeros: dict[str, Zeros]
     sequence: int | None
     room: bool
+    after: int | None
     renewed: bool
     unused: tuple[tuple[int, ...], ...]
 

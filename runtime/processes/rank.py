@@ -106,7 +106,8 @@ class RankProcess:
     def _read(self, order: Order) -> InFlightRequest:
         feeds, loaded = self._control.arrays(order)
         initial: dict[str, Array | Zeros] = {**order.zeros, **loaded}
-        return InFlightRequest(feeds, 1, partial(self._answer, order.number), order.sequence, initial, order.room)
+        answer = partial(self._answer, order.number)
+        return InFlightRequest(feeds, 1, answer, order.sequence, initial, order.room, order.after)
 
     def _answer(self, number: int, request: InFlightRequest) -> None:
         """Give the session the outputs of a request, or its error."""

@@ -78,7 +78,8 @@ class RemoteRanks(ABC):
         number, self._count = self._count, self._count + 1
         zeros = {name: each for name, each in request.initial.items() if isinstance(each, Zeros)}
         loaded = [(name, each) for name, each in request.initial.items() if not isinstance(each, Zeros)]
-        order = Order(number, (), (), zeros, request.sequence, request.room, False, ())
+        how = request.sequence, request.room, request.after
+        order = Order(number, (), (), zeros, *how, False, ())
         self._requests[number] = request  # before its answer may come
         try:
             self._wire.order(order, list(request.feeds.items()), loaded)

@@ -34,8 +34,9 @@ class InFlightRequest:
     """A request in flight. Each rank adds its outputs, and the last one calls `done`.
 
     `sequence` is the number of the request's sequence, `initial` the states that the sequence begins with. With `room`,
-    the states have room for all later tokens, and are written in place. `waiting` is the number of ranks that have not
-    finished. `outputs` and `served` are by rank.
+    the states have room for all later tokens, and are written in place. With `after`, the sequence goes on from that
+    one: its states are copied into the beginning of `initial`, which are longer. `waiting` is the number of ranks that
+    have not finished. `outputs` and `served` are by rank.
     """
 
     feeds: Mapping[str, Array]
@@ -44,6 +45,7 @@ class InFlightRequest:
     sequence: int | None = None
     initial: Mapping[str, Array | Zeros] = field(default_factory=dict)
     room: bool = False
+    after: int | None = None
     outputs: dict[int, dict[str, Array]] = field(default_factory=dict)
     served: dict[int, Served] = field(default_factory=dict)
     error: BaseException | None = None

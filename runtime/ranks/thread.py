@@ -71,7 +71,7 @@ class Worker(threading.Thread):
         self._rank = rank
         stays = [state for state in states if state.input in rank.inputs]
         self.resident = {state.input: state.output for state in stays}
-        self._in_place = [state for state in stays if state.in_place]
+        self._in_place = {state.input: state for state in stays if state.in_place}
         self._package = package
         self.ready: Future[None] = Future()
         self.capture_blocker: str | None = None
@@ -196,7 +196,7 @@ class Worker(threading.Thread):
     def _run_request(self, request: InFlightRequest) -> tuple[Callable[[], dict[str, Array]], list[Span]]:
         """Run the program. Returns a function that waits for the outputs, and when each step ran."""
         before = self.sequences.get(request.sequence)
-        states = self.backend.zeros(self.zeros_of(request)) if before is None else before
+        states = self._begin_states(request) if before is None else before
         values, spans = self.execute(request, states, partial(self._upload, request))
         if request.sequence is not None:
             kept = {n: self.backend.persist_state(values[output], states.get(n)) for n, output in self.resident.items()}
@@ -204,6 +204,18 @@ class Worker(threading.Thread):
             if changed:  # recordings go by this dict's id
                 self.sequences[request.sequence] = kept
         return self.backend.fetch({name: values[name] for name in self.given(request)}, self.room), spans
+
+    def _begin_states(self, request: InFlightRequest) -> dict[str, Any]:
+        """The states that a sequence begins with on this rank: zeros, or those of the one that it goes on from."""
+        made = self.backend.zeros(self.zeros_of(request))
+        if request.after is None:
+            return made
+        known = self.sequences.get(request.after, {})
+        for name, longer in made.items():
+            axis = self._in_place[name].grows
+            assert axis is not None
+            self.backend.copy_front(known[name], longer, axis)
+        return {**known, **made}
 
     def execute(
         self, request: InFlightRequest, states: Mapping[str, Any], upload: Callable[[str], Any]
@@ -215,7 +227,7 @@ class Worker(threading.Thread):
             fed = {name: states[name] if name in states else upload(name) for name in self._rank.inputs}
             fed.update({value: upload(value) for value, each in self._overrides.items() if each.input in request.feeds})
             if request.room:
-                into.update({state.output: fed[state.input] for state in self._in_place})
+                into.update({state.output: fed[name] for name, state in self._in_place.items()})
             return fed
 
         return execute(self._program, self.collectives, feeds, self.backend.accumulate, into)

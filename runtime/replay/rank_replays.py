@@ -96,7 +96,7 @@ class RankReplays:
         gpu = worker.backend
         assert isinstance(gpu, GpuDevice)
         self._kept.requests += 1
-        if request.initial:
+        if request.initial and request.after is None:
             self._adopt(worker, gpu, request)
         runs_eagerly = bool(request.initial)
         if request.sequence is not None and not self._sequences:

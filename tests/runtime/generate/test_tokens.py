@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
+from msgspec.structs import replace as replace_struct
 from typer.testing import CliRunner
 
 from models.llama import Size, build
@@ -18,13 +19,18 @@ from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
 from splitc.runtime.cli.commands import app
-from splitc.runtime.errors import MisuseError, SplitcError
+from splitc.runtime.errors import EngineError, MisuseError, SplitcError
+from splitc.runtime.generate import conversation
 from splitc.runtime.generate.conversation import round_room
+from splitc.runtime.generate.room import find_room
+from splitc.runtime.generate.signature import LanguageSignature
 from splitc.runtime.generate.tokens import Timings, generate
-from splitc.runtime.manifest import Tensor
-from tests.conftest import DECODER, LAYER
+from splitc.runtime.manifest import Role, State, Tensor
+from splitc.runtime.sequence import StateSequence
+from tests.conftest import DECODER, LAYER, until
 from tests.helpers.greedy import plain_loop
 from tests.helpers.packages import MODES, compile_mode
+from tests.helpers.workers import workers_of
 
 PROMPT = [5, 17, 33, 2, 90, 41, 8]
 
@@ -140,9 +146,109 @@ def test_caches_with_room_give_the_tokens_of_caches_that_grow(tmp_path: Path) ->
     assert tokens_of(build_fused(SMALL), tmp_path / "pieces", 20, prompt_chunk=1) == whole
 
 
-def test_full_cache_is_said(tmp_path: Path) -> None:
-    with pytest.raises(MisuseError, match="the model has room for 8 tokens, and the sequence comes to 9"):
-        tokens_of(build(replace(SMALL, capacity=8)), tmp_path, 20)
+def test_more_than_the_room_is_refused_before_the_first_token(tmp_path: Path) -> None:
+    """And what the caller leaves open ends with the room."""
+    save(build(replace(SMALL, capacity=8)), tmp_path / "model.onnx")
+    compile_model(plan_model(tmp_path / "model.onnx", ["2xcpu"], LAYER), tmp_path / "package")
+    with Session(tmp_path / "package") as session:
+        tokens = list(session.generate([3, 1, 4, 1, 5]))
+        assert len(tokens) == 4, "the last one is not read again"
+        assert list(session.generate([3, 1, 4, 1, 5], max_new_tokens=4)) == tokens
+        with pytest.raises(MisuseError, match=r"room for 8 tokens, .* and 5 new ones need 9 .* ask for 4"):
+            next(session.generate([3, 1, 4, 1, 5], max_new_tokens=5))
+        with pytest.raises(MisuseError, match="room for 8 tokens, and the prompt has 9"):
+            next(session.generate([1] * 9))
+        assert list(session.generate([1] * 8, max_new_tokens=1))
+
+
+def test_rooms_that_the_manifest_knows() -> None:
+    """A table of positions, a mask of one length, what engines are built for: caches are read without the newest."""
+    ids = Tensor("input_ids", "int64", [1, "n"], max_shape=[1, 4])
+    mask = Tensor("mask", "int64", [1, "total"], role=Role("mask"), max_shape=[1, 50])
+    positions = Tensor("positions", "int64", [1, "n"], role=Role("positions", 40))
+    cache = Tensor("past", "float32", [1, "past", 8], max_shape=[1, 30, 8])
+    whole = LanguageSignature("input_ids", "mask", "positions", "logits")
+
+    def room(inputs: list[Tensor], signature: LanguageSignature, *states: State) -> int | None:
+        manifest: Any = SimpleNamespace(inputs=inputs, states=list(states))
+        return find_room(manifest, signature)
+
+    assert room([ids, mask, positions, cache], whole, State("past", "present", 1)) == 31
+    assert room([ids, mask, positions, cache], whole, State("past", "present", 1, in_place=True)) == 30
+    assert room([ids, mask, positions], whole) == 4
+    longer = [ids, mask, positions, replace_struct(cache, max_shape=None)]
+    assert room(longer, whole, State("past", "present", 1)) == 40
+    assert room(longer, replace(whole, positions=None), State("past", "present", 1)) == 50
+    assert room(longer, LanguageSignature("input_ids", None, None, "logits"), State("past", "present", 1)) is None
+
+
+GROWING = {
+    "layer": ("2xcpu", Request(split_mode="layer")),
+    "tensor": ("2xcpu", Request(split_mode="tensor")),
+    "row": ("2xcpu", Request(split_mode="row", row_min=16)),
+}
+
+
+@pytest.fixture(params=GROWING)
+def in_place(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A package whose caches have room."""
+    devices, asked = GROWING[request.param]
+    save(build_fused(SMALL), tmp_path / "model.onnx")
+    compile_model(plan_model(tmp_path / "model.onnx", [devices], asked), tmp_path / "package")
+    return tmp_path / "package"
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+@pytest.mark.parametrize("ahead", [1, 7])
+def test_rooms_grow(in_place: Path, ranks: str, ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens are those of a conversation that had the room from the beginning."""
+    with Session(in_place, ranks=ranks) as session:
+        expected = list(session.generate([3, 1, 4, 1, 5], max_new_tokens=30))
+        monkeypatch.setattr(conversation, "AHEAD", ahead)
+        assert list(session.generate([3, 1, 4, 1, 5], max_new_tokens=30)) == expected
+        # Rounded rooms, as replays have them.
+        monkeypatch.setattr(conversation, "LEAST_ROOM", 8)
+        monkeypatch.setattr(Session, "replays", True)
+        assert list(session.generate([3, 1, 4, 1, 5], max_new_tokens=30)) == expected
+        if ranks == "threads":
+            until(lambda: not any(worker.sequences for worker in workers_of(session)))
+    assert len(set(expected)) > 3
+
+
+def test_a_room_that_is_too_large_for_a_model_does_not_end_the_text(
+    in_place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The least room is tried then, and all tokens are read again."""
+    tried = []
+    begin = StateSequence._zeros
+
+    def limited(self: StateSequence, feeds: Any) -> Any:
+        tried.append(self._capacity)
+        if self._capacity > 20:  # type: ignore[operator]
+            raise EngineError("on purpose")
+        return begin(self, feeds)
+
+    with Session(in_place) as session:
+        expected = list(session.generate([3, 1, 4, 1, 5], max_new_tokens=16))
+        monkeypatch.setattr(conversation, "AHEAD", 2)
+        monkeypatch.setattr(conversation, "LEAST_ROOM", 8)
+        monkeypatch.setattr(conversation, "round_room", lambda tokens: 16 if tokens < 16 else 32)
+        monkeypatch.setattr(Session, "replays", True)
+        monkeypatch.setattr(StateSequence, "_zeros", limited)
+        assert list(session.generate([3, 1, 4, 1, 5], max_new_tokens=16)) == expected
+    assert tried == [16, 32, 20]
+
+
+def test_a_billion_tokens_take_no_memory_before_they_come(in_place: Path) -> None:
+    with Session(in_place) as session:
+        stream = session.generate([3, 1, 4, 1, 5], max_new_tokens=2_000_000_000)
+        assert [next(stream) for _ in range(5)] == list(session.generate([3, 1, 4, 1, 5], max_new_tokens=5))
+        stream.close()
+        with (
+            session.start(capacity=2_000_000_000) as sequence,
+            pytest.raises(EngineError, match=r"the states of a sequence need \d+ GiB, and .* is free"),
+        ):
+            sequence.run({"input_ids": np.array([[1]]), "attention_mask": np.ones((1, 1), np.int64)})
 
 
 def test_rooms_are_few_and_not_much_larger() -> None:
@@ -154,9 +260,9 @@ def test_rooms_are_few_and_not_much_larger() -> None:
 
 @pytest.mark.parametrize("prefills", [False, True])
 def test_model_that_takes_so_many_tokens_and_no_others_is_refused(prefills: bool) -> None:
-    ids = SimpleNamespace(name="input_ids", shape=(1, 8), role=None, dtype="int64")
+    ids = SimpleNamespace(name="input_ids", shape=(1, 8), max_shape=None, role=None, dtype="int64")
     logits = SimpleNamespace(name="logits", shape=(1, 8, 10))
-    state = SimpleNamespace(input="past", output="present", in_place=True)
+    state = SimpleNamespace(input="past", output="present", grows=None, in_place=True)
     states = [state] if prefills else []
     manifest = SimpleNamespace(inputs=[ids], outputs=[logits], states=states, source=SimpleNamespace(name="m.onnx"))
     sequence = SimpleNamespace(close=lambda: None)

@@ -1,0 +1,60 @@
+"""The room of a language model: how many tokens its inputs and caches take, as far as the manifest knows."""
+
+from __future__ import annotations
+
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.generate.signature import LanguageSignature
+from splitc.runtime.manifest import Manifest, Tensor
+
+# Tokens to generate, unless the caller says how many.
+USUAL = 100
+
+
+def find_room(manifest: Manifest, signature: LanguageSignature) -> int | None:
+    """The most tokens that can be read in one sequence; None if the manifest knows of no end.
+
+    A mask may be of a fixed length, positions may be looked up in a table, and engines may be built for so many tokens.
+    """
+    inputs = {tensor.name: tensor for tensor in manifest.inputs}
+    ids = inputs[signature.ids]
+    ends: list[int | None] = []
+    if signature.mask is not None and inputs[signature.mask].shape != ids.shape:
+        ends.append(_longest(inputs[signature.mask], 1))
+    if signature.positions is not None and (role := inputs[signature.positions].role) is not None:
+        ends.append(role.rows or None)
+    if not manifest.states and ids.max_shape is not None:
+        ends.append(ids.max_shape[1])
+    for state in manifest.states:
+        longest = None if state.grows is None else _longest(inputs[state.input], state.grows)
+        # A cache that an engine makes anew is read without the newest token.
+        ends.append(longest if longest is None or state.in_place else longest + 1)
+    return min((end for end in ends if end is not None), default=None)
+
+
+def _longest(tensor: Tensor, axis: int) -> int | None:
+    """The most that the tensor can have along an axis; None if there is no limit."""
+    size = None if tensor.shape is None else tensor.shape[axis]
+    if isinstance(size, int):
+        return size
+    return None if tensor.max_shape is None else tensor.max_shape[axis]
+
+
+def count_tokens(manifest: Manifest, signature: LanguageSignature, prompt: int, asked: int | None) -> int:
+    """The number of tokens to generate: `asked`, or (None) USUAL, or less if the room ends.
+
+    The last one is not read again. Raises MisuseError for a number below 0, and for more than there is room for.
+    """
+    if asked is not None and asked < 0:
+        raise MisuseError(f"max_new_tokens={asked}: it is 0 or more")
+    room = find_room(manifest, signature)
+    if room is None:
+        return USUAL if asked is None else asked
+    most = room - prompt + 1
+    if most < 1:
+        raise MisuseError(f"the model has room for {room} tokens, and the prompt has {prompt}")
+    if asked is not None and asked > most:
+        raise MisuseError(
+            f"the model has room for {room} tokens, and {prompt} of the prompt and {asked} new ones need "
+            f"{prompt + asked - 1} (the last one is not read again): ask for {most} at most"
+        )
+    return min(USUAL, most) if asked is None else asked
