@@ -33,6 +33,8 @@ _VISIBLE = {
     127: 0x2421,
     **dict.fromkeys([*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD),
 }
+# In JSON, which escapes those below 32 itself.
+_ESCAPED = {code: f"\\u{code:04x}" for code in _VISIBLE if code > 32}
 
 
 def visible(text: str) -> str:
@@ -72,7 +74,8 @@ def table(*columns: str, right: Sequence[str] = ()) -> Table:
 
 def print_json(result: Any) -> None:
     """Print a result as indented JSON on standard output."""
-    sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+    text = msgspec.json.format(msgspec.json.encode(result), indent=2).decode()
+    sys.stdout.buffer.write(text.translate(_ESCAPED).encode() + b"\n")
 
 
 def print_output(text: str) -> None:

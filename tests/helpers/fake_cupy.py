@@ -216,6 +216,14 @@ def copy_async(target: int, source: int, size: int, kind: int, stream: int) -> N
     STREAMS[stream].put(lambda: ctypes.memmove(target, source, size) and None)
 
 
+def copy_rows_async(
+    target: int, pitch: int, source: int, source_pitch: int, width: int, rows: int, kind: int, stream: int
+) -> None:
+    assert width <= min(pitch, source_pitch)
+    for row in range(rows):
+        copy_async(target + row * pitch, source + row * source_pitch, width, kind, stream)
+
+
 def set_async(target: int, value: int, size: int, stream: int) -> None:
     STREAMS[stream].put(lambda: ctypes.memset(target, value, size) and None)
 
@@ -258,6 +266,7 @@ def make(devices: int = DEVICES) -> types.SimpleNamespace:
         deviceCanAccessPeer=lambda one, other: 1,
         memGetInfo=lambda: (60 << 30, 80 << 30),
         memcpyAsync=copy_async,
+        memcpy2DAsync=copy_rows_async,
         memcpyPeerAsync=copy_between,
         memcpyDeviceToDevice=3,
         eventQuery=lambda pointer: 0 if EVENTS[pointer].done else 600,

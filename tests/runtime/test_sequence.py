@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -142,3 +144,50 @@ def test_model_without_states_has_no_sequences(tmp_path: Path) -> None:
             session.start()
         with pytest.raises(MisuseError, match=r"can't generate with model\.onnx: it takes x"):
             list(session.generate([1]))
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_a_sequence_is_for_one_thread_at_a_time(package: Path, ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What others want meanwhile is refused and changes nothing; a close waits for the request."""
+    feeds = {name: array for name, array in decoder_feeds(1, 4, 0).items() if not name.startswith("past")}
+    with Session(package, threads=1, ranks=ranks) as session, ThreadPoolExecutor(1) as another:
+        with session.start() as sequence:
+            expected = sequence.run(feeds)
+        in_it, go_on, join = threading.Event(), threading.Event(), session.join
+
+        def wait(request: Any) -> Any:
+            in_it.set()
+            assert go_on.wait(20)
+            return join(request)
+
+        monkeypatch.setattr(session, "join", wait)
+        sequence = session.start(capacity=8)
+        under_way = another.submit(sequence.run, feeds)
+        assert in_it.wait(20)
+        for use in (lambda: sequence.run(feeds), lambda: sequence.load({}), lambda: sequence.grow(9)):
+            with pytest.raises(MisuseError, match="another thread uses this sequence"):
+                use()
+        forgotten: list[int] = []
+        monkeypatch.setattr(session, "forget", forgotten.append)
+        sequence.close()
+        assert not forgotten, "the request has its states until it ends"
+        go_on.set()
+        assert_close(under_way.result(20), expected)
+        assert len(forgotten) == 1
+        with pytest.raises(SplitcError, match="this sequence is closed"):
+            sequence.run(feeds)
+        sequence.close()
+        assert len(forgotten) == 1
+
+
+def test_odd_capacities_are_refused(package: Path) -> None:
+    with Session(package, threads=1) as session:
+        for wrong in (0, -1, 2.5, True, "8", 1 << 40, np.inf):
+            with pytest.raises(MisuseError, match="it is a number of tokens from 1 to"):
+                session.start(capacity=wrong)  # type: ignore[arg-type]
+        with session.start(capacity=np.int64(8)) as sequence:  # type: ignore[arg-type]
+            sequence.grow(8)
+            with pytest.raises(MisuseError, match="a sequence with a capacity of 8 can't grow to 7"):
+                sequence.grow(7)
+        with session.start() as sequence, pytest.raises(MisuseError, match="a capacity of None can't grow to 7"):
+            sequence.grow(7)

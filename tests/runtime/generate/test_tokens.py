@@ -243,7 +243,7 @@ def test_a_billion_tokens_take_no_memory_before_they_come(in_place: Path) -> Non
     with Session(in_place) as session:
         stream = session.generate([3, 1, 4, 1, 5], max_new_tokens=2_000_000_000)
         assert [next(stream) for _ in range(5)] == list(session.generate([3, 1, 4, 1, 5], max_new_tokens=5))
-        stream.close()
+        del stream
         with (
             session.start(capacity=2_000_000_000) as sequence,
             pytest.raises(EngineError, match=r"the states of a sequence need \d+ GiB, and .* is free"),

@@ -190,6 +190,33 @@ def test_sequences_with_other_room_have_states_of_their_own(tmp_path: Path) -> N
                     assert_close(sequence.run(feeds), expected.run(feeds))
 
 
+@pytest.mark.parametrize("mode", ["layer", "tensor", "row"])
+def test_sequences_that_grow_go_on_eagerly_and_are_replayed_again(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the tokens so far in larger states, also where an ended sequence left some of that size."""
+    model = tmp_path / "model" / "model.onnx"
+    save(build_fused(SMALL), model)
+    place = package(model, mode, 2, **({"row_min": 16} if mode == "row" else {}))
+
+    def run(sequence: Any, step: int, room: int) -> Any:
+        mask = (np.arange(room) <= step).astype(np.int64)[None]
+        return sequence.run({"input_ids": np.array([[step * 7 % 50]]), "attention_mask": mask})
+
+    with Session(place) as on_cpu, Session(place, devices=["cuda0", "cuda1"]) as session:
+        with on_cpu.start(capacity=24) as sequence:
+            expected = [run(sequence, step, 24) for step in range(16)]
+        replays = watch(monkeypatch)
+        for _ in range(2):
+            with session.start(capacity=6) as sequence:
+                for step in range(16):
+                    if step in (5, 12):
+                        sequence.grow(12 * (step // 4))
+                    room = 6 if step < 5 else 12 if step < 12 else 36
+                    assert_close(run(sequence, step, room), expected[step])
+        assert len(replays) > 8
+
+
 def test_states_that_grow_are_not_replayed(decoder: Path) -> None:
     place = package(decoder, "tensor", 2)
     feeds = decoder_feeds(1, 1, 0)
