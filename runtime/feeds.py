@@ -21,12 +21,14 @@ def check_feeds(
     Feeds for `optional` inputs may be missing. Raises FeedError if a name, a number type or a shape does not fit the
     inputs.
     """
+    if not isinstance(feeds, Mapping):
+        raise FeedError(f"feeds are arrays by the names of inputs, as in a dict, not {type(feeds).__name__}")
     known = {tensor.name: tensor for tensor in (*optional, *inputs)}
     if missing := [tensor.name for tensor in inputs if tensor.name not in feeds]:
         raise FeedError(
             f"no array for the input{'s' * (len(missing) > 1)} {', '.join(missing)}; the model takes {_list(inputs)}"
         )
-    if extra := [name for name in feeds if name not in known]:
+    if extra := [str(name) for name in feeds if name not in known]:
         also = f", and may be given {_list(optional)}" if optional else ""
         raise FeedError(f"the model has no input {', '.join(extra)}; it takes {_list(inputs)}{also}")
     arrays = {name: _read(feeds[name], tensor) for name, tensor in known.items() if name in feeds}
@@ -37,7 +39,10 @@ def check_feeds(
 
 def _read(feed: npt.ArrayLike, tensor: Tensor) -> Array:
     """The feed as an array. Raw bytes, as numpy's files have for types that numpy lacks, get the input's type."""
-    array = np.asarray(feed)
+    try:
+        array = np.asarray(feed)
+    except Exception as error:  # whatever the object's own conversion raises
+        raise FeedError(f"the feed of '{tensor.name}' can't be made an array: {error}") from error
     if array.dtype.type is np.void and array.dtype.itemsize == number_type(tensor.dtype).itemsize:
         return array.view(number_type(tensor.dtype))
     return array

@@ -7,6 +7,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,12 +30,15 @@ from splitc.runtime.cache import read_cache, write_cache
 from splitc.runtime.devices import Device, threads_for
 from splitc.runtime.engines.backends import make_backend
 from splitc.runtime.engines.kinds import ONNXRUNTIME
+from splitc.runtime.errors import MisuseError
 from splitc.runtime.fills import fill_array
 from splitc.runtime.manifest import Fill
 
 WARMUP, RUNS = 2, 7
 # The cache's file of measured times, by a hash of the block's content.
 FILE = "block_seconds.json"
+# What this process has measured, whether the cache can be written or not.
+_MEASURED: dict[str, float] = {}
 
 
 def measure_blocks(analysis: Analysis, devices: Sequence[Device], threads: int | None) -> list[float]:
@@ -49,11 +53,13 @@ def measure_blocks(analysis: Analysis, devices: Sequence[Device], threads: int |
         known = msgspec.json.decode(read_cache(FILE), type=dict[str, float])
     except msgspec.DecodeError:
         known = {}
+    known.update(_MEASURED)
     keys = [_content(analysis, stage, devices[0], count) for stage in stages]
     for key, stage in zip(keys, stages, strict=True):
         if key not in known:
-            known[key] = _measure(analysis, stage, devices[0], count)
-            write_cache(FILE, msgspec.json.encode(known))
+            known[key] = _MEASURED[key] = _measure(analysis, stage, devices[0], count)
+            with suppress(MisuseError):  # then other processes measure again, and this plan is as good
+                write_cache(FILE, msgspec.json.encode(known))
     return [known[key] for key in keys]
 
 

@@ -8,7 +8,7 @@ from splitc.runtime.cli.device_tables import print_devices, print_links, print_s
 from splitc.runtime.cli.shared_options import JSON
 from splitc.runtime.cli.terminal import print_json
 from splitc.runtime.devices import list_devices, parse_devices
-from splitc.runtime.machine import known_machine
+from splitc.runtime.machine import keep_machine, known_machine
 from splitc.runtime.tools.link_times import measure_machine
 
 
@@ -26,9 +26,11 @@ def devices(
     machine = measure_machine(parse_devices(["cpu0", "cpu1", *gpus])) if measure else known_machine()
     if as_json:
         print_json(machine if measure else found)
-        return
-    print_devices(found)
-    if machine.measured:
-        print_links(machine)
-    if machine.speeds:
-        print_speeds(machine)
+    else:
+        print_devices(found)
+        if machine.measured:
+            print_links(machine)
+        if machine.speeds:
+            print_speeds(machine)
+    if measure:  # after all that can be said without a place to keep it
+        keep_machine(machine)

@@ -25,7 +25,12 @@ class Feeder:
         self.room = room
 
     def chunk(self, prompt: int, wanted: int) -> int:
-        """The number of tokens in one run of the prompt. Raises MisuseError if the model has a fixed length above 1."""
+        """The number of tokens in one run of the prompt. Raises MisuseError if `wanted` is none.
+
+        Also if the model has a fixed length above 1.
+        """
+        if not isinstance(wanted, int) or wanted < 1:
+            raise MisuseError(f"prompt_chunk={wanted!r}: it is a number of tokens, 1 or more")
         ids = self._inputs[self.signature.ids]
         fixed = None if ids.shape is None else ids.shape[1]
         if isinstance(fixed, int) and fixed != 1:

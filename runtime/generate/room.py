@@ -44,8 +44,8 @@ def count_tokens(manifest: Manifest, signature: LanguageSignature, prompt: int, 
 
     The last one is not read again. Raises MisuseError for a number below 0, and for more than there is room for.
     """
-    if asked is not None and asked < 0:
-        raise MisuseError(f"max_new_tokens={asked}: it is 0 or more")
+    if asked is not None and (not isinstance(asked, int) or asked < 0):
+        raise MisuseError(f"max_new_tokens={asked!r}: it is a number of tokens, 0 or more")
     room = find_room(manifest, signature)
     if room is None:
         return USUAL if asked is None else asked

@@ -71,7 +71,11 @@ class Text:
             raise MisuseError(f"no such tokenizer: {file}")
         check_regular(file)
         with _library(f"{file} is no tokenizer.json"), _muted_stderr():
-            return Text(Tokenizer.from_file(str(file)), file, DecodeStream(skip_special_tokens=True))
+            tokenizer = Tokenizer.from_file(str(file))
+            # Files of encoders have these set for batches: a prompt has neither more nor less tokens than its text.
+            tokenizer.no_padding()
+            tokenizer.no_truncation()
+            return Text(tokenizer, file, DecodeStream(skip_special_tokens=True))
 
     def find_endings(self) -> list[int]:
         """The tokens that end a text, by the files beside the tokenizer. Raises as `endings.find_endings`."""

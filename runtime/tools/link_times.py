@@ -21,7 +21,7 @@ from splitc.runtime.engines import Backend
 from splitc.runtime.engines.backends import make_backend
 from splitc.runtime.engines.gpu_array import Tape
 from splitc.runtime.engines.kinds import ONNXRUNTIME
-from splitc.runtime.machine import Machine, MeasuredLink, keep_machine, pair_name
+from splitc.runtime.machine import Machine, MeasuredLink, pair_name
 from splitc.runtime.replay.capture import capture
 from splitc.runtime.steps import Reduce
 from splitc.runtime.tools.device_speeds import measure_speeds
@@ -34,19 +34,17 @@ SHORTEST = 1e-7
 
 
 def measure_machine(devices: Sequence[Device]) -> Machine:
-    """Measure each device and each pair of devices, and store the result.
+    """Measure each device and each pair of devices.
 
     Raises PackageError for a GPU that can't be used.
     """
     measured = {pair_name(*two): _measure_pair(two) for two in combinations(devices, 2)}
-    machine = Machine(
+    return Machine(
         {name: _fit([(each.bytes, each.copy) for each in found]) for name, found in measured.items()},
         {name: _fit([(each.bytes, each.reduce) for each in found]) for name, found in measured.items()},
         measured,
         measure_speeds(devices),
     )
-    keep_machine(machine)
-    return machine
 
 
 def _fit(points: Sequence[tuple[int, float]]) -> Link:

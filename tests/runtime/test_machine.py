@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
+from typer.testing import CliRunner
 
+from splitc.runtime import cache
+from splitc.runtime.cli import devices_command
+from splitc.runtime.cli.commands import app
 from splitc.runtime.device_profiles import CPU, HOPPER, MIXED_SUM, Link, find_profile
 from splitc.runtime.devices import parse_devices
+from splitc.runtime.errors import MisuseError
 from splitc.runtime.machine import Machine, MeasuredSpeed, keep_machine, known_machine
 
 CPU0, CPU5, GPU = parse_devices(["cpu0", "cpu5", "cuda1"])
@@ -50,3 +56,28 @@ def test_cache_of_before_speeds_is_read(tmp_path: Path, monkeypatch: pytest.Monk
 def test_profile_is_found_by_name_then_by_capability_else_any(name: str, capability: str | None) -> None:
     assert find_profile("cuda", name, capability) == HOPPER
     assert find_profile("cpu", name, capability) == CPU
+
+
+@pytest.mark.parametrize("place", ["{}/file", "/proc/nowhere"])
+def test_measurements_that_can_t_be_kept_are_shown(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", place.format(tmp_path))
+    measured = Machine(speeds={"cpu": MeasuredSpeed(7e12)})
+    monkeypatch.setattr(devices_command, "measure_machine", lambda devices: measured)
+    found = CliRunner().invoke(app, ["devices", "--measure", "--json"])
+    assert msgspec.json.decode(found.stdout, type=Machine) == measured
+    assert isinstance(found.exception, MisuseError)
+    with pytest.raises(MisuseError, match=r"can't be kept for later: .* \(XDG_CACHE_HOME names a folder for them\)"):
+        raise found.exception
+    assert known_machine() == Machine()
+    assert CliRunner().invoke(app, ["devices"]).exit_code == 0
+
+
+def test_a_user_without_a_home_has_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rather than a folder named ~ in the one that the user happens to be in."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cache, "user_cache_path", lambda *_, **__: Path("~/.cache/splitc"))
+    with pytest.raises(MisuseError, match="is no absolute path"):
+        keep_machine(Machine())
+    assert known_machine() == Machine()
+    assert not list(tmp_path.iterdir())

@@ -17,6 +17,7 @@ from splitc.runtime.devices import parse_devices
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(profile, "_MEASURED", {})
     return tmp_path / "splitc" / "block_seconds.json"
 
 
@@ -43,6 +44,16 @@ def test_known_content_is_not_measured_again(decoder: Path, cache: Path, monkeyp
         plan_model(
             decoder, parse_devices(["2xcpu"]), Request(split_mode="layer", shapes={"input_ids": (1, 9)}, profile=True)
         )
+
+
+def test_a_home_that_can_t_be_written_costs_time_only(
+    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    request = Request(shapes={"input_ids": (1, 8)}, profile=True)
+    assert len(plan_model(decoder, parse_devices(["2xcpu"]), request).ranks)
+    assert profile._MEASURED
 
 
 def test_planner_goes_by_what_was_measured(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

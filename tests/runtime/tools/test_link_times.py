@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from splitc.runtime.device_profiles import CPU, Link
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
-from splitc.runtime.machine import known_machine
 from splitc.runtime.tools.link_times import _fit, measure_machine
 from tests.helpers.fake_gpus import FakeBackend
 
 
-def test_measured_links_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_links_are_measured() -> None:
     cpu0, cpu5 = parse_devices(["cpu0", "cpu5"])
     machine = measure_machine([cpu0, cpu5])
-    assert known_machine() == machine
     assert machine.copy(cpu5, cpu0) == machine.copies["cpu-cpu"] != CPU.copy
     assert all(each.copy > 0 and each.reduce > 0 for each in machine.measured["cpu-cpu"])
     large, small = machine.measured["cpu-cpu"][-1], machine.measured["cpu-cpu"][0]
@@ -36,8 +31,7 @@ def test_line_is_found(link: Link) -> None:
 
 
 @pytest.mark.usefixtures("gpus")
-def test_gpus_are_measured_as_they_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_gpus_are_measured_as_they_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "splitc.runtime.tools.link_times.make_backend",
         lambda engine, device, threads: FakeBackend(device) if device.kind == "cuda" else OnnxRuntimeBackend(1),
