@@ -12,16 +12,21 @@ from splitc.runtime.files import written_whole
 
 
 def cache_file(name: str) -> Path:
-    """The path of a file in the cache."""
-    return user_cache_path("splitc", appauthor=False) / name
+    """The path of a file in the cache. Raises MisuseError for a user who has no home."""
+    try:
+        path = user_cache_path("splitc", appauthor=False) / name
+    except RuntimeError as error:
+        raise MisuseError(str(error)) from error
+    if not path.is_absolute():  # by earlier versions of the library: it would be a folder named ~ wherever we are
+        raise MisuseError(f"there is no home to write {path} to")
+    return path
 
 
 def read_cache(name: str) -> bytes:
     """The file's content; empty if there is no such file."""
-    path = cache_file(name)
     try:
-        return path.read_bytes() if path.is_absolute() else b""
-    except OSError:
+        return cache_file(name).read_bytes()
+    except (OSError, MisuseError):
         return b""
 
 
@@ -30,10 +35,8 @@ def write_cache(name: str, content: bytes) -> None:
 
     Raises MisuseError if it can't be written.
     """
-    path = cache_file(name)
     try:
-        if not path.is_absolute():  # of a user without a home, or where a variable says so: it would be a folder here
-            raise MisuseError(f"{path} is no absolute path")
+        path = cache_file(name)
         with suppress(OSError):  # writing the file reports what is wrong with the folder
             path.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(path) as file:
