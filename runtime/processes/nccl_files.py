@@ -12,7 +12,8 @@ _NAME = re.compile(r"/dev/shm/nccl-\S+")
 def find_nccl_files(process: int) -> set[str]:
     """The files that a process has in its memory; none if it has ended, or where there is no /proc."""
     try:
-        return set(_NAME.findall(Path(f"/proc/{process}/maps").read_text()))
+        # Other files have names of any bytes.
+        return set(_NAME.findall(Path(f"/proc/{process}/maps").read_text(errors="surrogateescape")))
     except OSError:
         return set()
 

@@ -1,0 +1,27 @@
+"""Which files of NCCL's a process has in its memory."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from splitc.runtime.processes.nccl_files import find_nccl_files
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no /proc")
+def test_other_files_in_memory_have_names_of_any_bytes(tmp_path: Path) -> None:
+    """As weights do, in a folder with such a name: a rank must not fail over them when it has loaded."""
+    other = tmp_path / os.fsdecode(b"\xff")
+    ours = Path(f"/dev/shm/nccl-test-{os.getpid()}")
+    try:
+        for path in (other, ours):
+            path.write_bytes(bytes(mmap.PAGESIZE))
+        with other.open("r+b") as one, ours.open("r+b") as two:
+            with mmap.mmap(one.fileno(), 0), mmap.mmap(two.fileno(), 0):
+                assert find_nccl_files(os.getpid()) == {str(ours)}
+    finally:
+        ours.unlink(missing_ok=True)
