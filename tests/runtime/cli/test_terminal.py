@@ -27,7 +27,7 @@ def assert_harmless(text: str) -> None:
 def test_names_are_shown_and_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """In tables, lines and texts put together, to files as well, which end in terminals too."""
     shown = io.StringIO()
-    monkeypatch.setattr(terminal.out, "file", shown)
+    monkeypatch.setattr(terminal.out, "_file", shown)
     rows = terminal.table("name", f"header {EVIL}")
     rows.add_row(EVIL, Text(EVIL, style="bold"))
     rows.add_row("a\nb", "c")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,10 @@ def test_other_files_in_memory_have_names_of_any_bytes(tmp_path: Path) -> None:
     try:
         for path in (other, ours):
             path.write_bytes(bytes(mmap.PAGESIZE))
-        with other.open("r+b") as one, ours.open("r+b") as two:
-            with mmap.mmap(one.fileno(), 0), mmap.mmap(two.fileno(), 0):
-                assert find_nccl_files(os.getpid()) == {str(ours)}
+        with ExitStack() as stack:
+            for path in (other, ours):
+                file = stack.enter_context(path.open("r+b"))
+                stack.enter_context(mmap.mmap(file.fileno(), 0))
+            assert find_nccl_files(os.getpid()) == {str(ours)}
     finally:
         ours.unlink(missing_ok=True)
