@@ -100,7 +100,7 @@ class Generated:
             raise
         except BaseException as error:
             if self.tokens:
-                self._print(as_json, str(explained(error) or error))
+                self._print(as_json, "terminated" if isinstance(error, SystemExit) else str(explained(error) or error))
             raise
         self._print(as_json)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -99,11 +100,11 @@ class Broken(Struct, frozen=True, array_like=True, tag=True):
 
 def _flatten(value: Any) -> Any:
     """What msgspec knows, for a value of a message."""
-    return pickle.dumps(value) if isinstance(value, BaseException) else str(value)
+    return pickle.dumps(value) if isinstance(value, BaseException) else os.fsencode(value)
 
 
 def _restore(kind: Any, value: Any) -> Any:
-    return pickle.loads(value) if kind is BaseException else kind(value)
+    return pickle.loads(value) if kind is BaseException else kind(os.fsdecode(value))
 
 
 # None says that there are no more.
