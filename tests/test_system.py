@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -104,3 +105,11 @@ def test_what_the_system_raises_is_explained() -> None:
     ):
         assert str(explained(error)) == text
     assert explained(KeyError("a bug")) is None
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="names of files are UTF-8 there")
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_package_in_a_folder_whose_name_is_no_utf_8(package: Path, tmp_path: Path, ranks: str) -> None:
+    copied = shutil.copytree(package, tmp_path / os.fsdecode(b"p\xff"))
+    shown = shell(f"{SCRIPT} bench {os.fsdecode(os.fsencode(copied))} --runs 1 --no-memory --ranks {ranks}", 1)
+    assert "no UTF-8" in shown

@@ -60,9 +60,20 @@ def open_session(path: Path, threads: int, communicator: Communicator | None = N
     options.add_session_config_entry("session.force_spinning_stop", "1")
     register_operators(options, communicator)
     try:
-        return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"], enable_fallback=0)
+        return ort.InferenceSession(openable(path), options, providers=["CPUExecutionProvider"], enable_fallback=0)
     except ERRORS as error:
         raise PackageError(f"ONNX Runtime can't load {path}: {error}") from error
+
+
+def openable(path: Path) -> str:
+    """The path as ONNX Runtime takes it. Raises PackageError for one that is no UTF-8."""
+    text = str(path)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        shown = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        raise PackageError(f"ONNX Runtime can't open {shown}, whose name is no UTF-8: give it another one") from None
+    return text
 
 
 def register_operators(options: ort.SessionOptions, communicator: Communicator | None) -> None:

@@ -29,6 +29,7 @@ from splitc.runtime.engines.onnxruntime_cpu import (
     failed,
     host_array,
     host_value,
+    openable,
     register_operators,
     run_overridden,
 )
@@ -192,7 +193,7 @@ class OnnxRuntimeGpuBackend(GpuDevice):
     def _open(self, path: Path, options: ort.SessionOptions, provider: Mapping[str, str]) -> ort.InferenceSession:
         providers = [(PROVIDER, dict(provider)), "CPUExecutionProvider"]
         try:
-            return ort.InferenceSession(str(path), options, providers=providers, enable_fallback=0)
+            return ort.InferenceSession(openable(path), options, providers=providers, enable_fallback=0)
         except ERRORS as error:
             raise PackageError(f"ONNX Runtime can't load {path} on {self.name}: {error}") from error
 

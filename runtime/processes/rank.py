@@ -75,12 +75,16 @@ class RankProcess:
         self.worker.ready.add_done_callback(self._announce)
 
     def _announce(self, ready: Future[None]) -> None:
-        """Tell the session that the engines are loaded, or why not."""
-        error = ready.exception()
-        if error is None and self._everyone:
-            connected = attempt(self._connect)
-            error = connected.error if isinstance(connected, Failure) else None
-        self._control.send(Loaded(None if error is None else portable(error), tuple(find_nccl_files(os.getpid()))))
+        """Tell the session that the engines are loaded, or why not: it waits for that, whatever happens here."""
+        told = attempt(partial(self._announce_loaded, ready))
+        if isinstance(told, Failure):
+            self._control.send(Loaded(portable(told.error)))
+
+    def _announce_loaded(self, ready: Future[None]) -> None:
+        ready.result()
+        if self._everyone:
+            self._connect()
+        self._control.send(Loaded(None, tuple(find_nccl_files(os.getpid()))))
 
     def _connect(self) -> None:
         """Connect the ranks, and agree on whether their work can be captured."""
