@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from splitc.compiler.modes.table import describe_modes
 from splitc.compiler.planning.plan_request import Request, request_reader
 from splitc.runtime.cli.collective_words import describe_collectives
 from splitc.runtime.cli.commands import app
-from splitc.runtime.cli.options import with_options
+from splitc.runtime.cli.options import Command, is_given, with_options
 from splitc.runtime.cli.shared_options import FILL, JSON
 from splitc.runtime.cli.tables import describe_built
 from splitc.runtime.cli.terminal import err, out, print_json, print_to_the_end, print_warning
@@ -111,7 +112,7 @@ def _build_settings(
     return BuildSettings(options, build_when == "later", keep_onnx, timing_cache)
 
 
-@app.command()
+@app.command("plan", cls=Command)
 @with_options("request", _request)
 def plan(
     request: Request,
@@ -125,19 +126,20 @@ def plan(
 ) -> None:
     """Show what each device would hold, against its budget. Nothing is built."""
     from splitc.compiler.api import plan_model
-    from splitc.compiler.frontend.external_data import data_files
-    from splitc.compiler.plan_tables import print_axes, print_plan
+    from splitc.compiler.plan_tables import check_axes, print_axes, print_plan
     from splitc.compiler.planning.plan_file import to_file, write_plan
 
     if output:
         check_output(output, [model])
     decided = plan_model(model, device, request)
+    if explain:
+        check_axes(decided)
     if find_kind(decided.engine).is_built:
         from splitc.compiler.packaging.refusals import describe_refusals
 
         decided = replace(decided, warnings=(*decided.warnings, *describe_refusals(decided)))
     if output:
-        check_output(output, data_files(decided.analysis.graph.model))
+        check_output(output, decided.analysis.graph.data_files)
         write_plan(decided, output)
     if as_json:
         print_json(to_file(decided))
@@ -149,16 +151,17 @@ def plan(
         out.print(f"wrote {output}: splitc compile {model} --plan {output} -o PACKAGE")
 
 
-@app.command("compile")
+@app.command("compile", cls=Command)
 @with_options("request", _request)
 @with_options("build", _build_settings)
 def compile_command(
+    context: typer.Context,
     request: Request,
     build: BuildSettings,
     model: Path = MODEL,
     package: Path = typer.Option(..., "--output", "-o", help="The package's folder, which must not exist yet."),
     plan_path: Path | None = typer.Option(
-        None, "--plan", help="A plan from 'splitc plan -o', instead of the options below."
+        None, "--plan", help="A plan from 'splitc plan -o'. Options below may not say otherwise."
     ),
     device: list[str] = DEVICE,
     weights: str = typer.Option(
@@ -178,15 +181,14 @@ def compile_command(
     from splitc.compiler.packaging.package import compile_model
     from splitc.compiler.packaging.staging import check_target
     from splitc.compiler.plan_tables import print_plan
-    from splitc.compiler.planning.plan_file import to_file
+    from splitc.compiler.planning.plan_file import read_plan, to_file
+    from splitc.compiler.planning.settled import check_settled
 
     check_target(package, force)
     fills = parse_fills(fill)
     if plan_path:
-        given = (request.tensor_split, request.memory, request.shapes, request.engine, request.settings)
-        if device or any(given):
-            raise MisuseError("--plan has the devices, shares, budgets, shapes, settings and engine: edit it instead")
-        decided = plan_from_file(model, plan_path)
+        check_settled(plan_path, read_plan(plan_path), request, device, partial(is_given, context))
+        decided = plan_from_file(model, plan_path, request.trust_external_data)
     else:
         decided = plan_model(model, device, request)
     if not as_json:
@@ -219,7 +221,7 @@ def _print_written(package: Path, manifest: Manifest) -> None:
         out.print(f"its engines are not built yet: run 'splitc build {package}' where it will run")
 
 
-@app.command("build")
+@app.command("build", cls=Command)
 def build_command(
     package: Path = typer.Argument(help="The package's folder.", metavar="PACKAGE"),
     timing_cache: Path | None = TIMING_CACHE,

@@ -93,11 +93,16 @@ def _print_split(plan: Plan) -> None:
     print_whole(whole, plan.split_mode)
 
 
+def check_axes(plan: Plan) -> None:
+    """Raise MisuseError if there are no axes to print."""
+    if plan.split.axis_fates() is None:
+        raise MisuseError(f"--explain is for --split-mode tensor, and this plan's is {plan.split_mode}")
+
+
 def print_axes(plan: Plan) -> None:
     """Print the axes of weights: their size, the bytes that they cover, and how they are sharded or why not."""
     fates = plan.split.axis_fates()
-    if fates is None:
-        raise MisuseError("--explain is for --split-mode tensor")
+    assert fates is not None, "`check_axes` was called"
     rows = table("size", "weights", "bytes", "sums", "split, or why not", "first of the weights", right=NUMBERS)
     for each in (each for each in fates if each.bytes >= SHOWN):
         units = ",".join(map(str, each.units))

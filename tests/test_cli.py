@@ -93,7 +93,6 @@ def test_outputs_that_differ_end_with_4(package: Path, tmp_path: Path) -> None:
         (["compile", "MODEL", "-o", "p", "-d", "2xcpu", "--tensor-split", "1,2,3"], 2, "3 shares, and there are 2"),
         (["compile", "MODEL", "-o", "p", "-d", "2xcpu", "--tensor-split", "1,x"], 2, "one number a device"),
         (["compile", "MODEL", "-o", "p", "-d", "2xcpu", "--split-mode", "diagonal"], 2, "unknown split mode"),
-        (["compile", "MODEL", "-o", "p", "-d", "cpu0", "--plan", "plan.json"], 2, "--plan has the devices"),
         (["compile", "MODEL", "-o", "p", "--plan", "plan.json"], 2, "no such plan"),
         (["plan", "MODEL", "-d", "cpu0", "--objective", "beauty"], 2, "unknown objective"),
         (["run", "none", "--inputs", "x.npz", "--outputs", "y.npz"], 2, "no such file: x.npz"),

@@ -36,14 +36,19 @@ class Analysis:
 
 
 def analyze(
-    path: Path, asked: AskedShapes, wanted_blocks: int, settings: Mapping[str, Any] = MappingProxyType({})
+    path: Path,
+    asked: AskedShapes,
+    wanted_blocks: int,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    trusts_data: bool = False,
 ) -> Analysis:
     """Open the model and find its blocks, at least `wanted_blocks` if it can be cut that finely.
 
-    The inputs in `settings` become constants. Raises ModelError for a model that can't be used, MisuseError for shapes
+    The inputs in `settings` become constants. With `trusts_data`, the model's external data may lie outside its folder.
+    Raises ModelError for a model that can't be used, MisuseError for shapes
     and settings that do not fit the model.
     """
-    graph = open_graph(path, settings)
+    graph = open_graph(path, settings, trusts_data)
     read_symbols(graph.model)
     with defaults_hidden(graph.graph):
         infer_shapes(graph.model)

@@ -17,18 +17,20 @@ from splitc.compiler.frontend.protos import all_graphs, all_nodes
 from splitc.compiler.model_errors import ModelError
 
 
-def check_external_data(proto: onnx.ModelProto, path: Path) -> None:
-    """Check that each tensor of the model lies completely in a file below the model's folder.
+def check_external_data(proto: onnx.ModelProto, path: Path, trusted: bool = False) -> frozenset[Path]:
+    """Check that each tensor of the model lies completely in a file below the model's folder. Returns these files.
 
-    Or below that of the file which the model's own path is a link to, as in caches that hold files by their hashes.
-    Tensors other than a graph's weights are read into the model. Raises ModelError, which names the tensor.
+    Or below that of the file which the model's own path is a link to, as in caches that hold files by their hashes; or
+    anywhere if the data are `trusted`. Tensors other than a graph's weights are read into the model. Raises ModelError,
+    which names the tensor.
     """
-    files = _Files(path)
+    files = _Files(path, trusted)
     weights, others = ([each for each in of(proto) if uses_external_data(each)] for of in (_weights, _others))
     for tensor in (*weights, *others):
         files.check(tensor)
     for tensor in others:
         files.read(tensor)
+    return files.found
 
 
 def _weights(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
@@ -54,17 +56,25 @@ def _others(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
 class _Files:
     """The files that a model may have its data in."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, trusted: bool) -> None:
         self._path = path
         self._folder = path.parent.resolve()
         self._roots = {self._folder, path.resolve().parent}
+        self._trusted = trusted
+        self._files: dict[str, Path] = {}
         self._sizes: dict[str, int] = {}
+
+    @property
+    def found(self) -> frozenset[Path]:
+        """The files of all tensors that were checked."""
+        return frozenset(self._files.values())
 
     def check(self, tensor: onnx.TensorProto) -> None:
         """Raise ModelError unless all of the tensor is there."""
         name, place = tensor.name, self._place(tensor)
         if place.location not in self._sizes:
-            self._sizes[place.location] = self._find(name, place.location).stat().st_size
+            self._files[place.location] = self._find(name, place.location)
+            self._sizes[place.location] = self._files[place.location].stat().st_size
         needed = ir.serde.deserialize_tensor(tensor).nbytes
         offset = place.offset or 0
         if offset < 0 or (place.length is not None and place.length < needed):
@@ -102,9 +112,13 @@ class _Files:
             exists = file.is_file()
         except (OSError, ValueError) as error:  # names too long, or with a zero byte
             raise ModelError(f"{self._path}: the weight '{name}' lies in {location!r}: {error}") from error
-        if not inside or not any(root in file.parents for root in self._roots):
+        own = inside and any(root in file.parents for root in self._roots)
+        if not own and not self._trusted:
             link = "" if not inside or file == named else f", a link to {file}"
-            raise ModelError(f"{self._path}: weight '{name}' lies in '{location}'{link}, outside the model's folder")
+            raise ModelError(
+                f"{self._path}: weight '{name}' lies in '{location}'{link}, outside the model's folder: "
+                "--trust-external-data permits that, for a model whose maker you trust"
+            )
         if not exists:
             raise ModelError(f"{self._path}: the external data file {file} is missing (it holds weight '{name}')")
         return file
@@ -121,10 +135,11 @@ def _without_dots(path: Path) -> Path:
     return Path(*parts)
 
 
-def trust_external_data(model: ir.Model, folder: Path) -> None:
-    """Replace relative paths of external data by full ones, in place, after they were checked.
+def settle_weights(model: ir.Model, folder: Path) -> None:
+    """Give weights that were checked, in place, the full paths of their files, and their values' types.
 
-    onnx_ir checks relative paths each time, and refuses files with hard links, which packages may make.
+    onnx_ir checks relative paths each time, and refuses files with hard links, which packages may make. What the file
+    says of a value's type may be wrong.
     """
     for value in chain.from_iterable(graph.initializers.values() for graph in model.graphs()):
         tensor = value.const_value
@@ -137,9 +152,5 @@ def trust_external_data(model: ir.Model, folder: Path) -> None:
                 shape=tensor.shape,
                 name=tensor.name,
             )
-
-
-def data_files(model: ir.Model) -> set[Path]:
-    """The files that hold the weights of an opened model."""
-    values = chain.from_iterable(graph.initializers.values() for graph in model.graphs())
-    return {Path(value.const_value.path) for value in values if isinstance(value.const_value, ir.ExternalTensor)}
+        if tensor is not None:
+            value.dtype = tensor.dtype

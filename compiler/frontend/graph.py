@@ -34,7 +34,8 @@ class Graph:
     `reads` maps a node to the values of the main graph that it needs: its inputs and those that its subgraphs capture.
     `annotated` are the shapes that the file gives for values between nodes, by name. `passed` are outputs that are
     inputs: they are not in the graph, and kept with their place among the outputs. `fixed` are the inputs that were
-    bound or removed. `optional` are the weights that a request may override.
+    bound or removed. `optional` are the weights that a request may override. `data_files` hold the model's external
+    data, which with `trusts_data` may lie outside its folder.
     """
 
     path: Path
@@ -44,6 +45,8 @@ class Graph:
     passed: tuple[tuple[int, ir.Value], ...]
     fixed: tuple[Fixed, ...] = ()
     optional: tuple[ir.Value, ...] = ()
+    data_files: frozenset[Path] = frozenset()
+    trusts_data: bool = False
 
     @property
     def graph(self) -> ir.Graph:
@@ -98,12 +101,14 @@ class Graph:
         return [value for value in self.reads[node] if value.is_initializer()]
 
 
-def open_graph(path: Path, settings: Mapping[str, Any] = MappingProxyType({})) -> Graph:
+def open_graph(path: Path, settings: Mapping[str, Any] = MappingProxyType({}), trusts_data: bool = False) -> Graph:
     """Open and check a model. Weights stay on disk. The inputs in `settings` become constants.
+
+    With `trusts_data`, the model's external data may lie outside its folder.
 
     Raises ModelError for a model that `load_model` refuses, MisuseError for settings that do not fit the model.
     """
-    model = load_model(path)
+    model, files = load_model(path, trusts_data)
     optional = mark_optional(model)
     with invalid_model_explained(path):
         LIFT(model)
@@ -115,4 +120,4 @@ def open_graph(path: Path, settings: Mapping[str, Any] = MappingProxyType({})) -
     annotated = {value.name: value.shape for value in values if value.name and value.shape is not None}
     reads = {node: tuple(node_reads(node)) for node in model.graph}
     optional = tuple(value for value in optional if source_of(value) is not None)
-    return Graph(path, model, reads, annotated, passed, fixed, optional)
+    return Graph(path, model, reads, annotated, passed, fixed, optional, files, trusts_data)

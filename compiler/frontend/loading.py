@@ -15,15 +15,18 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
 
-from splitc.compiler.frontend.external_data import check_external_data, trust_external_data
+from splitc.compiler.frontend.external_data import check_external_data, settle_weights
 from splitc.compiler.frontend.protos import all_nodes, inner_graphs
 from splitc.compiler.model_errors import ModelError
+from splitc.runtime.engines.onnx_session import open_onnx, too_large
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 from splitc.runtime.engines.operator_library import library_path
 
 
-def load_model(path: Path) -> ir.Model:
-    """Read a model. Its weights stay on disk, and are checked to be there.
+def load_model(path: Path, trusts_data: bool = False) -> tuple[ir.Model, frozenset[Path]]:
+    """Read a model. Its weights stay on disk, and are checked to be there. Returns it and the files of its data.
+
+    With `trusts_data`, these may lie outside the model's folder.
 
     Raises ModelError if the file is missing or no ONNX model; for operators that ONNX Runtime does not know; for a name
     of two values; for sparse weights; for external data that are missing, too short or outside the model's folder; and
@@ -34,20 +37,17 @@ def load_model(path: Path) -> ir.Model:
     for graph, outside in _graphs(proto.graph, frozenset()):
         _check_names(graph, path, outside)
     _check_operators(proto)
-    check_external_data(proto, path)
+    files = check_external_data(proto, path, trusts_data)
     try:
-        load_unoptimized(path)
+        load_unoptimized(path, trusts_data=trusts_data)
     except onnxruntime_build.NotImplemented:
         pass  # the CPU provider lacks a kernel: another provider may have it, or an optimization removes the need
     except ERRORS as error:
         raise ModelError(f"ONNX Runtime can't load {path}: {error}") from error
     with invalid_model_explained(path):
         model = ir.from_proto(proto)
-    trust_external_data(model, path.parent)
-    for value in chain.from_iterable(graph.initializers.values() for graph in model.graphs()):
-        if value.const_value is not None:
-            value.dtype = value.const_value.dtype  # whatever else the file says of it
-    return model
+    settle_weights(model, path.parent)
+    return model, files
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def invalid_model_explained(path: Path) -> Iterator[None]:
         raise ModelError(f"{path} is not a valid ONNX model: {reason}") from error
 
 
-def load_unoptimized(path: Path, uses_operators: bool = False) -> ort.InferenceSession:
+def load_unoptimized(path: Path, uses_operators: bool = False, trusts_data: bool = False) -> ort.InferenceSession:
     """Load an ONNX file in ONNX Runtime without optimizations. External weights are mapped into memory, not read.
 
     One that `uses_operators` of splitc's library can't be run. Raises one of ERRORS: NotImplemented if the CPU provider
@@ -75,13 +75,15 @@ def load_unoptimized(path: Path, uses_operators: bool = False) -> ort.InferenceS
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.enable_mem_reuse = False  # planning the reuse takes 20 seconds for 8,000 nodes
     options.add_session_config_entry("session.disable_prepacking", "1")
-    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"], enable_fallback=0)
+    return open_onnx(path, options, ["CPUExecutionProvider"], trusts_data)
 
 
 def _read(path: Path) -> onnx.ModelProto:
     if not path.is_file():
         what = "is a folder: name the ONNX file in it" if path.is_dir() else "is no regular file"
         raise ModelError(f"{path} {what}" if path.exists() else f"no such model file: {path}")
+    if (reason := too_large(path)) is not None:
+        raise ModelError(f"can't read {path}: {reason}")
     try:
         proto = onnx.load(path, load_external_data=False)
     except (google.protobuf.message.DecodeError, ValueError, TypeError, KeyError) as error:

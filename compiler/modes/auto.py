@@ -92,16 +92,20 @@ class _Analyses:
     def __init__(self, model: Path, request: Request) -> None:
         self._model = model
         self._request = request
-        self._known = {1: analyze(model, request.asked_shapes, 1, request.settings)}
+        self._known = {1: self._analyze(1)}
 
     def get(self, stages: int) -> Analysis:
         first = self._known[1]
         if stages > len(first.partition.blocks) and stages not in self._known:
-            self._known[stages] = analyze(self._model, self._request.asked_shapes, stages, self._request.settings)
+            self._known[stages] = self._analyze(stages)
         found = self._known.get(stages, first)
         if stages > 1:
             check_divisible(found)
         return found
+
+    def _analyze(self, stages: int) -> Analysis:
+        asked = self._request
+        return analyze(self._model, asked.asked_shapes, stages, asked.settings, asked.trust_external_data)
 
 
 def _options(resources: Resources, request: Request) -> list[_Option]:

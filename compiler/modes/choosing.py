@@ -28,7 +28,7 @@ def make_plan(
     """
     devices = parse_devices([str(device) for device in devices])
     _check_request(request)
-    choose_engine(request.engine, devices)  # raises for a wrong engine before the model is read
+    request.check_engine(choose_engine(request.engine, devices))  # before the model is read
     check_shares(request.tensor_split, len(devices))
     budgets = find_budgets(devices, request.memory, request.headroom)
     resources = Resources(tuple(devices), tuple(budgets), request.threads, timer)
@@ -63,7 +63,7 @@ def _check_request(request: Request) -> None:
 
 
 def _analyze(model: Path, stages: int, request: Request) -> Analysis:
-    analysis = analyze(model, request.asked_shapes, stages, request.settings)
+    analysis = analyze(model, request.asked_shapes, stages, request.settings, request.trust_external_data)
     if stages > 1:
         check_divisible(analysis)
     return analysis

@@ -23,8 +23,10 @@ from splitc.runtime.package_files import hash_file
 ALL = 1 << 30
 
 
-def plan_from_file(model: Path, path: Path) -> Plan:
+def plan_from_file(model: Path, path: Path, trusts_data: bool = False) -> Plan:
     """The plan that a file describes, for the model that it was made for.
+
+    With `trusts_data`, the model's external data may lie outside its folder: a plan does not permit that.
 
     Raises MisuseError if the file is no plan or contradicts the model, CannotSplitError if its shares leave a rank
     with nothing, DoesNotFitError if a rank needs more than its budget.
@@ -54,7 +56,7 @@ def plan_from_file(model: Path, path: Path) -> Plan:
         row_min=ROW_MIN if file.row_min is None else file.row_min,
         settings=file.settings,
     )
-    analysis = analyze(model, request.asked_shapes, ALL if file.finest else 1, file.settings)
+    analysis = analyze(model, request.asked_shapes, ALL if file.finest else 1, file.settings, trusts_data)
     stages = request.pipeline_stages
     if file.states is not None:
         analysis = replace(analysis, states=tuple(_check_states(analysis, file.states)))

@@ -16,7 +16,7 @@ import msgspec
 from splitc.compiler.packaging.builder import Building, Job, find_builder
 from splitc.compiler.packaging.staging import full_disk_explained, written_aside
 from splitc.runtime.devices import parse_devices
-from splitc.runtime.engines.kinds import find_kind
+from splitc.runtime.engines.kinds import TENSORRT, TENSORRT_RTX, find_kind
 from splitc.runtime.errors import MisuseError, PackageError
 from splitc.runtime.manifest import Build, BuildOptions, EngineFile, Manifest, Rank
 from splitc.runtime.manifest_file import FILE_NAME, encode, read_manifest
@@ -36,6 +36,32 @@ class BuildSettings:
     timing_cache: Path | None = None
 
 
+# Each field's option, and the engines that it is for.
+_BUILT = (TENSORRT, TENSORRT_RTX)
+OPTIONS = {
+    "later": ("--build later", _BUILT),
+    "keep_sources": ("--keep-onnx", _BUILT),
+    "timing_cache": ("--timing-cache", (TENSORRT,)),  # TensorRT-RTX measures no kernels when it builds
+    "optimization_level": ("--builder-optimization-level", _BUILT),
+    "workspace": ("--workspace", _BUILT),
+    "version_compatible": ("--version-compatible", _BUILT),
+    "hardware_compatible": ("--hardware-compatible", _BUILT),
+    "weight_streaming": ("--weight-streaming", _BUILT),
+    "strip_weights": ("--strip-weights", _BUILT),
+    "tactic_sources": ("--tactic-sources", (TENSORRT,)),
+}
+
+
+def check_settings(engine: str, settings: BuildSettings) -> None:
+    """Raise MisuseError for a setting that such engines have not, or that has no effect beside another one."""
+    for name, (flag, engines) in OPTIONS.items():
+        value = getattr(settings if hasattr(settings, name) else settings.options, name)
+        if value is not None and value is not False and engine not in engines:
+            raise MisuseError(f"{flag} is for --engine {' and '.join(engines)}, and this package's is {engine}")
+    if settings.later and settings.timing_cache is not None:
+        raise MisuseError("--timing-cache has no effect with --build later: give it to 'splitc build'")
+
+
 def build_package(
     package: Path, timing_cache: Path | None = None, building: Building = lambda done, total: None
 ) -> Manifest:
@@ -52,9 +78,10 @@ def build_package(
             f"{package} does not hold the ONNX files that its engines are built from: compile the model again, with "
             "--keep-onnx or --build later"
         )
+    settings = BuildSettings(manifest.build.options, keep_sources=True, timing_cache=timing_cache)
+    check_settings(manifest.engine, settings)
     find_builder(manifest.engine).check_here(manifest.engine)
     verify_files(package, [file for file in manifest.files if not file.path.endswith(_built(manifest))])
-    settings = BuildSettings(manifest.build.options, keep_sources=True, timing_cache=timing_cache)
     with full_disk_explained(package, 0), written_aside(package, replace=True) as folder:
         shutil.copytree(package, folder, copy_function=_link_or_copy, dirs_exist_ok=True)
         return finish_package(folder, manifest, settings, package, building)

@@ -16,7 +16,7 @@ from splitc.compiler.frontend.optional import make_overridable
 from splitc.compiler.lowering.collective_operators import has_collectives_inside
 from splitc.compiler.lowering.programs import names
 from splitc.compiler.packaging.builder import Building, find_builder
-from splitc.compiler.packaging.building import BuildSettings, finish_package
+from splitc.compiler.packaging.building import BuildSettings, check_settings, finish_package
 from splitc.compiler.packaging.manifest_entries import check_types, make_manifest, rank_entry
 from splitc.compiler.packaging.onnx_files import NONE, WrittenWeights, write_model_files
 from splitc.compiler.packaging.package_writer import PackageWriter
@@ -99,6 +99,7 @@ def _check_request(
     check_types(plan)
     check_fills(fills, [value.name or "" for value in plan.analysis.graph.graph.inputs])
     kind = find_kind(plan.engine)
+    check_settings(plan.engine, build)
     if kind.is_built and not build.later:
         kind.need_installed()
         find_builder(kind.name).check_here(kind.name)

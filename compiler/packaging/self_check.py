@@ -11,6 +11,7 @@ import numpy as np
 import psutil
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
+from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.loading import load_unoptimized
 from splitc.compiler.model_errors import ModelError
 from splitc.compiler.planning.plan import Plan
@@ -90,7 +91,14 @@ def check_outputs(plan: Plan, package: Path) -> Verdict:
         )
     with Session(package, verify=False, devices=_find_devices(plan)) as session:
         threads = session.threads * len(session.manifest.ranks)
-        opened = open_reference(graph.path, session.manifest, session.devices, threads, needed=_whole_bytes(plan))
+        opened = open_reference(
+            graph.path,
+            session.manifest,
+            session.devices,
+            threads,
+            needed=_whole_bytes(plan),
+            trusts_data=graph.trusts_data,
+        )
         with opened as whole:
             for inputs in _candidates(plan, session.inputs):
                 feeds = make_inputs(inputs)
@@ -102,7 +110,7 @@ def check_outputs(plan: Plan, package: Path) -> Verdict:
                 worst = max((each.relative for each in differences), default=0.0)
                 said = f"{len(differences)} outputs agree with {whole} (largest error {worst:.1e})"
                 if not all(each.passed for each in differences):
-                    plain = _run_unoptimized(graph.path, session.manifest, feeds)
+                    plain = _run_unoptimized(graph, session.manifest, feeds)
                     said += _judge(differences, compare(expected, plain))
                 return Verdict(True, said)
     return Verdict(
@@ -139,10 +147,10 @@ def _judge(differences: Sequence[Difference], own: Sequence[Difference]) -> str:
     return f"; ONNX Runtime's optimizations move the model's own outputs by {max(known.values()):.1e}"
 
 
-def _run_unoptimized(model: Path, manifest: Manifest, feeds: Arrays) -> Arrays:
+def _run_unoptimized(graph: Graph, manifest: Manifest, feeds: Arrays) -> Arrays:
     """The outputs of the unsplit model without optimizations; empty if it fails to run without them."""
     try:
-        session = load_unoptimized(model)
+        session = load_unoptimized(graph.path, trusts_data=graph.trusts_data)
         names = [value.name for value in session.get_outputs()]
         return dict(zip(names, session.run(names, {**feeds, **fixed_feeds(manifest, feeds)}), strict=True))
     except ERRORS:

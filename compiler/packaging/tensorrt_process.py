@@ -139,7 +139,10 @@ def _config(
     if options.hardware_compatible:
         wanted["hardware_compatibility_level"] = trt.HardwareCompatibilityLevel.AMPERE_PLUS
     if options.tactic_sources is not None:
-        wanted["tactic_sources"] = [getattr(trt.TacticSource, name.upper()) for name in options.tactic_sources]
+        known = trt.TacticSource.__members__
+        if unknown := [name for name in options.tactic_sources if name.upper() not in known]:
+            raise SystemExit(f"--tactic-sources: there is no '{unknown[0]}', but {', '.join(known).lower() or 'none'}")
+        wanted["tactic_sources"] = [known[name.upper()] for name in options.tactic_sources]
     if order.timing_cache and Path(order.timing_cache).exists():
         wanted["load_timing_cache"] = order.timing_cache
     if hasattr(trt, "IProgressMonitor"):

@@ -6,7 +6,7 @@ To add an option, add a field. This module imports none of the compiler's librar
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import typer
 
 from splitc.compiler.frontend.asked_shapes import AskedShapes, Shape, parse_shapes
+from splitc.runtime.engines.kinds import PACKAGES, find_kind
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.settings import parse_settings
 from splitc.runtime.units import parse_bytes
@@ -32,7 +33,9 @@ T = TypeVar("T")
 class Option:
     """A field's command line option: Typer's parameter of type `kind`, and a function that reads the field's value.
 
-    An option with `only` belongs to that split mode, and `why` says what other modes do instead.
+    An option with `only` belongs to that split mode, and `why` says what other modes do instead. One that is `ranged`
+    belongs to engines that are built for sizes. `planned` is what a PlanFile says of it, as the option gives it, or
+    None if the file has no such thing; without `planned`, a plan leaves it open.
     """
 
     parameter: Any
@@ -40,6 +43,13 @@ class Option:
     read: Callable[[Any], Any]
     only: str | None
     why: str
+    ranged: bool
+    planned: Callable[[Any], Any] | None
+
+    @property
+    def flag(self) -> str:
+        """The option's name on the command line."""
+        return str(self.parameter.param_decls[0])
 
 
 def _as_given(value: Any) -> Any:
@@ -55,11 +65,13 @@ def _option(
     shown: Any = None,
     only: str | None = None,
     why: str = "",
+    ranged: bool = False,
+    planned: Callable[[Any], Any] | None = None,
     **more: Any,
 ) -> Any:
     """A field with its option. `shown` is the command line's default where it differs from the field's."""
     parameter = typer.Option(default if shown is None else shown, *flags, help=help, **more)
-    metadata = {_OPTION: Option(parameter, kind, read, only, why)}
+    metadata = {_OPTION: Option(parameter, kind, read, only, why, ranged, planned)}
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -72,8 +84,12 @@ def _read_shares(text: str | None) -> list[float] | None:
         raise MisuseError(f"can't read --tensor-split {text}: write one number a device, as in 3,1") from None
 
 
-def _shapes(*flags: str, help: str) -> Any:
-    return _option(None, *flags, help=help, kind=list[str], read=parse_shapes, shown=[])
+def _shapes(*flags: str, help: str, planned: Callable[[Any], Any], ranged: bool = True) -> Any:
+    return _option(None, *flags, help=help, kind=list[str], read=parse_shapes, shown=[], planned=planned, ranged=ranged)
+
+
+def _used_up(file: Any) -> None:
+    """What a plan has of an option that only led to it."""
 
 
 @dataclass(frozen=True)
@@ -87,15 +103,22 @@ class Request:
     """
 
     split_mode: str = _option(
-        "auto", "--split-mode", kind=str, help="auto: the mode that is predicted to be best and fits."
+        "auto",
+        "--split-mode",
+        kind=str,
+        help="auto: the mode that is predicted to be best and fits.",
+        planned=lambda file: file.split_mode,
     )
     objective: str = _option(
         "throughput",
         "--objective",
         kind=str,
         help="throughput: minimize the time of the slowest stage. latency: minimize the sum of all stages.",
+        planned=lambda file: file.objective,
     )
-    spread: bool = _option(False, "--spread", kind=bool, help="Use every device, even where fewer would do.")
+    spread: bool = _option(
+        False, "--spread", kind=bool, help="Use every device, even where fewer would do.", planned=_used_up
+    )
     pipeline_stages: int = _option(
         1,
         "--pipeline-stages",
@@ -104,6 +127,7 @@ class Request:
         help="In tensor mode: groups of devices, each of which shares a run of blocks.",
         only="tensor",
         why="; layer mode makes a stage for each device",
+        planned=lambda file: 1 + max((rank.stage for rank in file.ranks), default=0),
     )
     main_device: str | None = _option(
         None,
@@ -112,6 +136,7 @@ class Request:
         help="In row mode: the device that runs the model. Default: the first.",
         only="row",
         why="; in other modes no device is the main one",
+        planned=lambda file: file.ranks[0].device if file.split_mode == "row" and file.ranks else None,
     )
     row_min: int = _option(
         ROW_MIN,
@@ -120,12 +145,14 @@ class Request:
         kind=int,
         help="In row mode: the shortest side of a weight that is sliced.",
         only="row",
+        planned=lambda file: file.row_min,
     )
     fallback: str | None = _option(
         None,
         "--fallback",
         kind=str | None,
         help="layer: use layer mode if the chosen mode can't split the model. Default: fail.",
+        planned=_used_up,
     )
     tensor_split: Sequence[float] | None = _option(
         None,
@@ -134,6 +161,7 @@ class Request:
         read=_read_shares,
         help="Each device's share of the weights, as in 3,1. Default: whatever is best for the objective; in row and "
         "tensor mode, in proportion to the budgets.",
+        planned=lambda file: None if file.split_mode == "layer" else [rank.share for rank in file.ranks],
     )
     memory: Sequence[str] = _option(
         (),
@@ -141,23 +169,44 @@ class Request:
         kind=list[str],
         shown=[],
         help="A device's budget, repeatable: cpu0=4GiB, or 4GiB for all. Default: free memory less headroom.",
+        planned=lambda file: {rank.device: rank.budget_bytes for rank in file.ranks},
     )
     headroom: int = _option(
-        DEFAULT_HEADROOM, "--headroom", kind=str, read=parse_bytes, shown="1GiB", help="Memory to leave free."
+        DEFAULT_HEADROOM,
+        "--headroom",
+        kind=str,
+        read=parse_bytes,
+        shown="1GiB",
+        help="Memory to leave free.",
+        planned=_used_up,
     )
     engine: str | None = _option(
         None,
         "--engine",
         kind=str | None,
         help="onnxruntime, tensorrt or tensorrt-rtx. Default: tensorrt on GPUs if it is installed, else onnxruntime.",
+        planned=lambda file: file.engine,
     )
     shapes: Mapping[str, Shape] | None = _shapes(
-        "--shapes", help="An input's shape to plan for, repeatable: ids:1x16 or ids:[1,16]."
+        "--shapes",
+        help="An input's shape to plan for, repeatable: ids:1x16 or ids:[1,16].",
+        planned=lambda file: file.shapes,
+        ranged=False,
     )
-    min_shapes: Mapping[str, Shape] | None = _shapes("--min-shapes", help=f"An input's smallest shape, {_RANGE}")
-    opt_shapes: Mapping[str, Shape] | None = _shapes("--opt-shapes", help=f"An input's shape to tune for, {_RANGE}")
+    min_shapes: Mapping[str, Shape] | None = _shapes(
+        "--min-shapes",
+        help=f"An input's smallest shape, {_RANGE}",
+        planned=lambda file: file.min_shapes or file.shapes,
+    )
+    opt_shapes: Mapping[str, Shape] | None = _shapes(
+        "--opt-shapes",
+        help=f"An input's shape to tune for, {_RANGE}",
+        planned=lambda file: file.opt_shapes or file.shapes,
+    )
     max_shapes: Mapping[str, Shape] | None = _shapes(
-        "--max-shapes", help=f"An input's largest shape, which is planned for, {_RANGE}"
+        "--max-shapes",
+        help=f"An input's largest shape, which is planned for, {_RANGE}",
+        planned=lambda file: file.shapes,
     )
     settings: Mapping[str, Any] = _option(
         {},
@@ -167,8 +216,21 @@ class Request:
         read=parse_settings,
         shown=[],
         help="Bind an input to a constant, repeatable, and fold what follows from it: use_cache_branch=true, sr=16000.",
+        planned=lambda file: file.settings,
     )
-    profile: bool = _option(False, "--profile", kind=bool, help="Measure each block's time instead of estimating it.")
+    trust_external_data: bool = _option(
+        False,
+        "--trust-external-data",
+        kind=bool,
+        help="Read the model's external data also where links or paths lead out of its folder.",
+    )
+    profile: bool = _option(
+        False,
+        "--profile",
+        kind=bool,
+        help="Measure each block's time instead of estimating it.",
+        planned=_used_up,
+    )
     threads: int | None = _option(
         None, "--threads", min=1, kind=int | None, help="Threads of each CPU device. Default: the cores divided."
     )
@@ -184,8 +246,26 @@ class Request:
         for each in fields(self):
             option: Option = each.metadata[_OPTION]
             if option.only not in (None, self.split_mode) and getattr(self, each.name) != each.default:
-                flag = option.parameter.param_decls[0]
-                raise MisuseError(f"{flag} is for --split-mode {option.only}{option.why}")
+                raise MisuseError(f"{option.flag} is for --split-mode {option.only}{option.why}")
+
+    def check_engine(self, engine: str) -> None:
+        """Raise MisuseError if an option of engines that are built is given for one that is not."""
+        if find_kind(engine).is_built:
+            return
+        for each in fields(self):
+            option: Option = each.metadata[_OPTION]
+            if option.ranged and getattr(self, each.name):
+                raise MisuseError(
+                    f"{option.flag} is for engines that are built for a range of sizes ({', '.join(PACKAGES)}), and "
+                    f"--engine is {engine}, which takes any size: give the largest shape by --shapes"
+                )
+
+    def planned(self, given: Callable[[str], bool], file: Any) -> Iterator[tuple[str, Any, Any]]:
+        """The options that the user gave and a plan's file settles: flag, the user's value and the file's."""
+        for each in fields(self):
+            option: Option = each.metadata[_OPTION]
+            if option.planned is not None and given(each.name):
+                yield option.flag, getattr(self, each.name), option.planned(file)
 
 
 def request_reader(make: Callable[[Request], T], help: Mapping[str, str] = MappingProxyType({})) -> Callable[..., T]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from splitc.compiler.analysis.costs import nominal_speed
 from splitc.compiler.analysis.facts import Analysis
+from splitc.compiler.planning.plan_request import DEFAULT_HEADROOM
 from splitc.runtime.devices import Device, free_bytes, memory_of
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.units import parse_bytes
@@ -54,7 +55,8 @@ class Resources:
 def find_budgets(devices: Sequence[Device], memory: Sequence[str], headroom: int) -> list[Budget]:
     """The budget of each device in bytes. A later entry of `memory` overrides an earlier one.
 
-    Devices that share a memory share one headroom. Raises MisuseError for an unknown device or an unreadable size.
+    Devices that share a memory share one headroom. Raises MisuseError for an unknown device or an unreadable size,
+    and for a headroom without effect.
     """
     sharers = Counter(map(memory_of, devices))
     budgets = [
@@ -62,13 +64,17 @@ def find_budgets(devices: Sequence[Device], memory: Sequence[str], headroom: int
         for device, free in zip(devices, free_bytes(devices), strict=True)
     ]
     names = [str(device) for device in devices]
+    open_names = set(names)
     for text in memory:
         name, _, amount = text.rpartition("=")
         if name and name not in names:
             raise MisuseError(f"--memory names '{name}', and the devices are {', '.join(names)}")
         size = parse_bytes(amount)
         named = zip(names, budgets, strict=True)
+        open_names -= {name} if name else open_names
         budgets = [size if not name or name == other else budget for other, budget in named]
+    if not open_names and headroom != DEFAULT_HEADROOM and names:
+        raise MisuseError("--headroom is left free of free memory, and --memory gives the budget of every device")
     return budgets
 
 

@@ -7,6 +7,7 @@ import typer
 from splitc.runtime.cli.devices_command import devices
 from splitc.runtime.cli.generate_command import generate_command
 from splitc.runtime.cli.inspect_command import inspect
+from splitc.runtime.cli.options import Command
 from splitc.runtime.cli.run_commands import bench_command, check, run
 from splitc.runtime.cli.terminal import Commands, out
 from splitc.runtime.version import VERSION
@@ -19,12 +20,12 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("devices")(devices)
-app.command("run")(run)
-app.command("check")(check)
-app.command("bench")(bench_command)
-app.command("generate")(generate_command)
-app.command("inspect")(inspect)
+app.command("devices", cls=Command)(devices)
+app.command("run", cls=Command)(run)
+app.command("check", cls=Command)(check)
+app.command("bench", cls=Command)(bench_command)
+app.command("generate", cls=Command)(generate_command)
+app.command("inspect", cls=Command)(inspect)
 
 
 def _version(show: bool) -> None:

@@ -1,19 +1,70 @@
-"""Share a group of options among commands."""
+"""Share a group of options among commands, and say which options belong together."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-Command = Callable[..., None]
+from typer.core import TyperCommand
+
+from splitc.runtime.errors import MisuseError
+
+Function = Callable[..., None]
 
 
-def with_options(name: str, make: Callable[..., Any]) -> Callable[[Command], Command]:
+@dataclass(frozen=True)
+class Rule:
+    """An option that has an effect only with `needs`, or only without `bars`."""
+
+    option: str
+    needs: str | None = None
+    bars: str | None = None
+    why: str = ""
+
+
+# For each command that has both options of a rule. Options of a split mode, of an engine or of a plan are elsewhere:
+# the compiler's `plan_request` and `building`.
+RULES = (
+    Rule("--baseline-threads", needs="--baseline"),
+    Rule("--trust-external-data", needs="--baseline"),
+    Rule("--fill", bars="--inputs", why="--fill makes up inputs, and --inputs gives them"),
+    Rule("--seed", bars="--inputs", why="--seed is for inputs that are made up, and --inputs gives them"),
+    Rule("--prompt-chunk", bars="--prefill", why="--prefill reads the prompt at once"),
+    Rule("--explain", bars="--json", why="--explain prints tables, and --json no table"),
+    Rule("--prompt", bars="--prompt-ids", why="both give the prompt"),
+)
+
+
+class Command(TyperCommand):
+    """A command that refuses options that would have no effect."""
+
+    def invoke(self, ctx: Any) -> Any:
+        flags = {name: parameter for parameter in self.params for name in parameter.opts}
+        for rule in RULES:
+            other = rule.needs or rule.bars or ""
+            if rule.option not in flags or other not in flags or not is_given(ctx, flags[rule.option].name):
+                continue
+            there = is_given(ctx, flags[other].name)
+            if rule.needs and not there:
+                raise MisuseError(f"{rule.option} has no effect without {rule.needs}")
+            if rule.bars and there:
+                raise MisuseError(f"{rule.option} and {rule.bars} together: {rule.why}. Leave out one of them")
+        return super().invoke(ctx)
+
+
+def is_given(context: Any, parameter: str | None) -> bool:
+    """Whether the user gave a parameter of a command, be it with its default value."""
+    source = context.get_parameter_source(parameter)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def with_options(name: str, make: Callable[..., Any]) -> Callable[[Function], Function]:
     """Add the options of `make` to a Typer command, which gets the result of `make` as its argument `name`."""
 
-    def extend(command: Command) -> Command:
+    def extend(command: Function) -> Function:
         options = inspect.signature(make).parameters
         own = inspect.signature(command).parameters
 

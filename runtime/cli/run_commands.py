@@ -12,7 +12,7 @@ from splitc.runtime import array_files
 from splitc.runtime.cli.options import with_options
 from splitc.runtime.cli.run_options import Load, loading, measure_ranks, open_feeds
 from splitc.runtime.cli.run_tables import differences_table, print_bench, print_memory
-from splitc.runtime.cli.shared_options import FILL, INPUTS, JSON, MEASURE, PACKAGE, SEED
+from splitc.runtime.cli.shared_options import FILL, INPUTS, JSON, MEASURE, PACKAGE, SEED, TRUST_DATA
 from splitc.runtime.cli.terminal import out, print_json, table
 from splitc.runtime.errors import MisuseError, OutputsDifferError
 from splitc.runtime.files import check_output
@@ -63,6 +63,7 @@ def check(
     settings: list[str] = typer.Option(
         [], "--set", metavar="NAME=VALUE", help="Another value for an input that was bound by 'splitc compile --set'."
     ),
+    trusts_data: bool = TRUST_DATA,
     rtol: float | None = typer.Option(None, "--rtol", help="Tolerance relative to each output's largest value."),
     atol: float | None = typer.Option(None, "--atol", help="Absolute tolerance, added to the relative one."),
     seed: int = SEED,
@@ -78,7 +79,15 @@ def check(
             actual = session.run(feeds)
         bound = bound_inputs(session.manifest, parse_settings(settings))
         threads = session.threads * len(session.manifest.ranks)
-        opened = open_reference(model, session.manifest, session.devices, threads, asked=reference, settings=bound)
+        opened = open_reference(
+            model,
+            session.manifest,
+            session.devices,
+            threads,
+            asked=reference,
+            settings=bound,
+            trusts_data=trusts_data,
+        )
         with opened as whole:
             expected = whole.run(feeds)
         found = compare(expected, actual, number_type=session.manifest.number_type, rtol=rtol, atol=atol)
@@ -110,6 +119,7 @@ def bench_command(
         min=1,
         help="Threads of the unsplit model, repeatable. Default: those of all ranks, and those of one.",
     ),
+    trusts_data: bool = TRUST_DATA,
     inputs: Path | None = INPUTS,
     in_flight: int = typer.Option(1, "--in-flight", min=1, help="Requests in flight at the same time."),
     trace: Path | None = typer.Option(None, "--trace", help="Write a timeline here, for Perfetto or Chrome."),
@@ -134,6 +144,7 @@ def bench_command(
             baseline_threads=baseline_threads,
             runs=runs,
             warmup=warmup,
+            trusts_data=trusts_data,
         )
         measured = measure_ranks(session, feeds) if memory else []
     if trace:

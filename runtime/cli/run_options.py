@@ -11,7 +11,7 @@ from splitc.runtime.array_files import load_arrays
 from splitc.runtime.arrays import Array
 from splitc.runtime.cli.shared_options import CUDA_GRAPH, DEVICE, RANKS, THREADS, VERIFY
 from splitc.runtime.cli.terminal import print_warning
-from splitc.runtime.errors import EngineError, MisuseError
+from splitc.runtime.errors import EngineError
 from splitc.runtime.fills import make_inputs, parse_fills
 from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.session import Session
@@ -35,8 +35,6 @@ def loading(
 def open_feeds(session: Session, inputs: Path | None, seed: int, fills: list[str]) -> Iterator[dict[str, Array]]:
     """Arrays for the session, from a file or made up. If an engine fails on made-up ones, the error says so."""
     if inputs:
-        if fills:
-            raise MisuseError("--fill makes up inputs, and --inputs gives them: leave out one of them")
         yield load_arrays(inputs)
         return
     try:

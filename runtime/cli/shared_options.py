@@ -29,6 +29,11 @@ MEASURE = typer.Option(
     True, "--memory/--no-memory", help="Measure each rank's memory, in a separate process, beside the prediction."
 )
 SEED = typer.Option(0, "--seed", min=0, help="Seed of made-up inputs.")
+TRUST_DATA = typer.Option(
+    False,
+    "--trust-external-data",
+    help="Also read the model's data that links or paths have outside its folder.",
+)
 FILL = typer.Option(
     [],
     "--fill",

@@ -11,13 +11,19 @@ from splitc.runtime.manifest import Build, BuildOptions
 
 
 def make_backend(
-    engine: str, device: Device, threads: int, build: Build | None = None, cuda_graphs: bool = True
+    engine: str,
+    device: Device,
+    threads: int,
+    build: Build | None = None,
+    cuda_graphs: bool = True,
+    trusts_data: bool = False,
 ) -> Backend:
     """The backend for this kind of engine on the device. `threads` are those of a CPU device.
 
     Raises PackageError if the GPU or a library is missing.
     """
     kind = find_kind(engine)
-    options = BackendOptions(kind, device, threads, BuildOptions() if build is None else build.options, cuda_graphs)
+    building = BuildOptions() if build is None else build.options
+    options = BackendOptions(kind, device, threads, building, cuda_graphs, trusts_data)
     backend: Backend = load_entry(kind.backends[device.kind]).create(options)
     return backend

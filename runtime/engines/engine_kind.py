@@ -79,7 +79,8 @@ class EngineKind:
 class BackendOptions:
     """The options of a backend. `threads` are those of a CPU device, `build` is how its engines were built.
 
-    With `cuda_graphs`, requests may be captured as CUDA graphs.
+    With `cuda_graphs`, requests may be captured as CUDA graphs. With `trusts_data`, external data of ONNX files may lie
+    outside of their folders.
     """
 
     kind: EngineKind
@@ -87,3 +88,4 @@ class BackendOptions:
     threads: int
     build: BuildOptions
     cuda_graphs: bool
+    trusts_data: bool = False

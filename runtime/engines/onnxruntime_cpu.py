@@ -19,6 +19,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from splitc.runtime.arrays import Zeros, accumulate_arrays, bytes_of, number_type
 from splitc.runtime.engines import Communicator, Room
 from splitc.runtime.engines.engine_kind import BackendOptions
+from splitc.runtime.engines.onnx_session import open_onnx
 from splitc.runtime.errors import EngineError, FollowingError, PackageError
 from splitc.runtime.onnx_types import CODES, NAMES
 from splitc.runtime.units import format_bytes
@@ -50,7 +51,9 @@ def failed(message: str) -> EngineError:
     return FollowingError(message) if _GIVEN_UP in message else EngineError(message)
 
 
-def open_session(path: Path, threads: int, communicator: Communicator | None = None) -> ort.InferenceSession:
+def open_session(
+    path: Path, threads: int, communicator: Communicator | None = None, trusts_data: bool = False
+) -> ort.InferenceSession:
     """An ONNX Runtime session on the CPU with `threads` threads. Raises PackageError if the file can't be loaded."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
@@ -60,20 +63,9 @@ def open_session(path: Path, threads: int, communicator: Communicator | None = N
     options.add_session_config_entry("session.force_spinning_stop", "1")
     register_operators(options, communicator)
     try:
-        return ort.InferenceSession(openable(path), options, providers=["CPUExecutionProvider"], enable_fallback=0)
+        return open_onnx(path, options, ["CPUExecutionProvider"], trusts_data)
     except ERRORS as error:
         raise PackageError(f"ONNX Runtime can't load {path}: {error}") from error
-
-
-def openable(path: Path) -> str:
-    """The path as ONNX Runtime takes it. Raises PackageError for one that is no UTF-8."""
-    text = str(path)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        shown = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-        raise PackageError(f"ONNX Runtime can't open {shown}, whose name is no UTF-8: give it another one") from None
-    return text
 
 
 def register_operators(options: ort.SessionOptions, communicator: Communicator | None) -> None:
@@ -150,9 +142,10 @@ class OnnxRuntimeBackend:
     asynchronous = False
     uses_operators = True
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, trusts_data: bool = False) -> None:
         self.notes: list[str] = []
         self._threads = threads
+        self._trusts_data = trusts_data
         self._options = ort.RunOptions()
         # Without this entry, ONNX Runtime 1.31 looks for it and raises an exception inside: 40 microseconds per run.
         self._options.add_run_config_entry("gpu_graph_id", "-1")
@@ -160,7 +153,7 @@ class OnnxRuntimeBackend:
     @classmethod
     def create(cls, options: BackendOptions) -> OnnxRuntimeBackend:
         """The backend of a CPU device."""
-        return cls(options.threads)
+        return cls(options.threads, options.trusts_data)
 
     def attach(self) -> None:
         pass
@@ -175,7 +168,7 @@ class OnnxRuntimeBackend:
         sizes_only: Collection[str] = (),
         communicator: Communicator | None = None,
     ) -> OnnxRuntimeEngine:
-        session = open_session(path, self._threads, communicator)
+        session = open_session(path, self._threads, communicator, self._trusts_data)
         return OnnxRuntimeEngine(path.name, session, self._options, communicator)
 
     def fetch(

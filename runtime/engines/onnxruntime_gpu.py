@@ -24,12 +24,12 @@ from splitc.runtime.engines.engine_kind import BackendOptions
 from splitc.runtime.engines.gpu_array import GpuArray
 from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.engines.kept_binding import KeptBinding
+from splitc.runtime.engines.onnx_session import open_onnx
 from splitc.runtime.engines.onnxruntime_cpu import (
     ERRORS,
     failed,
     host_array,
     host_value,
-    openable,
     register_operators,
     run_overridden,
 )
@@ -130,9 +130,10 @@ class OnnxRuntimeGpuBackend(GpuDevice):
 
     uses_operators = True
 
-    def __init__(self, device: Device, cuda_graphs: bool = True) -> None:
+    def __init__(self, device: Device, cuda_graphs: bool = True, trusts_data: bool = False) -> None:
         super().__init__(device)
         self._cuda_graphs = cuda_graphs
+        self._trusts_data = trusts_data
         self._options = ort.RunOptions()
         # Later work on the stream waits on the GPU, so the host need not wait.
         self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
@@ -141,7 +142,7 @@ class OnnxRuntimeGpuBackend(GpuDevice):
     @classmethod
     def create(cls, options: BackendOptions) -> OnnxRuntimeGpuBackend:
         """The backend of a GPU. Raises PackageError if the GPU or CuPy is missing."""
-        return cls(options.device, options.cuda_graphs)
+        return cls(options.device, options.cuda_graphs, options.trusts_data)
 
     def load(
         self,
@@ -193,7 +194,7 @@ class OnnxRuntimeGpuBackend(GpuDevice):
     def _open(self, path: Path, options: ort.SessionOptions, provider: Mapping[str, str]) -> ort.InferenceSession:
         providers = [(PROVIDER, dict(provider)), "CPUExecutionProvider"]
         try:
-            return ort.InferenceSession(openable(path), options, providers=providers, enable_fallback=0)
+            return open_onnx(path, options, providers, self._trusts_data)
         except ERRORS as error:
             raise PackageError(f"ONNX Runtime can't load {path} on {self.name}: {error}") from error
 

@@ -53,6 +53,11 @@ def generate(
     is no language model.
     """
     signature = find_signature(session.manifest)
+    if prefill is not None and not session.manifest.states:
+        raise MisuseError(
+            f"{session.manifest.source.name} has no caches, so it reads all tokens each time: leave out the package "
+            "for the prompt (--prefill)"
+        )
     prompt = _check_prompt(session.manifest, signature, prompt)
     count = count_tokens(session.manifest, signature, len(prompt), max_new_tokens)
     timings = timings if timings is not None else Timings()
@@ -61,7 +66,7 @@ def generate(
     most = None if prefill is not None else len(prompt) + max(1, count) - 1
     conversation = Conversation(session, signature, len(prompt), most)
     try:
-        if prefill is not None and session.manifest.states:
+        if prefill is not None:
             logits = conversation.read_prompt_with(prefill, prompt)
         else:
             logits = conversation.read_prompt(prompt, prompt_chunk)

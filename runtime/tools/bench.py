@@ -18,7 +18,7 @@ from splitc.runtime.ranks.loop import Replay
 from splitc.runtime.ranks.request import Served
 from splitc.runtime.session import Session
 from splitc.runtime.steps import Receive, Reduce, Run
-from splitc.runtime.tools.unsplit import fixed_feeds, need_inputs
+from splitc.runtime.tools.unsplit import fixed_feeds, load_unsplit, need_inputs
 
 
 @dataclass(frozen=True)
@@ -90,15 +90,17 @@ def bench(
     baseline_threads: Sequence[int] = (),
     runs: int = 50,
     warmup: int = 5,
+    trusts_data: bool = False,
 ) -> BenchResult:
     """Time `runs` runs, `in_flight` at a time, in turns with one at a time and with the unsplit model.
 
     Taking turns, all of them see the same load of the machine. The unsplit model runs with the threads of all ranks
-    together, and with those of one rank, since in layer mode one rank works at a time on a single request.
+    together, and with those of one rank, since in layer mode one rank works at a time on a single request. With
+    `trusts_data`, its data may lie outside its folder.
     """
     threads = baseline_threads or sorted({session.threads * len(session.manifest.ranks), session.threads}, reverse=True)
     whole = {**feeds, **fixed_feeds(session.manifest, feeds)}
-    others = {count: _baseline(baseline, count, whole) for count in threads} if baseline else {}
+    others = {count: _baseline(baseline, count, whole, trusts_data) for count in threads} if baseline else {}
     count = 1 if in_flight == 1 else ROUND * in_flight
     rounds = max(1, runs // count)
     _stream(session, feeds, max(1, warmup), in_flight)
@@ -154,15 +156,15 @@ def _repeat(run: Callable[[], None], count: int) -> float:
     return time.perf_counter() - start
 
 
-def _baseline(path: Path, threads: int, feeds: Mapping[str, npt.NDArray[Any]]) -> Callable[[], None]:
+def _baseline(path: Path, threads: int, feeds: Mapping[str, npt.NDArray[Any]], trusts_data: bool) -> Callable[[], None]:
     """The unsplit model as it is run best: by IO binding, with inputs uploaded once."""
-    backend = OnnxRuntimeBackend(threads)
-    engine = backend.load(path)
+    backend = OnnxRuntimeBackend(threads, trusts_data)
+    engine = load_unsplit(backend, path)
     need_inputs(path, engine.inputs, feeds)
     values = {name: backend.upload(feeds[name]) for name in engine.inputs}
 
     def run() -> None:
-        engine.run(values)
+        engine.run(values, {})
 
     return run
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from splitc.runtime.arrays import number_type
 from splitc.runtime.devices import Device, free_bytes, parse_devices
+from splitc.runtime.engines import Backend, LoadedEngine
 from splitc.runtime.engines.backends import make_backend
 from splitc.runtime.engines.kinds import ONNXRUNTIME
 from splitc.runtime.errors import MisuseError, PackageError
@@ -49,23 +50,25 @@ def open_reference(
     asked: str | None = None,
     needed: int | None = None,
     settings: Arrays = MappingProxyType({}),
+    trusts_data: bool = False,
 ) -> Iterator[Reference]:
     """Open the unsplit model of a package, on the device `asked`, or on one of the package's kind.
 
     By default it runs on a GPU if the package does, and if `needed` bytes (of all ranks together) are free there: other
     devices' kernels round differently, most of all for quantized weights. `settings` are other values for bound inputs.
+    With `trusts_data`, the model's data may lie outside its folder.
     Raises MisuseError for an unknown device, PackageError if ONNX Runtime can't load the model.
     """
     needed = sum(rank.total_bytes for rank in manifest.ranks) if needed is None else needed
     device, why = choose_reference(asked, devices, needed, lambda gpu: free_bytes([gpu])[0])
     with ExitStack() as stack:
         try:
-            run = stack.enter_context(open_unsplit(model, device, threads))
+            run = stack.enter_context(open_unsplit(model, device, threads, trusts_data))
         except PackageError as error:
             if device.kind == "cpu" or asked is not None:
                 raise
             device, why = CPU, f"since {device} can't run it: {error}"
-            run = stack.enter_context(open_unsplit(model, device, threads))
+            run = stack.enter_context(open_unsplit(model, device, threads, trusts_data))
         yield Reference(device, why, lambda feeds: run({**feeds, **fixed_feeds(manifest, feeds), **settings}))
 
 
@@ -90,16 +93,16 @@ def choose_reference(
 
 
 @contextmanager
-def open_unsplit(model: Path, device: Device, threads: int) -> Iterator[RunModel]:
+def open_unsplit(model: Path, device: Device, threads: int, trusts_data: bool = False) -> Iterator[RunModel]:
     """Load a model, and give a function that runs it on feeds by name.
 
     Raises PackageError if ONNX Runtime can't load it on the device.
     """
     # A separate thread does all of it, since the caller's thread has its own current GPU.
     with ThreadPoolExecutor(1) as pool:
-        backend = pool.submit(make_backend, ONNXRUNTIME, device, threads, None, False).result()
+        backend = pool.submit(make_backend, ONNXRUNTIME, device, threads, None, False, trusts_data).result()
         pool.submit(backend.attach).result()
-        engines = [pool.submit(backend.load, model).result()]
+        engines = [pool.submit(load_unsplit, backend, model).result()]
 
         def run(feeds: Arrays) -> dict[str, npt.NDArray[Any]]:
             names = [*engines[0].inputs, *engines[0].optional.intersection(feeds)]
@@ -112,6 +115,16 @@ def open_unsplit(model: Path, device: Device, threads: int) -> Iterator[RunModel
         finally:
             pool.submit(engines.clear).result()
             pool.submit(backend.detach).result()
+
+
+def load_unsplit(backend: Backend, model: Path) -> LoadedEngine:
+    """The unsplit model on a backend. Raises PackageError, which names the option if its data may lie elsewhere."""
+    try:
+        return backend.load(model)
+    except PackageError as error:
+        if "xternal data path" not in str(error):
+            raise
+        raise PackageError(f"{error}\n--trust-external-data permits data outside the model's folder") from error
 
 
 def fixed_feeds(manifest: Manifest, feeds: Arrays) -> dict[str, npt.NDArray[Any]]:

@@ -11,10 +11,10 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.external_data_helper import set_external_data
 
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.compiler.frontend.external_data import data_files
 from splitc.compiler.frontend.loading import load_model
 from splitc.compiler.model_errors import ModelError
 from splitc.runtime import Session
+from tests.helpers.command import splitc
 
 NUMBERS = np.arange(64, dtype=np.float32)
 PLACES = ("weight", "constant", "in a branch", "in a function", "in a function's branch")
@@ -45,9 +45,11 @@ def model(place: str, tensor: TensorProto) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=opsets, functions=functions, ir_version=8)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("how", ["absolute", "above", "through a folder", "link", "linked folder"])
-def test_nothing_comes_from_outside(place: str, how: str, tmp_path: Path) -> None:
+WAYS = ["absolute", "above", "through a folder", "link", "linked folder"]
+
+
+def model_outside(place: str, how: str, tmp_path: Path) -> Path:
+    """A model whose data lie outside its folder."""
     secret, folder = tmp_path / "secret", tmp_path / "model"
     (folder / "sub").mkdir(parents=True)
     secret.write_bytes(NUMBERS.tobytes())
@@ -61,8 +63,49 @@ def test_nothing_comes_from_outside(place: str, how: str, tmp_path: Path) -> Non
         "linked folder": "up/secret",
     }
     (folder / "m.onnx").write_bytes(model(place, external(where[how])).SerializeToString())
-    with pytest.raises(ModelError, match=r"'w' lies in .* outside the model's folder"):
-        load_model(folder / "m.onnx")
+    return folder / "m.onnx"
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("how", WAYS)
+def test_nothing_comes_from_outside(place: str, how: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"'w' lies in .* outside the model's folder: --trust-external-data permits"):
+        load_model(model_outside(place, how, tmp_path))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("how", WAYS)
+def test_data_outside_that_are_trusted(place: str, how: str, tmp_path: Path) -> None:
+    path = model_outside(place, how, tmp_path)
+    plan = plan_model(path, ["cpu0"], Request(split_mode="layer", shapes={"x": (1, 64)}, trust_external_data=True))
+    assert plan.analysis.graph.data_files == {tmp_path / "secret"}
+    compile_model(plan, tmp_path / "package")
+    with Session(tmp_path / "package") as session:
+        assert np.array_equal(session.run({"x": np.ones((1, 64), "f4")})["y"], NUMBERS[None] + 1)
+
+
+def test_commands_that_open_a_model_whose_data_are_outside(tmp_path: Path) -> None:
+    """Each refuses it with the option's name, and takes it with the option; a plan does not give the permission."""
+    path, plan, package = model_outside("weight", "link", tmp_path), tmp_path / "plan.json", tmp_path / "package"
+    trust, device = "--trust-external-data", ["-d", "2xcpu", "--split-mode", "tensor", "--shapes", "x:2x64"]
+    for command, code in (
+        (["plan", path, *device, "-o", plan], 1),
+        (["compile", path, "--plan", plan, "-o", package], 1),
+        (["check", package, "--model", path, "--no-memory"], 1),
+        (["bench", package, "--baseline", path, "--runs", "1", "--no-memory"], 1),
+    ):
+        assert trust in splitc(*command, code=code).stderr
+        splitc(*command, trust)
+
+
+def test_other_faults_stay_faults_of_trusted_data(tmp_path: Path) -> None:
+    path = model_outside("weight", "link", tmp_path)
+    (tmp_path / "secret").write_bytes(b"short")
+    with pytest.raises(ModelError, match="too short"):
+        load_model(path, trusts_data=True)
+    (tmp_path / "secret").unlink()
+    with pytest.raises(ModelError, match="is missing"):
+        load_model(path, trusts_data=True)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -72,7 +115,7 @@ def test_what_lies_beside_the_model_is_its_own(place: str, tmp_path: Path, monke
     (tmp_path / "m.onnx").write_bytes(model(place, external("data")).SerializeToString())
     monkeypatch.chdir("/")
     plan = plan_model(tmp_path / "m.onnx", ["cpu0"], Request(split_mode="layer", shapes={"x": (1, 64)}))
-    assert data_files(plan.analysis.graph.model) == ({tmp_path / "data"} if place == "weight" else set())
+    assert plan.analysis.graph.data_files == {tmp_path / "data"}
     compile_model(plan, tmp_path / "package")
     with Session(tmp_path / "package") as session:
         assert np.array_equal(session.run({"x": np.ones((1, 64), "f4")})["y"], NUMBERS[None] + 1)
@@ -107,7 +150,7 @@ def test_files_of_a_cache_that_are_links(tmp_path: Path) -> None:
     (tmp_path / "blobs" / "90c2").write_bytes(NUMBERS.tobytes())
     for name, blob in (("m.onnx", "e5b1"), ("m.onnx_data", "90c2")):
         (tmp_path / "snapshots" / "1f3a" / name).symlink_to(Path("..", "..", "blobs", blob))
-    opened = load_model(tmp_path / "snapshots" / "1f3a" / "m.onnx")
-    assert data_files(opened) == {tmp_path / "blobs" / "90c2"}
+    _, files = load_model(tmp_path / "snapshots" / "1f3a" / "m.onnx")
+    assert files == {tmp_path / "blobs" / "90c2"}
     with pytest.raises(ModelError, match=r"m\.onnx_data is missing"):  # relative to the folder that was named
         load_model(tmp_path / "blobs" / "e5b1")

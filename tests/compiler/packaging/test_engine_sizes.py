@@ -54,8 +54,15 @@ def test_sizes_are_those_that_engines_see(
 
 
 def test_range_has_its_ends(decoder: Path) -> None:
-    request = Request(split_mode="tensor", min_shapes=shapes(1, 1, 0), opt_shapes=shapes(), max_shapes=shapes(4, 8, 64))
-    plan = plan_model(decoder, ["2xcpu"], request)
+    request = Request(
+        split_mode="tensor",
+        engine="tensorrt-rtx",
+        memory=["1GiB"],
+        min_shapes=shapes(1, 1, 0),
+        opt_shapes=shapes(),
+        max_shapes=shapes(4, 8, 64),
+    )
+    plan = plan_model(decoder, ["2xcuda"], request)
     programs = [plan.program(number) for number in range(2)]
     analysis = plan.analysis
     ranks = engine_sizes(programs, (analysis.smallest, analysis.typical, analysis.shapes))

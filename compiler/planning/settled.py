@@ -1,0 +1,81 @@
+"""What a plan's file settles, against the options that come with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from splitc.compiler.planning.plan_file import PlanFile
+from splitc.compiler.planning.plan_request import Request
+from splitc.runtime.devices import parse_devices
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.units import format_shape, parse_bytes
+
+
+def check_settled(
+    path: Path, file: PlanFile, request: Request, devices: Sequence[str], given: Callable[[str], bool]
+) -> None:
+    """Raise MisuseError for an option that was `given` and says other than the plan's file.
+
+    The message names both.
+    """
+    found = list(request.planned(given, file))
+    if devices:
+        found.append(("-d", [str(each) for each in parse_devices(devices)], [rank.device for rank in file.ranks]))
+    for flag, asked, planned in found:
+        if planned is None:
+            raise MisuseError(f"{flag} has no effect with {path}, which is planned already: plan again with it")
+        if not _SAME.get(flag, _equal)(asked, planned):
+            if isinstance(asked, Mapping):
+                planned = {name: planned.get(name, "nothing") for name in asked}
+            raise MisuseError(
+                f"{flag} says {_shown(asked)}, and {path} says {_shown(planned)}: leave the option out, or edit the "
+                "plan, or plan again"
+            )
+
+
+def _equal(asked: Any, planned: Any) -> bool:
+    return bool(asked == planned)
+
+
+def _same_shares(asked: Sequence[float], planned: Sequence[float]) -> bool:
+    """Whether shares are the same, on any scales."""
+    return len(asked) == len(planned) and np.allclose(np.divide(asked, sum(asked)), np.divide(planned, sum(planned)))
+
+
+def _same_shapes(asked: Mapping[str, Sequence[int]], planned: Mapping[str, Sequence[int]]) -> bool:
+    return all(list(shape) == planned.get(name) for name, shape in asked.items())
+
+
+def _same_settings(asked: Mapping[str, Any], planned: Mapping[str, Any]) -> bool:
+    """Whether inputs are bound to the same values. A single number fills the whole input."""
+    return all(name in planned and bool(np.all(np.asarray(planned[name]) == value)) for name, value in asked.items())
+
+
+def _same_budgets(asked: Sequence[str], planned: Mapping[str, int | None]) -> bool:
+    budgets = dict(planned)
+    for text in asked:
+        name, _, amount = text.rpartition("=")
+        budgets.update({device: parse_bytes(amount) for device in ([name] if name else planned)})
+    return budgets == planned
+
+
+_SAME: Mapping[str, Callable[[Any, Any], bool]] = {
+    "--tensor-split": _same_shares,
+    "--memory": _same_budgets,
+    "--set": _same_settings,
+    **dict.fromkeys(("--shapes", "--min-shapes", "--opt-shapes", "--max-shapes"), _same_shapes),
+}
+
+
+def _shown(value: Any) -> str:
+    """A value as the command line has it."""
+    if isinstance(value, Mapping):
+        return ", ".join(
+            f"{name}:{format_shape(each)}" if isinstance(each, list | tuple) else f"{name}={each}"
+            for name, each in value.items()
+        )
+    return ",".join(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else str(value)

@@ -1,0 +1,87 @@
+"""Open ONNX files in ONNX Runtime: how large they may be, and where their data may lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import onnxruntime as ort
+
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.units import format_bytes
+
+# The most bytes that protobuf reads or writes.
+LARGEST = (1 << 31) - 1
+
+
+def open_onnx(
+    path: Path, options: ort.SessionOptions, providers: Sequence[Any], trusts_data: bool = False
+) -> ort.InferenceSession:
+    """A session of an ONNX file. With `trusts_data`, the model's external data may lie outside of its folder.
+
+    Raises what ONNX Runtime raises; RuntimeError, which is one of these, for a file that is too large; MisuseError if
+    `onnx` is needed and missing.
+    """
+    if (reason := too_large(path)) is not None:
+        raise RuntimeError(reason)
+    source: str | bytes = _openable(path)
+    if trusts_data and (content := _from_the_root(path)) is not None:
+        # ONNX Runtime reads data below a folder only: here it is the root of all, which it takes for models in memory.
+        source = content
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", path.resolve().anchor)
+    return ort.InferenceSession(source, options, providers=providers, enable_fallback=0)
+
+
+def too_large(path: Path) -> str | None:
+    """Why an ONNX file is too large to be read; None if it is not."""
+    if not path.is_file() or (size := path.stat().st_size) <= LARGEST:
+        return None
+    return (
+        f"it has {format_bytes(size)} ({size:,} bytes), and protobuf, ONNX's format, reads {format_bytes(LARGEST)} at "
+        "most in one file: export it with its weights in a file beside it, as external data "
+        "(onnx.save_model(model, path, save_as_external_data=True))"
+    )
+
+
+def _from_the_root(path: Path) -> bytes | None:
+    """The model with the places of its external data given from the root of the file system.
+
+    None if all of them are below the model's folder, where ONNX Runtime finds them.
+    """
+    if find_spec("onnx") is None:
+        raise MisuseError("--trust-external-data needs onnx, which is not installed here: pip install onnx")
+    import onnx
+
+    model, folder, outside = onnx.load(path, load_external_data=False), path.parent, False
+    for tensor in _external(model):
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                file = (folder / entry.value).resolve()
+                outside |= path.resolve().parent not in file.parents
+                entry.value = str(file.relative_to(file.anchor))
+    return model.SerializeToString() if outside else None
+
+
+def _external(message: Any) -> Iterator[Any]:
+    """The tensors with external data anywhere in a protobuf message."""
+    for field, value in message.ListFields():
+        if field.message_type is None:
+            continue
+        for each in value if field.is_repeated else [value]:
+            if field.message_type.name == "TensorProto" and each.external_data:
+                yield each
+            elif field.message_type.name != "TensorProto":
+                yield from _external(each)
+
+
+def _openable(path: Path) -> str:
+    """The path as ONNX Runtime takes it. Raises PackageError for one that is no UTF-8."""
+    text = str(path)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        shown = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        raise PackageError(f"ONNX Runtime can't open {shown}, whose name is no UTF-8: give it another one") from None
+    return text
