@@ -10,6 +10,7 @@ from functools import partial
 
 from splitc.runtime.arrays import Array, Zeros
 from splitc.runtime.errors import EngineError, MisuseError, SplitcError
+from splitc.runtime.feeds import explain_failure
 from splitc.runtime.manifest import Manifest
 from splitc.runtime.processes.remote import RemoteRanks
 from splitc.runtime.ranks.request import NEVER, InFlightRequest
@@ -34,6 +35,7 @@ class Admission:
         self._workers = workers
         self._places = threading.BoundedSemaphore(in_flight)
         self._overlap = overlap([rank.program for rank in manifest.ranks])
+        self._inputs = manifest.inputs
         self._optional = {tensor.name for tensor in manifest.optional}
         self._threads = list(workers) if isinstance(workers, Workers) else []
         self.recordings = Recordings(self._threads, self.check_usable) if replay else None
@@ -129,7 +131,7 @@ class Admission:
         before, self._delivering.now = self._in_callback, True
         try:
             if request.error is not None:
-                future.set_exception(request.error)
+                future.set_exception(explain_failure(request.error, request.feeds, self._inputs))
             else:
                 future.set_result(request)
         finally:

@@ -41,3 +41,7 @@ class FollowingError(EngineError):
 
 class FeedError(MisuseError):
     """Feeds that do not fit the model: a missing or unknown name, a wrong number type, a wrong shape."""
+
+
+class SizesError(FeedError, EngineError):
+    """An engine failed on feeds that have two sizes where the model has one name for both."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from splitc.runtime.arrays import Array, number_type
-from splitc.runtime.errors import FeedError
-from splitc.runtime.manifest import Tensor
+from splitc.runtime.errors import EngineError, FeedError, SizesError
+from splitc.runtime.manifest import Manifest, Tensor
 from splitc.runtime.units import format_shape
 
 
@@ -64,6 +64,43 @@ def _check_array(array: Array, tensor: Tensor) -> None:
             f"input '{tensor.name}' has shape {format_shape(array.shape)}, and the engines were built for "
             f"{format_shape(low)} to {format_shape(high)} (--min-shapes and --max-shapes of 'splitc compile')"
         )
+
+
+def two_sizes(arrays: Mapping[str, Array], inputs: Sequence[Tensor], symbols: Collection[str] | None = None) -> str:
+    """How the arrays contradict the names that the model gives to sizes; empty if they don't.
+
+    Looks at these symbols only, or at all. To have two sizes of one name need not be wrong: exporters give one name to
+    sizes that a model does not compare.
+    """
+    found: dict[str, tuple[int, str]] = {}
+    for tensor in inputs:
+        sizes = arrays[tensor.name].shape if tensor.name in arrays else ()
+        for symbol, size in zip(tensor.shape or (), sizes, strict=False):
+            if isinstance(symbol, str) and (symbols is None or symbol in symbols):
+                known, other = found.setdefault(symbol, (size, tensor.name))
+                if known != size:
+                    return f"'{symbol}' is {known} in the input '{other}' and {size} in '{tensor.name}'"
+    for symbol, (size, name) in found.items():
+        terms = symbol.split(" + ")
+        total = sum(found[term][0] for term in terms if term in found)
+        if len(terms) > 1 and all(term in found for term in terms) and total != size:
+            return f"'{symbol}' is {total} by the other inputs and {size} in '{name}'"
+    return ""
+
+
+def check_sizes(arrays: Mapping[str, Array], manifest: Manifest) -> None:
+    """Raise FeedError if a size that ranks read off any input which has it is not the same in all of them."""
+    if manifest.shared_sizes and (said := two_sizes(arrays, manifest.inputs, manifest.shared_sizes)):
+        raise FeedError(f"{said}: this package takes them for one size, as the model's file names them")
+
+
+def explain_failure(error: BaseException, arrays: Mapping[str, Array], inputs: Sequence[Tensor]) -> BaseException:
+    """The error of a request; a SizesError if an engine failed on arrays that contradict the model's names of sizes."""
+    if not isinstance(error, EngineError) or not (said := two_sizes(arrays, inputs)):
+        return error
+    explained = SizesError(f"{said}, and the model takes no such sizes together: {error}")
+    explained.__cause__ = error
+    return explained
 
 
 def _list(inputs: Sequence[Tensor]) -> str:

@@ -28,6 +28,8 @@ def parse_fills(texts: Sequence[str]) -> dict[str, Fill]:
     for text in texts:
         name, _, how = text.rpartition("=")
         word, *ends = how.split(":")
+        if name in fills:
+            raise MisuseError(f"--fill says twice how to make up '{name}', the second time by {text}")
         if name and how in FILLS:
             fills[name] = FILLS[how]
         elif name and word == "randint" and len(ends) == 2 and all(end.lstrip("-").isdigit() for end in ends):

@@ -232,7 +232,8 @@ class Manifest(Struct, frozen=True):
 
     `build` is set for engines that are built from ONNX files. `fixed` are inputs of the model that the package does not
     have. `optional` are further inputs that need not be fed, since the engines have default values. `batch` is the
-    number of the batch axis of each input and output that has one; None if there is no batch axis.
+    number of the batch axis of each input and output that has one; None if there is no batch axis. `shared_sizes` are
+    symbols whose size a rank may read off any value that has it: in a request they have one size each.
     """
 
     schema: int
@@ -255,3 +256,4 @@ class Manifest(Struct, frozen=True):
     build: Build | None = None
     fixed: list[FixedInput] = []
     optional: list[Tensor] = []
+    shared_sizes: list[str] = []

@@ -22,7 +22,7 @@ from splitc.runtime.engines.backends import make_backend
 from splitc.runtime.engines.built_here import check_built_here
 from splitc.runtime.engines.kinds import choose_engine
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.feeds import check_feeds
+from splitc.runtime.feeds import check_feeds, check_sizes
 from splitc.runtime.futures import in_order, then
 from splitc.runtime.generate.tokens import generate
 from splitc.runtime.manifest import Manifest, Tensor
@@ -233,6 +233,7 @@ class Session:
         sequence, which are shorter. With `here`, the calling thread does a replay,
         or reads the answers of processes, which is faster if it waits for the result anyway.
         """
+        check_sizes(arrays, self.manifest)
         while self._dropped:
             self._admission.forget(self._dropped.popleft())
         return self._admission.submit(arrays, sequence, initial or {}, room, after, here)

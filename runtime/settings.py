@@ -14,10 +14,15 @@ from splitc.runtime.errors import MisuseError
 
 
 def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
-    """Values from `NAME=true`, `NAME=16000` or `NAME=[1,2]`. Raises MisuseError for any other text."""
+    """Values from `NAME=true`, `NAME=16000` or `NAME=[1,2]`. Raises MisuseError for any other text.
+
+    And for a name that comes twice.
+    """
     settings = {}
     for text in texts:
         name, equals, value = text.partition("=")
+        if name in settings:
+            raise MisuseError(f"--set gives '{name}' twice, the second time by {text}: leave out one of them")
         try:
             settings[name] = json.loads(value.lower())
         except ValueError:

@@ -48,7 +48,7 @@ def check_order(smallest: Mapping[str, Shape], typical: Mapping[str, Shape], lar
 def parse_shapes(texts: Sequence[str]) -> dict[str, Shape]:
     """Shapes from `name:1x16` or polygraphy's `name:[1,16]`. A scalar is `name:[]`.
 
-    Raises MisuseError for any other text.
+    Raises MisuseError for any other text, and for a name that comes twice.
     """
     shapes = {}
     for text in texts:
@@ -56,5 +56,7 @@ def parse_shapes(texts: Sequence[str]) -> dict[str, Shape]:
         numbers = re.split(r"[x,]", sizes.strip().strip("[]").replace(" ", ""))
         if not name or not all(number.isdigit() for number in numbers if number):
             raise MisuseError(f"can't read the shape '{text}': write NAME:1x16 or NAME:[1,16]")
+        if name in shapes:
+            raise MisuseError(f"two shapes are given for '{name}', the second as '{text}': leave out one of them")
         shapes[name] = tuple(int(number) for number in numbers if number)
     return shapes

@@ -94,10 +94,9 @@ def input_shapes(model: ir.Model, given: Mapping[str, Shape], past: frozenset[st
     Dimensions that are not given are bound by symbols that they share with given ones. A symbol in `past` (the length
     of a cache) is 0. Any other dimension gets the largest size given, of first dimensions for a first dimension and of
     others for any other, since exporters give one length several symbols; or else a default. Raises MisuseError for a
-    shape of an unknown input, or one that contradicts the model.
+    shape of an unknown input, or one that contradicts the model or another one.
     """
     inputs = {value.name or "": value for value in model.graph.inputs}
-    bindings: dict[str, int] = {}
     for name, shape in given.items():
         if name not in inputs:
             raise MisuseError(f"--shapes names '{name}', and the model has no such input: it has {', '.join(inputs)}")
@@ -110,9 +109,7 @@ def input_shapes(model: ir.Model, given: Mapping[str, Shape], past: frozenset[st
         ):
             want = format_shape([size if isinstance(size, int) else size.value for size in declared])
             raise MisuseError(f"--shapes gives '{name}' as {format_shape(shape)}, and the model takes {want}")
-        bindings.update(
-            {d.value: s for d, s in zip(declared, shape, strict=True) if isinstance(d, ir.SymbolicDim) and d.value}
-        )
+    bindings = _bind_symbols(inputs, given)
     free = {
         (axis > 0, size)
         for name, shape in given.items()
@@ -123,6 +120,27 @@ def input_shapes(model: ir.Model, given: Mapping[str, Shape], past: frozenset[st
     length = max((size for later, size in free if later), default=DEFAULT_LENGTH)
     unbound = {name: value for name, value in inputs.items() if name not in given}
     return {**given, **{name: _bind_input(value, bindings, past, batch, length) for name, value in unbound.items()}}
+
+
+def _bind_symbols(inputs: Mapping[str, ir.Value], given: Mapping[str, Shape]) -> dict[str, int]:
+    """The sizes of symbols in the given shapes. A 1 gives way to another size, since it may be broadcast to that.
+
+    Raises MisuseError for a symbol with two sizes.
+    """
+    found: dict[str, tuple[int, str]] = {}
+    for name, shape in given.items():
+        for symbol, size in zip(inputs[name].shape or (), shape, strict=False):
+            if isinstance(symbol, int) or not symbol.value:
+                continue
+            known, other = found.get(symbol.value, (1, name))
+            if 1 not in (known, size) and known != size:
+                raise MisuseError(
+                    f"the shapes contradict: the model's size '{symbol.value}' is {known} in '{other}' and {size} in "
+                    f"'{name}'"
+                )
+            if known == 1:
+                found[symbol.value] = (size, name)
+    return {symbol: size for symbol, (size, _) in found.items()}
 
 
 def _bind_input(value: ir.Value, bindings: Mapping[str, int], past: frozenset[str], batch: int, length: int) -> Shape:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
+from splitc.compiler.analysis.stages import borrowed_sizes
 from splitc.compiler.frontend.binding import Fixed
 from splitc.compiler.frontend.made_up import choose_fill
 from splitc.compiler.frontend.roles import find_roles
@@ -60,7 +61,14 @@ def make_manifest(
         build=m.Build(options) if built else None,
         fixed=[_fixed(each) for each in graph.fixed],
         optional=[] if built else [_tensor(value) for value in graph.optional],
+        shared_sizes=_shared_sizes(plan),
     )
+
+
+def _shared_sizes(plan: Plan) -> list[str]:
+    """The symbols that stages read off other values than the model does."""
+    sizes = (size for rank in plan.ranks for value in rank.stage.borrowed for size in borrowed_sizes(value))
+    return sorted({size.value for size in sizes if isinstance(size, ir.SymbolicDim) and size.value})
 
 
 def rank_entry(

@@ -40,7 +40,7 @@ def open_feeds(session: Session, inputs: Path | None, seed: int, fills: list[str
     try:
         yield make_inputs(session.inputs, seed, parse_fills(fills))
     except EngineError as error:
-        raise EngineError(
+        raise type(error)(
             f"{error}\nThe inputs were made up in the sizes that the package was planned for; these may not fit "
             "together. Give --inputs, --fill, or compile with --shapes for every input."
         ) from error

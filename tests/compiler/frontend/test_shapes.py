@@ -12,6 +12,7 @@ from splitc.compiler.frontend.graph import open_graph
 from splitc.compiler.frontend.shapes import bind_shapes, infer_shapes, input_shapes
 from splitc.compiler.frontend.states import find_states, growing_symbols
 from splitc.runtime.errors import MisuseError
+from tests.helpers.command import splitc
 
 WriteModel = Callable[[str], Path]
 
@@ -35,6 +36,40 @@ def test_shape_of_an_input_that_is_not_there(decoder: Path) -> None:
 def test_shape_that_contradicts_the_model(decoder: Path, shape: tuple[int, ...]) -> None:
     with pytest.raises(MisuseError, match="the model takes batch x 2 x past x 16"):
         input_shapes(open_graph(decoder).model, {"past_key_values.0.key": shape}, frozenset())
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"input_ids": (2, 3), "position_ids": (4, 3)}, "'batch' is 2 in 'input_ids' and 4 in 'position_ids'"),
+        ({"input_ids": (1, 3), "position_ids": (1, 5)}, "'sequence' is 3 in 'input_ids' and 5 in 'position_ids'"),
+        ({"past_key_values.0.key": (1, 2, 0, 16), "past_key_values.3.value": (1, 2, 5, 16)}, "'past' is 0 in"),
+    ],
+)
+def test_shapes_that_contradict_each_other(decoder: Path, given: dict[str, tuple[int, ...]], said: str) -> None:
+    with pytest.raises(MisuseError, match=f"the shapes contradict: the model's size {said}"):
+        input_shapes(open_graph(decoder).model, given, frozenset({"past"}))
+
+
+def test_sizes_that_broadcast_do_not_contradict(decoder: Path) -> None:
+    """Some exporters give one name to a size and to one that may be 1 instead."""
+    for given in ({"input_ids": (1, 3), "position_ids": (4, 3)}, {"input_ids": (4, 3), "position_ids": (1, 3)}):
+        shapes = input_shapes(open_graph(decoder).model, given, frozenset({"past"}))
+        assert {name: shapes[name] for name in given} == given
+        assert shapes["attention_mask"] == (4, 3)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--shapes", "input_ids:1x4", "--shapes", "input_ids:1x5"),
+        ("--set", "input_ids=[[1]]", "--set", "input_ids=[[2]]"),
+    ],
+)
+def test_what_is_said_twice(decoder: Path, arguments: tuple[str, ...]) -> None:
+    said = splitc("plan", decoder, "-d", "cpu0", *arguments, code=2).stderr
+    assert "'input_ids'" in said
+    assert "leave out one of them" in " ".join(said.split())
 
 
 def test_shapes_given_bind_what_other_inputs_share(decoder: Path) -> None:
