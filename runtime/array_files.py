@@ -5,7 +5,7 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 from polygraphy import json as polygraphy_json
@@ -17,6 +17,8 @@ from splitc.runtime.files import written_whole
 
 # The kinds of numpy's types that are numbers, truth values, or raw bytes of ml_dtypes' types.
 NUMBERS = "biufcV"
+# The kinds of numpy's files.
+NPZ, NPY = "an .npz archive", "a single array (.npy)"
 
 
 def load_arrays(path: Path) -> dict[str, Array]:
@@ -24,30 +26,73 @@ def load_arrays(path: Path) -> dict[str, Array]:
 
     Slashes in a name are subfolders. Raises FeedError if there is no such file or it is none of these.
     """
-    try:
-        arrays = {name: np.asarray(array) for name, array in _load(path).items()}
-    except FileNotFoundError:
-        raise FeedError(f"no such file: {path}") from None
-    except Exception as error:  # numpy, zipfile, zlib and polygraphy raise all kinds for damaged files
+    if path.is_dir():
+        arrays = _load_folder(path)
+    elif path.suffix == ".json":
+        arrays = _load_json(path)
+    elif _kind(path) == NPY:
         raise FeedError(
-            f"can't read arrays from {path}: it is no .npz, folder of .npy, or polygraphy JSON ({error})"
-        ) from error
+            f"can't read arrays from {path}: it is {NPY}, without a name: put it as NAME.npy into a folder, "
+            "and name that; or write it by np.savez(path, NAME=array)"
+        )
+    else:
+        arrays = _read(path, NPZ)
     for name, array in arrays.items():
         if array.dtype.kind not in NUMBERS:
             raise FeedError(f"{path} has no numbers for '{name}', but values of type {array.dtype}")
     return arrays
 
 
-def _load(path: Path) -> Mapping[str, Any]:
-    if path.is_dir():
-        files = {file.relative_to(path).as_posix(): file for file in sorted(path.rglob("*.npy"))}
-        return {name[: -len(".npy")]: np.load(file, allow_pickle=False) for name, file in files.items()}
-    if path.suffix == ".json":
+def _load_folder(path: Path) -> dict[str, Array]:
+    files = {file.relative_to(path).as_posix(): file for file in sorted(path.rglob("*.npy"))}
+    if not files:
+        raise FeedError(f"can't read arrays from {path}: the folder has no files NAME.npy in it")
+    return {name[: -len(".npy")]: _read(file, NPY)[""] for name, file in files.items()}
+
+
+def _load_json(path: Path) -> dict[str, Array]:
+    _check_file(path)
+    try:
         with G_LOGGER.verbosity(G_LOGGER.CRITICAL):  # it would print to standard output
             feeds = polygraphy_json.load_json(str(path), description="inputs")
-        return dict(feeds[0])
-    with np.load(path, allow_pickle=False) as archive:
-        return dict(archive)
+        if isinstance(feeds, list) and feeds and isinstance(feeds[0], Mapping):
+            return {name: np.asarray(array) for name, array in feeds[0].items()}
+    except Exception as error:  # polygraphy raises all kinds
+        raise FeedError(f"can't read arrays from {path}: it is no JSON of polygraphy's ({error})") from error
+    raise FeedError(
+        f"can't read arrays from {path}: polygraphy's JSON is a list of arrays by name, [{{NAME: ...}}, ...]"
+    )
+
+
+def _read(path: Path, kind: str) -> dict[str, Array]:
+    """The arrays of a numpy file of this kind; the name of a single one is empty. Raises FeedError for another file."""
+    if (found := _kind(path)) != kind:
+        raise FeedError(f"can't read arrays from {path}: it is {found}, and should be {kind}")
+    try:
+        with path.open("rb") as file:
+            content = np.load(file, allow_pickle=False)
+            return {"": content} if kind == NPY else {name: np.asarray(array) for name, array in content.items()}
+    except MemoryError as error:
+        raise FeedError(f"can't read arrays from {path}: {error}") from error
+    except Exception as error:  # numpy, zipfile and zlib raise all kinds for damaged files
+        raise FeedError(f"can't read arrays from {path}: the file is damaged ({error})") from error
+
+
+def _kind(path: Path) -> str:
+    """What a file is, by its first bytes."""
+    _check_file(path)
+    with path.open("rb") as file:
+        start = file.read(len(np.lib.format.MAGIC_PREFIX))
+    if start.startswith(b"PK"):
+        return NPZ
+    return NPY if start == np.lib.format.MAGIC_PREFIX else "no file of numpy's" if start else "empty"
+
+
+def _check_file(path: Path) -> None:
+    if not path.exists():
+        raise FeedError(f"no such file: {path}")
+    if not path.is_file():
+        raise FeedError(f"can't read arrays from {path}: it is a pipe or a device, and no file or folder")
 
 
 def save_arrays(path: Path, arrays: Mapping[str, Array]) -> None:

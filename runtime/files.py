@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
@@ -44,9 +45,9 @@ def check_output(path: Path, read: Iterable[Path]) -> None:
         raise MisuseError(f"there is no folder {path.absolute().parent} to write {path.name} into")
     if path.is_dir():
         raise MisuseError(f"can't write {path}: it is a folder")
-    place = path.resolve()
+    place = Path(os.path.realpath(path))  # unlike resolve(), it takes links in a circle
     for each in read:
-        if place == (other := each.resolve()) or (other.is_dir() and other in place.parents):
+        if place == (other := Path(os.path.realpath(each))) or (other.is_dir() and other in place.parents):
             what = "which is read" if other == place else f"in {each}, which is read"
             raise MisuseError(f"{path} would be written over, {what}: choose another name")
 

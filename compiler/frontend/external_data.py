@@ -5,6 +5,7 @@ A model is untrusted data: it must not make us copy /etc/passwd into a package.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -108,7 +109,7 @@ class _Files:
         try:
             named = (self._folder / location).absolute()
             inside = self._folder in (folder for folder in _without_dots(named).parents)
-            file = named.resolve()
+            file = Path(os.path.realpath(named))  # unlike resolve(), it takes links in a circle
             exists = file.is_file()
         except (OSError, ValueError) as error:  # names too long, or with a zero byte
             raise ModelError(f"{self._path}: the weight '{name}' lies in {location!r}: {error}") from error

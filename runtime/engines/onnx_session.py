@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,8 +40,8 @@ def too_large(path: Path) -> str | None:
     if not path.is_file() or (size := path.stat().st_size) <= LARGEST:
         return None
     return (
-        f"it has {format_bytes(size)} ({size:,} bytes), and protobuf, ONNX's format, reads {format_bytes(LARGEST)} at "
-        "most in one file: export it with its weights in a file beside it, as external data "
+        f"it has {format_bytes(size)} ({size:,} bytes), and one file of ONNX's format, protobuf, has less than 2 GiB "
+        f"({LARGEST + 1:,} bytes): export it with its weights in a file beside it, as external data "
         "(onnx.save_model(model, path, save_as_external_data=True))"
     )
 
@@ -58,7 +59,7 @@ def _from_the_root(path: Path) -> bytes | None:
     for tensor in _external(model):
         for entry in tensor.external_data:
             if entry.key == "location":
-                file = (folder / entry.value).resolve()
+                file = Path(os.path.realpath(folder / entry.value))
                 outside |= path.resolve().parent not in file.parents
                 entry.value = str(file.relative_to(file.anchor))
     return model.SerializeToString() if outside else None

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import os
 import zipfile
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from splitc.runtime.array_files import load_arrays, save_arrays
 from splitc.runtime.arrays import Array
 from splitc.runtime.errors import FeedError, MisuseError
+from splitc.runtime.files import check_output
 from tests.helpers.fuzz import damage_bytes, seeds
 
 ARRAYS: dict[str, Array] = {
@@ -74,6 +76,39 @@ def test_missing_file_and_folder_are_named(tmp_path: Path) -> None:
         load_arrays(tmp_path / "none.npz")
     with pytest.raises(MisuseError, match="there is no folder"):
         save_arrays(tmp_path / "none" / "out.npz", ARRAYS)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("text.npz", "it is no file of numpy's, and should be an .npz archive"),
+        ("empty.npz", "it is empty, and should be an .npz archive"),
+        ("one.npz", r"it is a single array \(.npy\), without a name: put it as NAME.npy into a folder"),
+        ("cut.npz", "the file is damaged"),
+        ("folder", "x.npy: it is an .npz archive, and should be a single array"),
+        ("nothing", "the folder has no files NAME.npy in it"),
+        ("pipe", "it is a pipe or a device"),
+        ("empty.json", r"polygraphy's JSON is a list of arrays by name, \[{NAME: ...}, ...\]"),
+        ("circle.npz", "no such file"),
+    ],
+)
+def test_what_a_file_is_instead(name: str, message: str, tmp_path: Path) -> None:
+    save_arrays(tmp_path / "arrays.npz", ARRAYS)
+    archive = (tmp_path / "arrays.npz").read_bytes()
+    np.save(tmp_path / "one.npy", np.ones(3))
+    contents = {"text.npz": b"hello", "empty.npz": b"", "cut.npz": archive[:200], "empty.json": b"[]"}
+    for each, content in {**contents, "one.npz": (tmp_path / "one.npy").read_bytes()}.items():
+        (tmp_path / each).write_bytes(content)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "x.npy").write_bytes(archive)
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "circle.npz").symlink_to("circle.npz")
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(FeedError, match=message):
+        load_arrays(tmp_path / name)
+    if name == "circle.npz":
+        check_output(tmp_path / "out.npz", [tmp_path / name])
 
 
 @pytest.mark.fuzz

@@ -19,6 +19,7 @@ from splitc.compiler.frontend.loading import load_model
 from splitc.compiler.model_errors import ModelError
 from splitc.compiler.packaging.self_check import check_loads
 from tests.helpers.app import app
+from tests.helpers.command import splitc
 
 WriteModel = Callable[[str], Path]
 
@@ -34,6 +35,18 @@ def test_not_onnx(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(ModelError, match="is not an ONNX model"):
         load_model(path)
+
+
+def test_file_that_is_too_large(package: Path, tmp_path: Path) -> None:
+    """A sparse file, which takes no room and is not read."""
+    path = tmp_path / "large.onnx"
+    with path.open("wb") as file:
+        file.truncate(3 << 30)
+    said = r"it has 3.00 GiB \(3,221,225,472 bytes\), and .* less than 2 GiB .*save_as_external_data=True"
+    with pytest.raises(ModelError, match=said):
+        load_model(path)
+    for command in (["check", package, "--model", path], ["bench", package, "--baseline", path, "--runs", "1"]):
+        assert "save_as_external_data=True" in splitc(*command, code=1).stderr
 
 
 @pytest.fixture
