@@ -22,6 +22,8 @@ Origin = None | int | tuple[int, int]
 # The shape and data type of each output: as made in one run, and as concluded from several.
 Made = list[tuple[Shape, ir.DataType]]
 Observed = list[tuple[tuple[Size | None, ...], ir.DataType]]
+# What running a node raises; numpy raises the last ones for types that it lacks.
+FAILURES = (*ERRORS, TypeError, ValueError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -149,8 +151,29 @@ def _explain(made: Sequence[Shape], tries: Sequence[Sequence[Shape]]) -> tuple[O
     return tuple(found)
 
 
+def refusal(node: ir.Node, shapes: Sequence[Shape | None]) -> str | None:
+    """Why ONNX Runtime does not run the node on inputs of these shapes (None: of no input); None if it does."""
+    pairs = zip(node.inputs, shapes, strict=True)
+    made_up = [shape or () for value, shape in pairs if value is not None and not _is_kept(value)]
+    try:
+        _run_filled(_alone(node, made_up), np.zeros)
+    except FAILURES as error:
+        return str(error)
+    return None
+
+
 def _run(node: ir.Node, shapes: Sequence[Shape]) -> Made | None:
     """The outputs' shapes and types for inputs of these shapes; None if they differ for zeros and ones, or it fails."""
+    graph = _alone(node, shapes)
+    try:
+        made = [_run_filled(graph, fill) for fill in (np.zeros, np.ones)]
+    except FAILURES:
+        return None
+    return made[0] if made[0] == made[1] else None
+
+
+def _alone(node: ir.Node, shapes: Sequence[Shape]) -> ir.Graph:
+    """A graph of the node alone. Its inputs are those whose values are not known, in these shapes."""
     stand_ins = iter(shapes)
     inputs: list[ir.Value | None] = []
     fed: list[ir.Value] = []
@@ -169,12 +192,7 @@ def _run(node: ir.Node, shapes: Sequence[Shape]) -> Made | None:
     opsets = dict(node.graph.opset_imports) if node.graph is not None else {"": 21, node.domain: 1}
     initializers = [value for value in inputs if value is not None and value.const_value is not None]
     outputs = [value for value in copy.outputs if value.name]
-    graph = ir.Graph(fed, outputs, nodes=[copy], initializers=initializers, opset_imports=opsets, name="observed")
-    try:
-        made = [_run_filled(graph, fill) for fill in (np.zeros, np.ones)]
-    except (*ERRORS, TypeError, ValueError, AttributeError):  # numpy raises the last ones for types that it lacks
-        return None
-    return made[0] if made[0] == made[1] else None
+    return ir.Graph(fed, outputs, nodes=[copy], initializers=initializers, opset_imports=opsets, name="observed")
 
 
 def _run_filled(graph: ir.Graph, fill: Any) -> Made:

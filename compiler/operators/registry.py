@@ -7,7 +7,6 @@ from types import MappingProxyType
 
 import onnx_ir as ir
 
-from splitc.compiler.model_errors import ModelError
 from splitc.compiler.nodes import operator_name
 from splitc.compiler.operators import (
     attention,
@@ -44,7 +43,10 @@ def operator_of(node: ir.Node) -> Operator:
 
 
 def relate_axes(operation: Operation) -> None:
-    """Relate the axes of one node by its operator's rule. An operator without a rule needs every axis whole."""
+    """Relate the axes of one node by its operator's rule. An operator without a rule needs every axis whole.
+
+    A rule takes a node that is valid: for any other it may raise an error of any kind.
+    """
     node, rule = operation.node, operator_of(operation.node).axes
     shapes = (
         *zip(node.inputs, operation.inputs, strict=True),
@@ -53,9 +55,5 @@ def relate_axes(operation: Operation) -> None:
     if rule is None or any(value is not None and value.name and axes is None for value, axes in shapes):
         operation.opaque()
         return
-    try:
-        rule(operation)
-    except (IndexError, TypeError, ValueError) as error:
-        where = f"node '{node.name}'" if node.name else f"the node that makes '{node.outputs[0].name}'"
-        raise ModelError(f"{where} ({node.op_type}): its attributes and the shapes of its values contradict") from error
+    rule(operation)
     operation.finish()

@@ -11,8 +11,10 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.asked_shapes import Shape
 from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.observation import refusal
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.frontend.shapes import BoundShapes, shape_of
+from splitc.compiler.model_errors import ModelError
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Pin
 from splitc.compiler.operators.operation import Axes, Operation
@@ -83,13 +85,31 @@ def _relate(
         constants = [_constant(value, bound) for value in node.inputs]
         weights = [n for n, value in enumerate(node.inputs) if value is not None and graph.is_constant(value)]
         operation = Operation(node, [axes_of(value) for value in node.inputs], made, constants, weights)
-        relate_axes(operation)
+        relate_node(operation)
         for value in graph.reads[node]:
             if value not in node.inputs:  # a subgraph reads it
                 for axis in axes_of(value) or ():
                     ax.pin(axis, Pin(node, "it is read inside control flow"))
         operations[node] = operation
     return AxisMap(operations, shared, bound)
+
+
+def relate_node(operation: Operation) -> None:
+    """Relate a node's axes. Raises ModelError if its rule fails since the node contradicts itself.
+
+    ONNX Runtime is the judge: a rule that fails for a node which runs is wrong itself, and its error goes on.
+    """
+    try:
+        relate_axes(operation)
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        node = operation.node
+        shapes = [None if axes is None else tuple(map(ax.size_of, axes)) for axes in operation.inputs]
+        if (reason := refusal(node, shapes)) is None:
+            raise
+        where = f"node '{node.name}'" if node.name else f"the node that makes '{node.outputs[0].name}'"
+        raise ModelError(
+            f"{where} ({node.op_type}): its attributes and the shapes of its values contradict: {reason}"
+        ) from error
 
 
 def _with_constant(graph: Graph, nodes: Collection[ir.Node], constant: Collection[ir.Node]) -> list[ir.Node]:
