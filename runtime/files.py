@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from splitc.runtime.errors import MisuseError
+from splitc.runtime.errors import MisuseError, SplitcError
 from splitc.runtime.units import format_bytes
 
 # The most bytes of a file that is read whole.
 MOST_BYTES = 1 << 30
+# What the system says of a full disk and of a full quota.
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def check_regular(path: Path) -> None:
@@ -57,7 +61,7 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
     """A new file, which replaces `path` if the block succeeds, and is removed if it fails.
 
     If `path` is not a regular file (a pipe, a terminal, a link such as /dev/stdout), it is written to directly. Raises
-    MisuseError, which names the path and the reason, if it can't be written.
+    MisuseError, which names the path and the reason, if it can't be written; SplitcError if the disk is full.
     """
     check_output(path, ())
     try:
@@ -75,6 +79,9 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
             aside.unlink(missing_ok=True)
             raise
     except OSError as error:
+        if error.errno in FULL:
+            free = format_bytes(shutil.disk_usage(path.absolute().parent).free)
+            raise SplitcError(f"can't write {path}: the disk is full ({error.strerror}), with {free} free") from error
         raise MisuseError(f"can't write {path}: {error.strerror or error}") from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -10,12 +11,16 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from splitc.runtime.array_files import save_arrays
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.explained import explained
-from tests.conftest import listen_to_interrupts
+from tests.conftest import decoder_feeds, listen_to_interrupts
 from tests.helpers.command import SCRIPT, splitc, splitc_process
+from tests.helpers.fuzz import MORE
+from tests.helpers.small_disk import is_possible, on_small_disk
 
 
 def shell(command: str, code: int, encoding: str = "utf-8", **more: str) -> str:
@@ -34,6 +39,41 @@ def shell(command: str, code: int, encoding: str = "utf-8", **more: str) -> str:
 def test_output_that_can_not_be_written(package: Path) -> None:
     assert "No space left on device" in shell(f"{SCRIPT} inspect {package} > /dev/full", 1)
     shell(f"{SCRIPT} inspect {package} >&-", 0)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("mode", ["layer", "tensor", "row"])
+def test_compile_to_a_disk_that_gets_full(mode: str, decoder: Path, tmp_path: Path) -> None:
+    """At any moment: nothing is left, and one message."""
+    if not is_possible():
+        pytest.skip("no file systems of one's own here")
+    options = ["-d", "2xcpu", "--split-mode", mode, "--memory", "1GiB", *(["--row-min", "1"] if mode == "row" else [])]
+    compile_ = [SCRIPT, "compile", decoder, *options, "-o", "p"]
+    sizes = np.random.default_rng(0).integers(8, 1300, 4 * MORE)
+    for size in (8, 780, *map(int, sizes)):
+        code, errors, there = on_small_disk(tmp_path, size, ["sh", "-c", f"{shlex.join(map(str, compile_))} >&2"])
+        assert "Traceback" not in errors
+        if code == 0:
+            assert there[-1] == "p"
+            continue
+        assert (code, there) == (1, []), (size, errors)
+        assert "error: can't write p: its disk " in errors
+        assert "free, and the package's weights alone take" in " ".join(errors.split())
+
+
+def test_files_on_a_disk_that_gets_full(decoder: Path, package: Path, tmp_path: Path) -> None:
+    if not is_possible():
+        pytest.skip("no file systems of one's own here")
+    save_arrays(tmp_path / "x.npz", decoder_feeds())
+    (tmp_path / "disk").mkdir()
+    run = [SCRIPT, "run", package, "--inputs", tmp_path / "x.npz", "--outputs", "out.npz"]
+    plan = [SCRIPT, "plan", decoder, "-d", "cpu0", "-o", "plan.json"]
+    trace = [SCRIPT, "bench", package, "--runs", "5", "--no-memory", "--trace", "trace.json"]
+    for command in (run, plan, trace):
+        filled = f"head -c 4096 /dev/zero > other; {shlex.join(map(str, command))} >&2"
+        code, errors, there = on_small_disk(tmp_path / "disk", 4, ["sh", "-c", filled])
+        assert (code, there) == (1, ["other"])
+        assert f"error: can't write {command[-1]}: the disk is full (No space left on device), with" in errors
 
 
 def test_reader_that_ends_does_not_stop_a_compile(decoder: Path, tmp_path: Path) -> None:

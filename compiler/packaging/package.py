@@ -21,7 +21,7 @@ from splitc.compiler.packaging.manifest_entries import check_types, make_manifes
 from splitc.compiler.packaging.onnx_files import NONE, WrittenWeights, write_model_files
 from splitc.compiler.packaging.package_writer import PackageWriter
 from splitc.compiler.packaging.self_check import check_loads, check_outputs
-from splitc.compiler.packaging.staging import check_target, full_disk_explained, written_aside
+from splitc.compiler.packaging.staging import full_disk_explained, written_aside
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.split import RankProgram
 from splitc.runtime import manifest as m
@@ -65,7 +65,6 @@ def compile_model(
     can't be built, OutputsDifferError if the package's outputs differ from the model's.
     """
     target = Path(package)
-    check_target(target, force)
     _check_request(plan, weights, build, fills, warn)
     needed = sum(rank.memory.weights for rank in plan.ranks) if weights == "copy" else 0
     with full_disk_explained(target, needed), written_aside(target, force) as folder:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from splitc.runtime.errors import MisuseError, SplitcError
+from splitc.runtime.files import FULL
 from splitc.runtime.manifest_file import FILE_NAME
 from splitc.runtime.units import format_bytes
 
@@ -26,9 +26,7 @@ def check_target(target: Path, force: bool) -> None:
 
     With `force`, a package that splitc wrote may be there, and nothing else may be in it.
     """
-    parent = target.absolute().parent
-    if not parent.is_dir():
-        raise MisuseError(f"there is no folder {parent} to write the package into")
+    _folder_of(target)
     if not os.path.lexists(target):
         return
     if target.is_symlink():
@@ -37,6 +35,14 @@ def check_target(target: Path, force: bool) -> None:
         raise MisuseError(f"{target} exists already: choose another name, or replace it with --force")
     if (foreign := _foreign(target)) is not None:
         raise MisuseError(f"{target} {foreign}, so --force does not replace it: choose another name, or remove it")
+
+
+def _folder_of(target: Path) -> Path:
+    """The folder that a package is written into. Raises MisuseError if it is not there."""
+    parent = target.absolute().parent
+    if not parent.is_dir():
+        raise MisuseError(f"there is no folder {parent} to write the package into")
+    return parent
 
 
 class _Listed(msgspec.Struct):
@@ -115,24 +121,31 @@ def _locked(folder: Path, target: Path) -> Iterator[None]:
         except BlockingIOError:
             raise MisuseError(f"another process is writing {target}: wait for it, or choose another name") from None
         except OSError as error:
+            if error.errno in FULL:
+                raise
             raise MisuseError(f"can't write {target}: {error.strerror}") from error
         yield
 
 
 @contextlib.contextmanager
 def full_disk_explained(target: Path, needed: int) -> Iterator[None]:
-    """Raise SplitcError if the disk has less than the `needed` bytes free, or if it gets full in the block."""
-    parent = target.absolute().parent
+    """Raise SplitcError if the disk has less than the `needed` bytes free, or if it gets full in the block.
+
+    Raises MisuseError if there is no such folder.
+    """
+    parent = _folder_of(target)
     free = shutil.disk_usage(parent).free
+    weights = f"the package's weights alone take {format_bytes(needed)}"
     if free < needed:
-        raise SplitcError(
-            f"the disk of {parent} has {format_bytes(free)} free, and the package needs {format_bytes(needed)}"
-        )
+        raise SplitcError(f"can't write {target}: its disk has {format_bytes(free)} free, and {weights}")
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise SplitcError(
-            f"the disk of {parent} is full: the package needs {format_bytes(needed)}. Nothing was written"
-        ) from error
+        if error.errno in FULL:
+            raise SplitcError(
+                f"can't write {target}: its disk is full ({error.strerror}). It had {format_bytes(free)} free, and "
+                f"{weights}. Nothing was written"
+            ) from error
+        if error.filename is None:  # a write, which the system does not name
+            raise SplitcError(f"can't write {target}: {error.strerror or error}. Nothing was written") from error
+        raise

@@ -1,4 +1,4 @@
-"""A rule that fails: for a node that contradicts itself, which is the model's fault, or for any other, which is ours."""
+"""A rule that fails: for a node that contradicts itself, by the model's fault, or for any other, by ours."""
 
 from __future__ import annotations
 
