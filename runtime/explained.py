@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 
 from splitc.runtime.errors import SplitcError
+from splitc.runtime.files import FULL
+from splitc.runtime.units import format_bytes
 
 
 class Interrupted(SplitcError):
@@ -21,6 +25,10 @@ def explained(error: BaseException) -> SplitcError | None:
     if any(isinstance(each, KeyboardInterrupt) for each in _chain(error)):  # libraries make other errors of it
         return Interrupted("interrupted")
     if isinstance(error, OSError):
+        if error.errno in FULL and error.filename is None:
+            folder = tempfile.gettempdir()
+            free = format_bytes(shutil.disk_usage(folder).free)
+            return SplitcError(f"{error.strerror} where it was written to (temporary files: {folder}, {free} free)")
         places = [str(name) for name in (error.filename, error.filename2) if name is not None]
         return SplitcError(": ".join([*places, error.strerror or str(error) or type(error).__name__]))
     if isinstance(error, MemoryError):

@@ -75,7 +75,10 @@ def _run_job(trt: ModuleType, order: Order, number: int, job: Job, tell: Callabl
         said = log.errors[-1] if log.errors else "it gave no reason"
         named = [each for each in _nodes(job) if len(each.node) > 3 and each.node in said]
         return Failed(number, named, said)
-    Path(job.engine).write_bytes(memoryview(engine))
+    try:
+        Path(job.engine).write_bytes(memoryview(engine))
+    except OSError as error:
+        raise SystemExit(f"can't write {job.engine}: {error.strerror}") from error
     return None
 
 

@@ -42,9 +42,14 @@ class Workers:
             Worker(number, rank, states, package, backend, collectives, broken)
             for number, (rank, backend, collectives) in enumerate(ends)
         ]
-        for worker in self._workers:
-            worker.start()
-        self._wait_loaded()
+        try:
+            for worker in self._workers:
+                worker.start()
+            self._wait_loaded()
+        except BaseException as error:  # an interrupt too: as Python ends, it must find no thread inside an engine
+            self._workers = [worker for worker in self._workers if worker.is_alive()]
+            self._give_up(error)
+            raise
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -56,14 +61,17 @@ class Workers:
         return iter(self._workers)
 
     def _wait_loaded(self) -> None:
-        """Wait until all ranks have loaded their engines. Raises the first error, after ending the other ranks."""
+        """Wait until all ranks have loaded their engines. Raises the first error."""
         error = first_error(worker.ready for worker in self._workers)
         if error is not None:
-            self.abort(error)
-            self.put(None)
-            if not self.join(PATIENCE):
-                self.stop()
             raise error
+
+    def _give_up(self, error: BaseException) -> None:
+        """End the ranks, of which not all have loaded."""
+        self.abort(error)
+        self.put(None)
+        if not self.join(PATIENCE):
+            self.stop()
 
     @property
     def capturable(self) -> bool:

@@ -20,6 +20,7 @@ import pytest
 from splitc.runtime import Session
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.processes.remote import RemoteRanks
+from splitc.runtime.ranks import workers
 from tests.conftest import decoder_feeds
 
 KINDS = ["threads", "processes"]
@@ -130,3 +131,16 @@ def test_callbacks(open_session: Callable[[], Session]) -> None:
         assert call(lambda: session.submit(decoder_feeds())).result(20).keys() >= {"logits"}
         assert call(session.close) is None
         wait_until(lambda: isinstance(session._workers, RemoteRanks) or not list(session._workers))
+
+
+def test_interrupt_while_ranks_load_leaves_no_thread(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python ends the process hard if it finds a thread inside an engine as it ends."""
+
+    def interrupted(futures: object) -> None:
+        raise KeyboardInterrupt
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr(workers, "first_error", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Session(package)
+    assert set(threading.enumerate()) <= before

@@ -1,0 +1,130 @@
+"""Signals at random moments: nothing is left, what was there is whole, and the next command just works."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+import threading
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from splitc.runtime.array_files import load_arrays, save_arrays
+from splitc.runtime.engines.kinds import is_installed
+from splitc.runtime.manifest_file import read_manifest
+from splitc.runtime.package_files import verify_files
+from tests.conftest import decoder_feeds
+from tests.helpers.command import splitc, splitc_process
+from tests.helpers.fuzz import seeds
+from tests.helpers.killed import codes, kill_after
+
+pytestmark = [pytest.mark.fuzz, pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")]
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+MODES = {
+    **{mode: ["-d", "2xcpu", "--split-mode", mode] for mode in ("layer", "tensor", "auto")},
+    "row": ["-d", "2xcpu", "--split-mode", "row", "--row-min", "1"],
+    "engines": ["-d", "2xcuda", "--split-mode", "layer", "--engine", "tensorrt-rtx"],
+}
+USES = {
+    "run": ["run", "PACKAGE", "--inputs", "INPUTS", "--outputs", "OUTPUTS"],
+    "check": ["check", "PACKAGE", "--model", "MODEL"],
+    "bench": ["bench", "PACKAGE", "--runs", "30", "--trace", "OUTPUTS"],
+}
+
+
+# Seconds that commands take to which nothing happens, by their kind.
+_known: dict[str, float] = {}
+
+
+def moment(kind: str, seed: int, command: Sequence[object], place: Path) -> tuple[int, float]:
+    """A signal, and the seconds after which it comes: before the command would end, or a little after."""
+    if kind not in _known:
+        found = kill_after(None, 0, command, place)
+        assert found.code == 0, found.errors
+        _known[kind] = found.seconds
+    random = np.random.default_rng([seed, zlib.crc32(kind.encode())])
+    return SIGNALS[random.integers(len(SIGNALS))], random.uniform(0, 1.1 * _known[kind])
+
+
+def check_whole(package: Path) -> None:
+    verify_files(package, read_manifest(package).files)
+
+
+def check_message(number: int, errors: str) -> None:
+    assert "Traceback" not in errors
+    assert number != signal.SIGINT or errors in ("", "error: interrupted\n") or "warning" in errors
+
+
+@pytest.mark.parametrize("seed", seeds(1))
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_compile(mode: str, force: bool, seed: int, decoder: Path, package: Path, tmp_path: Path) -> None:
+    if mode == "engines" and not is_installed("tensorrt-rtx"):
+        pytest.skip("TensorRT-RTX is not installed")
+    target = tmp_path / "p"
+    command = ["compile", decoder, *MODES[mode], "--memory", "1GiB", "-o", target, *(["--force"] if force else [])]
+    number, seconds = moment(f"{mode} {force}", seed, command, tmp_path)
+    shutil.rmtree(target, ignore_errors=True)
+    if force:
+        shutil.copytree(package, target)
+    found = kill_after(seconds, number, command, tmp_path)
+    assert found.code in codes(number), found
+    check_message(number, found.errors)
+    if force or target.exists():
+        check_whole(target)
+    if number != signal.SIGKILL:
+        assert {path.name for path in tmp_path.iterdir()} <= {"temporary", "p"}
+        assert found.temporary == []
+    if not force:
+        shutil.rmtree(target, ignore_errors=True)
+    splitc(*command)
+    assert {path.name for path in tmp_path.iterdir()} == {"temporary", "p"}
+    check_whole(target)
+
+
+@pytest.mark.parametrize("seed", seeds(1))
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+@pytest.mark.parametrize("use", USES)
+def test_use(use: str, ranks: str, seed: int, decoder: Path, package: Path, tmp_path: Path) -> None:
+    outputs = tmp_path / "outputs"
+    save_arrays(tmp_path / "inputs.npz", decoder_feeds())
+    places = {"PACKAGE": package, "MODEL": decoder, "INPUTS": tmp_path / "inputs.npz", "OUTPUTS": outputs}
+    command = [*(places.get(word, word) for word in USES[use]), "--ranks", ranks]
+    number, seconds = moment(f"{use} {ranks}", seed, command, tmp_path)
+    outputs.unlink(missing_ok=True)
+    found = kill_after(seconds, number, command, tmp_path)
+    assert found.code in codes(number), found
+    check_message(number, found.errors)
+    if outputs.exists() and use == "run":
+        load_arrays(outputs)
+    if number != signal.SIGKILL:
+        assert {path.name for path in tmp_path.iterdir()} <= {"temporary", "inputs.npz", "outputs"}
+        assert found.temporary == []
+
+
+@pytest.mark.parametrize("seed", seeds(2))
+def test_two_compiles_to_one_place(seed: int, decoder: Path, tmp_path: Path) -> None:
+    """One of them is whole, and the other one is refused, or comes after it."""
+    random, target = np.random.default_rng(seed), tmp_path / "p"
+    command: Sequence[object] = ["compile", decoder, *MODES["layer"], "-o", target, "--force"]
+    results = []
+
+    def compile_(delay: float) -> None:
+        threading.Event().wait(delay)
+        results.append(kill_after(None, 0, command, tmp_path))
+
+    threads = [threading.Thread(target=compile_, args=[delay]) for delay in (0.0, random.uniform(0, 0.3))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(each.code for each in results) in ([0, 0], [0, 2])
+    assert all(each.code == 0 or "another process is writing" in each.errors for each in results)
+    assert {path.name for path in tmp_path.iterdir()} == {"temporary", "p"}
+    check_whole(target)
+    splitc_process("inspect", target)
