@@ -13,8 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from splitc.runtime.array_files import save_arrays
+from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.explained import explained
 from tests.conftest import decoder_feeds, listen_to_interrupts
@@ -117,6 +119,25 @@ def test_folders_without_rights(decoder: Path, package: Path, tmp_path: Path) ->
         assert "Permission denied" in result.stderr
     finally:
         tmp_path.chmod(0o700)
+
+
+@pytest.mark.skipif(sys.platform == "win32" or os.geteuid() == 0, reason="root may read and write everything")
+def test_data_without_rights(decoder: Path, package: Path, tmp_path: Path) -> None:
+    """ONNX Runtime makes errors of any kind of the system's: 13 is one that the model wants to be compiled."""
+    shutil.copytree(package, tmp_path / "p")
+    for path in (decoder, decoder.with_name(f"{decoder.name}.data")):
+        shutil.copy(path, tmp_path)
+    for path in (tmp_path / f"{decoder.name}.data", *tmp_path.glob("p/rank0/*.weights")):
+        path.chmod(0)
+    assert "Permission denied" in splitc("plan", tmp_path / decoder.name, "-d", "cpu0", code=1).stderr
+    for command in (["bench", tmp_path / "p"], ["check", package, "--model", tmp_path / decoder.name]):
+        assert "ONNX Runtime can't load" in splitc(*command, "--no-verify", code=1).stderr
+
+
+def test_every_error_of_onnx_runtime_is_known() -> None:
+    kinds = [each for each in vars(ort_errors).values() if isinstance(each, type) and issubclass(each, Exception)]
+    assert len(kinds) > 10
+    assert all(issubclass(each, ERRORS) for each in kinds)
 
 
 def test_working_folder_that_is_gone(decoder: Path, tmp_path: Path) -> None:

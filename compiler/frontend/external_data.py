@@ -122,6 +122,8 @@ class _Files:
             )
         if not exists:
             raise ModelError(f"{self._path}: the external data file {file} is missing (it holds weight '{name}')")
+        with file.open("rb"):  # the system says best why it can't be read
+            pass
         return file
 
 

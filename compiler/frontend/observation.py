@@ -23,7 +23,7 @@ Origin = None | int | tuple[int, int]
 Made = list[tuple[Shape, ir.DataType]]
 Observed = list[tuple[tuple[Size | None, ...], ir.DataType]]
 # What running a node raises; numpy raises the last ones for types that it lacks.
-FAILURES = (*ERRORS, TypeError, ValueError, AttributeError)
+FAILURES: tuple[type[Exception], ...] = (*ERRORS, TypeError, ValueError, AttributeError)
 
 
 @dataclass(frozen=True)

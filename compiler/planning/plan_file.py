@@ -167,6 +167,8 @@ def write_plan(plan: Plan, path: Path) -> None:
 
 def read_plan(path: Path) -> PlanFile:
     """Read plan.json. Raises MisuseError if the file is missing, is no plan, or has a key twice."""
+    if path.is_char_device():  # /dev/zero has no end
+        raise MisuseError(f"{path} is no plan: it is a device")
     try:
         content = parse_json(path.read_bytes(), f"{path} is no plan", _without_duplicates)
         return msgspec.convert(content, PlanFile)

@@ -24,19 +24,12 @@ from splitc.runtime.errors import EngineError, FollowingError, PackageError
 from splitc.runtime.onnx_types import CODES, NAMES
 from splitc.runtime.units import format_bytes
 
-# ONNX Runtime's errors, which have no common base but Exception.
-ERRORS = (
+# ONNX Runtime's errors, which have no common base but Exception. All of them: the system's errors come as any of these,
+# by their numbers.
+ERRORS: tuple[type[Exception], ...] = (
     RuntimeError,
     UnicodeDecodeError,  # of a message with a name in it that is no UTF-8
-    ort_errors.EPFail,
-    ort_errors.Fail,
-    ort_errors.InvalidArgument,
-    ort_errors.InvalidGraph,
-    ort_errors.InvalidProtobuf,
-    ort_errors.NoModel,
-    ort_errors.NoSuchFile,
-    ort_errors.NotImplemented,
-    ort_errors.RuntimeException,
+    *(each for each in vars(ort_errors).values() if isinstance(each, type) and issubclass(each, Exception)),
 )
 
 

@@ -117,6 +117,13 @@ def test_other_files_are_no_plan(decoder: Path, tmp_path: Path, content: str) ->
         plan_from_file(decoder, tmp_path / "none.json")
 
 
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="no /dev/zero")
+def test_device_is_no_plan(decoder: Path) -> None:
+    """And is not read to its end."""
+    with pytest.raises(MisuseError, match="is no plan: it is a device"):
+        plan_from_file(decoder, Path("/dev/zero"))
+
+
 def test_states_may_be_corrected(decoder: Path, tmp_path: Path) -> None:
     """A state taken out is fed and given by the caller; one that the model lacks is refused."""
     path = tmp_path / "plan.json"
