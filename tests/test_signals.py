@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import zlib
@@ -37,6 +38,21 @@ USES = {
 }
 
 
+LOST = """
+import os, time, typer
+from splitc.runtime.cli.terminal import run_app
+class Freed:
+    def __del__(self):
+        os.kill(os.getpid(), {number})
+        time.sleep(0)
+def command():
+    freed = Freed()
+    del freed
+    time.sleep(30)
+app = typer.Typer()
+app.command()(command)
+run_app(app)
+"""
 # Seconds that commands take to which nothing happens, by their kind.
 _known: dict[str, float] = {}
 
@@ -105,6 +121,16 @@ def test_use(use: str, ranks: str, seed: int, decoder: Path, package: Path, tmp_
     if number != signal.SIGKILL:
         assert {path.name for path in tmp_path.iterdir()} <= {"temporary", "inputs.npz", "outputs"}
         assert found.temporary == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signal_while_an_object_is_freed(number: int, code: int) -> None:
+    """Python drops an exception there, and would go on."""
+    found = subprocess.run(
+        [sys.executable, "-c", LOST.format(number=number)], capture_output=True, text=True, timeout=60
+    )
+    assert found.returncode == code
+    assert found.stderr in ("", "error: interrupted\n")
 
 
 @pytest.mark.parametrize("seed", seeds(2))
