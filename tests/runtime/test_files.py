@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from splitc.runtime.errors import MisuseError
+from splitc.runtime.errors import MisuseError, SplitcError
 from splitc.runtime.files import check_output, written_whole
 
 
@@ -88,11 +88,11 @@ def test_standard_output_is_written_to() -> None:
     [
         (".", r"can't write \.: it is a folder"),
         ("none/plan.json", r"there is no folder .*none to write plan\.json into"),
-        ("/dev/full", r"can't write /dev/full: No space left on device"),
+        ("/dev/full", r"can't write /dev/full: the disk is full \(No space left on device\)"),
     ],
 )
 def test_what_can_not_be_written_is_named(path: str, message: str) -> None:
-    with pytest.raises(MisuseError, match=message), written_whole(Path(path)) as file:
+    with pytest.raises(SplitcError, match=message), written_whole(Path(path)) as file:
         file.write(b"content")
 
 
