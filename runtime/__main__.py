@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import NoReturn
 
 from splitc.runtime.explained import explained
+from splitc.runtime.interrupts import keep_signals
 
 # The compiler adds its commands when it is imported. It is imported by name, since the runtime must work without it.
 COMPILER = "splitc.compiler"
@@ -15,6 +16,7 @@ COMPILER = "splitc.compiler"
 
 def main() -> NoReturn:
     """Run the command line: the runtime's commands, and the compiler's if it is installed."""
+    keep_signals()
     try:  # the imports take a while, in which a user may press Ctrl-C
         from splitc.runtime.mpi.begin import begin
 

@@ -39,19 +39,20 @@ USES = {
 
 
 LOST = """
-import os, time, typer
-from splitc.runtime.cli.terminal import run_app
+import os, sys, time
+from splitc.runtime.__main__ import main
+from splitc.runtime.cli.commands import app
 class Freed:
     def __del__(self):
         os.kill(os.getpid(), {number})
         time.sleep(0)
-def command():
+def lost():
     freed = Freed()
     del freed
     time.sleep(30)
-app = typer.Typer()
-app.command()(command)
-run_app(app)
+app.command("lost")(lost)
+sys.argv = ["splitc", "lost"]
+main()
 """
 # Seconds that commands take to which nothing happens, by their kind.
 _known: dict[str, float] = {}

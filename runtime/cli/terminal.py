@@ -22,7 +22,6 @@ from typer.core import TyperGroup
 
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.explained import Interrupted, explained
-from splitc.runtime.interrupts import keep_signals
 
 # The width of output to a file or another program.
 WIDE = 200
@@ -149,7 +148,6 @@ def run_app(app: typer.Typer) -> NoReturn:
     """Run the command line. A SplitcError ends it with one message and its exit code, without a traceback."""
     # A terminated compile must clean up as an interrupted one does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    keep_signals()
     sys.stdout, sys.stderr = map(_usable, (sys.stdout, sys.stderr))
     code: object = 0
     try:

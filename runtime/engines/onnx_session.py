@@ -10,7 +10,7 @@ from typing import Any
 
 import onnxruntime as ort
 
-from splitc.runtime.errors import MisuseError
+from splitc.runtime.errors import MisuseError, PackageError
 from splitc.runtime.units import format_bytes
 
 # The most bytes that protobuf reads or writes.
