@@ -18,7 +18,7 @@ def main() -> NoReturn:
     """Run the command line: the runtime's commands, and the compiler's if it is installed."""
     keep_signals()
     try:  # the imports take a while, in which a user may press Ctrl-C
-        from splitc.runtime.mpi.begin import begin
+        from splitc.runtime.mpi.first_process import begin
 
         begin()
         from splitc.runtime.cli.commands import app

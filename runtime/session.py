@@ -28,14 +28,14 @@ from splitc.runtime.generate.tokens import generate
 from splitc.runtime.manifest import Manifest, Tensor
 from splitc.runtime.manifest_file import read_manifest
 from splitc.runtime.memory_use import RankMemory
-from splitc.runtime.mpi.rank import serve
-from splitc.runtime.mpi.ranks import MpiRanks
+from splitc.runtime.mpi.mpi_rank import serve
+from splitc.runtime.mpi.mpi_ranks import MpiRanks
 from splitc.runtime.mpi.world import World, find_world
 from splitc.runtime.outputs import OutputJoiner
 from splitc.runtime.package_files import verify_files
-from splitc.runtime.processes.rank_kinds import MPI, PROCESSES, choose_ranks
 from splitc.runtime.processes.ranks import RankProcesses
 from splitc.runtime.processes.remote import RemoteRanks
+from splitc.runtime.rank_kinds import MPI, PROCESSES, choose_ranks
 from splitc.runtime.ranks.request import InFlightRequest, Served
 from splitc.runtime.ranks.workers import Workers
 from splitc.runtime.replay.rank_replays import not_replayed

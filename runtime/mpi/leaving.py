@@ -6,7 +6,7 @@ import atexit
 import sys
 import time
 
-from splitc.runtime.mpi.messages import Leave, Left
+from splitc.runtime.mpi.joining import Leave, Left
 from splitc.runtime.mpi.world import World
 
 # Seconds in which the others must have ended.

@@ -117,7 +117,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fake GPUs for ranks that are threads."""
     install_cupy(monkeypatch)
     monkeypatch.setattr("splitc.runtime.session.make_backend", make_backend)
-    monkeypatch.setattr("splitc.runtime.processes.rank_kinds.has_gpu_each", lambda devices: False)
+    monkeypatch.setattr("splitc.runtime.rank_kinds.has_gpu_each", lambda devices: False)
     yield
     FakeBackend.failing = None
     fake_cupy.WRONG.clear()

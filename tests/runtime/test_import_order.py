@@ -16,6 +16,8 @@ ORDER = (
     "ranks",
     "replay",
     "processes",
+    "mpi",
+    "rank_kinds",
     "outputs",
     "admission",
     "sequence",

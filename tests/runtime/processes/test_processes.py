@@ -22,10 +22,10 @@ from splitc.runtime.errors import EngineError, MisuseError, PackageError, Splitc
 from splitc.runtime.processes.launch import visible
 from splitc.runtime.processes.messages import Loaded, Report
 from splitc.runtime.processes.nccl_files import find_nccl_files, remove_nccl_files
-from splitc.runtime.processes.rank_kinds import PROCESSES, choose_ranks
 from splitc.runtime.processes.ranks import RankProcesses
 from splitc.runtime.processes.reader import LOOK
 from splitc.runtime.processes.remote import PATIENCE
+from splitc.runtime.rank_kinds import PROCESSES, choose_ranks
 from tests.conftest import decoder_feeds, run_whole
 from tests.helpers.greedy import plain_loop
 from tests.helpers.packages import compile_mode

@@ -11,10 +11,10 @@ from splitc.runtime.devices import Device
 from splitc.runtime.errors import EngineError, MisuseError
 from splitc.runtime.manifest import Manifest, State
 from splitc.runtime.manifest_file import FILE_NAME
+from splitc.runtime.mpi.joining import Join, Left
 from splitc.runtime.mpi.leaving import leave_at_exit
-from splitc.runtime.mpi.messages import Join, Left
-from splitc.runtime.mpi.rank import run_rank
-from splitc.runtime.mpi.wire import MpiWire, OwnControl
+from splitc.runtime.mpi.mpi_rank import run_rank
+from splitc.runtime.mpi.mpi_wire import MpiWire, OwnControl
 from splitc.runtime.mpi.world import World
 from splitc.runtime.package_files import hash_file
 from splitc.runtime.processes.launch import SPIN, has_spare_cores
@@ -89,8 +89,13 @@ class MpiRanks(RemoteRanks):
         return f"rank {rank} ({self._devices[rank]} on {self._world.hosts[rank]})"
 
     def lost(self, rank: int) -> None:
-        if not self._stopped and not self._closing and self._loaded[rank].done():
+        loaded = self._loaded[rank]
+        if not self._stopped and not self._closing and loaded.done() and loaded.exception() is None:
             self._break(EngineError(f"{self._name(rank)} has left the session"))
+
+    def _break(self, error: BaseException) -> None:
+        self._world.broken.set()  # a rank hangs, or others wait for it
+        super()._break(error)
 
     def stop(self) -> None:
         """Ask all ranks to leave the session. They can't be ended one by one."""
@@ -98,7 +103,7 @@ class MpiRanks(RemoteRanks):
         self._wire.send(None)
 
     def join(self, patience: float) -> bool:
-        self._reader.join(patience)
+        self._reader.join(0.0 if self._world.broken.is_set() else patience)
         return not self._wire.alive
 
     def clear(self) -> None:

@@ -17,10 +17,10 @@ from splitc.runtime.errors import PackageError, SplitcError
 from splitc.runtime.failures import Failure, attempt
 from splitc.runtime.manifest import Manifest
 from splitc.runtime.manifest_file import FILE_NAME, read_manifest
-from splitc.runtime.mpi.machine import own_device, own_threads
-from splitc.runtime.mpi.messages import Join, Leave, Left
+from splitc.runtime.mpi.joining import Join, Leave, Left
+from splitc.runtime.mpi.mpi_wire import MpiControl, MpiMail
+from splitc.runtime.mpi.own_device import own_device, own_threads
 from splitc.runtime.mpi.shared import SharedMeetings
-from splitc.runtime.mpi.wire import MpiControl, MpiMail
 from splitc.runtime.mpi.world import World
 from splitc.runtime.package_files import files_of, hash_file, verify_files
 from splitc.runtime.processes.launch import find_groups

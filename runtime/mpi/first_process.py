@@ -13,7 +13,7 @@ def begin() -> None:
     if (world := find_world()) is None:
         return
     if world.rank:
-        from splitc.runtime.mpi.rank import serve
+        from splitc.runtime.mpi.mpi_rank import serve
 
         serve(world)
     from splitc.runtime.mpi.leaving import leave_at_exit

@@ -11,7 +11,7 @@ import numpy as np
 
 from splitc.runtime.arrays import Array
 from splitc.runtime.engines import Backend, Room
-from splitc.runtime.mpi.messages import Left
+from splitc.runtime.mpi.joining import Left
 from splitc.runtime.mpi.post import Post, sleep_after
 from splitc.runtime.processes.messages import Answer, Message, Order
 from splitc.runtime.processes.wire import LOST, Arrays
