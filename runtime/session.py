@@ -28,9 +28,9 @@ from splitc.runtime.generate.tokens import generate
 from splitc.runtime.manifest import Manifest, Tensor
 from splitc.runtime.manifest_file import read_manifest
 from splitc.runtime.memory_use import RankMemory
-from splitc.runtime.mpi.mpi_rank import serve
+from splitc.runtime.mpi.first_process import begin
 from splitc.runtime.mpi.mpi_ranks import MpiRanks
-from splitc.runtime.mpi.world import World, find_world
+from splitc.runtime.mpi.world import World
 from splitc.runtime.outputs import OutputJoiner
 from splitc.runtime.package_files import verify_files
 from splitc.runtime.processes.ranks import RankProcesses
@@ -78,9 +78,7 @@ class Session:
         self.package = Path(package)
         if in_flight is not None and (not isinstance(in_flight, int) or not 1 <= in_flight <= MOST_IN_FLIGHT):
             raise MisuseError(f"in_flight={in_flight}: it is a number from 1 to {MOST_IN_FLIGHT:,}")
-        world = find_world() if ranks in (None, MPI) else None
-        if world is not None and world.rank:
-            serve(world)
+        world = begin() if ranks in (None, MPI) else None
         self.manifest: Manifest = read_manifest(self.package)
         self.devices = _choose_devices(self.manifest, devices)
         kind = choose_ranks(ranks, self.devices, world)

@@ -1,17 +1,17 @@
-"""The beginning of the command line, where MPI may have started several processes of it."""
+"""Where MPI may have started several processes of one program: process 0 goes on, the others are its ranks."""
 
 from __future__ import annotations
 
-from splitc.runtime.mpi.world import find_world
+from splitc.runtime.mpi.world import World, find_world
 
 
-def begin() -> None:
+def begin() -> World | None:
     """Go on in process 0 alone: the others are ranks of the sessions that it opens, and end with it.
 
-    Raises MisuseError if MPI started this process, and can't be used.
+    Returns None if MPI has not started several processes. Raises MisuseError if it started this one, and can't be used.
     """
     if (world := find_world()) is None:
-        return
+        return None
     if world.rank:
         from splitc.runtime.mpi.mpi_rank import serve
 
@@ -19,3 +19,4 @@ def begin() -> None:
     from splitc.runtime.mpi.leaving import leave_at_exit
 
     leave_at_exit(world)
+    return world

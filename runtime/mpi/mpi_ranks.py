@@ -12,7 +12,6 @@ from splitc.runtime.errors import EngineError, MisuseError
 from splitc.runtime.manifest import Manifest, State
 from splitc.runtime.manifest_file import FILE_NAME
 from splitc.runtime.mpi.joining import Join, Left
-from splitc.runtime.mpi.leaving import leave_at_exit
 from splitc.runtime.mpi.mpi_rank import run_rank
 from splitc.runtime.mpi.mpi_wire import MpiWire, OwnControl
 from splitc.runtime.mpi.world import World
@@ -66,7 +65,6 @@ class MpiRanks(RemoteRanks):
             cuda_graphs=cuda_graphs,
             spin=SPIN if spins else 0.0,
         )
-        leave_at_exit(world)
         for rank in range(1, world.size):
             world.control.send(rank, (join, None))
         own = OwnControl()

@@ -74,7 +74,7 @@ def ended(process: subprocess.Popen[str], seconds: float = 60.0) -> tuple[int, s
 
 
 def test_outputs_are_those_of_threads_bit_for_bit(decoder: Path, tmp_path: Path) -> None:
-    packages = [compile_mode(decoder, mode) for mode in ("layer", "row", "tensor")]
+    packages = [compile_mode(decoder, mode) for mode in ("layer", "row", "more ranks than heads")]
     broken = shutil.copytree(packages[0], tmp_path / "broken")
     next((broken / "rank1").glob("*.onnx")).unlink()
     code, shown = ended(start(3, sys.executable, "-c", PROGRAM, tmp_path, packages[0], broken, *packages[1:]))
@@ -101,7 +101,7 @@ def test_commands_run_in_process_0_alone(decoder: Path) -> None:
 
 @pytest.mark.parametrize("how", ["killed", "raises"])
 def test_what_ends_one_process_ends_all(decoder: Path, how: str) -> None:
-    process = start(3, sys.executable, "-c", ENDLESS, compile_mode(decoder, "tensor"), how)
+    process = start(3, sys.executable, "-c", ENDLESS, compile_mode(decoder, "row"), how)
     assert process.stdout is not None and process.stdout.readline() == "runs\n"
     if how == "killed":
         os.kill(process_of_rank(1), signal.SIGKILL)
