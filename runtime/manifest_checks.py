@@ -34,9 +34,11 @@ def _files(manifest: Manifest) -> Iterator[str]:
             yield f"the file '{path}' is there {count} times"
     listed = {file.path for file in manifest.files}
     is_built = manifest.build is None or manifest.build.built is not None
-    for engine in chain.from_iterable(rank.engines for rank in manifest.ranks):
+    for number, engine in ((number, each) for number, rank in enumerate(manifest.ranks) for each in rank.engines):
         if not _is_inside(engine.path):
             yield f"the engine '{engine.path}' lies outside the package"
+        elif PurePosixPath(engine.path).parts[0] != f"rank{number}":  # another rank's would wait for this one
+            yield f"rank {number} has the engine '{engine.path}', which is not in the folder rank{number}"
         wanted = [engine.path] if is_built else []
         for path in [*wanted, *([engine.source] if engine.source is not None else [])]:
             if path not in listed:

@@ -71,6 +71,7 @@ def test_paths_stay_inside(layers: Path, path: str) -> None:
 
 
 def test_each_engine_is_a_file_that_is_verified(layers: Path) -> None:
+    refused(layers, _swap_ranks, r"rank 0 has the engine 'rank1/stage1\.onnx', which is not in the folder rank0")
     refused(layers, lambda m: m.update(files=[]), r"'rank0/stage0\.onnx' is not among its files")
 
 
@@ -173,3 +174,8 @@ def test_random_changes_end_in_a_message_or_change_nothing(copy: Path, decoder: 
         assert_close({name: outputs[name] for name in common}, {name: expected[name] for name in common})
     assert loaded > 0
     assert time.monotonic() - began < 100
+
+
+def _swap_ranks(manifest: Fields) -> None:
+    first, second = manifest["ranks"][:2]
+    first["engines"], second["engines"] = second["engines"], first["engines"]
