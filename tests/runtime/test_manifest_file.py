@@ -71,8 +71,15 @@ def test_paths_stay_inside(layers: Path, path: str) -> None:
 
 
 def test_each_engine_is_a_file_that_is_verified(layers: Path) -> None:
-    refused(layers, _swap_ranks, r"rank 0 has the engine 'rank1/stage1\.onnx', which is not in the folder rank0")
     refused(layers, lambda m: m.update(files=[]), r"'rank0/stage0\.onnx' is not among its files")
+
+
+def test_ranks_have_engines_of_their_own(layers: Path) -> None:
+    def swap(fields: Fields) -> None:
+        first, second = fields["ranks"][:2]
+        first["engines"], second["engines"] = second["engines"], first["engines"]
+
+    refused(layers, swap, r"rank 0 has the engine 'rank1/stage1\.onnx', which is not in the folder rank0")
 
 
 def test_files_that_are_there_twice(layers: Path) -> None:
@@ -174,8 +181,3 @@ def test_random_changes_end_in_a_message_or_change_nothing(copy: Path, decoder: 
         assert_close({name: outputs[name] for name in common}, {name: expected[name] for name in common})
     assert loaded > 0
     assert time.monotonic() - began < 100
-
-
-def _swap_ranks(manifest: Fields) -> None:
-    first, second = manifest["ranks"][:2]
-    first["engines"], second["engines"] = second["engines"], first["engines"]
