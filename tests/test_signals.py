@@ -18,7 +18,7 @@ from splitc.runtime.array_files import load_arrays, save_arrays
 from splitc.runtime.engines.kinds import is_installed
 from splitc.runtime.manifest_file import read_manifest
 from splitc.runtime.package_files import verify_files
-from tests.conftest import decoder_feeds
+from tests.conftest import decoder_feeds, listen_to_interrupts
 from tests.helpers.command import splitc, splitc_process
 from tests.helpers.fuzz import seeds
 from tests.helpers.killed import codes, kill_after
@@ -127,9 +127,8 @@ def test_use(use: str, ranks: str, seed: int, decoder: Path, package: Path, tmp_
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signal_while_an_object_is_freed(number: int, code: int) -> None:
     """Python drops an exception there, and would go on."""
-    found = subprocess.run(
-        [sys.executable, "-c", LOST.format(number=number)], capture_output=True, text=True, timeout=60
-    )
+    program = [sys.executable, "-c", LOST.format(number=number)]
+    found = subprocess.run(program, capture_output=True, text=True, timeout=60, preexec_fn=listen_to_interrupts)
     assert found.returncode == code
     assert found.stderr in ("", "error: interrupted\n")
 
