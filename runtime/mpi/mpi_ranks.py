@@ -68,8 +68,7 @@ class MpiRanks(RemoteRanks):
         for rank in range(1, world.size):
             world.control.send(rank, (join, None))
         own = OwnControl()
-        self._thread = threading.Thread(target=self._run_own, args=(join, own), name="splitc rank 0", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run_own, args=(join, own), name="splitc rank 0", daemon=True).start()
         self._wire = MpiWire(world.control, world.size, own)
         self._reader = Reader(self._wire, self, spins)
         self._wait_loaded()

@@ -52,7 +52,7 @@ def find_world() -> World | None:
 
 @cache
 def _connect() -> World | None:
-    if all(os.environ.get(name) == "1" for name in COUNTS if name in os.environ) and _count_is_known():
+    if {os.environ[name] for name in COUNTS if name in os.environ} == {"1"}:
         return None
     mpi = _import()
     if mpi.COMM_WORLD.size == 1:
@@ -66,10 +66,6 @@ def _connect() -> World | None:
     hosts = tuple(base.allgather(mpi.Get_processor_name()))
     here = base.Split_type(mpi.COMM_TYPE_SHARED).allgather(base.rank)
     return World(base.rank, base.size, hosts, tuple(here), base, Post(control), Post(mail), Life(life))
-
-
-def _count_is_known() -> bool:
-    return any(name in os.environ for name in COUNTS)
 
 
 def _import() -> Any:
