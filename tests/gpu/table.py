@@ -195,7 +195,8 @@ def _compile(model: Path, name: str, mode: str, devices: list[str], options: arg
     memory = () if "cpu" in options.devices[0] else ("120GiB",)  # what is free has the other packages in it
     request = Request(split_mode=mode, engine=options.engine, spread=True, shapes=shapes, memory=memory)
     plan = plan_model(model, devices, request)
-    build_options = BuildOptions(optimization_level=options.optimization_level, tactic_sources=[])
+    tactics: list[str] | None = None if options.engine == "onnxruntime" else []
+    build_options = BuildOptions(optimization_level=options.optimization_level, tactic_sources=tactics)
     weights = "link" if mode == "layer" and options.engine == "onnxruntime" else "copy"
     compile_model(plan, target, weights=weights, verify=False, build=BuildSettings(build_options))
     print(f"{model.parent.name}, {name}: compiled in {time.monotonic() - start:.1f} s", flush=True)
