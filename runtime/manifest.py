@@ -116,12 +116,23 @@ class Sizes(Struct, frozen=True):
     values: tuple[list[int], list[int], list[int]] | None = None
 
 
+class Weight(Struct, frozen=True, array_like=True):
+    """A weight of an engine, in a file beside it, from the byte `offset` on. `dtype` is numpy's name."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    file: str
+    offset: int
+
+
 class EngineFile(Struct, frozen=True):
     """An engine of a rank: its file, relative to the package, and the names of its inputs and outputs.
 
     `source` is the ONNX file that it is built from, if the package holds it. `sizes` are the input sizes that it is
     built for. `group` are the ranks of collectives inside the engine, its own included. `sizes_only` are the inputs
-    whose sizes it reads, but not their data.
+    whose sizes it reads, but not their data. `weights` are all that lie in files beside it; None if they can't
+    be listed.
     """
 
     path: str
@@ -131,6 +142,7 @@ class EngineFile(Struct, frozen=True):
     source: str | None = None
     sizes: dict[str, Sizes] = {}
     group: list[int] = []
+    weights: list[Weight] | None = None
 
 
 class Rank(Struct, frozen=True):

@@ -14,6 +14,7 @@ from pathlib import PurePosixPath, PureWindowsPath
 
 import numpy as np
 
+from splitc.runtime.arrays import bytes_of
 from splitc.runtime.manifest import AxisPart, Manifest, Part, Rank, Tensor
 from splitc.runtime.onnx_types import KNOWN
 from splitc.runtime.steps import Receive, Reduce, Run, Send, Step
@@ -21,7 +22,7 @@ from splitc.runtime.steps import Receive, Reduce, Run, Send, Step
 
 def find_contradiction(manifest: Manifest) -> str | None:
     """What is wrong with the manifest; None if nothing is."""
-    checks = (_files, _names, _groups, _programs, _exchanges, _parts)
+    checks = (_files, _weights, _names, _groups, _programs, _exchanges, _parts)
     return next(chain.from_iterable(check(manifest) for check in checks), None)
 
 
@@ -43,6 +44,20 @@ def _files(manifest: Manifest) -> Iterator[str]:
         for path in [*wanted, *([engine.source] if engine.source is not None else [])]:
             if path not in listed:
                 yield f"the engine's file '{path}' is not among its files"
+
+
+def _weights(manifest: Manifest) -> Iterator[str]:
+    """Weights lie in files of the package, and end before these do."""
+    sizes = {file.path: file.bytes for file in manifest.files}
+    for engine in (each for rank in manifest.ranks for each in rank.engines):
+        for weight in engine.weights or ():
+            path = (PurePosixPath(engine.path).parent / weight.file).as_posix()
+            if path not in sizes:
+                yield f"the file '{path}' of the weight '{weight.name}' is not among its files"
+            elif weight.dtype not in KNOWN or any(size < 0 for size in weight.shape):
+                yield f"the weight '{weight.name}' is of type '{weight.dtype}' and shape {weight.shape}"
+            elif not 0 <= weight.offset <= sizes[path] - bytes_of(tuple(weight.shape), weight.dtype):
+                yield f"the weight '{weight.name}' ends outside of its file '{path}', which has {sizes[path]:,} bytes"
 
 
 def _is_inside(path: str) -> bool:

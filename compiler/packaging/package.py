@@ -29,6 +29,7 @@ from splitc.runtime.engines.kinds import ONNXRUNTIME, find_kind
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.fills import check_fills
 from splitc.runtime.manifest_file import FILE_NAME, encode
+from splitc.runtime.onnx_types import KNOWN
 
 WEIGHTS = ("copy", "link")
 
@@ -176,6 +177,9 @@ def _write_rank(
         overrides = {each.value: each for graph in program.graphs for each in make_overridable(graph)}
     graphs = dict(zip(paths, program.graphs, strict=True))
     weights = write_model_files(graphs, plan.analysis.graph.model, writer, link, progress, known)
+    if not find_kind(plan.engine).is_built:
+        pairs = zip(entries, program.graphs, strict=True)
+        entries = [msgspec.structs.replace(entry, weights=_weights(graph)) for entry, graph in pairs]
     return _Written(rank_entry(rank, program, entries, list(overrides.values())), weights)
 
 
@@ -183,6 +187,19 @@ def _graph_paths(folder: Path, stage: str, count: int) -> list[Path]:
     """The paths of a stage's graphs, numbered if there are several."""
     width = len(str(count - 1))
     return [folder / (f"{stage}.{number:0{width}}.onnx" if count > 1 else f"{stage}.onnx") for number in range(count)]
+
+
+def _weights(graph: ir.Graph) -> list[m.Weight] | None:
+    """The graph's weights in files beside it. None if a type is unknown to the runtime, or a weight is an input too."""
+    tensors = {name: value.const_value for name, value in graph.initializers.items()}
+    written = {name: each for name, each in tensors.items() if isinstance(each, ir.ExternalTensor)}
+    types = {name: str(each.dtype.numpy()) for name, each in written.items()}
+    if not written.keys().isdisjoint(names(graph.inputs)) or not set(KNOWN).issuperset(types.values()):
+        return None
+    return [
+        m.Weight(name, types[name], list(each.shape.numpy()), str(each.location), each.offset or 0)
+        for name, each in written.items()
+    ]
 
 
 def _sizes_only(graph: ir.Graph) -> list[str]:

@@ -11,9 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from splitc.runtime.arrays import Zeros
+from splitc.runtime.manifest import Weight
 
 # Gives arrays of these shapes and types, by name.
 Room = Callable[[Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]], dict[str, npt.NDArray[Any]]]
+
+# The runs in which shapes are new to an engine. From the next one on it may prepare for them, and after it be captured.
+NEW = 2
 
 
 class Engine(Protocol):
@@ -113,11 +117,12 @@ class Backend(Protocol):
         source: Path | None = None,
         sizes_only: Collection[str] = (),
         communicator: Communicator | None = None,
+        weights: Sequence[Weight] | None = None,
     ) -> LoadedEngine:
         """Load the engine file at `path`, which was built from `source`. Raises PackageError if it can't be loaded.
 
-        The engine reads only the sizes of the inputs `sizes_only`. An engine with collectives inside takes a
-        communicator. All ranks of its group must load theirs at the same time.
+        The engine reads only the sizes of the inputs `sizes_only`. Its `weights` lie in files beside it. An engine with
+        collectives inside takes a communicator. All ranks of its group must load theirs at the same time.
         """
 
     def upload(self, array: npt.NDArray[Any]) -> Any:

@@ -104,12 +104,20 @@ class GpuDevice:
         """Memory for an array from CuPy's pool. When it is freed, the pool reuses it for later work on this stream."""
         size = bytes_of(shape, dtype)
         take = self.cuda.alloc if self.tape is None else self._private.malloc
+        memory = self._take(take, _rounded(max(1, size)))  # engines need an address even for empty arrays
+        return GpuArray(memory.ptr, shape, dtype, memory)
+
+    def allocate(self, size: int) -> Any:
+        """Memory of its own, of this many bytes, which returns to the GPU when it is freed. Raises EngineError."""
+        with self.device:
+            return self._take(self.cuda.Memory, size)
+
+    def _take(self, take: Callable[[int], Any], size: int) -> Any:
         try:
-            memory = take(_rounded(max(1, size)))  # engines need an address even for empty arrays
+            return take(size)
         except MemoryError as error:  # CuPy's derives from it
             free = format_bytes(self.cuda.runtime.memGetInfo()[0])
             raise EngineError(f"{self.name} has {free} free, and {format_bytes(size)} more is needed") from error
-        return GpuArray(memory.ptr, shape, dtype, memory)
 
     def _allocate_for_ever(self, size: int) -> Any:
         """Memory that lives as long as this object."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +21,7 @@ from splitc.runtime.engines import Communicator, Room
 from splitc.runtime.engines.engine_kind import BackendOptions
 from splitc.runtime.engines.onnx_session import open_onnx
 from splitc.runtime.errors import EngineError, FollowingError, PackageError
+from splitc.runtime.manifest import Weight
 from splitc.runtime.onnx_types import CODES, NAMES
 from splitc.runtime.units import format_bytes
 
@@ -160,6 +161,7 @@ class OnnxRuntimeBackend:
         source: Path | None = None,
         sizes_only: Collection[str] = (),
         communicator: Communicator | None = None,
+        weights: Sequence[Weight] | None = None,
     ) -> OnnxRuntimeEngine:
         session = open_session(path, self._threads, communicator, self._trusts_data)
         return OnnxRuntimeEngine(path.name, session, self._options, communicator)

@@ -7,8 +7,10 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Collection, Mapping
-from functools import cache
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,11 +20,12 @@ import onnxruntime as ort
 
 from splitc.runtime.arrays import number_type
 from splitc.runtime.devices import Device
-from splitc.runtime.engines import Communicator
-from splitc.runtime.engines.attention_kernels import attention_of
+from splitc.runtime.engines import NEW, Communicator
+from splitc.runtime.engines.attention_kernels import attention_for
 from splitc.runtime.engines.engine_kind import BackendOptions
 from splitc.runtime.engines.gpu_array import GpuArray
 from splitc.runtime.engines.gpu_device import GpuDevice
+from splitc.runtime.engines.gpu_weights import can_share, place_weights
 from splitc.runtime.engines.kept_binding import KeptBinding
 from splitc.runtime.engines.onnx_session import open_onnx
 from splitc.runtime.engines.onnxruntime_cpu import (
@@ -34,6 +37,7 @@ from splitc.runtime.engines.onnxruntime_cpu import (
     run_overridden,
 )
 from splitc.runtime.errors import EngineError, PackageError
+from splitc.runtime.manifest import Weight
 from splitc.runtime.onnx_types import CODES, read_type
 
 PROVIDER = "CUDAExecutionProvider"
@@ -44,23 +48,29 @@ WORKSPACE = ":4096:1"
 
 
 class OnnxRuntimeGpuEngine:
-    """One ONNX file in its own session, which launches work on the GPU's stream and does not wait for it."""
+    """One ONNX file, which launches work on the GPU's stream and does not wait for it.
+
+    Of its `sessions` the first runs new shapes, and the last those that come again, which may be captured. `weights`
+    are what they share.
+    """
 
     def __init__(
         self,
         name: str,
-        session: ort.InferenceSession,
+        sessions: Sequence[ort.InferenceSession],
         gpu: GpuDevice,
         options: ort.RunOptions,
         sizes_only: Collection[str] = (),
         capture_blocker: str | None = None,
+        weights: Mapping[str, ort.OrtValue] = MappingProxyType({}),
     ) -> None:
         self._name = name
         self.capture_blocker = capture_blocker
-        self._session = session
+        self._session = session = sessions[0]
         self._gpu = gpu
         self._options = options
-        self._binding = KeptBinding(session, ("cuda", gpu.index))
+        self._weights = weights
+        self._bindings = [KeptBinding(each, ("cuda", gpu.index)) for each in sessions]
         self.inputs = [value.name for value in session.get_inputs()]
         self.optional = frozenset(value.name for value in session.get_overridable_initializers())
         self.outputs = [value.name for value in session.get_outputs()]
@@ -71,15 +81,16 @@ class OnnxRuntimeGpuEngine:
         if self._on_host:
             self.capture_blocker = f"{name} takes '{min(self._on_host)}' on the host"
         self._types = {value.name: read_type(value.type) for value in session.get_outputs()}
-        # The outputs' shapes, in order, by previously seen shapes of the inputs.
-        self._shapes: dict[Any, list[tuple[int, ...]]] = {}
+        # By the shapes of the inputs, the latest last.
+        self._seen: OrderedDict[Any, _Seen] = OrderedDict()
 
     def run(self, values: Mapping[str, Any], into: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
         if not self.optional.isdisjoint(values):
             return self._run_overridden(values, into)
         shapes = tuple(values[name].shape for name in self.inputs)
+        seen = self._seen.get(shapes, _NEW)
         if self._gpu.tape is not None:
-            into = {**into, **self._room(shapes, into)}
+            into = {**into, **self._room(seen, into)}
         # ONNX Runtime would copy these to the host itself, but hold Python's global lock while it waits for the stream.
         # The stream may wait for another rank, whose thread needs the lock.
         on_host = self._gpu.download({name: values[name] for name in self._on_host})
@@ -87,14 +98,18 @@ class OnnxRuntimeGpuEngine:
             on_host[name] = np.empty(values[name].shape, number_type(values[name].dtype))
         inputs = {name: values[name] for name in self.inputs if name not in on_host}
         try:
-            given = self._binding.run(inputs, on_host, into, self._options)
+            given = self._bindings[-1 if seen.runs >= NEW else 0].run(inputs, on_host, into, self._options)
         except ERRORS as error:
             raise failed(f"{self._name} failed on {self._gpu.name}: {error}") from error
-        if shapes not in self._shapes:
-            if len(self._shapes) == REMEMBERED:
-                del self._shapes[next(iter(self._shapes))]
-            self._shapes[shapes] = [_shape_of(name, given, into) for name in self.outputs]
+        self._remember(shapes, seen, given, into)
         return {name: into[name] if name in into else self._own(name, given[name]) for name in self.outputs}
+
+    def _remember(self, shapes: Any, seen: _Seen, given: Mapping[str, Any], into: Mapping[str, GpuArray]) -> None:
+        outputs = seen.outputs if seen.runs else [_shape_of(name, given, into) for name in self.outputs]
+        self._seen[shapes] = _Seen(seen.runs + 1, outputs)
+        self._seen.move_to_end(shapes)
+        if len(self._seen) > REMEMBERED:
+            self._seen.popitem(last=False)
 
     def _run_overridden(self, values: Mapping[str, GpuArray], into: Mapping[str, GpuArray]) -> dict[str, GpuArray]:
         """Run on values of which some replace weights. They go through the host, as an IO binding can't take them."""
@@ -105,11 +120,11 @@ class OnnxRuntimeGpuEngine:
             self._gpu.copy_over(value, made[name])
         return {**made, **into}
 
-    def _room(self, shapes: Any, into: Collection[str]) -> dict[str, GpuArray]:
+    def _room(self, seen: _Seen, into: Collection[str]) -> dict[str, GpuArray]:
         """Our own memory for outputs that are not in `into`: the arena's memory may be reused after the run."""
-        if shapes not in self._shapes:
-            raise EngineError(f"{self._name} has not run with these shapes before")
-        known = zip(self.outputs, self._shapes[shapes], strict=True)
+        if seen.runs <= NEW:
+            raise EngineError(f"{self._name} has not run with these shapes often enough to be captured")
+        known = zip(self.outputs, seen.outputs, strict=True)
         return {name: self._gpu.empty(shape, self._types[name]) for name, shape in known if name not in into}
 
     def _own(self, name: str, value: ort.OrtValue) -> GpuArray:
@@ -119,6 +134,17 @@ class OnnxRuntimeGpuEngine:
         if passed_on and math.prod(value.shape()):
             owner = self._gpu.cupy.from_dlpack(value)
         return GpuArray(value.data_ptr(), tuple(value.shape()), dtype, owner)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """How often inputs of some shapes came, and the shapes of their outputs, in order."""
+
+    runs: int
+    outputs: Sequence[tuple[int, ...]]
+
+
+_NEW = _Seen(0, ())
 
 
 def _shape_of(name: str, given: Mapping[str, ort.OrtValue], into: Mapping[str, GpuArray]) -> tuple[int, ...]:
@@ -150,35 +176,28 @@ class OnnxRuntimeGpuBackend(GpuDevice):
         source: Path | None = None,
         sizes_only: Collection[str] = (),
         communicator: Communicator | None = None,
+        weights: Sequence[Weight] | None = None,
     ) -> OnnxRuntimeGpuEngine:
         _load_libraries()
-        options = ort.SessionOptions()
-        options.log_severity_level = 4  # errors are raised as exceptions
-        options.intra_op_num_threads = options.inter_op_num_threads = 1  # only shape arithmetic runs on the CPU
-        # Weights are allocated outside the arena, which doubles its size whenever it grows.
-        options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
-        provider = {
-            "device_id": str(self.index),
-            "user_compute_stream": str(self.stream.ptr),
-            "use_tf32": "0",  # float32 is computed in full precision
-        }
-        register_operators(options, communicator)
-        with attention_of(self.index) as attention:
-            session, capture_blocker = self._open_capturable(path, options, {**provider, **attention})
+        shared = None
+        if self._cuda_graphs and weights is not None and can_share(weights):
+            shared = place_weights(self, path.parent, weights)
+        opened = partial(self._open, path, communicator, shared or {})
+        sessions, capture_blocker = self._open_sessions(path.name, opened, shared is not None)
         if communicator is not None and not communicator.capturable:
             capture_blocker = f"{path.name} waits for other ranks while it runs"
-        if PROVIDER not in session.get_providers():  # it was dropped silently
+        if PROVIDER not in sessions[0].get_providers():  # it was dropped silently
             raise PackageError(
                 f"ONNX Runtime dropped its {PROVIDER}, and would have run on the CPU: it wants CUDA and cuDNN of the "
                 "versions that it was built for (pip install 'onnxruntime-gpu[cuda,cudnn]'), and onnxruntime and "
                 "onnxruntime-gpu must not both be installed"
             )
-        return OnnxRuntimeGpuEngine(path.name, session, self, self._options, sizes_only, capture_blocker)
+        return OnnxRuntimeGpuEngine(path.name, sessions, self, self._options, sizes_only, capture_blocker, shared or {})
 
-    def _open_capturable(
-        self, path: Path, options: ort.SessionOptions, provider: Mapping[str, str]
-    ) -> tuple[ort.InferenceSession, str | None]:
-        """A session, and its capture blocker, if it has one.
+    def _open_sessions(
+        self, name: str, opened: Callable[[bool, bool], ort.InferenceSession], shares: bool
+    ) -> tuple[list[ort.InferenceSession], str | None]:
+        """The engine's sessions, and its capture blocker, if it has one. `shares` says that there may be two.
 
         ONNX Runtime refuses to capture control flow, and CPU nodes that exchange values with the GPU. It has no error
         code for this, so the session is opened again without CUDA graphs: if that succeeds, capture was refused.
@@ -186,17 +205,41 @@ class OnnxRuntimeGpuBackend(GpuDevice):
         capture_blocker = None
         if self._cuda_graphs:
             try:
-                return self._open(path, options, {**provider, "enable_cuda_graph": "1"}), None
+                captured = opened(True, shares)
+                return ([opened(False, False), captured] if shares else [captured]), None
             except PackageError as error:
-                capture_blocker = f"{path.name} loads only without them ({error.__cause__})"
-        return self._open(path, options, provider), capture_blocker
+                capture_blocker = f"{name} loads only without them ({error.__cause__})"
+        return [opened(False, False)], capture_blocker
 
-    def _open(self, path: Path, options: ort.SessionOptions, provider: Mapping[str, str]) -> ort.InferenceSession:
-        providers = [(PROVIDER, dict(provider)), "CPUExecutionProvider"]
-        try:
-            return open_onnx(path, options, providers, self._trusts_data)
-        except ERRORS as error:
-            raise PackageError(f"ONNX Runtime can't load {path} on {self.name}: {error}") from error
+    def _open(
+        self,
+        path: Path,
+        communicator: Communicator | None,
+        weights: Mapping[str, ort.OrtValue],
+        captured: bool,
+        known_shapes: bool,
+    ) -> ort.InferenceSession:
+        options = ort.SessionOptions()
+        options.log_severity_level = 4  # errors are raised as exceptions
+        options.intra_op_num_threads = options.inter_op_num_threads = 1  # only shape arithmetic runs on the CPU
+        # Weights are allocated outside the arena, which doubles its size whenever it grows.
+        options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
+        for name, value in weights.items():
+            options.add_initializer(name, value)
+        register_operators(options, communicator)
+        provider = {
+            "device_id": str(self.index),
+            "user_compute_stream": str(self.stream.ptr),
+            "use_tf32": "0",  # float32 is computed in full precision
+            "enable_cuda_graph": str(int(captured)),
+        }
+        with attention_for(known_shapes) as attention:
+            try:
+                return open_onnx(
+                    path, options, [(PROVIDER, {**provider, **attention}), "CPUExecutionProvider"], self._trusts_data
+                )
+            except ERRORS as error:
+                raise PackageError(f"ONNX Runtime can't load {path} on {self.name}: {error}") from error
 
     def stop(self) -> None:
         self._options.terminate = True

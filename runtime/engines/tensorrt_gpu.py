@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -18,7 +18,7 @@ from splitc.runtime.engines.engine_kind import BackendOptions, EngineKind
 from splitc.runtime.engines.gpu_array import GpuArray
 from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.errors import EngineError, PackageError
-from splitc.runtime.manifest import BuildOptions
+from splitc.runtime.manifest import BuildOptions, Weight
 
 # The most CUDA graphs that an engine keeps.
 MOST_GRAPHS = 32
@@ -183,6 +183,7 @@ class TensorrtBackend(GpuDevice):
         source: Path | None = None,
         sizes_only: Collection[str] = (),
         communicator: Communicator | None = None,
+        weights: Sequence[Weight] | None = None,
     ) -> TensorrtEngine:
         engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
         if engine is None:

@@ -123,10 +123,12 @@ class Worker(threading.Thread):
         self.backend.attach()
         self._before = self.backend.used_bytes()
         engines = []
+        is_whole = len(self._rank.engines) == 1  # segments are too many to have two sessions each
         for file in self._rank.engines:
             source = self._package / file.source if file.source is not None else None
             communicator = self.communicator(tuple(file.group)) if file.group else None
-            engines.append(self.backend.load(self._package / file.path, source, file.sizes_only, communicator))
+            path, weights = self._package / file.path, file.weights if is_whole else None
+            engines.append(self.backend.load(path, source, file.sizes_only, communicator, weights))
         for each in self._communicators.values():
             each.connect()
         self.backend.reserve(self._rank.activation_bytes + 2 * self._rank.cache_bytes)

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+from splitc.runtime.engines import NEW
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.ranks.thread import Worker
 
@@ -38,7 +39,7 @@ class KeptRecordings(Generic[RecordingT, StatesT]):
     def __init__(self) -> None:
         self.requests = 0
         self._kept: OrderedDict[tuple[Hashable, Kind], RecordingT] = OrderedDict()
-        self._seen: OrderedDict[Kind, None] = OrderedDict()
+        self._seen: OrderedDict[Kind, int] = OrderedDict()
         # States of ended sequences, for which there are recordings.
         self._spare: dict[Hashable, StatesT] = {}
 
@@ -65,19 +66,19 @@ class KeptRecordings(Generic[RecordingT, StatesT]):
             self._drop(next(iter(self._kept))[0], 1)
 
     def is_worth(self, kind: Kind) -> bool:
-        """Whether to record a request of this kind: one was seen before, and there is room.
+        """Whether to record a request of this kind: engines know its shapes well, and there is room.
 
         Recordings in use are not dropped for others. Otherwise, with more sequences than recordings, each request would
         make a new one.
         """
-        known = kind in self._seen
-        self._seen[kind] = None
+        count = self._seen.get(kind, 0)
+        self._seen[kind] = count + 1
         self._seen.move_to_end(kind)
         if len(self._seen) > REMEMBERED:
             self._seen.popitem(last=False)
         oldest = next(iter(self._kept.values()), None)
         has_room = len(self._kept) < MOST or oldest is None or self.requests - oldest.last > IDLE
-        return known and has_room
+        return count > NEW and has_room
 
     def forget(self, place: Hashable, states: StatesT) -> None:
         """End a sequence. If there are recordings for its states, these are kept for another sequence."""

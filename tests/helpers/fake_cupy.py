@@ -8,6 +8,7 @@ shows in the results.
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 import time
 import types
@@ -62,6 +63,11 @@ class Stream:
 
     def use(self) -> None:
         current.stream = self
+
+    def synchronize(self) -> None:
+        done = threading.Event()
+        self.put(done.set)
+        done.wait()
 
     def wait_event(self, event: Event) -> None:
         if event.graph is not None:
@@ -169,9 +175,18 @@ class Memory:
         self._stream.put(lambda: freed.fill(POISON))
 
 
-def MemoryPointer(memory: Memory, offset: int) -> Memory:
-    assert offset == 0
-    return memory
+class MemoryPointer:
+    """A place in memory, which it keeps."""
+
+    def __init__(self, memory: Memory, offset: int) -> None:
+        self.memory, self.ptr = memory, memory.ptr + offset
+
+
+def ndarray(shape: tuple[int, ...], dtype: str, place: MemoryPointer) -> Any:
+    """An array of CuPy's own, as one of numpy's that keeps its memory."""
+    size = np.dtype(dtype).itemsize * math.prod(shape)
+    interface = {"version": 3, "typestr": "|u1", "shape": (size,), "data": (place.ptr, False)}
+    return np.asarray(types.SimpleNamespace(__array_interface__=interface, memory=place)).view(dtype).reshape(shape)
 
 
 class MemoryPool:
@@ -293,4 +308,6 @@ def make(devices: int = DEVICES) -> types.SimpleNamespace:
         runtime=runtime,
     )
     # Arrays of CuPy's own, which are not splitc's: with numpy, at once.
-    return types.SimpleNamespace(cuda=cuda, ones=np.ones, empty_like=np.empty_like, matmul=np.matmul, copyto=np.copyto)
+    return types.SimpleNamespace(
+        cuda=cuda, ndarray=ndarray, ones=np.ones, empty_like=np.empty_like, matmul=np.matmul, copyto=np.copyto
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,7 @@ from splitc.runtime.engines.gpu_array import GpuArray
 from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.errors import EngineError
+from splitc.runtime.manifest import Weight
 from tests.helpers import fake_cupy
 
 
@@ -76,6 +77,7 @@ class FakeBackend(GpuDevice):
         source: Path | None = None,
         sizes_only: Collection[str] = (),
         communicator: Communicator | None = None,
+        weights: Sequence[Weight] | None = None,
     ) -> HostEngine:
         engine = HostEngine(self, path)
         if self.failing and self.failing[0] == self.index and path.name.endswith(("stage0.1.onnx", "stage1.onnx")):

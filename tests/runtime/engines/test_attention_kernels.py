@@ -6,37 +6,33 @@ import os
 
 import pytest
 
-from splitc.runtime.engines import attention_kernels
-from splitc.runtime.engines.attention_kernels import CUDNN, XQA, attention_of
+from splitc.runtime.engines.attention_kernels import CUDNN, XQA, attention_for
 
 
 @pytest.fixture(autouse=True)
-def process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new process, whose user has chosen nothing."""
-    monkeypatch.setattr(attention_kernels, "_gpus", [])
+def user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user who has chosen nothing."""
     for name in (CUDNN, XQA):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_one_gpu_of_a_process_has_xqa() -> None:
-    """And no other, whatever its number. Elsewhere ONNX Runtime chooses, which may take cuDNN then."""
-    for gpu, has_xqa in ((1, True), (0, False), (1, True)):
-        with attention_of(gpu) as options:
-            assert os.environ[XQA] == str(int(has_xqa))
-            assert ("sdpa_kernel" in options) == has_xqa
-            assert not int(options.get("sdpa_kernel", 0)) & 8
-        assert XQA not in os.environ
+@pytest.mark.parametrize("known_shapes", [False, True])
+def test_what_has_to_plan_is_for_known_shapes(known_shapes: bool) -> None:
+    with attention_for(known_shapes) as options:
+        assert os.environ[XQA] == "0"
+        assert bool(int(options["sdpa_kernel"]) & 8) == known_shapes
+    assert XQA not in os.environ
 
 
 @pytest.mark.parametrize("name", [CUDNN, XQA])
 def test_what_the_user_chose_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "0")
-    with attention_of(0) as options:
+    with attention_for(True) as options:
         assert options == {}
     assert os.environ[name] == "0"
 
 
 def test_a_session_that_can_not_be_made_leaves_nothing() -> None:
-    with pytest.raises(ValueError, match="no"), attention_of(0):
+    with pytest.raises(ValueError, match="no"), attention_for(False):
         raise ValueError("no")
     assert XQA not in os.environ

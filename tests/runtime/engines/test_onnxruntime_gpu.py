@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import onnxruntime as ort
@@ -45,31 +44,38 @@ def test_libraries_are_loaded_once_for_all_threads(libraries: list[float], capsy
     assert (captured.out, captured.err) == ("", "loading\n")
 
 
-@pytest.mark.parametrize("graphs", [True, False])
-def test_what_can_not_be_captured_is_loaded_without_graphs(graphs: bool) -> None:
-    asked: list[str] = []
+@pytest.mark.parametrize(("graphs", "shares"), [(True, True), (True, False), (False, False)])
+def test_what_can_not_be_captured_is_loaded_without_graphs(graphs: bool, shares: bool) -> None:
+    asked: list[bool] = []
 
-    def open_session(path: Path, options: Any, provider: Mapping[str, str]) -> str:
-        asked.append(provider.get("enable_cuda_graph", "0"))
-        if asked[-1] == "1":
+    def open_session(captured: bool, known_shapes: bool) -> Any:
+        asked.append(captured)
+        if captured:
             raise PackageError("can't load it") from RuntimeError("in whatever words")
         return "session"
 
     backend = OnnxRuntimeGpuBackend.__new__(OnnxRuntimeGpuBackend)
     backend._cuda_graphs = graphs
-    backend._open = open_session  # type: ignore[method-assign]
-    session, why = backend._open_capturable(Path("stage0.onnx"), ort.SessionOptions(), {})
-    assert session == "session"
-    assert asked == (["1", "0"] if graphs else ["0"])
+    sessions, why = backend._open_sessions("stage0.onnx", open_session, shares)
+    assert sessions == ["session"]
+    assert asked == ([True, False] if graphs else [False])
     assert why == ("stage0.onnx loads only without them (in whatever words)" if graphs else None)
 
 
 def test_what_can_not_be_loaded_at_all_says_why() -> None:
-    def open_session(path: Path, options: Any, provider: Mapping[str, str]) -> str:
-        raise PackageError(f"{len(provider)} options")
+    def open_session(captured: bool, known_shapes: bool) -> Any:
+        raise PackageError(f"captured: {captured}")
 
     backend = OnnxRuntimeGpuBackend.__new__(OnnxRuntimeGpuBackend)
     backend._cuda_graphs = True
-    backend._open = open_session  # type: ignore[method-assign]
-    with pytest.raises(PackageError, match=r"^0 options$"):
-        backend._open_capturable(Path("stage0.onnx"), ort.SessionOptions(), {})
+    with pytest.raises(PackageError, match=r"^captured: False$"):
+        backend._open_sessions("stage0.onnx", open_session, True)
+
+
+@pytest.mark.parametrize(("shares", "expected"), [(True, [(False, False), (True, True)]), (False, [(True, False)])])
+def test_shapes_that_come_again_have_a_session_of_their_own(shares: bool, expected: list[tuple[bool, bool]]) -> None:
+    """The last one, which is captured; where weights can't be shared, one session is for all."""
+    backend = OnnxRuntimeGpuBackend.__new__(OnnxRuntimeGpuBackend)
+    backend._cuda_graphs = True
+    sessions, why = backend._open_sessions("stage0.onnx", lambda *asked: asked, shares)  # type: ignore[arg-type,return-value]
+    assert (sessions, why) == (expected, None)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from splitc.runtime.collectives.engine_meeting import EngineMeeting, MeetingEnd
+from splitc.runtime.engines import NEW
 from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.engines.operator_library import is_built
 from splitc.runtime.replay.kept import MOST
@@ -99,7 +100,7 @@ def test_led_rank_does_what_the_first_one_does(ranks: Any) -> None:
         states[1] = {"past": SimpleNamespace(shape=(1, past))}
         found.append(play(ranks, request(1, 1)))
     states[1] = {"past": SimpleNamespace(shape=(1, 9))}
-    found += [play(ranks, request(1, 1)) for _ in range(3)]
+    found += [play(ranks, request(1, 1)) for _ in range(NEW + 3)]
     states[2] = {"past": SimpleNamespace(shape=(1, 9))}  # another sequence, with its own memory
     found += [play(ranks, request(1, 2)) for _ in range(2)]
     for first, second in found:
@@ -115,10 +116,10 @@ def test_led_rank_does_what_the_first_one_does(ranks: Any) -> None:
 
 def test_led_rank_keeps_no_more_than_the_first_one(ranks: Any) -> None:
     for length in range(1, MOST + 3):
-        for _ in range(2):
+        for _ in range(NEW + 2):
             first, second = play(ranks, request(length))
             assert first == second
-    for length in (*[1] * 70, 20, 20, 21):  # those that are idle make room for others
+    for length in (*[1] * 70, *[20] * (NEW + 2), 21):  # those that are idle make room for others
         first, second = play(ranks, request(length))
         assert first == second
     kept = {each.number for each in ranks[0][1]._kept.all()}

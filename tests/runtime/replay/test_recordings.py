@@ -17,6 +17,7 @@ from models.llama_fused import build as build_fused
 from models.writer import save
 from splitc.runtime import Session
 from splitc.runtime.device_profiles import HOPPER
+from splitc.runtime.engines import NEW
 from splitc.runtime.errors import EngineError
 from splitc.runtime.ranks.loop import Replay
 from splitc.runtime.ranks.request import InFlightRequest
@@ -29,6 +30,8 @@ from tests.helpers.recurrent import write_lstm
 
 pytestmark = pytest.mark.usefixtures("gpus")
 
+# More runs than it takes until a request is replayed.
+RUNS = NEW + 4
 PLACES = [
     ("layer", ["cuda0"]),
     ("layer", ["cuda0", "cuda1", "cuda2"]),
@@ -45,6 +48,12 @@ def shifted(feeds: Mapping[str, Any], number: int) -> dict[str, Any]:
     return {**feeds, "input_ids": ids, cache: feeds[cache] * (number + 1)}
 
 
+def make_known(session: Session) -> None:
+    """Run the feeds so often that they are recorded the next time."""
+    for _ in range(NEW + 1):
+        session.run(decoder_feeds())
+
+
 def is_replayed(session: Session, feeds: Mapping[str, Any]) -> bool:
     _, served = session.run_timed(feeds)
     return all([type(span.step) for span in each.spans] == [Replay] for each in served.values())
@@ -54,7 +63,7 @@ def is_replayed(session: Session, feeds: Mapping[str, Any]) -> bool:
 def test_previously_seen_shapes_are_replayed(decoder: Path, mode: str, devices: list[str]) -> None:
     options = {"row_min": 16} if mode == "row" else {}
     with Session(package(decoder, mode, len(devices), **options), devices=devices) as session:
-        for number in range(4):
+        for number in range(RUNS):
             for sizes in ((1, 1, 4), (2, 3, 5)):
                 feeds = shifted(decoder_feeds(*sizes), number)
                 assert_close(session.run(feeds), run_whole(decoder, feeds))
@@ -86,7 +95,7 @@ def test_large_sums_are_made_in_slices(decoder: Path, monkeypatch: pytest.Monkey
 def test_nothing_is_replayed_where_nobody_wants_it(decoder: Path) -> None:
     place = package(decoder, "tensor", 2)
     with Session(place, devices=["cuda0", "cuda1"], cuda_graphs=False) as session:
-        assert [is_replayed(session, decoder_feeds()) for _ in range(4)] == [False] * 4
+        assert [is_replayed(session, decoder_feeds()) for _ in range(RUNS)] == [False] * RUNS
 
 
 @pytest.mark.parametrize("mode", ["layer", "tensor"])
@@ -109,7 +118,7 @@ def test_closing_waits_for_no_recording(decoder: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("splitc.runtime.replay.recording.capture", hang)
     monkeypatch.setattr("splitc.runtime.admission.PATIENCE", 0.5)
     session = Session(package(decoder, "layer", 2), devices=["cuda0", "cuda1"])
-    session.run(decoder_feeds())
+    make_known(session)
     future = ThreadPoolExecutor(1).submit(session.run, decoder_feeds())
     assert begun.wait(10)
     closing = threading.Thread(target=session.close, daemon=True)
@@ -262,17 +271,17 @@ def test_engine_that_can_not_be_captured_runs_eagerly_and_is_named(
 
     monkeypatch.setattr(FakeBackend, "load", load_plain)
     with Session(package(decoder, "layer", 2), devices=["cuda0", "cuda1"]) as session:
-        assert [is_replayed(session, decoder_feeds()) for _ in range(3)] == [False] * 3
+        assert [is_replayed(session, decoder_feeds()) for _ in range(RUNS)] == [False] * RUNS
         assert session.notes == ["requests are not replayed as CUDA graphs: stage0.onnx has nodes on the CPU"]
 
 
 @pytest.mark.parametrize("mode", ["layer", "tensor"])
 def test_rank_that_fails_while_it_is_recorded(decoder: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The request runs eagerly, all the same, and so do later ones; nobody waits for the rank that failed."""
-    FakeBackend.failing = (1, 1)  # the second run of its engine, which is when it is recorded
+    FakeBackend.failing = (1, NEW + 1)  # the run of its engine in which it is recorded
     whole = run_whole(decoder, decoder_feeds())
     with Session(package(decoder, mode, 2), devices=["cuda0", "cuda1"]) as session:
-        for _ in range(4):
+        for _ in range(RUNS):
             assert_close(session.run(decoder_feeds()), whole)
         assert session.notes == ["requests are not replayed as CUDA graphs: an engine failed on purpose"]
 
@@ -282,7 +291,7 @@ def test_graph_that_fails_ends_in_an_error(decoder: Path, monkeypatch: pytest.Mo
         raise EngineError("a launch failed on purpose")
 
     with Session(package(decoder, "tensor", 2), devices=["cuda0", "cuda1"]) as session:
-        session.run(decoder_feeds())
+        make_known(session)
         monkeypatch.setattr(fake_cupy.Graph, "launch", fail)
         with pytest.raises(EngineError, match="on purpose"):
             session.run(decoder_feeds())
@@ -293,7 +302,7 @@ def test_gpus_without_access_to_each_other_run_eagerly(decoder: Path, monkeypatc
     cupy.cuda.runtime.deviceCanAccessPeer = lambda one, other: 0
     monkeypatch.setattr("splitc.runtime.engines.gpu_device.need_cupy", lambda: cupy)
     with Session(package(decoder, "layer", 2), devices=["cuda0", "cuda1"]) as session:
-        assert [is_replayed(session, decoder_feeds()) for _ in range(3)] == [False] * 3
+        assert [is_replayed(session, decoder_feeds()) for _ in range(RUNS)] == [False] * RUNS
 
 
 def watch(monkeypatch: pytest.MonkeyPatch) -> list[InFlightRequest]:
@@ -317,4 +326,4 @@ def test_generated_tokens_are_replayed(tmp_path: Path, monkeypatch: pytest.Monke
         replays = watch(monkeypatch)
         tokens = list(session.generate([3], max_new_tokens=12))
         assert tokens == list(on_cpu.generate([3], max_new_tokens=12))
-    assert len(replays) == 12 - 2, "all but those that begin the sequence"
+    assert len(replays) == 12 - 1 - (NEW + 1), "all but the prompt, and those whose shape was new"

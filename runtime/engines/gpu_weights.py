@@ -1,0 +1,90 @@
+"""Weights in a GPU's memory, which several sessions of ONNX Runtime share."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from splitc.runtime.arrays import bytes_of
+from splitc.runtime.engines.gpu_device import ALIGNED, GpuDevice
+from splitc.runtime.manifest import Weight
+
+# Number types that CuPy passes on by DLPack, and bfloat16, which DLPack has, but not CuPy: its code and CuPy's type.
+PASSED_ON = frozenset(
+    [
+        "float16",
+        "float32",
+        "float64",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "bfloat16",
+    ]
+)
+BFLOAT, BITS = 4, "uint16"
+# Where the code of the number type is in DLPack's DLManagedTensor (dlpack.h: after a pointer and three int32).
+CODE_AT = 20
+# Threads that copy weights to the GPU, and the most bytes of a copy: the driver copies ordinary memory on one core.
+COPYING, PIECE = 4, 64 << 20
+
+
+def can_share(weights: Sequence[Weight] | None) -> bool:
+    """Whether sessions can share an engine's weights: they are known, and of types that can be passed on."""
+    return weights is not None and all(weight.dtype in PASSED_ON for weight in weights)
+
+
+def place_weights(gpu: GpuDevice, folder: Path, weights: Sequence[Weight]) -> Mapping[str, ort.OrtValue]:
+    """The weights in one piece of the GPU's memory, by name. Their files lie in `folder`. Waits for the copies.
+
+    Raises EngineError if there is not enough memory.
+    """
+    sizes = [bytes_of(tuple(weight.shape), weight.dtype) for weight in weights]
+    starts = [0, *itertools.accumulate(-(-size // ALIGNED) * ALIGNED for size in sizes)]
+    memory = gpu.allocate(max(ALIGNED, starts[-1]))
+    places = [gpu.cuda.MemoryPointer(memory, start) for start in starts[:-1]]
+    files = {name: np.memmap(folder / name, np.uint8, "r") for name in {weight.file for weight in weights}}
+    pieces = [
+        (place.ptr + start, files[weight.file].ctypes.data + weight.offset + start, min(PIECE, size - start))
+        for weight, size, place in zip(weights, sizes, places, strict=True)
+        for start in range(0, size, PIECE)
+    ]
+    with ThreadPoolExecutor(COPYING) as pool:
+        list(pool.map(partial(_copy, gpu, pieces), range(COPYING)))
+    with gpu.device:
+        return {weight.name: _value(gpu, weight, place) for weight, place in zip(weights, places, strict=True)}
+
+
+def _copy(gpu: GpuDevice, pieces: Sequence[tuple[int, int, int]], first: int) -> None:
+    """Copy every few pieces, from the first one on."""
+    runtime = gpu.cuda.runtime
+    with gpu.device, gpu.cuda.Stream(non_blocking=True) as stream:
+        for target, source, size in pieces[first::COPYING]:
+            runtime.memcpyAsync(target, source, size, runtime.memcpyHostToDevice, stream.ptr)
+        stream.synchronize()
+
+
+def _value(gpu: GpuDevice, weight: Weight, place: Any) -> ort.OrtValue:
+    is_bfloat = weight.dtype == "bfloat16"
+    array = gpu.cupy.ndarray(tuple(weight.shape), BITS if is_bfloat else weight.dtype, place)
+    return ort.OrtValue.from_dlpack(_as_bfloat(array.__dlpack__()) if is_bfloat else array)
+
+
+def _as_bfloat(capsule: Any) -> Any:
+    """The DLPack capsule of 16-bit numbers as one of bfloat16."""
+    find = ctypes.pythonapi.PyCapsule_GetPointer
+    find.restype, find.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    ctypes.c_uint8.from_address(find(capsule, b"dltensor") + CODE_AT).value = BFLOAT
+    return capsule
