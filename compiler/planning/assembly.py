@@ -45,7 +45,10 @@ def assemble(
 
 
 def _with_sessions(ranks: Sequence[RankPlan], engine: str, split: Split) -> tuple[RankPlan, ...]:
-    """The ranks with what their sessions take on a GPU beside the first one, which the headroom covers, and NCCL."""
+    """The ranks with what their sessions take on a GPU beside the first one, which the headroom covers, and NCCL.
+
+    Several engines of a rank have a session each, and a single one has two.
+    """
     devices = [rank.device for rank in ranks]
     if engine != ONNXRUNTIME:
         return tuple(ranks)
@@ -53,7 +56,8 @@ def _with_sessions(ranks: Sequence[RankPlan], engine: str, split: Split) -> tupl
 
     def size(rank: RankPlan) -> int:
         profile = find_profile(rank.device.kind)
-        return split.more_sessions(rank, inside) * profile.engine_bytes + connected * profile.communicator_bytes
+        sessions = split.more_sessions(rank, inside) or 1
+        return sessions * profile.engine_bytes + connected * profile.communicator_bytes
 
     return tuple(
         replace(rank, memory=replace(rank.memory, engines=size(rank))) if rank.device.kind == "cuda" else rank
