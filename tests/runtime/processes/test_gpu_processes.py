@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from splitc.runtime import Session
+from splitc.runtime.engines import NEW
 from splitc.runtime.ranks.loop import Replay
 from tests.conftest import decoder_feeds, run_whole
 from tests.helpers.fake_gpus import package
@@ -19,13 +20,13 @@ def fake_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("mode", "options"), [("tensor", {}), ("row", {"row_min": 16})])
-def test_previously_seen_shapes_are_replayed_by_each_rank(decoder: Path, mode: str, options: dict[str, int]) -> None:
+def test_known_shapes_are_replayed_by_each_rank(decoder: Path, mode: str, options: dict[str, int]) -> None:
     with Session(package(decoder, mode, 2, **options), devices=["2xcuda"]) as session:
-        for number in range(4):
+        for number in range(2 * (NEW + 3)):
             feeds = decoder_feeds(new=1 + number % 2)
             outputs, served = session.run_timed(feeds)
             for name, whole in run_whole(decoder, feeds).items():
                 np.testing.assert_allclose(outputs[name], whole, rtol=1e-4, atol=1e-5)
             replayed = [any(isinstance(span.step, Replay) for span in each.spans) for each in served.values()]
-            assert replayed == [number > 1] * 2
+            assert replayed == [number // 2 > NEW] * 2
         assert session.notes == []

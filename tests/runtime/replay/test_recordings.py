@@ -60,7 +60,7 @@ def is_replayed(session: Session, feeds: Mapping[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize(("mode", "devices"), PLACES)
-def test_previously_seen_shapes_are_replayed(decoder: Path, mode: str, devices: list[str]) -> None:
+def test_known_shapes_are_replayed(decoder: Path, mode: str, devices: list[str]) -> None:
     options = {"row_min": 16} if mode == "row" else {}
     with Session(package(decoder, mode, len(devices), **options), devices=devices) as session:
         for number in range(RUNS):
