@@ -212,8 +212,8 @@ def compile_command(
 
 
 def _print_written(package: Path, manifest: Manifest) -> None:
-    size = format_bytes(sum(file.bytes for file in manifest.files if file.sha256 is not None))
-    linked = ", beside links to the model's data" if any(file.sha256 is None for file in manifest.files) else ""
+    size = format_bytes(sum(file.bytes for file in manifest.files if file.hash is not None))
+    linked = ", beside links to the model's data" if any(file.hash is None for file in manifest.files) else ""
     if (said := describe_collectives(manifest)) is not None:
         out.print(said)
     out.print(f"wrote {package}: {len(manifest.ranks)} ranks, {size}{linked}")

@@ -8,7 +8,9 @@ from msgspec import Struct
 
 from splitc.runtime.steps import Run, Step
 
-SCHEMA = 3
+SCHEMA = 4
+# What this version reads.
+READ = (3, SCHEMA)
 
 
 class Fill(Struct, frozen=True):
@@ -228,15 +230,22 @@ class UnsplitWeight(Struct, frozen=True):
     reason: str
 
 
-class File(Struct, frozen=True):
+class File(Struct, frozen=True, omit_defaults=True):
     """A file of the package, with its size and hash, which are verified before it is loaded.
 
-    A hard link to the model's own data has no hash, since reading the data would take as long as copying it.
+    Packages of schema 3 have SHA-256. A hard link to the model's own data has no hash, since reading the data would
+    take as long as copying it.
     """
 
     path: str
     bytes: int
-    sha256: str | None
+    sha256: str | None = None
+    blake3: str | None = None
+
+    @property
+    def hash(self) -> str | None:
+        """The hash that it has."""
+        return self.blake3 or self.sha256
 
 
 class Manifest(Struct, frozen=True):

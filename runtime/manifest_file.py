@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from splitc.runtime.errors import PackageError
-from splitc.runtime.manifest import SCHEMA, Manifest
+from splitc.runtime.manifest import READ, SCHEMA, Manifest
 from splitc.runtime.manifest_checks import find_contradiction
 
 FILE_NAME = "manifest.json"
@@ -60,9 +60,9 @@ def read_manifest(package: Path) -> Manifest:
     try:
         # Check the version first, so that the error for a newer schema is not about a missing field.
         schema = msgspec.json.decode(text, type=_Version).schema
-        if schema != SCHEMA:
+        if schema not in READ:
             raise PackageError(
-                f"{path} has schema version {schema}, and this splitc reads version {SCHEMA}: "
+                f"{path} has schema version {schema}, and this splitc reads versions {' and '.join(map(str, READ))}: "
                 + ("upgrade splitc" if schema > SCHEMA else "compile the model again")
             )
         manifest = msgspec.json.decode(text, type=Manifest)

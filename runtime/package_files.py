@@ -1,54 +1,52 @@
-"""The files of a package: hash them, and verify them against the manifest."""
+"""The files of a package, and their hashes."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
+from typing import Any
 
-from splitc.runtime.errors import PackageError
+import numpy as np
+from blake3 import blake3
+
 from splitc.runtime.manifest import File, Manifest
+
+# The bytes that are hashed at a time: on several threads, if they are so many.
+PIECE = 64 << 20
 
 
 def hash_file(path: Path) -> str:
     """SHA-256 of a file's content, in hexadecimal."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+    return _hash(path, hashlib.sha256(), lambda: None)
 
 
-def describe_files(package: Path, paths: Iterable[Path], links: Iterable[Path] = ()) -> list[File]:
-    """Manifest entries for files of the package. They are hashed in parallel, which releases Python's global lock."""
-    ordered, unread = sorted(paths), frozenset(links)
-    with ThreadPoolExecutor() as pool:
-        hashes = list(pool.map(lambda path: None if path in unread else hash_file(path), ordered))
-    return [
-        File(path.relative_to(package).as_posix(), path.stat().st_size, digest)
-        for path, digest in zip(ordered, hashes, strict=True)
-    ]
+def hash_package_file(path: Path, file: File, check: Callable[[], None] = lambda: None) -> str:
+    """The hash of the file, in hexadecimal, of the kind that the manifest has. `check` may raise, to end it early."""
+    digest = hashlib.sha256() if file.blake3 is None else blake3(max_threads=blake3.AUTO)
+    return _hash(path, digest, check)
+
+
+def _hash(path: Path, digest: Any, check: Callable[[], None]) -> str:
+    if path.stat().st_size:  # nothing can't be mapped
+        content = np.memmap(path, np.uint8, "r")
+        for start in range(0, content.size, PIECE):
+            check()
+            digest.update(content[start : start + PIECE])
+    return str(digest.hexdigest())
+
+
+def describe_files(package: Path, paths: Iterable[Path]) -> list[File]:
+    """Manifest entries for files of the package."""
+    return [_describe(package, path) for path in sorted(paths)]
+
+
+def _describe(package: Path, path: Path) -> File:
+    file = File(path.relative_to(package).as_posix(), path.stat().st_size, blake3="")
+    return File(file.path, file.bytes, blake3=hash_package_file(path, file))
 
 
 def files_of(manifest: Manifest, rank: int) -> list[File]:
     """The files that a rank needs: those in the folders of its engines."""
     folders = {PurePosixPath(engine.path).parent for engine in manifest.ranks[rank].engines}
     return [file for file in manifest.files if PurePosixPath(file.path).parent in folders]
-
-
-def verify_files(package: Path, files: Iterable[File]) -> None:
-    """Compare the package's files with the manifest. Raises PackageError, which says which file differs and how."""
-
-    def verify(file: File) -> None:
-        path = package / file.path
-        if not path.is_file():
-            raise PackageError(f"{path} is missing: the package is incomplete, compile the model again")
-        size = path.stat().st_size
-        if size != file.bytes:
-            raise PackageError(f"{path} has {size:,} bytes, its manifest says {file.bytes:,}: compile the model again")
-        if file.sha256 is not None and hash_file(path) != file.sha256:
-            raise PackageError(f"{path} was changed since it was compiled (its SHA-256 differs from the manifest's)")
-
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(verify, files))

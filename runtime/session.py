@@ -32,7 +32,6 @@ from splitc.runtime.mpi.first_process import begin
 from splitc.runtime.mpi.mpi_ranks import MpiRanks
 from splitc.runtime.mpi.world import World
 from splitc.runtime.outputs import OutputJoiner
-from splitc.runtime.package_files import verify_files
 from splitc.runtime.processes.ranks import RankProcesses
 from splitc.runtime.processes.remote import RemoteRanks
 from splitc.runtime.rank_kinds import MPI, PROCESSES, choose_ranks
@@ -40,6 +39,7 @@ from splitc.runtime.ranks.request import InFlightRequest, Served
 from splitc.runtime.ranks.workers import Workers
 from splitc.runtime.replay.rank_replays import not_replayed
 from splitc.runtime.sequence import StateSequence, find_resident
+from splitc.runtime.verification import NEVER, ONCE, Verification, check_word, engine_files
 
 # The most requests in flight. Each has its feeds, activations and outputs in memory.
 MOST_IN_FLIGHT = 10_000
@@ -52,7 +52,8 @@ class Session:
             outputs = session.run({"input_ids": ids})
 
     `threads` is the number for each CPU device (default: the package's, or else the cores divided among the devices).
-    `verify=False` skips comparing the files' hashes with the manifest, which reads every byte of the weights once.
+    `verify` says how often the files' hashes are compared with the manifest, which reads every byte: `always`, `once`
+    (again when a file has changed), or `never`. Weights are compared while they are loaded.
     `devices` replaces the package's devices, one for each rank. An ONNX Runtime package for GPUs also runs on CPU
     devices, and the other way round. On GPUs, requests of previously seen shapes are replayed as CUDA graphs, unless
     `cuda_graphs` is False. At most `in_flight` requests are in flight at a time (default: two for each rank), which
@@ -69,7 +70,7 @@ class Session:
         package: str | Path,
         *,
         threads: int | None = None,
-        verify: bool = True,
+        verify: str = ONCE,
         in_flight: int | None = None,
         devices: Sequence[str] | None = None,
         cuda_graphs: bool = True,
@@ -82,26 +83,36 @@ class Session:
         self.manifest: Manifest = read_manifest(self.package)
         self.devices = _choose_devices(self.manifest, devices)
         kind = choose_ranks(ranks, self.devices, world)
+        check_word(verify)
         if kind != MPI:  # where each rank does so for itself
             check_built_here(self.package, self.manifest, self.devices)
-            if verify:
-                verify_files(self.package, self.manifest.files)
+        verifies = NEVER if kind == MPI else verify
+        verification = Verification(self.package, self.manifest.files, verifies, engine_files(self.manifest))
         self.threads = threads_for(self.devices, threads or self.manifest.threads)
         self.in_flight = in_flight or 2 * len(self.devices)
         self.resident_states = find_resident(self.manifest)
         self._sequences = itertools.count()
         self._joiner = OutputJoiner(self.manifest)
         self._cuda_graphs = cuda_graphs
-        if world is not None and kind == MPI:
-            self._workers: Workers | RemoteRanks = self._join(world, threads, verify, cuda_graphs)
-        else:
-            self._workers = self._load(cuda_graphs, kind == PROCESSES)
+        try:
+            if world is not None and kind == MPI:
+                self._workers: Workers | RemoteRanks = self._join(world, threads, verify, cuda_graphs)
+            else:
+                self._workers = self._load(cuda_graphs, kind == PROCESSES)
+        except BaseException:
+            verification.stop()
+            raise
         replay = cuda_graphs and self._workers.capturable
         self._admission = Admission(self._workers, self.manifest, self.in_flight, replay)
         # Of sequences that were dropped without being closed.
         self._dropped: deque[int] = deque()
         # When the session is dropped without being closed, and when Python ends.
         self._end = weakref.finalize(self, self._admission.close)
+        try:
+            verification.finish()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def replays(self) -> bool:
@@ -117,7 +128,7 @@ class Session:
         backends = [make_backend(manifest.engine, each, self.threads, manifest.build, cuda_graphs) for each in devices]
         return Workers(package, manifest, states, devices, backends, broken)
 
-    def _join(self, world: World, threads: int | None, verify: bool, cuda_graphs: bool) -> MpiRanks:
+    def _join(self, world: World, threads: int | None, verify: str, cuda_graphs: bool) -> MpiRanks:
         """The processes that MPI has started, as ranks, with their engines loaded."""
         broken = partial(_fail, weakref.ref(self))
         states = self.resident_states

@@ -144,7 +144,7 @@ class Caller:
 def test_any_calls_end_in_a_message_or_in_the_right_outputs(
     package: Path, decoder: Path, seed: int, ranks: str
 ) -> None:
-    with Session(package, verify=False, threads=1, ranks=ranks) as session:
+    with Session(package, verify="never", threads=1, ranks=ranks) as session:
         caller = Caller(decoder, session, np.random.default_rng(seed))
         for _ in range(CALLS):
             caller.call()

@@ -131,7 +131,7 @@ def test_data_without_rights(decoder: Path, package: Path, tmp_path: Path) -> No
         path.chmod(0)
     assert "Permission denied" in splitc("plan", tmp_path / decoder.name, "-d", "cpu0", code=1).stderr
     for command in (["bench", tmp_path / "p"], ["check", package, "--model", tmp_path / decoder.name]):
-        assert "ONNX Runtime can't load" in splitc(*command, "--no-verify", code=1).stderr
+        assert "ONNX Runtime can't load" in splitc(*command, "--verify", "never", code=1).stderr
 
 
 def test_every_error_of_onnx_runtime_is_known() -> None:

@@ -20,7 +20,8 @@ from splitc.runtime.engines.kinds import TENSORRT, TENSORRT_RTX, find_kind
 from splitc.runtime.errors import MisuseError, PackageError
 from splitc.runtime.manifest import Build, BuildOptions, EngineFile, Manifest, Rank
 from splitc.runtime.manifest_file import FILE_NAME, encode, read_manifest
-from splitc.runtime.package_files import describe_files, verify_files
+from splitc.runtime.package_files import describe_files
+from splitc.runtime.verification import verify_files
 
 
 @dataclass(frozen=True)

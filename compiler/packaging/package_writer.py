@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+from blake3 import blake3
 
 from splitc.runtime.manifest import File
 
@@ -22,7 +23,7 @@ class HashedFile:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._digest = hashlib.sha256()
+        self._digest = blake3(max_threads=blake3.AUTO)
         self.size = 0
 
     def write(self, content: bytes) -> int:
@@ -34,8 +35,8 @@ class HashedFile:
         return len(view)
 
     @property
-    def sha256(self) -> str:
-        """The SHA-256 of the content so far, in hexadecimal."""
+    def hash(self) -> str:
+        """The BLAKE3 hash of the content so far, in hexadecimal."""
         return self._digest.hexdigest()
 
 
@@ -57,7 +58,7 @@ class PackageWriter:
         with path.open("wb") as file:
             hashed = HashedFile(file)
             yield hashed
-        self._files[path] = File(self._name(path), hashed.size, hashed.sha256)
+        self._files[path] = File(self._name(path), hashed.size, blake3=hashed.hash)
 
     def write(self, path: Path, content: bytes) -> None:
         """Write a new file with this content."""
@@ -74,7 +75,7 @@ class PackageWriter:
             with source.open("rb") as original, self.open(target) as copy:
                 shutil.copyfileobj(original, copy, 1 << 20)
             return False
-        self._files[target] = File(self._name(target), target.stat().st_size, None)
+        self._files[target] = File(self._name(target), target.stat().st_size)
         return True
 
     def _name(self, path: Path) -> str:

@@ -26,6 +26,7 @@ from splitc.runtime.session import Session
 from splitc.runtime.tools.compare import Difference, compare
 from splitc.runtime.tools.unsplit import Arrays, fixed_feeds, open_reference
 from splitc.runtime.units import format_bytes
+from splitc.runtime.verification import NEVER
 
 # The most bytes of weights of a model that is compared, since it is loaded twice.
 LARGEST = 2 << 30
@@ -89,7 +90,7 @@ def check_outputs(plan: Plan, package: Path) -> Verdict:
             False,
             f"its weights are {format_bytes(weights)}, and more than {format_bytes(limit)} is not loaded to compare",
         )
-    with Session(package, verify=False, devices=_find_devices(plan)) as session:
+    with Session(package, verify=NEVER, devices=_find_devices(plan)) as session:
         threads = session.threads * len(session.manifest.ranks)
         opened = open_reference(
             graph.path,

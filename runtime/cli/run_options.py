@@ -24,7 +24,7 @@ def loading(
     device: list[str] = DEVICE,
     cuda_graph: bool = CUDA_GRAPH,
     threads: int | None = THREADS,
-    verify: bool = VERIFY,
+    verify: str = VERIFY,
     ranks: str | None = RANKS,
 ) -> Load:
     """A function that loads a package with these options."""

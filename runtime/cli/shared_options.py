@@ -9,7 +9,12 @@ JSON = typer.Option(False, "--json", help="Print the result as JSON on standard 
 THREADS = typer.Option(
     None, "--threads", min=1, help="Threads of each CPU device. Default: the package's, else the cores divided."
 )
-VERIFY = typer.Option(True, "--verify/--no-verify", help="Compare the files' hashes with the manifest before loading.")
+VERIFY = typer.Option(
+    "once",
+    "--verify",
+    metavar="always|once|never",
+    help="How often to compare the files' hashes with the manifest. Once: again when a file has changed.",
+)
 INPUTS = typer.Option(
     None, "--inputs", help="Arrays by input name: .npz, a folder of .npy, or polygraphy's JSON. Default: made up."
 )

@@ -23,7 +23,7 @@ class Join:
     devices: tuple[Device, ...]
     states: tuple[State, ...]
     threads: int | None
-    verify: bool
+    verify: str
     cuda_graphs: bool
     spin: float
 

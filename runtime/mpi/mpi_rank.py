@@ -22,10 +22,11 @@ from splitc.runtime.mpi.mpi_wire import MpiControl, MpiMail
 from splitc.runtime.mpi.own_device import own_device, own_threads
 from splitc.runtime.mpi.shared import SharedMeetings
 from splitc.runtime.mpi.world import World
-from splitc.runtime.package_files import files_of, hash_file, verify_files
+from splitc.runtime.package_files import files_of, hash_file
 from splitc.runtime.processes.launch import find_groups
 from splitc.runtime.processes.messages import Loaded
 from splitc.runtime.processes.rank import RankProcess
+from splitc.runtime.verification import verify_files
 from splitc.runtime.version import VERSION
 
 
@@ -92,8 +93,7 @@ def _prepare(world: World, join: Join) -> _Prepared:
         manifest = read_manifest(join.package)
         if hash_file(join.package / FILE_NAME) != join.seal:
             raise PackageError(f"{join.package} is another package than that of the session")
-        if join.verify:
-            verify_files(join.package, files_of(manifest, world.rank))
+        verify_files(join.package, files_of(manifest, world.rank), join.verify)
         device = own_device(world, join.devices)
         check_built_here(join.package, manifest, [device])
         threads = join.threads or manifest.threads or own_threads(world, join.devices)

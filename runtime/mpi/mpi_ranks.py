@@ -39,7 +39,7 @@ class MpiRanks(RemoteRanks):
         states: Sequence[State],
         devices: Sequence[Device],
         threads: int | None,
-        verify: bool,
+        verify: str,
         cuda_graphs: bool,
         broken: Callable[[BaseException], None],
     ) -> None:

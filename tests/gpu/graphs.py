@@ -156,7 +156,7 @@ def _measure(model: Path, packages: Made, device: Device, options: argparse.Name
 def _load(package: Path, options: argparse.Namespace) -> Iterator[Session]:
     """The package's session; the package goes with it."""
     start = time.monotonic()
-    with Session(package, verify=False, in_flight=IN_FLIGHT, ranks=options.ranks) as session:
+    with Session(package, verify="never", in_flight=IN_FLIGHT, ranks=options.ranks) as session:
         _say(f"{package.parent.name}, {package.name}: loaded in {time.monotonic() - start:.1f} s")
         yield session
     shutil.rmtree(package)

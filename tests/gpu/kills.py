@@ -141,7 +141,7 @@ class Caller(threading.Thread):
 
     def run(self) -> None:
         try:
-            session = Session(self._package, verify=False, ranks="processes")
+            session = Session(self._package, verify="never", ranks="processes")
         except SplitcError as error:
             self._end(error)
             return
@@ -170,7 +170,7 @@ def _generate(session: Session) -> None:
 def _run_whole(package: Path) -> float:
     """Generate in a session to which nothing happens, and return the seconds that it took to load."""
     start = time.monotonic()
-    with Session(package, verify=False, ranks="processes") as session:
+    with Session(package, verify="never", ranks="processes") as session:
         loading = time.monotonic() - start
         _generate(session)
     return loading

@@ -139,7 +139,7 @@ def _check(
         assert {name for name in split if fates[name].reason} == set(), fates
         assert {name for name in whole if not fates[name].reason} == set(), fates
         compile_model(plan, folder / "package", force=True, verify=False)
-        with Session(folder / "package", verify=False) as session:
+        with Session(folder / "package", verify="never") as session:
             assert_close(session.run(block.feeds), expected, tolerance)
         plans.append(plan)
     return plans

@@ -28,7 +28,7 @@ KINDS = ["threads", "processes"]
 
 @pytest.fixture(params=KINDS)
 def open_session(request: pytest.FixtureRequest, package: Path) -> Callable[[], Session]:
-    return lambda: Session(package, verify=False, threads=1, ranks=request.param)
+    return lambda: Session(package, verify="never", threads=1, ranks=request.param)
 
 
 def wait_until(true: Callable[[], bool]) -> None:
@@ -58,7 +58,7 @@ def test_dropped_sessions_are_closed(open_session: Callable[[], Session]) -> Non
 
 
 def test_dropped_sequences_free_their_states(package: Path) -> None:
-    with Session(package, verify=False, threads=1, ranks="threads") as session:
+    with Session(package, verify="never", threads=1, ranks="threads") as session:
         held = session._workers[0].sequences  # type: ignore[index]
         feeds = {name: array for name, array in decoder_feeds().items() if not name.startswith("past")}
         feeds["attention_mask"] = feeds["attention_mask"][:, -feeds["input_ids"].shape[1] :]
@@ -75,7 +75,7 @@ def test_python_ends_with_an_open_session(package: Path, ranks: str) -> None:
     program = (
         "import sys, numpy as np\n"
         "from splitc.runtime import Session\n"
-        f"session = Session({str(package)!r}, verify=False, threads=1, ranks={ranks!r})\n"
+        f"session = Session({str(package)!r}, verify='never', threads=1, ranks={ranks!r})\n"
         "feeds = {t.name: np.ones(t.sample_shape, t.dtype) for t in session.inputs}\n"
         "futures = [session.submit(feeds) for _ in range(4)]\n"
         "print('leaving')\n"

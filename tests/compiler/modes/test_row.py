@@ -256,7 +256,7 @@ def test_linked_weights_are_parts_of_the_models_own_files(tmp_path: Path) -> Non
     save(b.model(), tmp_path / "model.onnx")
     plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], ROW)
     manifest = compile_model(plan, tmp_path / "linked", weights="link")
-    assert {file.path for file in manifest.files if file.sha256 is None} == {
+    assert {file.path for file in manifest.files if file.hash is None} == {
         "rank0/source0.weights",
         "rank1/source0.weights",
     }

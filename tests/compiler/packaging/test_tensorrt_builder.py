@@ -25,8 +25,8 @@ from splitc.runtime.engines.kinds import choose_engine
 from splitc.runtime.errors import MisuseError, PackageError
 from splitc.runtime.manifest import BuildOptions, Manifest
 from splitc.runtime.manifest_file import read_manifest
-from splitc.runtime.package_files import verify_files
 from splitc.runtime.steps import Reduce
+from splitc.runtime.verification import verify_files
 from tests.conftest import DECODER, decoder_feeds
 from tests.helpers.command import splitc
 

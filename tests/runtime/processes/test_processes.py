@@ -112,7 +112,7 @@ def test_rank_that_can_not_load_is_named(decoder: Path, tmp_path: Path, copy_pac
     (file,) = (package / "rank1").glob("*.onnx")
     file.write_bytes(b"damaged")
     with pytest.raises(PackageError, match=file.name):
-        Session(package, ranks="processes", verify=False)
+        Session(package, ranks="processes", verify="never")
 
 
 @pytest.fixture

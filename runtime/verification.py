@@ -1,0 +1,128 @@
+"""Compare a package's files with its manifest before they are used.
+
+What was compared once on this machine is not read again while its size, its times and its inode are the same.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from splitc.runtime.cache import read_cache, write_cache
+from splitc.runtime.errors import MisuseError, PackageError, SplitcError
+from splitc.runtime.manifest import File, Manifest
+from splitc.runtime.package_files import hash_package_file
+
+ALWAYS, ONCE, NEVER = WORDS = ("always", "once", "never")
+# The cache's file of what was compared, and the most entries in it.
+CACHE, MOST = "verified.json", 10_000
+# Where a file is (device and inode), its size and times in nanoseconds, and its hash.
+Known = tuple[str, int, int, int, str]
+
+_writing = threading.Lock()
+
+
+def check_word(verify: str) -> None:
+    """Raise MisuseError unless `verify` is a word for how often files are compared."""
+    if verify not in WORDS:
+        raise MisuseError(f"verify is {', '.join(map(repr, WORDS))}, not {verify!r}")
+
+
+def verify_files(package: Path, files: Iterable[File], verify: str = ALWAYS) -> None:
+    """Compare files with the manifest. Raises PackageError, which says which file differs and how."""
+    Verification(package, files, verify).finish()
+
+
+class Verification:
+    """Compares a package's files with the manifest, on a thread of its own, until `finish` or `stop`.
+
+    Before it begins, it sees whether all are there, in their sizes, and compares those `first`. Raises PackageError,
+    which says which file differs and how.
+    """
+
+    def __init__(self, package: Path, files: Iterable[File], verify: str, first: Iterable[str] = ()) -> None:
+        self._package = package
+        self._stopped = threading.Event()
+        self._known = _read_known() if verify == ONCE else OrderedDict[Known, None]()
+        self._found: list[Known] = []
+        self._remembers = verify == ONCE
+        paths, listed = frozenset(first), list(files) if verify != NEVER else []
+        for file in listed:
+            self._check_size(file)
+        self._verify_all([file for file in listed if file.path in paths])
+        self._pool = ThreadPoolExecutor(1, "splitc verifies")
+        self._rest = self._pool.submit(self._verify_all, [file for file in listed if file.path not in paths])
+
+    def finish(self) -> None:
+        """Wait until all files are compared. Raises PackageError for one that differs."""
+        try:
+            self._rest.result()
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        """End it, wherever it is. What has been compared by then is remembered."""
+        self._stopped.set()
+        self._pool.shutdown()
+        if self._remembers and self._found:
+            _remember(self._found)
+
+    def _check_size(self, file: File) -> None:
+        path = self._package / file.path
+        if not path.is_file():
+            raise PackageError(f"{path} is missing: the package is incomplete, compile the model again")
+        size = path.stat().st_size
+        if size != file.bytes:
+            raise PackageError(f"{path} has {size:,} bytes, its manifest says {file.bytes:,}: compile the model again")
+
+    def _verify_all(self, files: Sequence[File]) -> None:
+        for file in files:
+            if (expected := file.hash) is not None:
+                self._verify(file, expected)
+
+    def _verify(self, file: File, expected: str) -> None:
+        path = self._package / file.path
+        known = _describe(path, expected)
+        if known in self._known:
+            return
+        if hash_package_file(path, file, self._check_stopped) != expected:
+            raise PackageError(f"{path} was changed since it was compiled (its hash differs from the manifest's)")
+        self._found.append(known)
+
+    def _check_stopped(self) -> None:
+        if self._stopped.is_set():
+            raise SplitcError("the files' hashes were not compared to the end")
+
+
+def _describe(path: Path, digest: str) -> Known:
+    found = path.stat()
+    return f"{found.st_dev}:{found.st_ino}", found.st_size, found.st_mtime_ns, found.st_ctime_ns, digest
+
+
+def _read_known() -> OrderedDict[Known, None]:
+    try:
+        return OrderedDict.fromkeys(msgspec.json.decode(read_cache(CACHE), type=list[Known]))
+    except msgspec.DecodeError:
+        return OrderedDict()
+
+
+def _remember(found: Sequence[Known]) -> None:
+    """Add to what is known, which another process may have added to meanwhile."""
+    with _writing:
+        known = _read_known()
+        known.update(dict.fromkeys(found))
+        try:
+            write_cache(CACHE, msgspec.json.encode(list(known)[-MOST:]))
+        except MisuseError:
+            return  # where nothing can be kept, files are compared each time
+
+
+def engine_files(manifest: Manifest) -> list[str]:
+    """The paths of engines and what they are built from: they are to be compared before they are loaded."""
+    engines = (engine for rank in manifest.ranks for engine in rank.engines)
+    return [path for engine in engines for path in (engine.path, engine.source) if path is not None]

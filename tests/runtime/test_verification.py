@@ -1,0 +1,84 @@
+"""Comparing a package's files with its manifest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from splitc.runtime import Session, verification
+from splitc.runtime.errors import MisuseError, PackageError
+from splitc.runtime.manifest import File
+from splitc.runtime.manifest_file import seal
+from splitc.runtime.package_files import describe_files, hash_package_file
+from splitc.runtime.verification import ALWAYS, NEVER, ONCE, verify_files
+from tests.helpers.packages import compile_mode
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[File]:
+    (tmp_path / "some.weights").write_bytes(bytes(range(256)) * 10)
+    (tmp_path / "none.weights").write_bytes(b"")
+    return describe_files(tmp_path, tmp_path.iterdir())
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files that are read."""
+    read: list[str] = []
+
+    def watch(path: Path, *rest: object) -> str:
+        read.append(path.name)
+        return hash_package_file(path, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(verification, "hash_package_file", watch)
+    return read
+
+
+def test_files_are_read_once(tmp_path: Path, files: list[File], read: list[str]) -> None:
+    """And again when they have changed, which their times tell, even if somebody set one of them back."""
+    for verify, reads in ((ONCE, 2), (ONCE, 0), (ALWAYS, 2), (NEVER, 0), (ONCE, 0)):
+        read.clear()
+        verify_files(tmp_path, files, verify)
+        assert len(read) == reads
+    path = tmp_path / "some.weights"
+    before = path.stat()
+    path.write_bytes(bytes(reversed(path.read_bytes())))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    for _ in range(2):
+        with pytest.raises(PackageError, match=r"some\.weights was changed since it was compiled"):
+            verify_files(tmp_path, files, ONCE)
+
+
+def test_nowhere_to_remember(
+    tmp_path: Path, files: list[File], read: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "some.weights"))
+    for _ in range(2):
+        verify_files(tmp_path, files, ONCE)
+    assert len(read) == 4
+
+
+def test_packages_with_the_hashes_of_before(decoder: Path, tmp_path: Path) -> None:
+    package = shutil.copytree(compile_mode(decoder, "layer"), tmp_path / "copy")
+    path = package / "manifest.json"
+    fields = json.loads(path.read_bytes())
+    fields["schema"] = 3
+    for file in fields["files"]:
+        del file["blake3"]
+        file["sha256"] = hashlib.sha256((package / file["path"]).read_bytes()).hexdigest()
+    path.write_bytes(seal(json.dumps(fields).encode()))
+    Session(package).close()
+    weights = package / "rank0" / "stage0.weights"
+    weights.write_bytes(bytes([weights.read_bytes()[0] ^ 1]) + weights.read_bytes()[1:])
+    with pytest.raises(PackageError, match=r"stage0\.weights was changed"):
+        Session(package)
+
+
+def test_unknown_word(decoder: Path) -> None:
+    with pytest.raises(MisuseError, match="verify is 'always', 'once', 'never', not 'twice'"):
+        Session(compile_mode(decoder, "layer"), verify="twice")
