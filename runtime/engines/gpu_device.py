@@ -155,7 +155,7 @@ class GpuDevice:
         target = self.empty(array.shape, str(array.dtype))
         if not array.nbytes:
             return target, array
-        staged = self._pinned(array.shape, array.dtype)
+        staged = self.pinned(array.shape, array.dtype)
         staged[...] = array
         self._copy(target.pointer, staged.ctypes.data, array.nbytes, self.cuda.runtime.memcpyHostToDevice)
         self.keep(staged)
@@ -186,7 +186,7 @@ class GpuDevice:
     ) -> dict[str, npt.NDArray[np.generic]]:
         """Pinned memory that the arrays are copied to on the stream, by name: that of `room`, or new one."""
         shapes = {name: (value.shape, number_type(value.dtype)) for name, value in values.items()}
-        give = room or (lambda wanted: {name: self._pinned(*each) for name, each in wanted.items()})
+        give = room or (lambda wanted: {name: self.pinned(*each) for name, each in wanted.items()})
         copied = give(shapes)
         for name, value in values.items():
             self._copy(copied[name].ctypes.data, value.pointer, value.nbytes, self.cuda.runtime.memcpyDeviceToHost)
@@ -324,7 +324,7 @@ class GpuDevice:
         with self.device:
             self.cuda.runtime.hostRegister(memory.ctypes.data, memory.nbytes, 0)
 
-    def _pinned(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    def pinned(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """An array in pinned memory."""
         size = math.prod(shape) * np.dtype(dtype).itemsize
         pinned = self.cuda.alloc_pinned_memory(max(1, size))

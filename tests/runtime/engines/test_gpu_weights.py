@@ -17,9 +17,11 @@ from splitc.runtime.manifest import Weight
 pytestmark = pytest.mark.usefixtures("gpus")
 
 
-def test_weights_are_copied_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_weights_are_copied_as_they_are(threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In pieces, several at once; from any place of any file, of any type that is passed on."""
     monkeypatch.setattr(gpu_weights, "PIECE", 100)
+    monkeypatch.setattr(gpu_weights, "COPYING", threads)
     arrays = {
         "half": np.arange(300, dtype=np.float16).reshape(3, 100),
         "brain": np.arange(70).astype(ml_dtypes.bfloat16),
