@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from splitc.runtime.cache import read_cache, write_cache
 from splitc.runtime.device_profiles import MIXED_COPY, MIXED_SUM, Link, find_profile
-from splitc.runtime.devices import Device
+from splitc.runtime.devices import Device, memory_of
 
 # The cache's file of measurements.
 FILE = "machine.json"
@@ -66,8 +66,8 @@ def typical_sum(one: Device, other: Device) -> Link:
 
 
 def link_end(device: Device) -> str:
-    """The name of a device as the end of a link: `cpu` for all CPU devices."""
-    return "cpu" if device.kind == "cpu" else str(device)
+    """The name of a device as the end of a link, on whatever host: `cpu` for all CPU devices."""
+    return memory_of(device.local)
 
 
 def pair_name(one: Device, other: Device) -> str:
