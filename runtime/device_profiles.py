@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.units import format_seconds, parse_bandwidth, parse_seconds, shortened
+
 
 class Link(Struct, frozen=True):
     """The seconds that a value takes between two devices: `latency`, plus `per_byte` for each byte."""
@@ -17,6 +20,19 @@ class Link(Struct, frozen=True):
     def seconds(self, size: int) -> float:
         """The time for `size` bytes."""
         return self.latency + size * self.per_byte
+
+    def __str__(self) -> str:
+        return f"{1e-9 / self.per_byte:.3g} GB/s, {format_seconds(self.latency)}"
+
+
+def parse_link(text: str) -> Link:
+    """A link from its bandwidth and its latency: `25GB/s,5us`. Raises MisuseError for any other text."""
+    bandwidth, comma, latency = text.partition(",")
+    if not comma:
+        raise MisuseError(
+            f"can't read '{shortened(text)}' as a link: write its bandwidth and latency, as in 25GB/s,5us"
+        )
+    return Link(parse_seconds(latency), 1 / parse_bandwidth(bandwidth))
 
 
 @dataclass(frozen=True)
@@ -88,6 +104,10 @@ HOPPER = DeviceProfile(
 PROFILES = (CPU, HOPPER)
 # Links between a CPU device and a GPU.
 MIXED_COPY, MIXED_SUM = Link(5e-5, 1e-10), Link(1e-4, 4e-10)
+
+# Between two hosts: an InfiniBand card of 200 Gbit/s (HDR), and the latency that NCCL's tuning tables have for small
+# values: 6.8 microseconds for a collective (`baseLat`, protocol LL) and 5 for a step over a network (`hwLat`, NET).
+INTERCONNECT = Link(1.2e-5, 4e-11)
 
 
 @dataclass(frozen=True)

@@ -91,11 +91,11 @@ class RowSplit:
         main, *others = ranks
         own = [node for node in main.stage.nodes if node.outputs[0].name not in self.sliced.products]
         total = clock.seconds(main, own, 1) + clock.feeding(main)
-        link = clock.copy(main, others[0])
+        link = max((clock.copy(main, other) for other in others), key=lambda link: link.latency)
         for products in self.sliced.rounds:
             nodes = [product.node for product in products]
             slowest = max(clock.seconds(rank, nodes, len(ranks), partial(self._share, rank.part)) for rank in ranks)
-            total += clock.meeting(slowest) * max(1.0, clock.crowd(len(ranks)))
+            total += clock.meeting(slowest) * max(1.0, clock.crowd(ranks))
             total += 2 * (link.latency + clock.cold(main) + (0.0 if clock.operators else clock.start(main)))
         # Received columns are copied once more to be joined.
         results = (product.result for product in self.sliced.products.values())
@@ -144,7 +144,9 @@ def _main_first(resources: Resources, request: Request) -> list[int]:
             f"--main-device names '{request.main_device}', and the devices are {', '.join(map(str, resources.devices))}"
         )
     main = resources.devices.index(named[0])
-    return [main, *(number for number in numbers if number != main)]
+    own = resources.devices[main].host
+    # Ranks of a host are numbered in a row, as MPI does it.
+    return sorted(numbers, key=lambda number: (number != main, resources.devices[number].host != own))
 
 
 def _make_plan(analysis: Analysis, resources: Resources, request: Request, shares: Sequence[float] | None) -> Plan:
@@ -315,7 +317,7 @@ def _replan(
     return _make_plan(analysis, resources, request, [rank.share for rank in file.ranks])
 
 
-def _ways(count: int, numbers: Sequence[int]) -> list[Way]:
+def _ways(hosts: Sequence[int], numbers: Sequence[int]) -> list[Way]:
     """All numbers of devices from two, the main one included."""
     return [Way(number) for number in numbers if number > 1]
 
