@@ -13,7 +13,7 @@ from typing import Any
 import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
-from splitc.compiler.analysis.memory import stage_memory
+from splitc.compiler.analysis.memory import StageMemory, stage_memory
 from splitc.compiler.analysis.stages import divide_blocks
 from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.lowering.annotations import IR_VERSION, annotate
@@ -25,7 +25,7 @@ from splitc.compiler.modes.mode import Mode, Way
 from splitc.compiler.modes.pipeline import choose_stages, predict_pipeline, rematerialized, stage_cuts
 from splitc.compiler.planning.assembly import assemble, check_memory
 from splitc.compiler.planning.clock import Clock, Prediction
-from splitc.compiler.planning.host_groups import group_devices, numbers_to_try
+from splitc.compiler.planning.host_groups import group_devices, numbers_to_try, single_groups
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import PlanFile, check_file_shares
 from splitc.compiler.planning.plan_request import Request
@@ -33,11 +33,10 @@ from splitc.compiler.planning.rank_plan import CutPlan, RankPlan, Rematerialized
 from splitc.compiler.planning.resources import Budget, Resources
 from splitc.compiler.planning.split import RankProgram
 from splitc.compiler.planning.stage_search import Assignment, Target
-from splitc.compiler.sharding.axis_map import AxisMap, find_axes
+from splitc.compiler.sharding.axis_map import AxisMap, map_axes
 from splitc.compiler.sharding.choice import Choice, choose
 from splitc.compiler.sharding.held import held_shards
 from splitc.compiler.sharding.partial import chosen_atoms
-from splitc.compiler.sharding.probe_sizes import bind_probe_sizes
 from splitc.compiler.sharding.report import AxisFate, WeightFate, axis_fates, sharded_weights
 from splitc.compiler.sharding.sharded_model import ShardedModel, shard_model
 from splitc.runtime.device_profiles import HOST
@@ -85,8 +84,9 @@ class TensorSplit:
     def _stage_seconds(self, members: Sequence[RankPlan], at_once: int, stages: int, clock: Clock) -> float:
         """The seconds of one of `stages` stages: of its slowest rank, and of its collectives."""
         first = members[0]
+        unlike = {(clock.machine.speed(rank.device), self.sharded.sizes(rank.part)): rank for rank in members}
         slowest = max(
-            clock.seconds(rank, rank.stage.nodes, at_once, partial(self._share, rank.part)) for rank in members
+            clock.seconds(rank, rank.stage.nodes, at_once, partial(self._share, rank.part)) for rank in unlike.values()
         )
         slowest = slowest * max(1.0, clock.crowd(members)) + clock.feeding(first)
         count = self.collectives / stages
@@ -190,14 +190,17 @@ def _make_plan(
     }
     groups = [shares[first : first + count] for first in range(0, len(shares), count)]
     graph, costs = analysis.graph, analysis.costs
-    axis_map = find_axes(graph, bind_probe_sizes(graph, analysis.shapes, costs.certain))
+    axis_map = map_axes(analysis)
     choice = choose(graph, axis_map, costs.value_bytes, count)
     sharded = shard_model(graph, axis_map, choice, groups, home)
     ranks = []
     for number, (each, stage) in enumerate(zip(chosen, stages, strict=True)):
+        memories: dict[tuple[int, ...], StageMemory] = {}  # most ranks have shards of the same sizes
         for part in range(count):
             place = each.target * count + part
-            held = held_shards(analysis.costs, sharded, stage.nodes, part)
+            if (sizes := sharded.sizes(part)) not in memories:
+                held = held_shards(analysis.costs, sharded, stage.nodes, part)
+                memories[sizes] = stage_memory(analysis.costs, analysis.states, stage, held)
             rank = RankPlan(
                 resources.devices[place],
                 resources.budgets[place],
@@ -205,7 +208,7 @@ def _make_plan(
                 stage,
                 number,
                 part,
-                stage_memory(analysis.costs, analysis.states, stage, held),
+                memories[sizes],
                 sum(seconds[each.start : each.end]) * shares[place] / sum(groups[each.target]),
                 rematerialized(analysis, stages, number) if part == 0 else Rematerialized(),
             )
@@ -265,7 +268,7 @@ def _replan(
 def _ways(hosts: Sequence[int], numbers: Sequence[int]) -> list[Way]:
     """One group of some devices; all devices in equal groups; and groups that divide a host, on some of the hosts."""
     count, most = sum(hosts), hosts[0]
-    single = [Way(number) for number in numbers if number > 1]
+    single = [Way(number) for number in single_groups(hosts, numbers)]
     equal = [Way(count, stages) for stages in range(2, count // 2 + 1) if count % stages == 0]
     if len(hosts) == 1:
         return [*single, *equal]

@@ -102,17 +102,13 @@ class Clock:
         return self.machine.copy(one.device, other.device)
 
     def sums(self, members: Sequence[RankPlan], count: float, size: float) -> float:
-        """The time of `count` sums over these ranks, of `size` bytes in all.
-
-        Ranks on several hosts take as long as on one, and then once more for each link between hosts.
-        """
+        """The time of `count` sums over these ranks, of `size` bytes in all: in hosts, then along a tree of hosts."""
         one, other = (rank.device for rank in members[:2])
         inside, across = self.machine.sum(one, other), self.machine.between_hosts(one, other)
+        more = max(find_profile(rank.device.kind).more_ranks for rank in members)
         hosts = len({rank.device.host for rank in members})
-        return sum(
-            links * (count * link.latency + size * link.per_byte)
-            for links, link in ((len(members) - 1, inside), (hosts - 1, across))
-        )
+        steps = ((1 + more * (len(members) - 2), inside), (float((hosts - 1).bit_length()), across))
+        return sum(times * (count * link.latency + size * link.per_byte) for times, link in steps)
 
     def meeting(self, seconds: float) -> float:
         """The time between two collectives of ranks that each take `seconds`: all wait for the slowest."""

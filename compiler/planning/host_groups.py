@@ -18,6 +18,14 @@ def numbers_to_try(count: int) -> list[int]:
     return [n for n in range(1, count + 1) if n <= FEW or n == count or n & (n - 1) == 0]
 
 
+def single_groups(hosts: Sequence[int], numbers: Sequence[int]) -> list[int]:
+    """The numbers of devices to try as a single group: in one host, on two, and all of them.
+
+    `hosts` has the number of devices of each, the most first.
+    """
+    return [n for n in numbers if 1 < n <= hosts[0] or n in (sum(hosts[:2]), sum(hosts))]
+
+
 def host_sizes(devices: Sequence[Device]) -> list[int]:
     """The number of devices on each host, the most first."""
     return sorted(Counter(device.host for device in devices).values(), reverse=True)
