@@ -14,7 +14,7 @@ from splitc.compiler.model_errors import ModelError
 from splitc.compiler.modes.mode import Way
 from splitc.compiler.modes.table import MODES, find_mode
 from splitc.compiler.planning.clock import Clock, Prediction, rank_speed
-from splitc.compiler.planning.host_groups import describe_hosts, group_devices, host_sizes, numbers_to_try
+from splitc.compiler.planning.host_groups import count_hosts, describe_hosts, group_devices, host_sizes, numbers_to_try
 from splitc.compiler.planning.plan import Alternative, Plan
 from splitc.compiler.planning.plan_request import Request
 from splitc.compiler.planning.resources import Resources
@@ -64,9 +64,10 @@ def plan_auto(model: Path, resources: Resources, request: Request) -> Plan:
 def choose(alternatives: Sequence[Alternative], objective: str, profiled: bool) -> Alternative:
     """The alternative with the most room on its fullest device, among those about as fast as the fastest.
 
-    It uses no more devices than needed: another one must relieve the fullest device by LEAST_ROOM_GAIN.
+    It uses no more hosts than needed for that speed, and no more devices than needed: another one must relieve the
+    fullest device by LEAST_ROOM_GAIN.
     """
-    good = _about_as_fast(alternatives, objective, profiled)
+    good = _on_fewest_hosts(_about_as_fast(alternatives, objective, profiled))
     least = min(each.fullest for each in good)
     roomy = [each for each in good if each.fullest <= least * (1 + LEAST_ROOM_GAIN)]
     return min(roomy, key=lambda each: (each.devices, _time(each, objective)))
@@ -76,6 +77,11 @@ def _about_as_fast(alternatives: Sequence[Alternative], objective: str, profiled
     possible = [each for each in alternatives if each.refused is None]
     best = min(_time(each, objective) for each in possible)
     return [each for each in possible if _time(each, objective) <= best * (1 + SLACK[objective, profiled])]
+
+
+def _on_fewest_hosts(alternatives: Sequence[Alternative]) -> list[Alternative]:
+    fewest = min(each.hosts for each in alternatives)
+    return [each for each in alternatives if each.hosts == fewest]
 
 
 def plan_alternatives(model: Path, resources: Resources, request: Request) -> list[tuple[Alternative, Plan | None]]:
@@ -172,9 +178,16 @@ def _describe(option: _Option, plan: Plan, found: Prediction) -> Alternative:
     fullest = max(
         peak / max(1, rank.budget or 1) if known else peak for rank, peak in zip(plan.ranks, peaks, strict=True)
     )
-    hosts = describe_hosts(plan.ranks)
     return Alternative(
-        option.name, option.mode, option.way.devices, found.latency, found.interval, fullest, peaks, hosts
+        option.name,
+        option.mode,
+        option.way.devices,
+        found.latency,
+        found.interval,
+        fullest,
+        peaks,
+        count_hosts(plan.ranks),
+        describe_hosts(plan.ranks),
     )
 
 
@@ -189,9 +202,11 @@ def _reason(chosen: Alternative, alternatives: Sequence[Alternative], request: R
     if len(good) == 1:
         return f"{chosen.name}: predicted to be the fastest, {time} {what}"
     best = format_seconds(min(_time(each, request.objective) for each in good))
+    beyond = len(good) - len(_on_fewest_hosts(good))
+    fewest = f"on the fewest hosts ({beyond} take more) " if beyond else ""
     return (
-        f"{chosen.name}: {time} {what}, of {len(good)} about as fast (the fastest {best}) the one whose fullest device "
-        "has most room, with as few devices as give that"
+        f"{chosen.name}: {time} {what}, of {len(good)} about as fast (the fastest {best}) {fewest}the one whose "
+        "fullest device has most room, with as few devices as give that"
     )
 
 

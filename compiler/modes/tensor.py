@@ -33,6 +33,7 @@ from splitc.compiler.planning.rank_plan import CutPlan, RankPlan, Rematerialized
 from splitc.compiler.planning.resources import Budget, Resources
 from splitc.compiler.planning.split import RankProgram
 from splitc.compiler.planning.stage_search import Assignment, Target
+from splitc.compiler.remembered import remembered
 from splitc.compiler.sharding.axis_map import AxisMap, map_axes
 from splitc.compiler.sharding.choice import Choice, choose
 from splitc.compiler.sharding.held import held_shards
@@ -189,10 +190,8 @@ def _make_plan(
         for weight in analysis.costs.weights(stage.nodes)
     }
     groups = [shares[first : first + count] for first in range(0, len(shares), count)]
-    graph, costs = analysis.graph, analysis.costs
-    axis_map = map_axes(analysis)
-    choice = choose(graph, axis_map, costs.value_bytes, count)
-    sharded = shard_model(graph, axis_map, choice, groups, home)
+    choice = _choose(analysis, count)
+    sharded = shard_model(analysis.graph, map_axes(analysis), choice, groups, home)
     ranks = []
     for number, (each, stage) in enumerate(zip(chosen, stages, strict=True)):
         memories: dict[tuple[int, ...], StageMemory] = {}  # most ranks have shards of the same sizes
@@ -219,6 +218,12 @@ def _make_plan(
     plan = assemble(analysis, request, split, ranks, stage_cuts(analysis, stages), weights, WHOLE)
     check_memory(plan, WHOLE)
     return replace(plan, warnings=(*plan.warnings, *_warn_if_idle(ranks, sharded)))
+
+
+@remembered
+def _choose(analysis: Analysis, count: int) -> Choice:
+    """The axes to shard over so many ranks."""
+    return choose(analysis.graph, map_axes(analysis), analysis.costs.value_bytes, count)
 
 
 def _warn_if_idle(ranks: Sequence[RankPlan], sharded: ShardedModel) -> list[str]:

@@ -62,11 +62,16 @@ def _cut(places: Sequence[int], size: int) -> list[list[int]]:
     return [list(places[first : first + size]) for first in range(0, len(places), size)]
 
 
+def count_hosts(ranks: Sequence[RankPlan]) -> int:
+    """The number of hosts that the ranks are on."""
+    return len(_hosts([rank.device for rank in ranks]))
+
+
 def describe_hosts(ranks: Sequence[RankPlan]) -> str:
     """How the ranks' groups lie on hosts, for tables: `2 hosts, groups inside`. Empty for ranks without hosts."""
     if ranks[0].device.host is None:
         return ""
-    hosts = len(_hosts([rank.device for rank in ranks]))
+    hosts = count_hosts(ranks)
     if hosts == 1:
         return "1 host"
     places = {(rank.group, rank.device.host) for rank in ranks}

@@ -69,7 +69,7 @@ class CandidateEntry(Struct, frozen=True):
     latency: float = 0.0
     interval: float = 0.0
     peaks: list[int] = []
-    hosts: str = ""
+    placement: str = ""
     refused: str | None = None
 
 
@@ -157,7 +157,7 @@ def to_file(plan: Plan) -> PlanFile:
                 round(each.latency, 9),
                 round(each.interval, 9),
                 list(each.peaks),
-                each.hosts,
+                each.placement,
                 each.refused,
             )
             for each in plan.alternatives

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from splitc.compiler import Request, plan_model
-from splitc.compiler.modes.auto import predict
+from splitc.compiler.modes.auto import choose, predict
 from splitc.compiler.modes.replanning import plan_from_file
 from splitc.compiler.planning.host_groups import describe_hosts, group_devices
-from splitc.compiler.planning.plan import Plan
+from splitc.compiler.planning.plan import Alternative, Plan
 from splitc.compiler.planning.plan_file import to_file, write_plan
 from splitc.runtime.device_profiles import Link
 from splitc.runtime.devices import parse_devices, parse_hosts
@@ -66,18 +66,26 @@ def test_ranks_of_a_host_are_in_a_row_after_the_main_one(decoder: Path) -> None:
 
 def test_auto_tries_groups_inside_hosts(decoder: Path) -> None:
     plan = plan_model(decoder, ["host0/4xcpu", "host1/2xcpu"], Request(memory=["1GiB"]))
-    lying = {each.name: each.hosts for each in plan.alternatives if each.refused is None}
+    lying = {each.name: each.placement for each in plan.alternatives if each.refused is None}
     assert lying["tensor on 4"] == "1 host"
     assert lying["tensor on 6"] == "2 hosts, groups across"
     assert lying["tensor on 6 in 3 stages"] == "2 hosts, groups inside"
     assert lying["layer on 6"] == "2 hosts"
-    written = {each.name: each.hosts for each in to_file(plan).candidates if each.refused is None}
+    written = {each.name: each.placement for each in to_file(plan).candidates if each.refused is None}
     assert written == lying
 
 
 def test_slow_links_keep_a_model_on_one_host(decoder: Path) -> None:
     slow = Request(memory=["1GiB"], interconnect="1MB/s,1s")
     assert {rank.device.host for rank in plan_model(decoder, parse_hosts("2x2xcpu"), slow).ranks} == {0}
+
+
+def test_another_host_must_be_worth_it() -> None:
+    near = Alternative("a", "tensor", 8, 1.0, 1.0, 0.3, hosts=1)
+    roomy = Alternative("b", "tensor", 16, 1.01, 1.0, 0.1, hosts=2)
+    fast = Alternative("c", "layer", 16, 1.5, 0.5, 0.1, hosts=2)
+    assert choose([near, roomy, fast], "latency", profiled=False) == near
+    assert choose([near, roomy, fast], "throughput", profiled=False) == fast
 
 
 def test_crossing_to_another_host_takes_its_link(decoder: Path) -> None:
