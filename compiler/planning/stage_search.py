@@ -1,8 +1,8 @@
 """Which blocks go to which device: an exact search over the cuts, by dynamic programming.
 
 Devices are used in the user's order, each for one stage at most. The objective `throughput` minimizes the time of the
-slowest stage or link; `latency` minimizes the sum of all. Ties go to the fewest stages, and for throughput then to the
-fewest bytes cut and the most evenly spread weights (`_most_even`).
+slowest stage or link; `latency` minimizes the sum of all. Ties go to the fewest stages, and then to the most evenly
+spread weights; for throughput, to these and the fewest bytes cut (`_most_even`).
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def plan_stages(
     best = min(chain.cost for chain in by_stages.values())
     stages = min(stages for stages, chain in by_stages.items() if chain.cost <= best * (1 + SAME))
     if objective == "latency":
-        return by_stages[stages].assignments
+        tie_break = best * SAME * _unevenness(costs) / max(1, costs.weights(0, count))
+        return _search(loads + tie_break, combine, links)[stages].assignments
     return _most_even(costs, loads, links, best * (1 + max(slack, SAME)))[stages].assignments
 
 
@@ -185,14 +186,16 @@ def _most_even(costs: StageCosts, loads: Floats, links: _Links, slowest: float) 
     It minimizes bytes cut + the sum of squares of the stages' weight bytes / all weight bytes. The second term is least
     if all stages hold the same. No stage or link is slower than `slowest`.
     """
-    count = len(costs.names)
-    all_bytes = max(1, costs.weights(0, count))
-    cut_bytes = np.array([0.0] + [costs.cut(i) for i in range(1, count)])
-    held = np.array(
-        [[costs.weights(i, j) if j > i else 0 for j in range(count + 1)] for i in range(count)], dtype=float
-    )
-    uneven = np.where(loads <= slowest, held**2 / all_bytes, np.inf)
+    cut_bytes = np.array([0.0] + [costs.cut(number) for number in range(1, len(costs.names))])
+    uneven = np.where(loads <= slowest, _unevenness(costs), np.inf)
     return _search(uneven, np.add, replace(links, costs=np.where(links.costs <= slowest, cut_bytes, np.inf)))
+
+
+def _unevenness(costs: StageCosts) -> Floats:
+    """For each first block and end the square of the stage's weight bytes / all weight bytes."""
+    count = len(costs.names)
+    held = [[costs.weights(i, j) if j > i else 0 for j in range(count + 1)] for i in range(count)]
+    return np.array(held, dtype=float) ** 2 / max(1, costs.weights(0, count))
 
 
 def explain_misfit(costs: StageCosts, targets: Sequence[Target]) -> str:

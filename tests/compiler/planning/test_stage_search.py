@@ -94,6 +94,12 @@ def test_equal_plans_are_decided_by_bytes_cut_and_then_evenness() -> None:
     assert [each.end for each in chosen] == [2, 4, 5]
 
 
+def test_stages_are_even_where_it_costs_no_latency() -> None:
+    targets = [Target(f"d{k}", 1.0, None) for k in range(2)]
+    chosen = plan_stages(make_costs([1] * 6, [1] * 6, [0] * 6), targets, objective="latency", spread=True)
+    assert [each.end for each in chosen] == [3, 6]
+
+
 def test_faster_device_gets_more() -> None:
     costs = make_costs([1] * 8, [1] * 8, [0] * 8)
     chosen = plan_stages(costs, [Target("slow", 1.0, None), Target("fast", 3.0, None)])
