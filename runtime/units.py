@@ -52,6 +52,11 @@ def shortened(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
+def first_few(names: Sequence[str]) -> str:
+    """Names for a message, the first three if there are more than four: `a, b, c and 9 more`."""
+    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
+
+
 def format_bytes(count: int | None) -> str:
     """Bytes with three digits: `1.50 GiB`, `167 MiB`. None is no limit."""
     if count is None:

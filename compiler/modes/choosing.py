@@ -68,8 +68,8 @@ def _host_warnings(resources: Resources, request: Request) -> list[str]:
         )
     if resources.machine.interconnect is None and len(host_numbers(resources.devices)) > 1:
         found.append(
-            f"the links between hosts were not measured: a typical one ({INTERCONNECT}) is used. Give --interconnect, "
-            "as in --interconnect 25GB/s,5us"
+            f"the links between hosts were not measured: a typical one ({INTERCONNECT}) is used. Measure one there "
+            "(mpirun ... splitc devices --measure), or give it, as in --interconnect 25GB/s,5us"
         )
     return found
 

@@ -43,7 +43,7 @@ from splitc.compiler.sharding.report import sliced_weights
 from splitc.compiler.sharding.slices import SlicedProducts, slice_products
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.units import format_bytes
+from splitc.runtime.units import first_few, format_bytes
 
 # Where unsliced weights are held, for messages.
 WHOLE = "on the main device"
@@ -143,7 +143,8 @@ def _main_first(resources: Resources, request: Request) -> list[int]:
     named = parse_devices([request.main_device])
     if len(named) > 1 or named[0] not in resources.devices:
         raise MisuseError(
-            f"--main-device names '{request.main_device}', and the devices are {', '.join(map(str, resources.devices))}"
+            f"--main-device names '{request.main_device}', and the devices are "
+            f"{first_few([str(device) for device in resources.devices])}"
         )
     main = resources.devices.index(named[0])
     own = resources.devices[main].host

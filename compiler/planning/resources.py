@@ -13,7 +13,7 @@ from splitc.compiler.planning.plan_request import DEFAULT_HEADROOM
 from splitc.runtime.devices import Device, free_bytes, memory_of
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.machine import Machine
-from splitc.runtime.units import parse_bytes
+from splitc.runtime.units import first_few, parse_bytes
 
 # Bytes that a rank may use; None if its GPU is not in this machine, and so its memory is not known.
 Budget = int | None
@@ -70,7 +70,7 @@ def find_budgets(devices: Sequence[Device], memory: Sequence[str], headroom: int
     for text in memory:
         name, _, amount = text.rpartition("=")
         if name and name not in names:
-            raise MisuseError(f"--memory names '{name}', and the devices are {', '.join(names)}")
+            raise MisuseError(f"--memory names '{name}', and the devices are {first_few(names)}")
         size = parse_bytes(amount)
         named = zip(names, budgets, strict=True)
         open_names -= {name} if name else open_names
