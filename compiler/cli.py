@@ -38,7 +38,10 @@ TENSORRT: dict[str, Any] = {"rich_help_panel": "TensorRT"}
 
 MODEL = typer.Argument(help="The ONNX model.", metavar="MODEL")
 DEVICE = typer.Option(
-    [], "--device", "-d", help='A device, repeatable: -d cpu0 -d cpu1. Several at once: "cpu0&cpu1", 3xcpu.'
+    [],
+    "--device",
+    "-d",
+    help='A device, repeatable: -d cpu0 -d cpu1. Several at once: "cpu0&cpu1", 3xcpu. Of a host: host1/2xcuda.',
 )
 HOSTS = typer.Option(
     None, "--hosts", metavar="2x4xcuda", help="Instead of -d: hosts that are alike, here two with four GPUs each."
