@@ -21,6 +21,7 @@ from splitc.runtime.cli.options import Command, is_given, with_options
 from splitc.runtime.cli.shared_options import FILL, JSON
 from splitc.runtime.cli.tables import describe_built
 from splitc.runtime.cli.terminal import err, out, print_json, print_to_the_end, print_warning
+from splitc.runtime.devices import parse_hosts
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files import check_output
@@ -37,7 +38,13 @@ TENSORRT: dict[str, Any] = {"rich_help_panel": "TensorRT"}
 
 MODEL = typer.Argument(help="The ONNX model.", metavar="MODEL")
 DEVICE = typer.Option(
-    [], "--device", "-d", help='A device, repeatable: -d cpu0 -d cpu1. Several at once: "cpu0&cpu1", 3xcpu.'
+    [],
+    "--device",
+    "-d",
+    help='A device, repeatable: -d cpu0 -d cpu1. Several at once: "cpu0&cpu1", 3xcpu. Of a host: host1/2xcuda.',
+)
+HOSTS = typer.Option(
+    None, "--hosts", metavar="2x4xcuda", help="Instead of -d: hosts that are alike, here two with four GPUs each."
 )
 TIMING_CACHE = typer.Option(
     None, "--timing-cache", help="TensorRT's timings, read and written. Default: beside the package.", **TENSORRT
@@ -60,6 +67,11 @@ def _need_libraries() -> None:
 def _with_libraries(request: Request) -> Request:
     _need_libraries()
     return request
+
+
+def _devices(device: list[str] = DEVICE, hosts: str | None = HOSTS) -> list[str]:
+    """The names of the devices to plan for; none if none are given."""
+    return device if hosts is None else [str(each) for each in parse_hosts(hosts)]
 
 
 _request = request_reader(_with_libraries, {"split_mode": describe_modes()})
@@ -114,11 +126,12 @@ def _build_settings(
 
 @app.command("plan", cls=Command)
 @with_options("request", _request)
+@with_options("devices", _devices)
 def plan(
     request: Request,
+    devices: list[str],
     model: Path = MODEL,
     output: Path | None = typer.Option(None, "--output", "-o", help="Write the plan here, to edit or compile it."),
-    device: list[str] = DEVICE,
     explain: bool = typer.Option(
         False, "--explain", help="In tensor mode: show the axes found, and why each is split or not."
     ),
@@ -131,7 +144,7 @@ def plan(
 
     if output:
         check_output(output, [model])
-    decided = plan_model(model, device, request)
+    decided = plan_model(model, devices, request)
     if explain:
         check_axes(decided)
     if find_kind(decided.engine).is_built:
@@ -153,17 +166,18 @@ def plan(
 
 @app.command("compile", cls=Command)
 @with_options("request", _request)
+@with_options("devices", _devices)
 @with_options("build", _build_settings)
 def compile_command(
     context: typer.Context,
     request: Request,
+    devices: list[str],
     build: BuildSettings,
     model: Path = MODEL,
     package: Path = typer.Option(..., "--output", "-o", help="The package's folder, which must not exist yet."),
     plan_path: Path | None = typer.Option(
         None, "--plan", help="A plan from 'splitc plan -o'. Options below may not say otherwise."
     ),
-    device: list[str] = DEVICE,
     weights: str = typer.Option(
         "copy", "--weights", help="copy: into the package. link: hard links to the model's data files, nothing copied."
     ),
@@ -187,10 +201,10 @@ def compile_command(
     check_target(package, force)
     fills = parse_fills(fill)
     if plan_path:
-        check_settled(plan_path, read_plan(plan_path), request, device, partial(is_given, context))
+        check_settled(plan_path, read_plan(plan_path), request, devices, partial(is_given, context))
         decided = plan_from_file(model, plan_path, request.trust_external_data)
     else:
-        decided = plan_model(model, device, request)
+        decided = plan_model(model, devices, request)
     if not as_json:
         print_to_the_end(lambda: print_plan(decided))
     with _progress(sum(rank.memory.weights for rank in decided.ranks)) as (progress, building):

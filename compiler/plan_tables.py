@@ -63,13 +63,14 @@ def print_plan(plan: Plan) -> None:
 def _print_alternatives(plan: Plan) -> None:
     """Print what auto mode compared, and what it chose."""
     numbers = ("a request", "in a stream", "fullest device")
-    rows = table("candidate", *numbers, "", right=numbers)
+    hosts = any(each.placement for each in plan.alternatives)
+    rows = table("candidate", *numbers, "hosts" if hosts else "", right=numbers)
     for each in plan.alternatives:
         if each.refused is not None:
             rows.add_row(each.name, "", "", "", Text(each.refused, "dim"))
             continue
         seconds = map(format_seconds, (each.latency, each.interval))
-        rows.add_row(each.name, *seconds, format_bytes(max(each.peaks)), "")
+        rows.add_row(each.name, *seconds, format_bytes(max(each.peaks)), each.placement)
     out.print(rows)
     out.print(f"chosen: {plan.choice}")
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.units import format_seconds, parse_bandwidth, parse_seconds, shortened
+
 
 class Link(Struct, frozen=True):
     """The seconds that a value takes between two devices: `latency`, plus `per_byte` for each byte."""
@@ -18,6 +21,19 @@ class Link(Struct, frozen=True):
         """The time for `size` bytes."""
         return self.latency + size * self.per_byte
 
+    def __str__(self) -> str:
+        return f"{1e-9 / self.per_byte:.3g} GB/s, {format_seconds(self.latency)}"
+
+
+def parse_link(text: str) -> Link:
+    """A link from its bandwidth and its latency: `25GB/s,5us`. Raises MisuseError for any other text."""
+    bandwidth, comma, latency = text.partition(",")
+    if not comma:
+        raise MisuseError(
+            f"can't read '{shortened(text)}' as a link: write its bandwidth and latency, as in 25GB/s,5us"
+        )
+    return Link(parse_seconds(latency), 1 / parse_bandwidth(bandwidth))
+
 
 @dataclass(frozen=True)
 class DeviceProfile:
@@ -27,6 +43,7 @@ class DeviceProfile:
 
     - `flops` and `bytes`: operations and bytes per second, of one core of a CPU or of a whole GPU.
     - `copy` and `sum`: of one value, between two such devices.
+    - `more_ranks`: what each rank beyond the second adds to the time of a sum, as a share of it.
     - `engine_start`: to start an engine, beyond its computation; on GPUs as part of a CUDA graph.
     - `kernel`: the time of a kernel with almost no work.
     - `cold_link`: the time of a copy beyond the measured one, if the devices had other work since the last copy.
@@ -45,6 +62,7 @@ class DeviceProfile:
     copy: Link
     sum: Link
     engine_start: float
+    more_ranks: float = 1.0
     kernel: float = 0.0
     cold_link: float = 0.0
     engine_bytes: int = 0
@@ -68,7 +86,8 @@ CPU = DeviceProfile(
 # Runtime 1.31: `kernel`, `cold_link`, `engine_bytes` (at the peak of a decoder in tensor mode; 20 MiB after loading),
 # `communicator_bytes` (0.7 GiB on two GPUs, 0.9 on four, little without access to each other's memory) and
 # `kernel_copy_bytes` (a kernel begins 2 to 4 microseconds after another GPU's; a copy that is no kernel takes 10 more
-# before and after it).
+# before and after it), and `more_ranks` (a token's sums take 2.6 microseconds on two GPUs and 4 on four; NCCL's 6.6 and
+# 9.7).
 HOPPER = DeviceProfile(
     kind="cuda",
     names=("H100", "H200", "GH200"),
@@ -78,6 +97,7 @@ HOPPER = DeviceProfile(
     copy=Link(1e-5, 5e-11),
     sum=Link(1e-5, 1e-10),
     engine_start=2e-6,
+    more_ranks=0.25,
     kernel=2e-6,
     cold_link=5e-6,
     engine_bytes=42 << 20,
@@ -88,6 +108,10 @@ HOPPER = DeviceProfile(
 PROFILES = (CPU, HOPPER)
 # Links between a CPU device and a GPU.
 MIXED_COPY, MIXED_SUM = Link(5e-5, 1e-10), Link(1e-4, 4e-10)
+
+# Between two hosts: an InfiniBand card of 200 Gbit/s (HDR), and the latency that NCCL's tuning tables have for small
+# values: 6.8 microseconds for a collective (`baseLat`, protocol LL) and 5 for a step over a network (`hwLat`, NET).
+INTERCONNECT = Link(1.2e-5, 4e-11)
 
 
 @dataclass(frozen=True)

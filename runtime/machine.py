@@ -6,8 +6,8 @@ import msgspec
 from msgspec import Struct
 
 from splitc.runtime.cache import read_cache, write_cache
-from splitc.runtime.device_profiles import MIXED_COPY, MIXED_SUM, Link, find_profile
-from splitc.runtime.devices import Device
+from splitc.runtime.device_profiles import INTERCONNECT, MIXED_COPY, MIXED_SUM, Link, find_profile
+from splitc.runtime.devices import Device, memory_of
 
 # The cache's file of measurements.
 FILE = "machine.json"
@@ -34,20 +34,34 @@ class MeasuredSpeed(Struct, frozen=True):
 class Machine(Struct, frozen=True):
     """Measurements of pairs of devices, named `cpu-cpu` or `cuda0-cuda1`, and of devices, named `cpu` or `cuda0`.
 
-    `copies` and `sums` are lines fitted to `measured`.
+    `copies` and `sums` are lines fitted to `measured`. `interconnect` is a link between two devices of different hosts.
+    Devices of all hosts are taken to be as those of this machine.
     """
 
     copies: dict[str, Link] = {}
     sums: dict[str, Link] = {}
     measured: dict[str, list[MeasuredLink]] = {}
     speeds: dict[str, MeasuredSpeed] = {}
+    interconnect: Link | None = None
 
     def copy(self, one: Device, other: Device) -> Link:
         """The time of a copy between two devices: measured, or else from the devices' profiles."""
+        if one.host != other.host:
+            return self.between_hosts(one, other)
         return self.copies.get(pair_name(one, other)) or typical_copy(one, other)
 
+    def between_hosts(self, one: Device, other: Device) -> Link:
+        """The time of a copy between two devices of different hosts: measured, or else a typical one.
+
+        The typical one is no faster than between such devices of one host.
+        """
+        if self.interconnect is not None:
+            return self.interconnect
+        inside = typical_copy(one, other)
+        return Link(max(INTERCONNECT.latency, inside.latency), max(INTERCONNECT.per_byte, inside.per_byte))
+
     def sum(self, one: Device, other: Device) -> Link:
-        """The time of a sum over two devices: measured, or else from the devices' profiles."""
+        """The time of a sum over two devices of a host: measured, or else from the devices' profiles."""
         return self.sums.get(pair_name(one, other)) or typical_sum(one, other)
 
     def speed(self, device: Device) -> MeasuredSpeed:
@@ -66,8 +80,8 @@ def typical_sum(one: Device, other: Device) -> Link:
 
 
 def link_end(device: Device) -> str:
-    """The name of a device as the end of a link: `cpu` for all CPU devices."""
-    return "cpu" if device.kind == "cpu" else str(device)
+    """The name of a device as the end of a link, on whatever host: `cpu` for all CPU devices."""
+    return memory_of(device.local)
 
 
 def pair_name(one: Device, other: Device) -> str:

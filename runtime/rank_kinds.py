@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from splitc.runtime.devices import Device
+from splitc.runtime.devices import Device, host_numbers
 from splitc.runtime.engines.kinds import has_gpu_each
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.mpi.world import World
@@ -18,7 +18,7 @@ def choose_ranks(asked: str | None, devices: Sequence[Device], world: World | No
 
     Otherwise they are processes on several GPUs, where each rank has one of its own. Raises MisuseError for an unknown
     word, and for what is impossible: processes on devices that can't exchange values, as NCCL connects GPUs of one rank
-    each, or MPI's without MPI.
+    each, MPI's without MPI, or several hosts without MPI.
     """
     if asked not in (None, *KINDS):
         raise MisuseError(f"ranks are '{THREADS}', '{PROCESSES}' or '{MPI}', not '{asked}'")
@@ -27,6 +27,11 @@ def choose_ranks(asked: str | None, devices: Sequence[Device], world: World | No
         raise MisuseError(f"ranks as processes need a GPU each, or no GPU at all, and these are {names}: use threads")
     if asked == MPI and world is None:
         raise MisuseError("MPI has not started several processes of this program: mpirun -n RANKS splitc ...")
-    if asked is None and world is not None:
+    if world is not None and asked in (None, MPI):
         return MPI
+    if len(hosts := host_numbers(devices)) > 1:
+        raise MisuseError(
+            f"these ranks are on {len(hosts)} hosts (host{hosts[0]} to host{hosts[-1]}): start them with mpirun -n "
+            f"{len(devices)} splitc ..., or name devices of this machine with -d, as in -d {len(devices)}xcpu"
+        )
     return asked or (PROCESSES if has_gpu_each(devices) else THREADS)

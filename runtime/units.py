@@ -28,9 +28,33 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
+def parse_bandwidth(text: str) -> float:
+    """Bytes per second from `25GB/s`, or from `200Gbit/s`.
+
+    Raises MisuseError for any other text. `Gb/s` is one: it may be meant for bits or for bytes.
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kKMGT]i?)(B|bit)/s", text.strip())
+    if not match or not float(match[1]):
+        raise MisuseError(f"can't read '{shortened(text)}' as a bandwidth: write 25GB/s (bytes) or 200Gbit/s (bits)")
+    return float(match[1]) * _SCALES[match[2].lower()] / (8 if match[3] == "bit" else 1)
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds from `5us`, `5µs`, `0.1ms`, `20ns` or `1s`. Raises MisuseError for any other text."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(s|ms|us|µs|ns)", text.strip())
+    if not match:
+        raise MisuseError(f"can't read '{shortened(text)}' as a time: write 5us, 0.1ms or 1s")
+    return float(match[1]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}[match[2]]
+
+
 def shortened(text: str) -> str:
     """What a user wrote, for a message: its beginning if it is long."""
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+
+
+def first_few(names: Sequence[str]) -> str:
+    """Names for a message, the first three if there are more than four: `a, b, c and 9 more`."""
+    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
 
 
 def format_bytes(count: int | None) -> str:

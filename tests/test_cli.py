@@ -40,6 +40,11 @@ def test_compile_run_check_bench_inspect(decoder: Path, tmp_path: Path) -> None:
 
 
 def test_results_as_json(decoder: Path, package: Path, tmp_path: Path) -> None:
+    files = json.loads(splitc("inspect", package, "--rank", 1, "--json").stdout)["files"]
+    assert list(files) == ["manifest.json", "rank1/stage1.onnx", "rank1/stage1.weights"]
+    assert all((package / name).stat().st_size == size for name, size in files.items())
+    assert "rank1/stage1.weights" in splitc("inspect", package, "--rank", 1).stdout
+    assert "--rank is 3" in splitc("inspect", package, "--rank", 3, code=2).stderr
     facts = json.loads(splitc("inspect", package, "--json").stdout)
     assert facts["split_mode"] == "layer"
     assert facts["blocks"] == 6

@@ -124,6 +124,7 @@ def test_all_commands_look_at_the_rules() -> None:
             "--explain is for --split-mode tensor",
         ),
         (["plan", "MODEL", "-d", "2xcpu", "--explain", "--json"], "--explain and --json together"),
+        (["plan", "MODEL", "-d", "2xcpu", "--hosts", "2x1xcpu"], "--hosts and --device together"),
         (["plan", "MODEL", "-d", "2xcpu", "--memory", "1GiB", "--headroom", "0"], "--memory gives the budget of every"),
     ],
 )

@@ -77,8 +77,7 @@ def find_blocks(graph: Graph, costs: Costs, wanted: int = 1) -> Partition:
     blocks = _repeated_blocks(main_path, gaps)
     finest = len(blocks) < wanted or not blocks
     if finest:
-        widest_last = sorted(gaps, key=lambda gap: gap.bytes)
-        blocks = _blocks_between(main_path, sorted(gap.last for gap in widest_last[: MOST_BLOCKS - 1]))
+        blocks = _blocks_between(main_path, sorted(gap.last for gap in _narrowest(gaps, MOST_BLOCKS - 1)))
     return Partition(tuple(blocks), finest, rematerializable, shapes, upstream)
 
 
@@ -145,6 +144,17 @@ def find_gaps(
             level = [index for index in typed if live.bytes[index] == width]
             gaps.append(Gap(level[0], level[-1], width))
     return gaps
+
+
+def _narrowest(gaps: Sequence[Gap], most: int) -> list[Gap]:
+    """The narrowest gaps. Of those as narrow as the widest of them, evenly spread ones."""
+    if len(gaps) <= most:
+        return list(gaps)
+    limit = sorted(gap.bytes for gap in gaps)[most - 1]
+    narrower = [gap for gap in gaps if gap.bytes < limit]
+    level = [gap for gap in gaps if gap.bytes == limit]
+    room = most - len(narrower)
+    return narrower + [level[(2 * number + 1) * len(level) // (2 * room)] for number in range(room)]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from splitc.compiler.frontend.states import find_states, growing_symbols
 from splitc.runtime.manifest import State
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Analysis:
     """A model's graph, its bound input shapes, its costs with these, its states and its blocks.
 

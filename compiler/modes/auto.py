@@ -14,12 +14,13 @@ from splitc.compiler.model_errors import ModelError
 from splitc.compiler.modes.mode import Way
 from splitc.compiler.modes.table import MODES, find_mode
 from splitc.compiler.planning.clock import Clock, Prediction, rank_speed
+from splitc.compiler.planning.host_groups import count_hosts, describe_hosts, group_devices, host_sizes, numbers_to_try
 from splitc.compiler.planning.plan import Alternative, Plan
 from splitc.compiler.planning.plan_request import Request
 from splitc.compiler.planning.resources import Resources
 from splitc.runtime.devices import threads_for
 from splitc.runtime.errors import DoesNotFitError, MisuseError
-from splitc.runtime.machine import Machine, known_machine
+from splitc.runtime.machine import Machine
 from splitc.runtime.units import format_seconds
 
 # Alternatives are equally fast if their times differ by less than this share, by objective and whether the blocks were
@@ -27,8 +28,6 @@ from splitc.runtime.units import format_seconds
 SLACK = {("throughput", False): 0.1, ("throughput", True): 0.05, ("latency", False): 0.02, ("latency", True): 0.02}
 # Minimum share by which another device must relieve the fullest one.
 LEAST_ROOM_GAIN = 0.02
-# Every number of devices up to this one is tried; above it, only powers of two and all devices.
-FEW = 4
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,10 @@ def plan_auto(model: Path, resources: Resources, request: Request) -> Plan:
 def choose(alternatives: Sequence[Alternative], objective: str, profiled: bool) -> Alternative:
     """The alternative with the most room on its fullest device, among those about as fast as the fastest.
 
-    It uses no more devices than needed: another one must relieve the fullest device by LEAST_ROOM_GAIN.
+    It uses no more hosts than needed for that speed, and no more devices than needed: another one must relieve the
+    fullest device by LEAST_ROOM_GAIN.
     """
-    good = _about_as_fast(alternatives, objective, profiled)
+    good = _on_fewest_hosts(_about_as_fast(alternatives, objective, profiled))
     least = min(each.fullest for each in good)
     roomy = [each for each in good if each.fullest <= least * (1 + LEAST_ROOM_GAIN)]
     return min(roomy, key=lambda each: (each.devices, _time(each, objective)))
@@ -79,11 +79,15 @@ def _about_as_fast(alternatives: Sequence[Alternative], objective: str, profiled
     return [each for each in possible if _time(each, objective) <= best * (1 + SLACK[objective, profiled])]
 
 
+def _on_fewest_hosts(alternatives: Sequence[Alternative]) -> list[Alternative]:
+    fewest = min(each.hosts for each in alternatives)
+    return [each for each in alternatives if each.hosts == fewest]
+
+
 def plan_alternatives(model: Path, resources: Resources, request: Request) -> list[tuple[Alternative, Plan | None]]:
     """All alternatives that are tried, each with its plan, or None if it is refused."""
-    machine = known_machine()
     analyses = _Analyses(model, request)
-    return [_try(option, analyses, resources, request, machine) for option in _options(resources, request)]
+    return [_try(option, analyses, resources, request) for option in _options(resources, request)]
 
 
 class _Analyses:
@@ -113,11 +117,11 @@ def _options(resources: Resources, request: Request) -> list[_Option]:
 
     All devices are used if the request gives shares or asks for `spread`.
     """
-    count = len(resources.devices)
-    numbers = [n for n in range(1, count + 1) if n <= FEW or n == count or n & (n - 1) == 0]
+    count, hosts = len(resources.devices), host_sizes(resources.devices)
+    numbers = sorted({*numbers_to_try(count), *(sum(hosts[:few]) for few in numbers_to_try(len(hosts)))})
+    options = [_Option(mode, way) for mode in MODES for way in find_mode(mode).ways(hosts, numbers)]
     if request.tensor_split is not None or request.spread:
-        numbers = [count]
-    options = [_Option(mode, way) for mode in MODES for way in find_mode(mode).ways(count, numbers)]
+        options = [option for option in options if option.way.devices == count]
     return sorted(options, key=lambda option: _order(option.way))
 
 
@@ -126,18 +130,17 @@ def _order(way: Way) -> tuple[bool, int, int]:
 
 
 def _try(
-    option: _Option, analyses: _Analyses, resources: Resources, request: Request, machine: Machine
+    option: _Option, analyses: _Analyses, resources: Resources, request: Request
 ) -> tuple[Alternative, Plan | None]:
-    """Plan in one way, on the devices with the largest budgets."""
+    """Plan in one way, on the devices with the largest budgets, of one host for each group where that is possible."""
     way, mode = option.way, find_mode(option.mode)
-    ranked = sorted(range(len(resources.devices)), key=lambda number: -(resources.budgets[number] or 0))
-    taken = resources.take(sorted(ranked[: way.devices]))
+    taken = resources.take(sorted(group_devices(resources.devices, resources.budgets, way.stages, way.size)))
     wanted = replace(request, split_mode=option.mode, spread=True, pipeline_stages=way.stages)
     try:
         plan = mode.plan(analyses.get(mode.stages(wanted, way.devices)), taken, wanted)
     except (ModelError, DoesNotFitError, MisuseError) as error:
         return Alternative(option.name, option.mode, way.devices, refused=_in_short(error)), None
-    found = predict(plan, machine, request.threads, _measured(plan.analysis, taken, request, machine))
+    found = predict(plan, taken.machine, request.threads, _measured(plan.analysis, taken, request))
     return _describe(option, plan, found), plan
 
 
@@ -158,11 +161,11 @@ def _in_short(error: Exception) -> str:
     return re.split(r"[:;]", str(error), maxsplit=1)[0]
 
 
-def _measured(analysis: Analysis, resources: Resources, request: Request, machine: Machine) -> float:
+def _measured(analysis: Analysis, resources: Resources, request: Request) -> float:
     """The ratio of the blocks' measured to their estimated time; 1 without a profile."""
     if not request.profile:
         return 1.0
-    speed = rank_speed(resources.devices[0], threads_for(resources.devices, request.threads), 1, machine)
+    speed = rank_speed(resources.devices[0], threads_for(resources.devices, request.threads), 1, resources.machine)
     nodes = [node for block in analysis.partition.blocks for node in block.nodes]
     estimated = sum(analysis.costs.seconds(node, speed) for node in nodes)
     return sum(resources.block_seconds(analysis)) / max(estimated, 1e-9)
@@ -175,7 +178,17 @@ def _describe(option: _Option, plan: Plan, found: Prediction) -> Alternative:
     fullest = max(
         peak / max(1, rank.budget or 1) if known else peak for rank, peak in zip(plan.ranks, peaks, strict=True)
     )
-    return Alternative(option.name, option.mode, option.way.devices, found.latency, found.interval, fullest, peaks)
+    return Alternative(
+        option.name,
+        option.mode,
+        option.way.devices,
+        found.latency,
+        found.interval,
+        fullest,
+        peaks,
+        count_hosts(plan.ranks),
+        describe_hosts(plan.ranks),
+    )
 
 
 def _time(alternative: Alternative, objective: str) -> float:
@@ -189,9 +202,11 @@ def _reason(chosen: Alternative, alternatives: Sequence[Alternative], request: R
     if len(good) == 1:
         return f"{chosen.name}: predicted to be the fastest, {time} {what}"
     best = format_seconds(min(_time(each, request.objective) for each in good))
+    beyond = len(good) - len(_on_fewest_hosts(good))
+    fewest = f"on the fewest hosts ({beyond} take more) " if beyond else ""
     return (
-        f"{chosen.name}: {time} {what}, of {len(good)} about as fast (the fastest {best}) the one whose fullest device "
-        "has most room, with as few devices as give that"
+        f"{chosen.name}: {time} {what}, of {len(good)} about as fast (the fastest {best}) {fewest}the one whose "
+        "fullest device has most room, with as few devices as give that"
     )
 
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+
 from splitc.compiler.analysis.divisibility import check_divisible
 from splitc.compiler.analysis.facts import Analysis, analyze
 from splitc.compiler.model_errors import CannotSplitError
@@ -14,9 +16,11 @@ from splitc.compiler.modes.table import AUTO, FALLBACKS, MODES, find_mode
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_request import OBJECTIVES, Request
 from splitc.compiler.planning.resources import BlockTimer, Resources, check_shares, find_budgets
-from splitc.runtime.devices import Device, parse_devices
+from splitc.runtime.device_profiles import INTERCONNECT, parse_link
+from splitc.runtime.devices import Device, host_numbers, parse_devices
 from splitc.runtime.engines.kinds import choose_engine
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.machine import known_machine
 
 
 def make_plan(
@@ -27,11 +31,19 @@ def make_plan(
     See `plan_model` for the errors that it raises.
     """
     devices = parse_devices([str(device) for device in devices])
-    _check_request(request)
+    _check_request(request, devices)
     request.check_engine(choose_engine(request.engine, devices))  # before the model is read
     check_shares(request.tensor_split, len(devices))
     budgets = find_budgets(devices, request.memory, request.headroom)
-    resources = Resources(tuple(devices), tuple(budgets), request.threads, timer)
+    machine = known_machine()
+    if request.interconnect is not None:
+        machine = msgspec.structs.replace(machine, interconnect=parse_link(request.interconnect))
+    resources = Resources(tuple(devices), tuple(budgets), request.threads, timer, machine)
+    plan = _make_plan(model, resources, request)
+    return replace(plan, warnings=(*plan.warnings, *_host_warnings(resources, request)))
+
+
+def _make_plan(model: Path, resources: Resources, request: Request) -> Plan:
     if request.split_mode == AUTO:
         return plan_auto(model, resources, request)
     try:
@@ -44,14 +56,32 @@ def make_plan(
     return replace(plan, warnings=(f"split by {request.fallback} instead: {reason}", *plan.warnings))
 
 
+def _host_warnings(resources: Resources, request: Request) -> list[str]:
+    """What is not known of the hosts, and so was guessed."""
+    found = []
+    named = {text.rpartition("=")[0] for text in request.memory}
+    budgets = zip(resources.devices, resources.budgets, strict=True)
+    if any(each.host is not None and budget is not None and not {"", str(each)} & named for each, budget in budgets):
+        found.append(
+            "the budgets are this machine's free memory, as if every host were like it: give --memory if they are not, "
+            "as in --memory 80GB for each device"
+        )
+    if resources.machine.interconnect is None and len(host_numbers(resources.devices)) > 1:
+        found.append(
+            f"the links between hosts were not measured: a typical one ({INTERCONNECT}) is used. Measure one there "
+            "(mpirun ... splitc devices --measure), or give it, as in --interconnect 25GB/s,5us"
+        )
+    return found
+
+
 def _plan_in_mode(model: Path, resources: Resources, request: Request) -> Plan:
     mode = find_mode(request.split_mode)
     analysis = _analyze(model, mode.stages(request, len(resources.devices)), request)
     return mode.plan(analysis, resources, request)
 
 
-def _check_request(request: Request) -> None:
-    """Raise MisuseError for an unknown mode, objective or fallback, and for an option of another mode."""
+def _check_request(request: Request, devices: Sequence[Device]) -> None:
+    """Raise MisuseError for an unknown mode, objective or fallback, and for an option without effect."""
     modes = (AUTO, *MODES)
     if request.split_mode not in modes:
         raise MisuseError(f"unknown split mode '{request.split_mode}': there are {', '.join(modes)}")
@@ -60,6 +90,8 @@ def _check_request(request: Request) -> None:
     if request.fallback is not None and request.fallback not in FALLBACKS:
         raise MisuseError(f"unknown fallback '{request.fallback}': there is {', '.join(FALLBACKS)}")
     request.check_modes()
+    if request.interconnect is not None and len(host_numbers(devices)) < 2:
+        raise MisuseError("--interconnect is a link between hosts, and the devices are not of several: see --hosts")
 
 
 def _analyze(model: Path, stages: int, request: Request) -> Analysis:

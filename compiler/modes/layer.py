@@ -59,7 +59,7 @@ class LayerSplit:
         def stage_seconds(members: Sequence[RankPlan], at_once: int) -> float:
             (rank,) = members
             own = rank.seconds if clock.profiled else clock.seconds(rank, rank.stage.nodes, at_once)
-            return own * max(1.0, clock.crowd(1)) + clock.feeding(rank) + clock.start(rank)
+            return own * max(1.0, clock.crowd(members)) + clock.feeding(rank) + clock.start(rank)
 
         return predict_pipeline(ranks, cuts, clock, stage_seconds)
 
@@ -84,10 +84,11 @@ def plan_layers(analysis: Analysis, resources: Resources, request: Request) -> P
     devices = resources.devices
     shares = request.tensor_split or [1.0] * len(devices)
     targets = [
-        Target(str(device), share, budget)
+        Target(str(device), share, budget, host=device.host)
         for device, share, budget in zip(devices, shares, resources.budgets, strict=True)
     ]
-    return _make_plan(analysis, resources, request, choose_stages(analysis, seconds, targets, request), seconds)
+    chosen = choose_stages(analysis, seconds, targets, request, resources)
+    return _make_plan(analysis, resources, request, chosen, seconds)
 
 
 def _make_plan(
@@ -132,7 +133,7 @@ def _replan(
     return plan
 
 
-def _ways(count: int, numbers: Sequence[int]) -> list[Way]:
+def _ways(hosts: Sequence[int], numbers: Sequence[int]) -> list[Way]:
     """One stage on each device, for these numbers of devices."""
     return [Way(number, number) for number in numbers]
 

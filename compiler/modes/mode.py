@@ -20,19 +20,24 @@ class Way:
     devices: int
     stages: int = 1
 
+    @property
+    def size(self) -> int:
+        """The number of devices in a stage."""
+        return self.devices // self.stages
+
 
 @dataclass(frozen=True)
 class Mode:
     """The functions of a mode.
 
     stages: the number of stages for a request and a number of devices.
-    ways: the ways to try in auto mode, for the number of all devices and the numbers of them to try.
+    ways: the ways to try in auto mode, for the numbers of devices on each host and the numbers of devices to try.
     plan: makes a plan. Raises CannotSplitError if the mode can't split the model, MisuseError for a request that it
     can't meet, DoesNotFitError if the devices can't hold the model.
     replan: makes the plan of a file, from the assignments of its blocks. Raises as `plan` does.
     """
 
     stages: Callable[[Request, int], int]
-    ways: Callable[[int, Sequence[int]], Sequence[Way]]
+    ways: Callable[[Sequence[int], Sequence[int]], Sequence[Way]]
     plan: Callable[[Analysis, Resources, Request], Plan]
     replan: Callable[[Analysis, Resources, Request, PlanFile, Sequence[Assignment]], Plan]

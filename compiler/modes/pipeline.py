@@ -14,7 +14,7 @@ from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.planning.clock import Clock, Prediction
 from splitc.compiler.planning.plan_request import Request
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan, Rematerialized
-from splitc.compiler.planning.resources import as_shares
+from splitc.compiler.planning.resources import Resources, as_shares
 from splitc.compiler.planning.stage_search import Assignment, StageCosts, Target, plan_stages
 from splitc.runtime.errors import DoesNotFitError
 
@@ -26,9 +26,10 @@ UNEVEN = 1.6
 
 
 def choose_stages(
-    analysis: Analysis, seconds: Sequence[float], targets: Sequence[Target], request: Request
+    analysis: Analysis, seconds: Sequence[float], targets: Sequence[Target], request: Request, resources: Resources
 ) -> list[Assignment]:
     """The best runs of blocks for the targets. `seconds` are the blocks' times."""
+    between_hosts = resources.machine.between_hosts(resources.devices[0], resources.devices[-1])
     memory = RangeMemory(analysis.costs, analysis.states, analysis.partition)
 
     def load(start: int, end: int) -> float:
@@ -42,7 +43,7 @@ def choose_stages(
         weights=memory.weights,
         memory=cache(memory.total),  # the search asks for the same runs for each target
         cut=memory.cut_bytes.__getitem__,
-        link=lambda _: 0.0,  # CPU devices share their memory
+        link=lambda size, far: between_hosts.seconds(size) if far else 0.0,  # CPU devices share their memory
     )
     return _choose(costs, targets, request)
 
@@ -110,6 +111,12 @@ def predict_pipeline(
         for before, after, cut in zip(members, members[1:], cuts, strict=False)
     ]
     slowest = max(map(sum, zip(together, [0.0, *crossing], strict=True)))
-    # If the ranks want more than all cores, they take turns, and the interval is that of all work on all cores.
-    every = sum(seconds * min(1.0, clock.crowd(len(each))) for seconds, each in zip(together, members, strict=True))
+    # If a host's ranks want more than all its cores, they take turns, and the interval is that of all their work.
+    every = max(
+        sum(
+            seconds * min(1.0, clock.crowd([rank for rank in each if rank.device.host == host]))
+            for seconds, each in zip(together, members, strict=True)
+        )
+        for host in {rank.device.host for rank in ranks}
+    )
     return Prediction(sum(alone) + sum(crossing), max(slowest, every))

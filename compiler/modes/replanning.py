@@ -10,7 +10,7 @@ from splitc.compiler.analysis.facts import Analysis, analyze
 from splitc.compiler.frontend.asked_shapes import Shape
 from splitc.compiler.modes.table import find_mode
 from splitc.compiler.planning.plan import Plan
-from splitc.compiler.planning.plan_file import SCHEMA, read_plan
+from splitc.compiler.planning.plan_file import SCHEMA, check_hosts, read_plan
 from splitc.compiler.planning.plan_request import ROW_MIN, Request
 from splitc.compiler.planning.resources import Resources
 from splitc.compiler.planning.stage_search import Assignment
@@ -62,6 +62,7 @@ def plan_from_file(model: Path, path: Path, trusts_data: bool = False) -> Plan:
         analysis = replace(analysis, states=tuple(_check_states(analysis, file.states)))
     chosen = assignments(file.blocks, stages, [block.name for block in analysis.partition.blocks])
     devices = parse_devices([rank.device for rank in file.ranks])
+    check_hosts(file, devices)
     resources = Resources(tuple(devices), tuple(rank.budget_bytes for rank in file.ranks))
     return mode.replan(analysis, resources, request, file, chosen)
 

@@ -26,6 +26,7 @@ from splitc.compiler.model_errors import CannotSplitError
 from splitc.compiler.modes.mode import Mode, Way
 from splitc.compiler.planning.assembly import assemble, check_memory
 from splitc.compiler.planning.clock import Clock, Prediction
+from splitc.compiler.planning.host_groups import single_groups
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import PlanFile, check_file_shares
 from splitc.compiler.planning.plan_request import Request
@@ -33,6 +34,7 @@ from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.planning.resources import Budget, Resources, as_shares
 from splitc.compiler.planning.split import RankProgram
 from splitc.compiler.planning.stage_search import Assignment
+from splitc.compiler.remembered import remembered
 from splitc.compiler.sharding.axis_map import AxisMap, find_axes
 from splitc.compiler.sharding.held import held_shards
 from splitc.compiler.sharding.probe_sizes import bind_probe_sizes
@@ -41,7 +43,7 @@ from splitc.compiler.sharding.report import sliced_weights
 from splitc.compiler.sharding.slices import SlicedProducts, slice_products
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.units import format_bytes
+from splitc.runtime.units import first_few, format_bytes
 
 # Where unsliced weights are held, for messages.
 WHOLE = "on the main device"
@@ -91,11 +93,11 @@ class RowSplit:
         main, *others = ranks
         own = [node for node in main.stage.nodes if node.outputs[0].name not in self.sliced.products]
         total = clock.seconds(main, own, 1) + clock.feeding(main)
-        link = clock.copy(main, others[0])
+        link = max((clock.copy(main, other) for other in others), key=lambda link: link.latency)
         for products in self.sliced.rounds:
             nodes = [product.node for product in products]
             slowest = max(clock.seconds(rank, nodes, len(ranks), partial(self._share, rank.part)) for rank in ranks)
-            total += clock.meeting(slowest) * max(1.0, clock.crowd(len(ranks)))
+            total += clock.meeting(slowest) * max(1.0, clock.crowd(ranks))
             total += 2 * (link.latency + clock.cold(main) + (0.0 if clock.operators else clock.start(main)))
         # Received columns are copied once more to be joined.
         results = (product.result for product in self.sliced.products.values())
@@ -141,10 +143,13 @@ def _main_first(resources: Resources, request: Request) -> list[int]:
     named = parse_devices([request.main_device])
     if len(named) > 1 or named[0] not in resources.devices:
         raise MisuseError(
-            f"--main-device names '{request.main_device}', and the devices are {', '.join(map(str, resources.devices))}"
+            f"--main-device names '{request.main_device}', and the devices are "
+            f"{first_few([str(device) for device in resources.devices])}"
         )
     main = resources.devices.index(named[0])
-    return [main, *(number for number in numbers if number != main)]
+    own = resources.devices[main].host
+    # Ranks of a host are numbered in a row, as MPI does it.
+    return sorted(numbers, key=lambda number: (number != main, resources.devices[number].host != own))
 
 
 def _make_plan(analysis: Analysis, resources: Resources, request: Request, shares: Sequence[float] | None) -> Plan:
@@ -153,12 +158,12 @@ def _make_plan(analysis: Analysis, resources: Resources, request: Request, share
     By default the shares are the room that each budget leaves (`_shares_of_room`).
     """
     devices, budgets = resources.devices, resources.budgets
-    (stage,) = divide_blocks(analysis.graph, analysis.partition, [len(analysis.partition.blocks)])
+    stage = _whole(analysis)
     products = find_products(analysis, request.row_min)
     _check_enough_to_slice(analysis, products, request.row_min)
     if shares is None:
         shares = _shares_of_room(analysis, stage, products, budgets)
-    sliced = _slice(analysis, stage, products, [float(share) for share in shares])
+    sliced = _slice(analysis, products, [float(share) for share in shares])
     _check_slices(sliced, resources, shares)
     seconds = _rank_seconds(analysis, resources, sliced)
     ranks = [
@@ -181,11 +186,23 @@ def _make_plan(analysis: Analysis, resources: Resources, request: Request, share
     return plan
 
 
-def _slice(analysis: Analysis, stage: Stage, products: Products, shares: Sequence[float]) -> SlicedProducts:
+def _slice(analysis: Analysis, products: Products, shares: Sequence[float]) -> SlicedProducts:
     """The products sliced by the shares, in rounds, without those whose columns all stay on the main rank."""
     columns = slice_products(analysis.graph, products, shares, analysis.costs.value_bytes)
     sliced = [product for product in products.found if product.columns in columns.ranges]
-    return SlicedProducts(analysis.graph, find_rounds(analysis.graph, stage, sliced), columns)
+    return SlicedProducts(analysis.graph, _rounds(analysis, tuple(sliced)), columns)
+
+
+@remembered
+def _rounds(analysis: Analysis, products: tuple[Product, ...]) -> tuple[tuple[Product, ...], ...]:
+    return find_rounds(analysis.graph, _whole(analysis), products)
+
+
+@remembered
+def _whole(analysis: Analysis) -> Stage:
+    """The stage of all blocks."""
+    (stage,) = divide_blocks(analysis.graph, analysis.partition, [len(analysis.partition.blocks)])
+    return stage
 
 
 def _check_enough_to_slice(analysis: Analysis, products: Products, least: int) -> None:
@@ -220,7 +237,7 @@ def _shares_of_room(analysis: Analysis, stage: Stage, products: Products, budget
     if len(known) < len(budgets):
         return as_shares(budgets)
     count = len(budgets)
-    split = _slice(analysis, stage, products, [0.0, *[1.0] * (count - 1)])
+    split = _slice(analysis, products, [0.0, *[1.0] * (count - 1)])
     main = _rank_memory(analysis, split, stage, 0).total
     takes = (product_stage(analysis.graph, each).receives for each in split.rounds)
     taken = max((_sum(analysis.costs.value_bytes, each) for each in takes), default=0)
@@ -315,9 +332,9 @@ def _replan(
     return _make_plan(analysis, resources, request, [rank.share for rank in file.ranks])
 
 
-def _ways(count: int, numbers: Sequence[int]) -> list[Way]:
+def _ways(hosts: Sequence[int], numbers: Sequence[int]) -> list[Way]:
     """All numbers of devices from two, the main one included."""
-    return [Way(number) for number in numbers if number > 1]
+    return [Way(number) for number in single_groups(hosts, numbers)]
 
 
 MODE = Mode(stages=lambda request, devices: request.pipeline_stages, ways=_ways, plan=plan_rows, replan=_replan)

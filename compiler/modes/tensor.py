@@ -13,7 +13,7 @@ from typing import Any
 import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
-from splitc.compiler.analysis.memory import stage_memory
+from splitc.compiler.analysis.memory import StageMemory, stage_memory
 from splitc.compiler.analysis.stages import divide_blocks
 from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.lowering.annotations import IR_VERSION, annotate
@@ -25,6 +25,7 @@ from splitc.compiler.modes.mode import Mode, Way
 from splitc.compiler.modes.pipeline import choose_stages, predict_pipeline, rematerialized, stage_cuts
 from splitc.compiler.planning.assembly import assemble, check_memory
 from splitc.compiler.planning.clock import Clock, Prediction
+from splitc.compiler.planning.host_groups import group_devices, numbers_to_try, single_groups
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import PlanFile, check_file_shares
 from splitc.compiler.planning.plan_request import Request
@@ -32,11 +33,11 @@ from splitc.compiler.planning.rank_plan import CutPlan, RankPlan, Rematerialized
 from splitc.compiler.planning.resources import Budget, Resources
 from splitc.compiler.planning.split import RankProgram
 from splitc.compiler.planning.stage_search import Assignment, Target
-from splitc.compiler.sharding.axis_map import AxisMap, find_axes
+from splitc.compiler.remembered import remembered
+from splitc.compiler.sharding.axis_map import AxisMap, map_axes
 from splitc.compiler.sharding.choice import Choice, choose
 from splitc.compiler.sharding.held import held_shards
 from splitc.compiler.sharding.partial import chosen_atoms
-from splitc.compiler.sharding.probe_sizes import bind_probe_sizes
 from splitc.compiler.sharding.report import AxisFate, WeightFate, axis_fates, sharded_weights
 from splitc.compiler.sharding.sharded_model import ShardedModel, shard_model
 from splitc.runtime.device_profiles import HOST
@@ -83,14 +84,14 @@ class TensorSplit:
 
     def _stage_seconds(self, members: Sequence[RankPlan], at_once: int, stages: int, clock: Clock) -> float:
         """The seconds of one of `stages` stages: of its slowest rank, and of its collectives."""
-        first, second = members[:2]
+        first = members[0]
+        unlike = {(clock.machine.speed(rank.device), self.sharded.sizes(rank.part)): rank for rank in members}
         slowest = max(
-            clock.seconds(rank, rank.stage.nodes, at_once, partial(self._share, rank.part)) for rank in members
+            clock.seconds(rank, rank.stage.nodes, at_once, partial(self._share, rank.part)) for rank in unlike.values()
         )
-        slowest = slowest * max(1.0, clock.crowd(len(members))) + clock.feeding(first)
-        link = clock.sum(first, second)
-        size, count = self.exchanged_bytes(()) / stages, self.collectives / stages
-        sums = (len(members) - 1) * (count * link.latency + size * link.per_byte)
+        slowest = slowest * max(1.0, clock.crowd(members)) + clock.feeding(first)
+        count = self.collectives / stages
+        sums = clock.sums(members, count, self.exchanged_bytes(()) / stages)
         starts = 1 if clock.operators else count + 1
         return clock.meeting(slowest) + sums + starts * clock.start(first) + self._joining(clock) / stages
 
@@ -143,8 +144,8 @@ class TensorSplit:
 def plan_tensors(analysis: Analysis, resources: Resources, request: Request) -> Plan:
     """Decide which blocks each group of devices runs, and which shards each device has.
 
-    Raises CannotSplitError if nothing can be sharded, MisuseError if the devices can't be divided into equal groups of
-    two or more, DoesNotFitError if a rank needs more than its budget.
+    Groups are inside hosts where they can be. Raises CannotSplitError if nothing can be sharded, MisuseError if the
+    devices can't be divided into equal groups of two or more, DoesNotFitError if a rank needs more than its budget.
     """
     stages, devices = request.pipeline_stages, resources.devices
     count = len(devices) // stages
@@ -153,17 +154,22 @@ def plan_tensors(analysis: Analysis, resources: Resources, request: Request) -> 
             f"tensor mode needs groups of two devices or more, all of one size: {len(devices)} devices in "
             f"{stages} stage{'s' * (stages > 1)} make none"
         )
-    shares = request.tensor_split or resources.shares
-    groups = [range(first, first + count) for first in range(0, len(devices), count)]
+    given, order = request.tensor_split or resources.shares, group_devices(devices, resources.budgets, stages, count)
+    resources, shares = resources.take(order), [given[place] for place in order]
     targets = [
-        Target(f"group {number}", sum(shares[n] for n in group), _total(resources.budgets[n] for n in group))
-        for number, group in enumerate(groups)
+        Target(
+            f"group {number}",
+            sum(shares[first : first + count]),
+            _total(resources.budgets[first : first + count]),
+            host=resources.devices[first].host,
+        )
+        for number, first in enumerate(range(0, len(devices), count))
     ]
     seconds = resources.block_seconds(analysis)
     if stages == 1:  # each rank's memory is checked later, once it is known what is sharded
         chosen = [Assignment(0, 0, len(analysis.partition.blocks))]
     else:
-        chosen = choose_stages(analysis, seconds, targets, request)
+        chosen = choose_stages(analysis, seconds, targets, request, resources)
     return _make_plan(analysis, resources, request, [float(share) for share in shares], chosen, seconds)
 
 
@@ -184,15 +190,16 @@ def _make_plan(
         for weight in analysis.costs.weights(stage.nodes)
     }
     groups = [shares[first : first + count] for first in range(0, len(shares), count)]
-    graph, costs = analysis.graph, analysis.costs
-    axis_map = find_axes(graph, bind_probe_sizes(graph, analysis.shapes, costs.certain))
-    choice = choose(graph, axis_map, costs.value_bytes, count)
-    sharded = shard_model(graph, axis_map, choice, groups, home)
+    choice = _choose(analysis, count)
+    sharded = shard_model(analysis.graph, map_axes(analysis), choice, groups, home)
     ranks = []
     for number, (each, stage) in enumerate(zip(chosen, stages, strict=True)):
+        memories: dict[tuple[int, ...], StageMemory] = {}  # most ranks have shards of the same sizes
         for part in range(count):
             place = each.target * count + part
-            held = held_shards(analysis.costs, sharded, stage.nodes, part)
+            if (sizes := sharded.sizes(part)) not in memories:
+                held = held_shards(analysis.costs, sharded, stage.nodes, part)
+                memories[sizes] = stage_memory(analysis.costs, analysis.states, stage, held)
             rank = RankPlan(
                 resources.devices[place],
                 resources.budgets[place],
@@ -200,7 +207,7 @@ def _make_plan(
                 stage,
                 number,
                 part,
-                stage_memory(analysis.costs, analysis.states, stage, held),
+                memories[sizes],
                 sum(seconds[each.start : each.end]) * shares[place] / sum(groups[each.target]),
                 rematerialized(analysis, stages, number) if part == 0 else Rematerialized(),
             )
@@ -211,6 +218,12 @@ def _make_plan(
     plan = assemble(analysis, request, split, ranks, stage_cuts(analysis, stages), weights, WHOLE)
     check_memory(plan, WHOLE)
     return replace(plan, warnings=(*plan.warnings, *_warn_if_idle(ranks, sharded)))
+
+
+@remembered
+def _choose(analysis: Analysis, count: int) -> Choice:
+    """The axes to shard over so many ranks."""
+    return choose(analysis.graph, map_axes(analysis), analysis.costs.value_bytes, count)
 
 
 def _warn_if_idle(ranks: Sequence[RankPlan], sharded: ShardedModel) -> list[str]:
@@ -257,10 +270,17 @@ def _replan(
     return _make_plan(analysis, resources, request, shares, chosen, resources.block_seconds(analysis))
 
 
-def _ways(count: int, numbers: Sequence[int]) -> list[Way]:
-    """One group of some devices, or all devices in equal groups."""
-    groups = [Way(count, stages) for stages in range(2, count // 2 + 1) if count % stages == 0]
-    return [*(Way(number) for number in numbers if number > 1), *groups]
+def _ways(hosts: Sequence[int], numbers: Sequence[int]) -> list[Way]:
+    """One group of some devices; all devices in equal groups; and groups that divide a host, on some of the hosts."""
+    count, most = sum(hosts), hosts[0]
+    single = [Way(number) for number in single_groups(hosts, numbers)]
+    equal = [Way(count, stages) for stages in range(2, count // 2 + 1) if count % stages == 0]
+    if len(hosts) == 1:
+        return [*single, *equal]
+    sizes = [size for size in range(2, most + 1) if any(each % size == 0 for each in hosts)]
+    stages = [(size, sum(each // size for each in hosts[:few])) for size in sizes for few in numbers_to_try(len(hosts))]
+    inside = [Way(size * each, each) for size, each in stages if each > 1]
+    return list(dict.fromkeys([*single, *(way for way in equal if way.size <= most), *inside]))
 
 
 MODE = Mode(stages=lambda request, devices: request.pipeline_stages, ways=_ways, plan=plan_tensors, replan=_replan)

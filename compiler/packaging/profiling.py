@@ -66,7 +66,7 @@ def measure_blocks(analysis: Analysis, devices: Sequence[Device], threads: int |
 def _content(analysis: Analysis, stage: Stage, device: Device, threads: int) -> str:
     """A hash of all that a block's time depends on. Names of nodes and values are left out."""
     shapes = analysis.costs.shapes
-    where = f"{threads} threads" if device.kind == "cpu" else str(device)
+    where = f"{threads} threads" if device.kind == "cpu" else str(device.local)
     lines = [platform.node(), platform.processor(), ort.__version__, where]
     for node in stage.nodes:
         values = [*analysis.graph.reads[node], *node.outputs]

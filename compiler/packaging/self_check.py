@@ -16,7 +16,7 @@ from splitc.compiler.frontend.loading import load_unoptimized
 from splitc.compiler.model_errors import ModelError
 from splitc.compiler.planning.plan import Plan
 from splitc.runtime.collectives.engine_meeting import EngineMeeting
-from splitc.runtime.devices import free_bytes
+from splitc.runtime.devices import free_bytes, host_numbers
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS, open_session
 from splitc.runtime.errors import OutputsDifferError, PackageError, SplitcError
@@ -123,8 +123,9 @@ def check_outputs(plan: Plan, package: Path) -> Verdict:
 
 def _find_devices(plan: Plan) -> list[str]:
     """The plan's devices if they are GPUs of this machine with room for package and model, else CPU devices."""
-    devices = [rank.device for rank in plan.ranks]
-    if all(device.kind == "cuda" for device in devices):
+    devices = [rank.device.local for rank in plan.ranks]
+    one_host = len(host_numbers([rank.device for rank in plan.ranks])) <= 1
+    if one_host and all(device.kind == "cuda" for device in devices):
         needed = [rank.memory.total for rank in plan.ranks]
         needed[0] += _whole_bytes(plan)
         if all(free is not None and free >= size for free, size in zip(free_bytes(devices), needed, strict=True)):

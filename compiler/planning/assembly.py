@@ -14,7 +14,7 @@ from splitc.compiler.sharding.report import WeightFate, warn_if_little_split
 from splitc.runtime.device_profiles import find_profile
 from splitc.runtime.engines.kinds import ONNXRUNTIME, choose_engine, has_collectives, has_gpu_each
 from splitc.runtime.errors import DoesNotFitError
-from splitc.runtime.units import format_bytes
+from splitc.runtime.units import first_few, format_bytes
 
 
 def assemble(
@@ -78,8 +78,8 @@ def plan_warnings(analysis: Analysis, ranks: Sequence[RankPlan]) -> list[str]:
         )
     if unknown := [str(rank.device) for rank in ranks if rank.budget is None]:
         found.append(
-            f"nothing was checked against a budget for {', '.join(dict.fromkeys(unknown))}: this machine has no such "
-            f"device, so give its memory, as in --memory {unknown[0]}=40GiB"
+            f"nothing was checked against a budget for {first_few(list(dict.fromkeys(unknown)))}: this machine has no "
+            f"such device, so give its memory, as in --memory {unknown[0]}=40GiB"
         )
     for number, rank in enumerate(ranks):
         if rank.missing > 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,13 +68,16 @@ class Clock:
 
     @cached_property
     def _is_cached(self) -> bool:
-        """Whether the processor's cache holds all of the ranks' memory, so that they don't wait for reads."""
-        return sum(rank.memory.total for rank in self.ranks) < cache_bytes()
+        """Whether each host's cache holds all of its ranks' memory, so that they don't wait for reads."""
+        held: Counter[int | None] = Counter()
+        for rank in self.ranks:
+            held[rank.device.host] += rank.memory.total
+        return max(held.values()) < cache_bytes()
 
-    def crowd(self, ranks: int) -> float:
-        """The share of all cores that this number of ranks uses; 0 for GPUs."""
+    def crowd(self, ranks: Sequence[RankPlan]) -> float:
+        """The share of their host's cores that these ranks use, on the fullest host; 0 for GPUs."""
         on_cpu = all(rank.device.kind == "cpu" for rank in self.ranks)
-        return ranks * self.threads / cores() if on_cpu else 0.0
+        return _most_on_a_host(ranks) * self.threads / cores() if on_cpu else 0.0
 
     def start(self, rank: RankPlan) -> float:
         """The time to start an engine of a rank."""
@@ -97,9 +101,14 @@ class Clock:
         """The time of a copy between two ranks."""
         return self.machine.copy(one.device, other.device)
 
-    def sum(self, one: RankPlan, other: RankPlan) -> Link:
-        """The time of a sum over two ranks."""
-        return self.machine.sum(one.device, other.device)
+    def sums(self, members: Sequence[RankPlan], count: float, size: float) -> float:
+        """The time of `count` sums over these ranks, of `size` bytes in all: in hosts, then along a tree of hosts."""
+        one, other = (rank.device for rank in members[:2])
+        inside, across = self.machine.sum(one, other), self.machine.between_hosts(one, other)
+        more = max(find_profile(rank.device.kind).more_ranks for rank in members)
+        hosts = len({rank.device.host for rank in members})
+        steps = ((1 + more * (len(members) - 2), inside), (float((hosts - 1).bit_length()), across))
+        return sum(times * (count * link.latency + size * link.per_byte) for times, link in steps)
 
     def meeting(self, seconds: float) -> float:
         """The time between two collectives of ranks that each take `seconds`: all wait for the slowest."""
@@ -108,6 +117,11 @@ class Clock:
     def copying(self, rank: RankPlan, size: int) -> float:
         """The time to copy `size` bytes within a rank's memory."""
         return 2 * size / rank_speed(rank.device, self.threads, 1, self.machine).bytes
+
+
+def _most_on_a_host(ranks: Sequence[RankPlan]) -> int:
+    """The number of ranks on the host that has most of them."""
+    return max(Counter(rank.device.host for rank in ranks).values(), default=0)
 
 
 def rank_speed(device: Device, threads: int, at_once: int, machine: Machine, cached: bool = False) -> Speed:

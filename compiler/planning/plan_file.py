@@ -12,6 +12,7 @@ from msgspec import Struct
 from splitc.compiler.frontend.asked_shapes import Shape
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.rank_plan import Rematerialized
+from splitc.runtime.devices import Device, host_numbers
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files import parse_json, written_whole
 from splitc.runtime.manifest import Source, State
@@ -68,6 +69,7 @@ class CandidateEntry(Struct, frozen=True):
     latency: float = 0.0
     interval: float = 0.0
     peaks: list[int] = []
+    placement: str = ""
     refused: str | None = None
 
 
@@ -77,7 +79,8 @@ class PlanFile(Struct, frozen=True, forbid_unknown_fields=True):
     In layer mode stages are ranks. `states` are the inputs that take an output of the run before. `shapes` are the
     largest input shapes; `min_shapes` and `opt_shapes` are given if engines take a range. `finest` says that the model
     is cut wherever it can be, instead of into the blocks that repeat. `row_min` is the minimum side of a matrix that
-    row mode slices. `settings` are inputs that are bound to constants.
+    row mode slices. `settings` are inputs that are bound to constants. `hosts` is the number of hosts that the ranks'
+    devices name, `host0/cuda0` and so on, or 1 if they name none.
     """
 
     schema: int
@@ -89,6 +92,7 @@ class PlanFile(Struct, frozen=True, forbid_unknown_fields=True):
     ranks: list[RankEntry]
     finest: bool
     blocks: dict[str, int]
+    hosts: int | None = None
     settings: dict[str, Any] = {}
     min_shapes: dict[str, list[int]] = {}
     opt_shapes: dict[str, list[int]] = {}
@@ -141,13 +145,21 @@ def to_file(plan: Plan) -> PlanFile:
             for rank in plan.ranks
         ],
         finest=analysis.partition.finest,
+        hosts=_count_hosts([rank.device for rank in plan.ranks]),
         blocks={block.name: number for number, stage in enumerate(stages) for block in stage.blocks},
         states=list(analysis.states),
         cuts=[CutEntry(cut.bytes, [value.name or "" for value in cut.values]) for cut in plan.cuts],
         warnings=list(plan.warnings),
         weights=weights,
         candidates=[
-            CandidateEntry(each.name, round(each.latency, 9), round(each.interval, 9), list(each.peaks), each.refused)
+            CandidateEntry(
+                each.name,
+                round(each.latency, 9),
+                round(each.interval, 9),
+                list(each.peaks),
+                each.placement,
+                each.refused,
+            )
             for each in plan.alternatives
         ],
         choice=plan.choice,
@@ -191,6 +203,21 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise _Duplicate(f"{key}: {value}")
         result[key] = value
     return result
+
+
+def _count_hosts(devices: Sequence[Device]) -> int:
+    return max(1, len(host_numbers(devices)))
+
+
+def check_hosts(file: PlanFile, devices: Sequence[Device]) -> None:
+    """Raise MisuseError, which names the entry, if the ranks' `devices` are not on as many hosts as the file says."""
+    count = _count_hosts(devices)
+    if file.hosts not in (None, count):
+        named = ", ".join(f"host{number}" for number in host_numbers(devices)) or "no host"
+        raise MisuseError(
+            f'the plan has the line "hosts: {file.hosts}", and its ranks\' devices name {named}: give it {count}, or '
+            'edit the devices, as in "device": "host1/cuda0"'
+        )
 
 
 def check_file_shares(ranks: Sequence[RankEntry], may_be_empty: int = 0) -> None:

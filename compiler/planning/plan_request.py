@@ -99,6 +99,7 @@ class Request:
     With `engine` None, the devices decide. `shapes` are the input shapes to plan for; `min_shapes`, `opt_shapes` and
     `max_shapes` are a range and the shapes to tune for. `tensor_split` has shares on any scale. `memory` has budgets as
     on the command line (`4GiB`, `cpu0=4GiB`); the default budget is a device's free memory less `headroom` bytes.
+    `interconnect` is as on the command line too (`25GB/s,5us`).
     `settings` binds inputs to constants: one number or truth value for all elements, or nested lists of them.
     """
 
@@ -178,6 +179,14 @@ class Request:
         read=parse_bytes,
         shown="1GiB",
         help="Memory to leave free.",
+        planned=_used_up,
+    )
+    interconnect: str | None = _option(
+        None,
+        "--interconnect",
+        metavar="25GB/s,5us",
+        kind=str | None,
+        help="Bandwidth and latency between two devices of different hosts. Default: as measured, or typical.",
         planned=_used_up,
     )
     engine: str | None = _option(

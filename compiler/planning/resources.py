@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from splitc.compiler.analysis.costs import nominal_speed
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.planning.plan_request import DEFAULT_HEADROOM
 from splitc.runtime.devices import Device, free_bytes, memory_of
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.units import parse_bytes
+from splitc.runtime.machine import Machine
+from splitc.runtime.units import first_few, parse_bytes
 
 # Bytes that a rank may use; None if its GPU is not in this machine, and so its memory is not known.
 Budget = int | None
@@ -26,13 +27,14 @@ class Resources:
     """Devices in the user's order, and the budget of each.
 
     `threads` are those of each CPU device; None divides the cores. `timer` measures the blocks; without one, their time
-    is estimated.
+    is estimated. `machine` is what is known of this machine, and of the links between hosts.
     """
 
     devices: tuple[Device, ...]
     budgets: tuple[Budget, ...]
     threads: int | None = None
     timer: BlockTimer | None = None
+    machine: Machine = field(default_factory=Machine)
 
     def block_seconds(self, analysis: Analysis) -> list[float]:
         """The seconds of each block on the first device."""
@@ -44,7 +46,7 @@ class Resources:
     def take(self, places: Sequence[int]) -> Resources:
         """The devices at these places, in this order."""
         devices = tuple(self.devices[place] for place in places)
-        return Resources(devices, tuple(self.budgets[place] for place in places), self.threads, self.timer)
+        return replace(self, devices=devices, budgets=tuple(self.budgets[place] for place in places))
 
     @property
     def shares(self) -> list[float]:
@@ -68,7 +70,7 @@ def find_budgets(devices: Sequence[Device], memory: Sequence[str], headroom: int
     for text in memory:
         name, _, amount = text.rpartition("=")
         if name and name not in names:
-            raise MisuseError(f"--memory names '{name}', and the devices are {', '.join(names)}")
+            raise MisuseError(f"--memory names '{name}', and the devices are {first_few(names)}")
         size = parse_bytes(amount)
         named = zip(names, budgets, strict=True)
         open_names -= {name} if name else open_names

@@ -1,14 +1,14 @@
 """Which blocks go to which device: an exact search over the cuts, by dynamic programming.
 
 Devices are used in the user's order, each for one stage at most. The objective `throughput` minimizes the time of the
-slowest stage or link; `latency` minimizes the sum of all. Ties go to the fewest stages, and for throughput then to the
-fewest bytes cut and the most evenly spread weights (`_most_even`).
+slowest stage or link; `latency` minimizes the sum of all. Ties go to the fewest stages, and then to the most evenly
+spread weights; for throughput, to these and the fewest bytes cut (`_most_even`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -27,13 +27,14 @@ Floats = npt.NDArray[np.float64]
 class Target:
     """A device to plan for. Loads are divided by its `speed`. `budget` is in bytes, or None if it is not known.
 
-    `most_weights` limits the bytes of weights alone.
+    `most_weights` limits the bytes of weights alone. `host` is where it is; None is this machine.
     """
 
     device: str
     speed: float
     budget: int | None
     most_weights: int | None = None
+    host: int | None = None
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class StageCosts:
 
     `load` is their time on a device of speed 1, or any other additive quantity. `weights` are the bytes of their
     weights, and `memory` all bytes that they hold. `cut` are the bytes that cross before block i, and `link` is the
-    time for a number of bytes to cross.
+    time for a number of bytes to cross, to a target of another host or (False) of the same one.
     """
 
     names: Sequence[str]
@@ -50,7 +51,7 @@ class StageCosts:
     weights: Callable[[int, int], int]
     memory: Callable[[int, int], int]
     cut: Callable[[int], int]
-    link: Callable[[int], float]
+    link: Callable[[int, bool], float]
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,13 @@ def plan_stages(
         raise MisuseError(
             f"{len(targets)} devices, and the model can be cut into {count} pieces at most: name fewer devices with -d"
         )
-    fits = np.array([[_fitting(costs, start, target) for start in range(count)] for target in targets])
+    limits = {(target.budget, target.most_weights) for target in targets}  # the same for most of them
+    fitting = {each: np.array([_fitting(costs, start, *each) for start in range(count)]) for each in limits}
+    fits = np.array([fitting[target.budget, target.most_weights] for target in targets])
     work = np.array([[costs.load(i, j) if j > i else np.inf for j in range(count + 1)] for i in range(count)])
     loads = np.where(fits, work[None] / np.array([target.speed for target in targets])[:, None, None], np.inf)
-    links = np.array([0.0] + [costs.link(costs.cut(i)) for i in range(1, count)])
+    sides = np.array([[0.0] + [costs.link(costs.cut(i), far) for i in range(1, count)] for far in (False, True)])
+    links = _Links(sides, np.array([[int(one.host != other.host) for other in targets] for one in targets]))
     combine = np.add if objective == "latency" else np.maximum
     by_stages = _search(loads, combine, links)
     if spread:
@@ -95,18 +99,19 @@ def plan_stages(
     best = min(chain.cost for chain in by_stages.values())
     stages = min(stages for stages, chain in by_stages.items() if chain.cost <= best * (1 + SAME))
     if objective == "latency":
-        return by_stages[stages].assignments
+        tie_break = best * SAME * _unevenness(costs) / max(1, costs.weights(0, count))
+        return _search(loads + tie_break, combine, links)[stages].assignments
     return _most_even(costs, loads, links, best * (1 + max(slack, SAME)))[stages].assignments
 
 
-def _fitting(costs: StageCosts, start: int, target: Target) -> npt.NDArray[np.bool_]:
-    """For each end whether the blocks from `start` fit the target. By bisection, since more blocks never need less.
+def _fitting(costs: StageCosts, start: int, budget: int | None, most_weights: int | None) -> npt.NDArray[np.bool_]:
+    """For each end whether the blocks from `start` fit a target. By bisection, since more blocks never need less.
 
     All of them are tried first: where they fit, as small blocks by the thousand do, nothing else is measured.
     """
     count = len(costs.names)
     fits = np.ones(count + 1, dtype=bool)
-    for limit, measure in ((target.budget, costs.memory), (target.most_weights, costs.weights)):
+    for limit, measure in ((budget, costs.memory), (most_weights, costs.weights)):
         if limit is not None:
             low, high = start, count
             if measure(start, count) <= limit:
@@ -126,14 +131,25 @@ class _Chain:
     assignments: list[Assignment]
 
 
-def _search(loads: Floats, combine: Callable[[Floats, Floats], Floats], links: Floats) -> dict[int, _Chain]:
+@dataclass(frozen=True)
+class _Links:
+    """What it costs to cross each cut: `costs[0]` between targets of one host, `costs[1]` between hosts.
+
+    `far[k, l]` is 1 if the targets k and l are on two hosts, and otherwise 0.
+    """
+
+    costs: Floats
+    far: npt.NDArray[np.int_]
+
+
+def _search(loads: Floats, combine: Callable[[Floats, Floats], Floats], links: _Links) -> dict[int, _Chain]:
     """The cheapest chain for each number of stages. A chain's cost is that of its stages and links, by `combine`.
 
-    `loads[k, i, j]` is the cost of the blocks from i to before j on target k; `links[i]` is that of the cut before i.
-    Numbers of stages without a chain of finite cost are left out.
+    `loads[k, i, j]` is the cost of the blocks from i to before j on target k. Numbers of stages without a chain of
+    finite cost are left out.
     """
     targets, count, _ = loads.shape
-    ends = np.arange(count + 1)
+    starts, ends = np.arange(count), np.arange(count + 1)
     # cost[s, k, j]: the best chain of s + 1 stages for the blocks before j, the last of them on target k.
     cost = np.full((targets, targets, count + 1), np.inf)
     # came[s, k, j]: the target of the stage before the last one, and the last one's first block.
@@ -141,14 +157,12 @@ def _search(loads: Floats, combine: Callable[[Floats, Floats], Floats], links: F
     cost[0] = loads[:, 0]
     for stages in range(1, targets):
         for k in range(stages, targets):
-            for before in range(stages - 1, k):
-                reached = combine(cost[stages - 1, before, :count], links)
-                chains = combine(np.broadcast_to(reached[:, None], loads[k].shape), loads[k])
-                start = chains.argmin(axis=0)
-                better = chains[start, ends] < cost[stages, k]
-                cost[stages, k, better] = chains[start, ends][better]
-                came[stages, k, better, 0] = before
-                came[stages, k, better, 1] = start[better]
+            reached = combine(cost[stages - 1, stages - 1 : k, :count], links.costs[links.far[k, stages - 1 : k]])
+            before = reached.argmin(axis=0)  # the best one for each first block
+            chains = combine(reached[before, starts][:, None], loads[k])
+            start = chains.argmin(axis=0)
+            cost[stages, k] = chains[start, ends]
+            came[stages, k] = np.stack([stages - 1 + before[start], start], axis=1)
     found = {}
     for stages in range(targets):
         last = int(cost[stages, :, count].argmin())
@@ -166,20 +180,22 @@ def _trace(came: npt.NDArray[np.int_], stages: int, target: int, end: int) -> li
     return chain[::-1]
 
 
-def _most_even(costs: StageCosts, loads: Floats, links: Floats, slowest: float) -> dict[int, _Chain]:
+def _most_even(costs: StageCosts, loads: Floats, links: _Links, slowest: float) -> dict[int, _Chain]:
     """For each number of stages the chain with the fewest bytes cut and the most evenly spread weights.
 
     It minimizes bytes cut + the sum of squares of the stages' weight bytes / all weight bytes. The second term is least
     if all stages hold the same. No stage or link is slower than `slowest`.
     """
+    cut_bytes = np.array([0.0] + [costs.cut(number) for number in range(1, len(costs.names))])
+    uneven = np.where(loads <= slowest, _unevenness(costs), np.inf)
+    return _search(uneven, np.add, replace(links, costs=np.where(links.costs <= slowest, cut_bytes, np.inf)))
+
+
+def _unevenness(costs: StageCosts) -> Floats:
+    """For each first block and end the square of the stage's weight bytes / all weight bytes."""
     count = len(costs.names)
-    all_bytes = max(1, costs.weights(0, count))
-    cut_bytes = np.array([0.0] + [costs.cut(i) for i in range(1, count)])
-    held = np.array(
-        [[costs.weights(i, j) if j > i else 0 for j in range(count + 1)] for i in range(count)], dtype=float
-    )
-    uneven = np.where(loads <= slowest, held**2 / all_bytes, np.inf)
-    return _search(uneven, np.add, np.where(links <= slowest, cut_bytes, np.inf))
+    held = [[costs.weights(i, j) if j > i else 0 for j in range(count + 1)] for i in range(count)]
+    return np.array(held, dtype=float) ** 2 / max(1, costs.weights(0, count))
 
 
 def explain_misfit(costs: StageCosts, targets: Sequence[Target]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy.typing as npt
 import onnx_ir as ir
 
+from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.frontend.asked_shapes import Shape
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.observation import refusal
@@ -19,6 +20,8 @@ from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Pin
 from splitc.compiler.operators.operation import Axes, Operation
 from splitc.compiler.operators.registry import relate_axes
+from splitc.compiler.remembered import remembered
+from splitc.compiler.sharding.probe_sizes import bind_probe_sizes
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,13 @@ def find_axes(graph: Graph, bound: BoundShapes) -> AxisMap:
     """Relate all axes of the model, node by node. `bound` should have distinct sizes for unrelated axes."""
     inputs = {value: _fresh(bound.shapes.get(value.name or "")) for value in graph.graph.inputs}
     return _relate(graph, bound, graph.nodes, inputs, frozenset())
+
+
+@remembered
+def map_axes(analysis: Analysis) -> AxisMap:
+    """All axes of a model, found with probe sizes."""
+    graph = analysis.graph
+    return find_axes(graph, bind_probe_sizes(graph, analysis.shapes, analysis.costs.certain))
 
 
 def find_axes_separately(graph: Graph, bound: BoundShapes, nodes: Collection[ir.Node]) -> AxisMap:

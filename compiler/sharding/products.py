@@ -18,6 +18,7 @@ from splitc.compiler.nodes import describe_node
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Factor
 from splitc.compiler.operators.registry import operator_of
+from splitc.compiler.remembered import remembered
 from splitc.compiler.sharding.axis_map import AxisMap, find_axes_separately
 from splitc.runtime.units import format_shape
 
@@ -66,6 +67,7 @@ class Products:
     declined: Mapping[ir.Node, Declined]
 
 
+@remembered
 def find_products(analysis: Analysis, least: int) -> Products:
     """The products of a model whose matrices are at least `least` x `least`."""
     graph = analysis.graph

@@ -35,6 +35,10 @@ class ShardedModel:
     def _shards(self) -> Sequence[Shards]:
         return [Shards({atom: each[rank] for atom, each in self.ranges.items()}) for rank in range(self.ranks)]
 
+    def sizes(self, rank: int) -> tuple[int, ...]:
+        """How many units of each sharded axis a rank has. Ranks with the same ones hold and do equally much."""
+        return tuple(each[rank].size for each in self.ranges.values())
+
     def axes(self, value: ir.Value) -> Axes:
         """The axes of a value of the model."""
         return self.axis_map.axes.get(value)

@@ -2,25 +2,72 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+
+import typer
 
 from splitc.runtime.cli.shared_options import JSON, PACKAGE
 from splitc.runtime.cli.tables import print_manifest
-from splitc.runtime.cli.terminal import print_json
+from splitc.runtime.cli.terminal import out, print_json, table
 from splitc.runtime.devices import list_devices
+from splitc.runtime.errors import MisuseError
 from splitc.runtime.manifest import Manifest
-from splitc.runtime.manifest_file import read_manifest
+from splitc.runtime.manifest_file import FILE_NAME, read_manifest
+from splitc.runtime.package_files import files_of
 from splitc.runtime.tools.routes import find_routes
+from splitc.runtime.units import format_bytes
 
 
-def inspect(package: Path = PACKAGE, as_json: bool = JSON) -> None:
+def inspect(
+    package: Path = PACKAGE,
+    rank: int | None = typer.Option(
+        None, "--rank", help="List the files that this rank's host needs, instead of all the rest."
+    ),
+    as_json: bool = JSON,
+) -> None:
     """Show what a package holds: ranks, blocks, memory, what crosses the cuts."""
     manifest = read_manifest(package)
+    if rank is not None:
+        needed = describe_rank(package, manifest, rank)
+        if as_json:
+            print_json(needed)
+        else:
+            print_rank_files(needed)
+        return
     routes = find_routes(manifest, list_devices)
     if as_json:
         print_json({**describe(manifest), "routes": routes})
     else:
         print_manifest(manifest, routes)
+
+
+@dataclass(frozen=True)
+class RankFiles:
+    """The files that a rank needs, with their bytes: the manifest, and its own."""
+
+    rank: int
+    device: str
+    bytes: int
+    files: dict[str, int]
+
+
+def describe_rank(package: Path, manifest: Manifest, rank: int) -> RankFiles:
+    """What `inspect --rank` prints. Raises MisuseError if there is no such rank."""
+    if not 0 <= rank < len(manifest.ranks):
+        raise MisuseError(f"--rank is {rank}, and {package} has the ranks 0 to {len(manifest.ranks) - 1}")
+    own = {file.path: file.bytes for file in files_of(manifest, rank)}
+    files = {FILE_NAME: (package / FILE_NAME).stat().st_size, **own}
+    return RankFiles(rank, manifest.ranks[rank].device, sum(files.values()), files)
+
+
+def print_rank_files(needed: RankFiles) -> None:
+    """Print the files that a rank needs."""
+    out.print(f"rank {needed.rank} ({needed.device}) needs {format_bytes(needed.bytes)}:")
+    rows = table("file", "size", right=["size"])
+    for path, size in needed.files.items():
+        rows.add_row(path, format_bytes(size))
+    out.print(rows)
 
 
 def describe(manifest: Manifest) -> dict[str, object]:

@@ -34,7 +34,8 @@ def check_built_here(package: Path, manifest: Manifest, devices: Sequence[Device
             f"{package} was built with {manifest.engine} {built.version}, and this machine has {version}: "
             f"build it again with '{again}'"
         )
-    for gpu in (gpu for gpu in list_gpus() if Device("cuda", gpu.index) in devices):
+    ours = {device.local for device in devices}
+    for gpu in (gpu for gpu in list_gpus() if Device("cuda", gpu.index) in ours):
         same = gpu.compute_capability == built.compute_capability and gpu.name == built.gpu
         if built.gpu is not None and not same and not options.hardware_compatible:
             raise PackageError(

@@ -7,7 +7,7 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 
@@ -135,7 +135,7 @@ def find_groups(manifest: Manifest) -> set[tuple[int, ...]]:
 
 def _seen_alone(device: Device) -> Device:
     """The device as its rank's process sees it: a GPU is the only one there."""
-    return device if device.kind == "cpu" else Device(device.kind, device.index, 0)
+    return device if device.kind == "cpu" else replace(device, ordinal=0)
 
 
 def visible(device: Device, environment: Mapping[str, str]) -> dict[str, str]:

@@ -121,7 +121,7 @@ def bench(
         in_flight,
         float(np.median(np.array(alone) / own)),
         session.threads,
-        [_rank_times(rank.device, number, streams) for number, rank in enumerate(session.manifest.ranks)],
+        [_rank_times(str(device), number, streams) for number, device in enumerate(session.devices)],
         [Baseline(n, _latency([t / count for t in took]), float(np.median(own / took))) for n, took in times.items()],
         [served for stream in streams[-TRACED:] for served in stream.timeline],
     )

@@ -84,7 +84,7 @@ def choose_reference(
         if len(named) != 1:
             raise MisuseError(f"--reference {asked} names {len(named)} devices: the unsplit model runs on one")
         return named[0], "as asked for"
-    gpu = next((device for device in devices if device.kind == "cuda"), None)
+    gpu = next((device.local for device in devices if device.kind == "cuda"), None)
     there = free(gpu) if gpu is not None else None
     if gpu is None or (there is not None and needed <= there):
         return gpu or CPU, "as the package"

@@ -11,6 +11,7 @@ COMPILER = Path(__file__).resolve().parents[2] / "compiler"
 ORDER = (
     "model_errors",
     "nodes",
+    "remembered",
     "operators",
     "frontend",
     "analysis",

@@ -1,6 +1,6 @@
 import pytest
 
-from splitc.runtime.devices import free_bytes, list_devices, parse_devices, threads_for
+from splitc.runtime.devices import free_bytes, list_devices, parse_devices, parse_hosts, threads_for
 from splitc.runtime.errors import MisuseError
 
 
@@ -13,13 +13,16 @@ from splitc.runtime.errors import MisuseError
         (["3xcpu"], ["cpu0", "cpu1", "cpu2"]),
         (["cpu4", "cpu4"], ["cpu4", "cpu4"]),
         (["CUDA0&cuda:1", "2xcpu"], ["cuda0", "cuda1", "cpu0", "cpu1"]),
+        (["host0/cuda:1&HOST1/2xcuda"], ["host0/cuda1", "host1/cuda0", "host1/cuda1"]),
     ],
 )
 def test_names_are_read_as_users_write_them(texts: list[str], names: list[str]) -> None:
     assert [str(device) for device in parse_devices(texts)] == names
 
 
-@pytest.mark.parametrize("text", ["cup0", "cpu", "0xcpu", "xcpu", "cpu-1", ""])
+@pytest.mark.parametrize(
+    "text", ["cup0", "cpu", "0xcpu", "xcpu", "cpu-1", "", "host/cpu0", "host0", "host0/host1/cpu0"]
+)
 def test_unknown_name_says_which_exist(text: str) -> None:
     with pytest.raises(MisuseError, match="there are cpu0, cpu1"):
         parse_devices([text])
@@ -28,6 +31,30 @@ def test_unknown_name_says_which_exist(text: str) -> None:
 def test_no_device_says_how_to_name_one() -> None:
     with pytest.raises(MisuseError, match="-d cpu0"):
         parse_devices([])
+
+
+def test_hosts_are_named_for_all_devices_or_none() -> None:
+    with pytest.raises(MisuseError, match="host1/cpu0 names its host and cuda2 does not"):
+        parse_devices(["cuda2", "host1/cpu0"])
+
+
+def test_hosts_that_are_alike_are_written_in_short() -> None:
+    assert parse_hosts("2x2xCUDA") == parse_devices(["host0/2xcuda", "host1/2xcuda"])
+    assert parse_hosts("1x1xcpu") == parse_devices(["host0/cpu0"])
+
+
+@pytest.mark.parametrize("text", ["", "2xcuda", "0x4xcuda", "2x0xcuda", "2x4xgpu", "33x32xcuda"])
+def test_other_hosts_are_refused(text: str) -> None:
+    with pytest.raises(MisuseError):
+        parse_hosts(text)
+
+
+def test_devices_of_a_host_share_its_memory_and_cores_and_those_of_another_do_not() -> None:
+    placed = parse_devices(["host0/2xcpu", "host1/cpu0", "host1/cuda999"])
+    shared, _, alone, absent = free_bytes(placed)
+    assert shared is not None and alone is not None and absent is None
+    assert alone > 1.5 * shared
+    assert threads_for(placed, None) == threads_for(parse_devices(["2xcpu"]), None)
 
 
 def test_threads_are_divided_unless_given() -> None:

@@ -37,6 +37,15 @@ def test_what_was_not_measured_is_typical() -> None:
     assert Machine().speed(CPU0) == MeasuredSpeed(None, None)
 
 
+def test_devices_of_other_hosts_are_as_those_here_and_further_away() -> None:
+    near, far, other = parse_devices(["host0/cuda0", "host0/cuda1", "host1/cuda0"])
+    known = Machine({"cuda0-cuda1": Link(1.0, 0.0)}, speeds={"cuda0": MeasuredSpeed(1e12)})
+    assert known.copy(near, far) == Link(1.0, 0.0)
+    assert known.speed(other) == MeasuredSpeed(1e12)
+    assert known.copy(near, other) == Link(1.2e-5, HOPPER.copy.per_byte)
+    assert Machine(interconnect=Link(2.0, 3.0)).copy(near, other) == Link(2.0, 3.0)
+
+
 def test_damaged_cache_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "splitc").mkdir()

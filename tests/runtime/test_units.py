@@ -1,7 +1,7 @@
 import pytest
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.units import format_bytes, format_seconds, parse_bytes
+from splitc.runtime.units import format_bytes, format_seconds, parse_bandwidth, parse_bytes, parse_seconds
 
 
 @pytest.mark.parametrize(
@@ -10,6 +10,12 @@ from splitc.runtime.units import format_bytes, format_seconds, parse_bytes
 )
 def test_bytes_are_read(text: str, count: int) -> None:
     assert parse_bytes(text) == count
+
+
+def test_bandwidths_and_times_are_read() -> None:
+    assert parse_bandwidth("25GB/s") == parse_bandwidth("200 Gbit/s") == 25e9
+    assert parse_bandwidth("1GiB/s") == 1 << 30
+    assert [parse_seconds(text) for text in ("5us", "5 µs", "0.5ms", "2s")] == pytest.approx([5e-6, 5e-6, 5e-4, 2.0])
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1XB", "1i"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from typer.testing import CliRunner
 
+from models.llama import Size, build, save_sparse
 from models.writer import Writer, save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.frontend.loading import load_model
@@ -47,6 +50,21 @@ def test_file_that_is_too_large(package: Path, tmp_path: Path) -> None:
         load_model(path)
     for command in (["check", package, "--model", path], ["bench", package, "--baseline", path, "--runs", "1"]):
         assert "save_as_external_data=True" in splitc(*command, code=1).stderr
+
+
+def test_model_of_more_bytes_than_may_be_allocated(tmp_path: Path) -> None:
+    """Its weights are mapped, and nothing of their size is allocated."""
+    path = tmp_path / "large.onnx"
+    save_sparse(build(Size(layers=8, hidden=8192, heads=64, feed_forward=28672)), path)
+    size = path.with_name("large.onnx.data").stat().st_size
+    program = f"""
+import resource
+from pathlib import Path
+from splitc.compiler.frontend.loading import load_unoptimized
+resource.setrlimit(resource.RLIMIT_AS, ({int(1.5 * size)}, {int(1.5 * size)}))
+load_unoptimized(Path({str(path)!r}))
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 @pytest.fixture

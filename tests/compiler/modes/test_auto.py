@@ -38,7 +38,7 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def set_machine(monkeypatch: pytest.MonkeyPatch, link: Link) -> None:
     machine = Machine({"cpu-cpu": link}, {"cpu-cpu": link})
-    monkeypatch.setattr("splitc.compiler.modes.auto.known_machine", lambda: machine)
+    monkeypatch.setattr("splitc.compiler.modes.choosing.known_machine", lambda: machine)
 
 
 def names(plan: Plan, possible: bool = True) -> list[str]:
@@ -217,6 +217,6 @@ def test_states_stay_where_they_are(decoder: Path) -> None:
 @pytest.mark.parametrize("link", [FREE, SLOW])
 def test_small_kernels_of_gpus_do_not_divide(link: Link, decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine({"cuda0-cuda1": link}, {"cuda0-cuda1": link})
-    monkeypatch.setattr("splitc.compiler.modes.auto.known_machine", lambda: machine)
+    monkeypatch.setattr("splitc.compiler.modes.choosing.known_machine", lambda: machine)
     plan = plan_model(decoder, ["2xcuda"], Request(memory=["8GiB"], engine="onnxruntime", objective="latency"))
     assert str(plan.choice).startswith("one device:")

@@ -23,7 +23,7 @@ def make_costs(
         weights=lambda start, end: sum(sizes[start:end]),
         memory=lambda start, end: sum(sizes[start:end]),
         cut=lambda number: cuts[number],
-        link=lambda count: count / bandwidth,
+        link=lambda count, far: count / bandwidth * (3 if far else 1),
     )
 
 
@@ -38,13 +38,13 @@ def every_chain(blocks: int, targets: int) -> Iterator[list[Assignment]]:
 
 def cost(chain: Sequence[Assignment], costs: StageCosts, targets: Sequence[Target], objective: str) -> float:
     times = []
-    for each in chain:
+    for before, each in zip((chain[0], *chain), chain):
         target = targets[each.target]
         if target.budget is not None and costs.memory(each.start, each.end) > target.budget:
             return math.inf
         times.append(costs.load(each.start, each.end) / target.speed)
         if each.start:
-            times.append(costs.link(costs.cut(each.start)))
+            times.append(costs.link(costs.cut(each.start), target.host != targets[before.target].host))
     return max(times) if objective == "throughput" else sum(times)
 
 
@@ -61,7 +61,8 @@ def test_optimum_is_that_of_brute_force(objective: str, spread: bool, seed: int)
         bandwidth=chance.choice([math.inf, 2.0]),
     )
     targets = [
-        Target(f"d{k}", chance.choice([0.5, 1.0, 2.0]), chance.choice([None, 12, 25, 40])) for k in range(devices)
+        Target(f"d{k}", chance.choice([0.5, 1.0, 2.0]), chance.choice([None, 12, 25, 40]), host=chance.choice([0, 1]))
+        for k in range(devices)
     ]
     chains = [chain for chain in every_chain(blocks, devices) if not spread or len(chain) == devices]
     best = min(cost(chain, costs, targets, objective) for chain in chains)
@@ -91,6 +92,12 @@ def test_equal_plans_are_decided_by_bytes_cut_and_then_evenness() -> None:
     three = [Target(f"d{k}", 1.0, None) for k in range(3)]
     chosen = plan_stages(make_costs([1, 1, 1, 1, 9], [1] * 5, [0, 1, 1, 1, 1]), three, spread=True)
     assert [each.end for each in chosen] == [2, 4, 5]
+
+
+def test_stages_are_even_where_it_costs_no_latency() -> None:
+    targets = [Target(f"d{k}", 1.0, None) for k in range(2)]
+    chosen = plan_stages(make_costs([1] * 6, [1] * 6, [0] * 6), targets, objective="latency", spread=True)
+    assert [each.end for each in chosen] == [3, 6]
 
 
 def test_faster_device_gets_more() -> None:

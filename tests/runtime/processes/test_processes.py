@@ -186,6 +186,9 @@ def test_what_ranks_are_by_default() -> None:
         choose_ranks("processes", parse_devices(["cuda0", "cpu0"]), None)
     with pytest.raises(MisuseError, match="not 'fibers'"):
         choose_ranks("fibers", parse_devices(["cpu0"]), None)
+    assert choose_ranks(None, parse_devices(["host3/2xcuda"]), None) == PROCESSES
+    with pytest.raises(MisuseError, match=r"on 2 hosts \(host0 to host1\): start them with mpirun -n 3"):
+        choose_ranks(None, parse_devices(["host0/2xcpu", "host1/cpu0"]), None)
 
 
 def test_each_process_sees_its_own_gpu_alone() -> None:
