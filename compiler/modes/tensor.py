@@ -85,7 +85,10 @@ class TensorSplit:
     def _stage_seconds(self, members: Sequence[RankPlan], at_once: int, stages: int, clock: Clock) -> float:
         """The seconds of one of `stages` stages: of its slowest rank, and of its collectives."""
         first = members[0]
-        unlike = {(clock.machine.speed(rank.device), self.sharded.sizes(rank.part)): rank for rank in members}
+        unlike = {
+            (rank.device.kind, clock.machine.speed(rank.device), self.sharded.sizes(rank.part)): rank
+            for rank in members
+        }
         slowest = max(
             clock.seconds(rank, rank.stage.nodes, at_once, partial(self._share, rank.part)) for rank in unlike.values()
         )

@@ -17,8 +17,8 @@ class Alternative:
     """One way to use the devices that auto mode tried: seconds of a request, and between the outputs of a stream.
 
     `fullest` is the share of its budget that the fullest device holds at its peak, or bytes if a budget is not known.
-    `peaks` are all devices' peaks in bytes. It is on so many `hosts`; `placement` says how
-    its groups lie on them. An impossible alternative has the reason in `refused` instead.
+    `peaks` are all devices' peaks in bytes. It is on so many `hosts`; `placement` says how its groups lie on them. An
+    impossible alternative has the reason in `refused` instead.
     """
 
     name: str
