@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -16,27 +18,35 @@ from splitc.runtime.manifest import File
 
 # Errors of os.link if a hard link is impossible: another file system, one without hard links, or too many links.
 NO_LINK = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK)
+# Pieces that are written before their hash is taken.
+AHEAD = 4
 
 
 class HashedFile:
-    """A file that is only appended to, with its size and hash."""
+    """A file that is only appended to, with its size and hash, which `pool`, of one thread, takes meanwhile."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, pool: Executor) -> None:
         self._file = file
-        self._digest = blake3(max_threads=blake3.AUTO)
+        self._pool = pool
+        self._digest = blake3()
+        self._under_way: deque[Future[object]] = deque()
         self.size = 0
 
     def write(self, content: bytes) -> int:
-        """Append the content."""
+        """Append the content, which must not change afterwards: its hash may be taken later."""
         view = memoryview(content).cast("B")
+        self._under_way.append(self._pool.submit(self._digest.update, view))
+        if len(self._under_way) > AHEAD:
+            self._under_way.popleft().result()
         self._file.write(view)
-        self._digest.update(view)
         self.size += len(view)
         return len(view)
 
     @property
     def hash(self) -> str:
         """The BLAKE3 hash of the content so far, in hexadecimal."""
+        while self._under_way:
+            self._under_way.popleft().result()
         return self._digest.hexdigest()
 
 
@@ -55,10 +65,10 @@ class PackageWriter:
     @contextmanager
     def open(self, path: Path) -> Iterator[HashedFile]:
         """Open a new file for writing."""
-        with path.open("wb") as file:
-            hashed = HashedFile(file)
+        with ThreadPoolExecutor(1) as pool, path.open("wb") as file:
+            hashed = HashedFile(file, pool)
             yield hashed
-        self._files[path] = File(self._name(path), hashed.size, blake3=hashed.hash)
+            self._files[path] = File(self._name(path), hashed.size, blake3=hashed.hash)
 
     def write(self, path: Path, content: bytes) -> None:
         """Write a new file with this content."""

@@ -129,9 +129,9 @@ def test_little_room_is_not_worth_another_device() -> None:
 
 @pytest.mark.parametrize("is_built", [True, False])
 def test_many_engines_on_a_gpu_are_counted(decoder: Path, is_built: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ONNX Runtime's sessions, and NCCL, hold memory on a GPU; on a CPU device they share it."""
+    """ONNX Runtime's sessions beside a rank's first, and NCCL, hold memory on a GPU; on a CPU device they share it."""
     monkeypatch.setattr("splitc.runtime.engines.operator_library.is_built", lambda: is_built)
-    nccl = HOPPER.communicator_bytes
+    nccl, second = HOPPER.communicator_bytes, HOPPER.engine_bytes
 
     def plan(device: str, mode: str) -> Plan:
         request = Request(split_mode=mode, engine="onnxruntime", memory=["4GiB"], row_min=16 if mode == "row" else 256)
@@ -142,16 +142,16 @@ def test_many_engines_on_a_gpu_are_counted(decoder: Path, is_built: bool, monkey
 
     if is_built:  # elsewhere it is the same without
         assert engines(plan("2xcpu", "tensor")) == [0, 0]
-        assert engines(plan("cuda0", "layer")) == [0]
-        assert engines(plan("2xcuda", "layer")) == [nccl, nccl]
+        assert engines(plan("cuda0", "layer")) == [second]
+        assert engines(plan("2xcuda", "layer")) == [nccl + second] * 2
     tensor = plan("2xcuda", "tensor")
     sums = tensor.split.collectives
-    assert engines(tensor) == [nccl if is_built else nccl + sums * HOPPER.engine_bytes] * 2
+    assert engines(tensor) == [nccl + second * (1 if is_built else sums)] * 2
     main, helper = (each - nccl for each in engines(plan("2xcuda", "row")))
     if is_built:
-        assert main == helper == 0
+        assert main == helper == second
     else:
-        assert main == 2 * (helper + HOPPER.engine_bytes) > 2 * HOPPER.engine_bytes
+        assert main == 2 * (helper + second) > 2 * second
 
 
 def test_model_inside_control_flow_runs_on_one_device(tmp_path: Path) -> None:
