@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import wait
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from splitc.runtime.channel import Channel
+from splitc.runtime.channel import Channel, portable
+from splitc.runtime.failures import Failure
 
 # Seconds in which a session ends the processes of all ranks if that of one has ended.
 ENDING = 5.0
@@ -23,6 +24,29 @@ class Mail(Protocol):
 
     def hear(self, source: int) -> tuple[str | None, Any]:
         """Wait for the next value of a rank, and its name."""
+
+
+def tell_all(mail: Mail, rank: int, ranks: Sequence[int], value: Any) -> None:
+    """Tell all other ranks a value without a name, or a Failure."""
+    told = Failure(portable(value.error)) if isinstance(value, Failure) else value
+    for other in ranks:
+        if other != rank:
+            mail.tell(other, None, told)
+
+
+def hear_named(mail: Mail, rank: int, source: int, name: str | None) -> Any:
+    """The next value of a rank, which must have this name."""
+    sent, value = mail.hear(source)
+    if sent != name:
+        raise RuntimeError(f"rank {rank} waits for '{name}' from rank {source}, which sent '{sent}'")
+    return value
+
+
+def all_gather(mail: Mail, rank: int, ranks: Sequence[int], value: Any) -> Any:
+    """See Collectives.all_gather."""
+    tell_all(mail, rank, ranks, value)
+    told = [value if other == rank else hear_named(mail, rank, other, None) for other in ranks]
+    return next((each for each in told if isinstance(each, Failure)), told)
 
 
 class ChannelMail:

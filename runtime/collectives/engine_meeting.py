@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from splitc.runtime.arrays import Array
+from splitc.runtime.collectives.message_post import MessagePost
 from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.engines.operator_library import library_path, load_library
 from splitc.runtime.errors import FollowingError
@@ -24,21 +25,30 @@ STAGING = 1 << 20
 
 
 class EngineMeeting:
-    """A meeting of ranks that are threads of this process, or of processes that share its `memory`.
+    """A meeting of ranks: threads of this process, processes that share its `memory`, or one end of those by a `post`.
 
-    `memory` is zeros, or a meeting of as many ranks that another process has made in it; see `shared_bytes`. Raises
-    PackageError if the C library was not built.
+    `memory` is zeros, or a meeting of as many ranks that another process has made in it; see `shared_bytes`. With a
+    `post` each rank has a meeting of its own. Raises PackageError if the C library was not built.
     """
 
-    def __init__(self, ranks: int, memory: Array | None = None) -> None:
+    def __init__(self, ranks: int, memory: Array | None = None, post: MessagePost | None = None) -> None:
         library = load_library()
         staging = 0 if memory is None else STAGING
         if memory is None:
-            room = np.zeros(library.splitc_meeting_bytes(ranks, 0) + LINE, np.uint8)
+            room = np.zeros(library.splitc_meeting_bytes(0 if post else ranks, 0) + LINE, np.uint8)
             memory = room[-room.ctypes.data % LINE :]
         self._memory = memory
+        self._post = post  # whose functions the library calls
         self.address = memory.ctypes.data
-        library.splitc_meeting_init(self.address, ranks, staging)
+        if post is None:
+            library.splitc_meeting_init(self.address, ranks, staging)
+        else:
+            library.splitc_meeting_init_post(self.address, ranks, post.pointer)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the ranks are on one machine."""
+        return self._post is None
 
     def join(self, place: int, patience: float = PATIENCE, gpu: GpuDevice | None = None) -> MeetingEnd:
         """The end of the rank that has this number in its group. It waits for others for `patience` seconds.

@@ -152,12 +152,15 @@ class NcclCommunicators:
         made.set_result(Connected(self._connect(group)))
         return self._keep(group, made)
 
-    def create_later(self, group: Sequence[int], gpu: GpuDevice) -> NcclCommunicator:
-        """As `create`, on another thread: engines are loaded meanwhile. With sums by kernels."""
+    def create_later(self, group: Sequence[int], gpu: GpuDevice, one_machine: bool) -> NcclCommunicator:
+        """As `create`, on another thread: engines are loaded meanwhile. With sums by kernels on one machine."""
 
         def connect() -> Connected:
             gpu.attach()
-            return Connected(self._connect(group), connect_kernel_sums(gpu, group, self._rank, self._all_gather))
+            made = self._connect(group)
+            return Connected(
+                made, connect_kernel_sums(gpu, group, self._rank, self._all_gather) if one_machine else None
+            )
 
         self._pool = self._pool or ThreadPoolExecutor(1, "splitc connects")
         return self._keep(group, self._pool.submit(connect))

@@ -11,7 +11,7 @@ from typing import Any
 
 from splitc.runtime.arrays import accumulate_arrays
 from splitc.runtime.channel import portable
-from splitc.runtime.collectives.channel_mail import Mail
+from splitc.runtime.collectives.channel_mail import Mail, all_gather, hear_named
 from splitc.runtime.collectives.engine_meeting import EngineMeeting
 from splitc.runtime.collectives.nccl import NcclCommunicator, NcclCommunicators
 from splitc.runtime.engines import Backend, Communicator
@@ -55,8 +55,9 @@ class ProcessCollectives:
             return self._meetings[tuple(group)].join(place)
         if not uses_operators:
             return self._communicators.create(group)
-        made = self._communicators.create_later(group, self._gpu)
-        made.meet(self._meetings[tuple(group)], place)
+        meeting = self._meetings[tuple(group)]
+        made = self._communicators.create_later(group, self._gpu, meeting.in_memory)
+        made.meet(meeting, place)
         return made
 
     def close(self) -> None:
@@ -77,7 +78,7 @@ class ProcessCollectives:
             self._gpu.keep(value)
 
     def receive(self, source: int, name: str) -> Any:
-        value = self._hear(source, name)
+        value = hear_named(self._mail, self.rank, source, name)
         if isinstance(value, Failure):
             return value
         if self._gpu is None:
@@ -88,12 +89,7 @@ class ProcessCollectives:
         return target
 
     def all_gather(self, ranks: Sequence[int], value: Any) -> Any:
-        others = [rank for rank in ranks if rank != self.rank]
-        for other in others:
-            self._mail.tell(other, None, Failure(portable(value.error)) if isinstance(value, Failure) else value)
-        told = {self.rank: value, **{other: self._hear(other, None) for other in others}}
-        failed = next((told[rank] for rank in ranks if isinstance(told[rank], Failure)), None)
-        return [told[rank] for rank in ranks] if failed is None else failed
+        return all_gather(self._mail, self.rank, ranks, value)
 
     def all_reduce(self, step: Reduce, parts: Any, accumulate: Callable[[str, Any, Any], None]) -> Any:
         if self._gpu is not None:
@@ -124,9 +120,3 @@ class ProcessCollectives:
 
     def _of_group(self, ranks: Sequence[int]) -> NcclCommunicator:
         return self._communicators.find(ranks) or self._communicators.create(ranks)
-
-    def _hear(self, source: int, name: str | None) -> Any:
-        sent, value = self._mail.hear(source)
-        if sent != name:
-            raise RuntimeError(f"rank {self.rank} waits for '{name}' from rank {source}, which sent '{sent}'")
-        return value

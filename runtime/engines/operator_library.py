@@ -15,6 +15,7 @@ _POINTER, _INT, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
 _FUNCTIONS = {
     "splitc_meeting_bytes": (_SIZE, [_INT, _SIZE]),
     "splitc_meeting_init": (None, [_POINTER, _INT, _SIZE]),
+    "splitc_meeting_init_post": (None, [_POINTER, _INT, _POINTER]),
     "splitc_meeting_abort": (None, [_POINTER]),
     "splitc_end_of_meeting": (_POINTER, [_POINTER, _INT, ctypes.c_double]),
     "splitc_end_of_nccl": (_POINTER, [_POINTER]),

@@ -37,4 +37,4 @@ def _leave(world: World) -> None:
             world.abort()
         else:
             left += isinstance(arrived[1][0], Left)
-    world.life.end()
+    world.end()

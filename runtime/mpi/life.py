@@ -8,6 +8,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from splitc.runtime.mpi.sending import sleep_after
+
 # Seconds between two signs of life.
 BEAT = 0.5
 # Seconds of silence after which a rank ends all processes: it has lost the session.
@@ -31,20 +33,28 @@ class Life(threading.Thread):
         while not self._ended.wait(BEAT):
             sending = [each for each in sending if not each.Test()]
             sending += [self._communicator.Isend(b"", each) for each in self._others]
-            for other in self._others:
-                while self._communicator.Iprobe(other):
-                    self._communicator.Recv(bytearray(), other)
-                    self._seen[other] = time.monotonic()
+            self._listen()
             if self._rank and self.silent(0) > PATIENCE:
                 message = f"error: the session's process (0) gave no sign of life to rank {self._rank} for"
                 print(f"{message} {self.silent(0):.0f} s", file=sys.stderr, flush=True)
                 self._communicator.Abort(1)
+
+    def _listen(self) -> None:
+        for other in self._others:
+            while self._communicator.Iprobe(other):
+                self._communicator.Recv(bytearray(), other)
+                self._seen[other] = time.monotonic()
 
     def silent(self, process: int) -> float:
         """Seconds since the last sign of life of a process."""
         return time.monotonic() - self._seen[process]
 
     def end(self) -> None:
-        """Say no more, before this process ends."""
+        """Say no more, before this process ends: all do, and receive what was said last."""
         self._ended.set()
         self.join()
+        begin, all_ended = time.monotonic(), self._communicator.Ibarrier()
+        while not all_ended.Test() and (waited := time.monotonic() - begin) < PATIENCE:
+            self._listen()
+            sleep_after(waited)
+        self._listen()

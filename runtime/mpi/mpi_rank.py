@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 from splitc.runtime.channel import portable
+from splitc.runtime.collectives.channel_mail import all_gather, tell_all
 from splitc.runtime.collectives.process_collectives import ProcessCollectives
 from splitc.runtime.engines import Backend
 from splitc.runtime.engines.backends import make_backend
@@ -18,9 +18,9 @@ from splitc.runtime.failures import Failure, attempt
 from splitc.runtime.manifest import Manifest
 from splitc.runtime.manifest_file import FILE_NAME, read_manifest
 from splitc.runtime.mpi.joining import Join, Leave, Left
+from splitc.runtime.mpi.meetings import Meetings
 from splitc.runtime.mpi.mpi_wire import MpiControl, MpiMail
 from splitc.runtime.mpi.own_device import own_device, own_threads
-from splitc.runtime.mpi.shared import SharedMeetings
 from splitc.runtime.mpi.world import World
 from splitc.runtime.package_files import files_of, hash_file
 from splitc.runtime.processes.launch import find_groups
@@ -39,7 +39,7 @@ def serve(world: World) -> NoReturn:
                 run_rank(world, message, MpiControl(world.control, message.spin))
                 control.send(Left())
         control.send(Left())
-        world.life.end()
+        world.end()
     except BaseException:  # the others would wait for this rank for ever
         print(f"rank {world.rank} on {world.hosts[world.rank]} failed:", file=sys.stderr)
         traceback.print_exc()
@@ -50,15 +50,15 @@ def serve(world: World) -> NoReturn:
 
 def run_rank(world: World, join: Join, control: MpiControl) -> None:
     """Load this process's rank, and run it until the session is closed, or can't be opened."""
-    mail = MpiMail(world.mail, join.number)
+    mail, everyone = MpiMail(world.mail, join.number), range(world.size)
     prepared = attempt(lambda: _prepare(world, join))
     # Before all ranks know that all of them can go on, none waits for the others in MPI or NCCL.
-    failure = _agree(world, mail, prepared if isinstance(prepared, Failure) else None)
-    if isinstance(prepared, Failure) or failure is not None:
-        control.send(Loaded(portable((failure or prepared).error)))
+    agreed = all_gather(mail, world.rank, everyone, prepared if isinstance(prepared, Failure) else None)
+    if isinstance(agreed, Failure):
+        control.send(Loaded(portable(agreed.error)))
         return
-    shared = SharedMeetings(world, prepared.groups)
-    collectives = ProcessCollectives(world.rank, world.size, mail, shared.meetings, prepared.backend)
+    meetings = Meetings(world, find_groups(prepared.manifest))
+    collectives = ProcessCollectives(world.rank, world.size, mail, meetings.ends, prepared.backend)
     worker = RankProcess(
         world.rank,
         join.package,
@@ -71,17 +71,16 @@ def run_rank(world: World, join: Join, control: MpiControl) -> None:
     ).worker
     worker.run()
     if (error := worker.ready.exception()) is not None:
-        _tell_all(world, mail, None, Failure(portable(error)))  # who wait for this rank, to connect
-    shared.free()
+        tell_all(mail, world.rank, everyone, Failure(error))  # who wait for this rank, to connect
+    meetings.close()
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What a rank has found on its machine. Its engines meet in these groups."""
+    """What a rank has found on its machine."""
 
     manifest: Manifest
     backend: Backend
-    groups: Sequence[tuple[int, ...]]
 
 
 def _prepare(world: World, join: Join) -> _Prepared:
@@ -100,25 +99,4 @@ def _prepare(world: World, join: Join) -> _Prepared:
         backend = make_backend(manifest.engine, device, threads, manifest.build, join.cuda_graphs)
     except SplitcError as error:
         raise PackageError(f"rank {world.rank} on {host}: {error}") from error
-    groups = find_groups(manifest)
-    for group in groups:
-        if len({world.hosts[rank] for rank in group}) > 1:
-            raise PackageError(
-                f"the engines of ranks {', '.join(map(str, group))} meet while they run, and these ranks are on "
-                f"several machines ({', '.join(dict.fromkeys(world.hosts[rank] for rank in group))})"
-            )
-    return _Prepared(manifest, backend, sorted(groups))
-
-
-def _agree(world: World, mail: MpiMail, failure: Failure | None) -> Failure | None:
-    """The first Failure of any rank. All must call this."""
-    told = None if failure is None else Failure(portable(failure.error))
-    _tell_all(world, mail, "prepared", told)
-    all_told = [told if rank == world.rank else mail.hear(rank)[1] for rank in range(world.size)]
-    return next((each for each in all_told if each is not None), None)
-
-
-def _tell_all(world: World, mail: MpiMail, name: str | None, value: Failure | None) -> None:
-    for other in range(world.size):
-        if other != world.rank:
-            mail.tell(other, name, value)
+    return _Prepared(manifest, backend)

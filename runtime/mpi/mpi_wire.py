@@ -12,7 +12,8 @@ import numpy as np
 from splitc.runtime.arrays import Array
 from splitc.runtime.engines import Backend, Room
 from splitc.runtime.mpi.joining import Left
-from splitc.runtime.mpi.post import Post, sleep_after
+from splitc.runtime.mpi.post import Post
+from splitc.runtime.mpi.sending import sleep_after
 from splitc.runtime.processes.messages import Answer, Message, Order
 from splitc.runtime.processes.wire import LOST, Arrays
 from splitc.runtime.shared_memory import Sent

@@ -3,39 +3,27 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from typing import Any
 
-# Of the time that a process has waited for a message, it sleeps this share before it looks again, and at most so many
-# seconds. MPI's own waits look without a pause, which takes a core.
-SHARE, LONGEST = 0.1, 5e-3
-
-
-def sleep_after(waited: float) -> None:
-    """Sleep before looking again for what one has waited for, for so many seconds."""
-    time.sleep(min(SHARE * waited, LONGEST))
+from splitc.runtime.mpi.sending import Sending, sleep_after
 
 
 class Post:
     """A communicator's messages, which arrive in the order of sending. Any thread may send, one at a time receives."""
 
-    def __init__(self, communicator: Any) -> None:
+    def __init__(self, communicator: Any, sending: Sending) -> None:
         from mpi4py import MPI
         from mpi4py.util import pkl5
 
         self._any = MPI.ANY_SOURCE
         self._communicator = pkl5.Intracomm(communicator)
-        self._lock = threading.Lock()
-        # Messages that are on their way, and their objects, which MPI reads from.
-        self._sending: list[tuple[Any, Any]] = []
+        self._sending = sending
 
     def send(self, target: int, message: Any) -> None:
         """Send a message. Its arrays may not be written to until the other process has it."""
-        sending = self._communicator.isend(message, target)
-        with self._lock:
-            self._sending = [each for each in self._sending if not each[0].test()[0]]
-            self._sending.append((sending, message))
+        request = self._communicator.isend(message, target)
+        self._sending.add(lambda: bool(request.test()[0]), message)
 
     def is_ready(self) -> bool:
         """Whether a message has arrived."""

@@ -10,7 +10,8 @@ from typing import Any
 
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.mpi.life import Life
-from splitc.runtime.mpi.post import Post, sleep_after
+from splitc.runtime.mpi.post import Post
+from splitc.runtime.mpi.sending import Sending, sleep_after
 
 # What mpirun, or Slurm's srun, sets for each process that it starts.
 NUMBERS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
@@ -20,22 +21,34 @@ COUNTS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 
 @dataclass(frozen=True)
 class World:
-    """This process is number `rank` of `size`. `hosts` has the name of each one's machine, `here` those on this one.
+    """This process is number `rank` of `size`. `hosts` has the name of each one's machine, `machines` its number.
 
-    `control` has the messages between the session, which is in process 0, and the ranks; `mail` those between ranks.
-    `communicator` is for memory that processes of one machine share. `life` knows when each was last alive. `broken` is
-    set in process 0 if a rank can't be ended but with all others.
+    Machines are numbered in the order of their first processes. `control` has the messages between the session, which
+    is in process 0, and the ranks; `mail` those between ranks. `communicator` is that of all, of which groups are made.
+    `sending` cares for messages on their way, `life` knows when each process was last alive. `broken` is set in process
+    0 if a rank can't be ended but with all others.
     """
 
     rank: int
     size: int
     hosts: tuple[str, ...]
-    here: tuple[int, ...]
+    machines: tuple[int, ...]
     communicator: Any
     control: Post
     mail: Post
+    sending: Sending
     life: Life
     broken: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def here(self) -> list[int]:
+        """The processes on this one's machine."""
+        return [rank for rank, machine in enumerate(self.machines) if machine == self.machines[self.rank]]
+
+    def end(self) -> None:
+        """Make an end of all that goes on beside the program, before MPI's."""
+        self.sending.end()
+        self.life.end()
 
     def abort(self) -> None:
         """End all processes at once."""
@@ -64,8 +77,11 @@ def _connect() -> World | None:
         )
     base, control, mail, life = (_copy(mpi.COMM_WORLD) for _ in range(4))
     hosts = tuple(base.allgather(mpi.Get_processor_name()))
-    here = base.Split_type(mpi.COMM_TYPE_SHARED).allgather(base.rank)
-    return World(base.rank, base.size, hosts, tuple(here), base, Post(control), Post(mail), Life(life))
+    firsts = base.allgather(base.Split_type(mpi.COMM_TYPE_SHARED).bcast(base.rank))
+    machines = tuple(sorted(set(firsts)).index(first) for first in firsts)
+    sending = Sending()
+    posts = Post(control, sending), Post(mail, sending)
+    return World(base.rank, base.size, hosts, machines, base, *posts, sending, Life(life))
 
 
 def _import() -> Any:

@@ -2,6 +2,7 @@
 
 #include <stdalign.h>
 #include <stdatomic.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "combine.h"
@@ -25,6 +26,7 @@ typedef struct Slot {
 struct Meeting {
     int ranks;
     size_t staging;
+    const Post* post;
     /* The last run that failed. */
     alignas(LINE) _Atomic uint64_t failed;
     /* The last position of which it was decided whether it takes place: twice its number, plus 1 where it does not. */
@@ -43,6 +45,13 @@ void meeting_init(Meeting* meeting, int ranks, size_t staging) {
     meeting->ranks = ranks;
     meeting->staging = staging / LINE * LINE;
 }
+
+void meeting_init_post(Meeting* meeting, int ranks, const Post* post) {
+    meeting->ranks = ranks;
+    meeting->post = post;
+}
+
+const Post* meeting_post(const Meeting* meeting) { return meeting->post; }
 
 static char* staged(const Meeting* meeting, int rank) {
     return (char*)&meeting->slots[meeting->ranks] + (size_t)rank * staged_bytes(meeting->staging);
@@ -124,6 +133,10 @@ void meeting_begin(Member* member) {
 
 void meeting_fail(Member* member) {
     Meeting* meeting = member->meeting;
+    if (meeting->post) {
+        meeting->post->fail(member->run);
+        return;
+    }
     uint64_t before = atomic_load(&meeting->failed);
     while (before < member->run && !atomic_compare_exchange_weak(&meeting->failed, &before, member->run)) {
     }
@@ -178,7 +191,33 @@ static int reduce(Member* member, int operation, int type, const void* in, void*
     return status != MEETING_OK ? status : waited;
 }
 
+/* One collective of ranks that share no memory: each sends all others what it has, and combines for itself. */
+static int reduce_by_post(Member* member, int operation, int type, const void* in, void* out, size_t count, int* who) {
+    int ranks = member->meeting->ranks, mine = member->rank, status = MEETING_OK;
+    size_t bytes = count * number_bytes(type);
+    char* received = malloc((size_t)ranks * bytes + 1);
+    const void* inputs[MOST_RANKS];
+    void* outputs[MOST_RANKS];
+    Head own = {.type = type, .axes = 2, .sizes = {operation, (int64_t)count}}, head;
+    if (!received) return MEETING_FAILED;
+    for (int rank = 0; rank < ranks && status == MEETING_OK; rank++)
+        if (rank != mine) status = transfer_send(member, rank, &own, in, bytes);
+    for (int rank = 0; rank < ranks && status == MEETING_OK; rank++) {
+        inputs[rank] = rank == mine ? in : received + (size_t)rank * bytes;
+        outputs[rank] = out;
+        if (rank == mine) continue;
+        status = transfer_await(member, rank, &head);
+        if (status == MEETING_OK && memcmp(&own, &head, sizeof head)) status = MEETING_DIFFERENT;
+        if (status == MEETING_OK) status = transfer_take(member, rank, (char*)received + (size_t)rank * bytes, bytes);
+        if (status != MEETING_OK) *who = rank;
+    }
+    if (status == MEETING_OK) combine(operation, type, ranks, inputs, outputs, 0, count);
+    free(received);
+    return status;
+}
+
 int meeting_all_reduce(Member* member, int operation, int type, const void* in, void* out, size_t count, int* who) {
+    if (member->meeting->post) return reduce_by_post(member, operation, type, in, out, count, who);
     size_t width = number_bytes(type), staging = member->meeting->staging;
     size_t most = staging ? staging / width : count;
     size_t first = 0;

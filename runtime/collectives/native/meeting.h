@@ -1,4 +1,5 @@
-/* Where ranks on CPU devices meet: threads of one process, or processes that share memory.
+/* Where ranks on CPU devices meet: threads of one process, processes that share memory, or processes of several machines,
+ * which send each other messages.
  *
  * All ranks take part in the same collectives in the same order. Each begins a run by `meeting_begin`; a rank that fails
  * during a run, or can't begin it, says so by `meeting_fail`, and the others' collectives of that run return at once. */
@@ -17,6 +18,24 @@ typedef struct Meeting Meeting;
 size_t meeting_bytes(int ranks, size_t staging);
 /* Make zeroed memory a meeting. To be called once, before any rank uses it. */
 void meeting_init(Meeting* meeting, int ranks, size_t staging);
+
+/* Messages between ranks that share no memory. Those of one rank to another arrive in order. All belong to a run. */
+typedef struct Post {
+    /* Send a message of two parts, which are copied. Returns MEETING_OK, or MEETING_FAILED where a rank failed in the run. */
+    int (*send)(uint64_t run, int peer, const void* head, size_t head_bytes, const void* value, size_t bytes);
+    /* Wait for the next message of a rank in the run, and copy its first bytes. Returns MEETING_OK, MEETING_FAILED where a
+     * rank failed in the run or the sender has left it, MEETING_LATE where there is none within `patience` seconds. */
+    int (*wait)(uint64_t run, int peer, void* head, size_t head_bytes, double patience);
+    /* Take the message that was waited for, and copy its last bytes. */
+    void (*take)(int peer, void* value, size_t bytes);
+    /* Tell all others that this rank fails in the run. */
+    void (*fail)(uint64_t run);
+} Post;
+
+/* Make zeroed memory the meeting of a rank that shares none: `meeting_bytes(0, 0)` bytes, which nobody else uses. */
+void meeting_init_post(Meeting* meeting, int ranks, const Post* post);
+/* How ranks that share no memory reach each other; NULL where they share it. */
+const Post* meeting_post(const Meeting* meeting);
 
 /* One rank's end. It waits for the others for `patience` seconds at most. */
 typedef struct Member {

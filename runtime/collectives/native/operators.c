@@ -284,6 +284,9 @@ EXPORT int splitc_fail(End* end) {
 
 EXPORT size_t splitc_meeting_bytes(int ranks, size_t staging) { return meeting_bytes(ranks, staging); }
 EXPORT void splitc_meeting_init(Meeting* meeting, int ranks, size_t staging) { meeting_init(meeting, ranks, staging); }
+EXPORT void splitc_meeting_init_post(Meeting* meeting, int ranks, const Post* post) {
+    meeting_init_post(meeting, ranks, post);
+}
 EXPORT void splitc_meeting_abort(Meeting* meeting) { meeting_abort(meeting); }
 
 /* Without an engine: as the operator does it. Returns what meeting_all_reduce does. */

@@ -65,6 +65,8 @@ static int await_packet(Member* member, const Channels* all, Channel* channel, P
 }
 
 int transfer_send(Member* member, int peer, const Head* head, const void* value, size_t bytes) {
+    const Post* post = meeting_post(member->meeting);
+    if (post) return post->send(member->run, peer, head, sizeof *head, value, bytes);
     Channels all = meeting_channels(member->meeting);
     Channel* channel = channel_of(&all, member->rank, peer);
     size_t sent = 0;
@@ -85,6 +87,12 @@ int transfer_send(Member* member, int peer, const Head* head, const void* value,
 }
 
 int transfer_await(Member* member, int peer, Head* head) {
+    const Post* post = meeting_post(member->meeting);
+    if (post) {
+        int status = post->wait(member->run, peer, head, sizeof *head, member->patience);
+        if (status == MEETING_LATE) meeting_fail(member);
+        return status;
+    }
     Channels all = meeting_channels(member->meeting);
     Packet* packet;
     int status = await_packet(member, &all, channel_of(&all, peer, member->rank), &packet);
@@ -93,6 +101,8 @@ int transfer_await(Member* member, int peer, Head* head) {
 }
 
 int transfer_take(Member* member, int peer, void* value, size_t bytes) {
+    const Post* post = meeting_post(member->meeting);
+    if (post) return post->take(peer, value, bytes), MEETING_OK;
     Channels all = meeting_channels(member->meeting);
     Channel* channel = channel_of(&all, peer, member->rank);
     size_t taken = 0;

@@ -1,6 +1,7 @@
-/* Values that ranks which meet send to each other: threads of one process, or processes that share memory.
+/* Values that ranks which meet send to each other: threads of one process, processes that share memory, or that send each
+ * other messages.
  *
- * Each pair of ranks has a channel in each direction, first in, first out. A sender goes on as long as there is room in
+ * In memory each pair of ranks has a channel in each direction, first in, first out. A sender goes on as long as there is room in
  * the channel; what does not fit goes in pieces, while the receiver takes them. */
 #ifndef SPLITC_TRANSFERS_H
 #define SPLITC_TRANSFERS_H

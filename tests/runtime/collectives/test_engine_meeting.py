@@ -13,9 +13,10 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from splitc.runtime.collectives.engine_meeting import LINE, EngineMeeting, MeetingEnd, shared_bytes
+from splitc.runtime.collectives.engine_meeting import EngineMeeting, MeetingEnd
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS, open_session
 from splitc.runtime.engines.operator_library import is_built, library_path
+from tests.helpers.meetings import KINDS, meet
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="splitc was installed without a C compiler")
 
@@ -40,21 +41,12 @@ def together(work: Callable[[int], Any], ranks: int) -> list[Any]:
         return list(pool.map(work, range(ranks)))
 
 
-def meet(ranks: int, patience: float = 20.0, shared: bool = False) -> list[MeetingEnd]:
-    memory = None
-    if shared:
-        room = np.zeros(shared_bytes(ranks) + LINE, np.uint8)
-        memory = room[-room.ctypes.data % LINE :]
-    meeting = EngineMeeting(ranks, memory)
-    return [meeting.join(rank, patience) for rank in range(ranks)]
-
-
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("ranks", "operation"), [(2, SUM), (3, SUM), (3, MAX)])
-def test_arrays_are_combined_in_the_order_of_the_ranks(ranks: int, operation: int, dtype: Any, shared: bool) -> None:
-    ends = meet(ranks, shared=shared)
-    sizes = (1, 7, 64, 1000, *([300_000] if shared else []))  # more than is staged at a time
+def test_arrays_are_combined_in_the_order_of_the_ranks(ranks: int, operation: int, dtype: Any, kind: str) -> None:
+    ends = meet(ranks, kind=kind)
+    sizes = (1, 7, 64, 1000, *([300_000] if kind == "memory" else []))  # more than is staged at a time
     for size in sizes:
         generator = np.random.default_rng(size)
         parts = [(8 * generator.standard_normal(size)).astype(np.dtype(dtype)) for _ in range(ranks)]
@@ -74,8 +66,9 @@ def test_arrays_are_combined_in_the_order_of_the_ranks(ranks: int, operation: in
             np.testing.assert_array_equal(whole, expected.astype(np.dtype(dtype)))
 
 
-def test_rank_that_fails_ends_its_request_alone() -> None:
-    ends = meet(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rank_that_fails_ends_its_request_alone(kind: str) -> None:
+    ends = meet(2, kind=kind)
     array = np.ones(100, np.float32)
 
     def work(rank: int) -> list[int]:
@@ -93,8 +86,9 @@ def test_rank_that_fails_ends_its_request_alone() -> None:
         assert sorted(statuses) == ([-1, FAILED] if request % 3 == 1 else [OK, OK])
 
 
-def test_rank_that_does_not_come_is_waited_for_so_long() -> None:
-    first, second = meet(2, patience=0.3)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rank_that_does_not_come_is_waited_for_so_long(kind: str) -> None:
+    first, second = meet(2, patience=0.3, kind=kind)
     first.begin()
     start = time.monotonic()
     assert all_reduce(first, SUM, np.ones(4, np.float32))[0] == LATE
@@ -109,8 +103,9 @@ def test_rank_that_does_not_come_is_waited_for_so_long() -> None:
     assert together(again, 2) == [OK, OK]
 
 
-def test_arrays_that_differ_are_refused_by_all() -> None:
-    ends = meet(3)
+@pytest.mark.parametrize("kind", KINDS)
+def test_arrays_that_differ_are_refused_by_all(kind: str) -> None:
+    ends = meet(3, kind=kind)
 
     def work(rank: int) -> int:
         ends[rank].begin()

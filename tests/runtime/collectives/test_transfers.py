@@ -15,11 +15,12 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from splitc.runtime.collectives.engine_meeting import LINE, EngineMeeting, MeetingEnd, shared_bytes
+from splitc.runtime.collectives.engine_meeting import EngineMeeting, MeetingEnd
 from splitc.runtime.collectives.nccl import NcclCommunicator
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS, open_session
 from splitc.runtime.engines.operator_library import is_built, library_path, load_library
 from splitc.runtime.errors import EngineError
+from tests.helpers.meetings import KINDS, meet
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="splitc was installed without a C compiler")
 
@@ -31,15 +32,6 @@ SIZES = (1, 9000, 0, 3)
 def together(*work: Callable[[], Any]) -> list[Any]:
     with ThreadPoolExecutor(len(work)) as pool:
         return [each.result() for each in [pool.submit(each) for each in work]]
-
-
-def meet(ranks: int, patience: float = 20.0, shared: bool = False) -> tuple[EngineMeeting, list[MeetingEnd]]:
-    memory = None
-    if shared:
-        room = np.zeros(shared_bytes(ranks) + LINE, np.uint8)
-        memory = room[-room.ctypes.data % LINE :]
-    meeting = EngineMeeting(ranks, memory)
-    return meeting, [meeting.join(rank, patience) for rank in range(ranks)]
 
 
 class Chain:
@@ -116,10 +108,10 @@ def expected(x: Any) -> Any:
     return x
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_engines_send_and_receive(engines: tuple[Path, Path], shared: bool) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_engines_send_and_receive(engines: tuple[Path, Path], kind: str) -> None:
     """A test that every supported version of ONNX Runtime must pass: see `tests.onnxruntime_versions`."""
-    _, ends = meet(2, shared=shared)
+    ends = meet(2, kind=kind)
     main, helper = (open_session(path, 1, end) for path, end in zip(engines, ends, strict=True))
     for size in SIZES:
         x = np.random.default_rng(size).standard_normal((size, 32)).astype(np.float32)
@@ -136,7 +128,7 @@ def begin(ends: list[MeetingEnd]) -> None:
 
 @pytest.fixture
 def sessions(engines: tuple[Path, Path]) -> Any:
-    _, ends = meet(2, patience=20.0)
+    ends = meet(2, patience=20.0)
     return ends, [open_session(path, 1, end) for path, end in zip(engines, ends, strict=True)]
 
 
@@ -193,7 +185,8 @@ def test_rank_that_fails_in_the_midst_of_a_value(sessions: Any) -> None:
 
 
 def test_nobody_waits_after_an_abort(engines: tuple[Path, Path]) -> None:
-    meeting, ends = meet(2)
+    meeting = EngineMeeting(2)
+    ends = [meeting.join(rank) for rank in range(2)]
     helper = open_session(engines[1], 1, ends[1])
     begin(ends)
 
@@ -211,7 +204,7 @@ def test_nobody_waits_after_an_abort(engines: tuple[Path, Path]) -> None:
 
 
 def test_rank_that_does_not_come_is_named(engines: tuple[Path, Path]) -> None:
-    _, ends = meet(2, patience=0.3)
+    ends = meet(2, patience=0.3)
     main, helper = (open_session(path, 1, end) for path, end in zip(engines, ends, strict=True))
     begin(ends)
     start = time.monotonic()
@@ -224,7 +217,7 @@ def test_rank_that_does_not_come_is_named(engines: tuple[Path, Path]) -> None:
 
 
 def test_numbers_are_told_without_engines() -> None:
-    _, ends = meet(3)
+    ends = meet(3)
     begin(ends)
     ends[2].tell(0, [1, 2, 3])
     ends[1].tell(0, [])

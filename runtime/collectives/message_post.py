@@ -1,0 +1,129 @@
+"""Engines of ranks that share no memory meet by messages: the C library calls these functions to send and to wait."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from splitc.runtime.arrays import Array
+
+# native/meeting.h
+OK, FAILED, LATE = range(3)
+# A message begins with the number of its run. One that has no more says that the sender fails in it.
+RUN = 8
+_POINTER, _INT, _SIZE, _RUN = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_uint64
+_SEND = ctypes.CFUNCTYPE(_INT, _RUN, _INT, _POINTER, _SIZE, _POINTER, _SIZE)
+_WAIT = ctypes.CFUNCTYPE(_INT, _RUN, _INT, _POINTER, _SIZE, ctypes.c_double)
+_TAKE = ctypes.CFUNCTYPE(None, _INT, _POINTER, _SIZE)
+_FAIL = ctypes.CFUNCTYPE(None, _RUN)
+
+
+class Messages(Protocol):
+    """Messages between the ranks of a group, by their places in it. Those of one rank arrive in order."""
+
+    def send(self, peer: int, message: Array) -> None:
+        """Send bytes, which nobody writes to any more. Does not wait until they are received."""
+
+    def receive(self, seconds: float) -> tuple[int, Array] | None:
+        """The next message of any rank, and the rank. None if none comes within these seconds."""
+
+    def broken(self) -> None:
+        """What is above failed, and can't be used again: the others would wait for ever."""
+
+
+class _Post(ctypes.Structure):
+    """The C library's `Post`."""
+
+    _fields_ = (("send", _SEND), ("wait", _WAIT), ("take", _TAKE), ("fail", _FAIL))
+
+
+class MessagePost:
+    """The end of one rank of a group. `pointer` is that of the C library's `Post`."""
+
+    def __init__(self, ranks: int, place: int, messages: Messages) -> None:
+        self._others = [rank for rank in range(ranks) if rank != place]
+        self._messages = messages
+        self._arrived: dict[int, deque[Array]] = {rank: deque() for rank in self._others}
+        # The runs in which a rank failed. A rank may be in a later one by now.
+        self._failed: set[int] = set()
+        kinds: list[tuple[Any, Callable[..., int | None]]] = [
+            (_SEND, self._send),
+            (_WAIT, self._wait),
+            (_TAKE, self._take),
+            (_FAIL, self._fail),
+        ]
+        self._post = _Post(*(kind(self._guarded(function)) for kind, function in kinds))
+        self.pointer = ctypes.addressof(self._post)
+
+    def _guarded(self, function: Callable[..., int | None]) -> Callable[..., int | None]:
+        """ctypes prints an error and goes on as if nothing was wrong."""
+
+        def guarded(*arguments: Any) -> int | None:
+            try:
+                return function(*arguments)
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()
+                self._messages.broken()
+                os._exit(1)
+
+        return guarded
+
+    def _send(self, run: int, peer: int, head: int, head_size: int, value: int | None, size: int) -> int:
+        if run in self._failed:
+            return FAILED
+        message = np.empty(RUN + head_size + size, np.uint8)
+        message[:RUN].view(np.uint64)[0] = run
+        ctypes.memmove(message.ctypes.data + RUN, head, head_size)
+        if value is not None:
+            ctypes.memmove(message.ctypes.data + RUN + head_size, value, size)
+        self._messages.send(peer, message)
+        return OK
+
+    def _wait(self, run: int, peer: int, head: int, head_size: int, patience: float) -> int:
+        arrived, deadline = self._arrived[peer], time.monotonic() + patience
+        while True:
+            while arrived and _run_of(arrived[0]) < run:
+                arrived.popleft()  # of a run that failed
+            if run in self._failed or (arrived and _run_of(arrived[0]) > run):
+                return FAILED
+            if arrived:
+                ctypes.memmove(head, arrived[0].ctypes.data + RUN, head_size)
+                return OK
+            if not self._receive(max(0.0, deadline - time.monotonic())):
+                return LATE
+
+    def _receive(self, seconds: float) -> bool:
+        """Wait for a message, and take all that have arrived. Returns whether there are any."""
+        received = first = self._messages.receive(seconds)
+        while received is not None:
+            source, message = received
+            if message.size == RUN:
+                self._failed.add(_run_of(message))
+            else:
+                self._arrived[source].append(message)
+            received = self._messages.receive(0.0)
+        return first is not None
+
+    def _take(self, peer: int, value: int | None, size: int) -> None:
+        message = self._arrived[peer].popleft()
+        if value is not None:
+            ctypes.memmove(value, message.ctypes.data + message.size - size, size)
+
+    def _fail(self, run: int) -> None:
+        self._failed.add(run)
+        message = np.array([run], np.uint64).view(np.uint8)
+        for other in self._others:
+            self._messages.send(other, message)
+
+
+def _run_of(message: Array) -> int:
+    return int(message[:RUN].view(np.uint64)[0])

@@ -1,0 +1,72 @@
+"""Where the engines of a group of processes meet: in memory that they share, or by MPI's messages."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterable
+from typing import Any
+
+from splitc.runtime.arrays import Array
+from splitc.runtime.collectives.engine_meeting import LINE, EngineMeeting, shared_bytes
+from splitc.runtime.collectives.message_post import MessagePost
+from splitc.runtime.mpi.group_messages import GroupMessages
+from splitc.runtime.mpi.world import World
+from splitc.runtime.shared_memory import create_memory, map_memory
+
+
+class Meetings:
+    """This process's `ends` of the meetings of all groups that it is in. All processes of a group must make theirs."""
+
+    def __init__(self, world: World, groups: Iterable[tuple[int, ...]]) -> None:
+        self._world = world
+        self._messages: list[GroupMessages] = []
+        self.ends = {group: self._make(group) for group in sorted(groups) if world.rank in group}
+
+    def _make(self, group: tuple[int, ...]) -> EngineMeeting:
+        everyone = self._world.communicator.Get_group()
+        communicator = self._world.communicator.Create_group(everyone.Incl(group))
+        one_machine = len({self._world.machines[rank] for rank in group}) == 1
+        memory = _share_memory(communicator, shared_bytes(len(group))) if one_machine else None
+        if memory is not None:
+            communicator.Free()
+            return EngineMeeting(len(group), memory)
+        self._messages.append(GroupMessages(self._world, communicator))
+        return EngineMeeting(len(group), post=MessagePost(len(group), communicator.rank, self._messages[-1]))
+
+    def close(self) -> None:
+        """End all meetings. All processes must call this."""
+        self.ends = {}
+        while self._messages:
+            self._messages.pop().close()
+
+
+def _share_memory(communicator: Any, size: int) -> Array | None:
+    """Memory of zeros that all processes share; None if one of them can't open the first one's, as in a container.
+
+    It is a file without a name, which the others open by the first process's number: however they end, nothing is left.
+    """
+    key, descriptor = uuid.uuid4().bytes, -1
+    if communicator.rank == 0:
+        descriptor = create_memory(size + LINE)
+        os.pwrite(descriptor, key, size)
+    process, number, key = communicator.bcast((os.getpid(), descriptor, key))
+    if communicator.rank:
+        descriptor = _open(f"/proc/{process}/fd/{number}", key, size)
+    if min(communicator.allgather(descriptor)) < 0:
+        if descriptor >= 0:
+            os.close(descriptor)
+        return None
+    return map_memory(descriptor)
+
+
+def _open(path: str, key: bytes, size: int) -> int:
+    """A descriptor of the file, if it has this key at its end; -1 if not, as another process has this number here."""
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError:
+        return -1
+    if os.pread(descriptor, len(key), size) == key:
+        return descriptor
+    os.close(descriptor)
+    return -1

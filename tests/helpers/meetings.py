@@ -1,0 +1,49 @@
+"""Meetings of ranks that are threads of a test, however ranks meet."""
+
+from __future__ import annotations
+
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from splitc.runtime.collectives.engine_meeting import LINE, EngineMeeting, MeetingEnd, shared_bytes
+from splitc.runtime.collectives.message_post import MessagePost
+
+# Ranks read each other's arrays, copy them to memory that processes share, or send each other messages.
+KINDS = ("arrays", "memory", "messages")
+Arrived = list["SimpleQueue[tuple[int, Any]]"]
+
+
+class QueuedMessages:
+    """Messages by queues, one for what arrives at each rank."""
+
+    def __init__(self, place: int, arrived: Arrived) -> None:
+        self._place = place
+        self._arrived = arrived
+
+    def send(self, peer: int, message: Any) -> None:
+        self._arrived[peer].put((self._place, message))
+
+    def receive(self, seconds: float) -> tuple[int, Any] | None:
+        try:
+            return self._arrived[self._place].get(bool(seconds), seconds)
+        except Empty:
+            return None
+
+    def broken(self) -> None:
+        raise AssertionError("a function that the C library calls failed")
+
+
+def meet(ranks: int, patience: float = 20.0, kind: str = "arrays") -> list[MeetingEnd]:
+    """The ends of so many ranks that wait for each other for `patience` seconds."""
+    if kind == "messages":
+        arrived: Arrived = [SimpleQueue() for _ in range(ranks)]
+        posts = [MessagePost(ranks, place, QueuedMessages(place, arrived)) for place in range(ranks)]
+        return [EngineMeeting(ranks, post=post).join(place, patience) for place, post in enumerate(posts)]
+    memory = None
+    if kind == "memory":
+        room = np.zeros(shared_bytes(ranks) + LINE, np.uint8)
+        memory = room[-room.ctypes.data % LINE :]
+    meeting = EngineMeeting(ranks, memory)
+    return [meeting.join(rank, patience) for rank in range(ranks)]
