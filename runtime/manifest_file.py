@@ -37,6 +37,15 @@ def seal(content: bytes) -> bytes:
     return text.replace(_UNSEALED.encode(), hashlib.sha256(text).hexdigest().encode(), 1)
 
 
+def read_seal(package: Path) -> str:
+    """The hash of a package's manifest, as it says itself."""
+    with (package / FILE_NAME).open("rb") as file:
+        found = _SEAL.match(file.read(200))
+    if found is None:
+        raise PackageError(f"{package / FILE_NAME} does not begin with its own hash: compile the model again")
+    return found[1].decode()
+
+
 def _is_sealed(text: bytes) -> bool:
     """Whether a manifest is as it was written."""
     found = _SEAL.match(text)

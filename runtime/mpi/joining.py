@@ -13,13 +13,12 @@ from splitc.runtime.manifest import State
 class Join:
     """Asks all ranks to load their engines of a package, for the session of this number in process 0.
 
-    `seal` is the hash of the package's manifest, `version` splitc's. The rest is as for a Session.
+    `seal` is the hash of the package's manifest. The rest is as for a Session.
     """
 
     number: int
     package: Path
     seal: str
-    version: str
     devices: tuple[Device, ...]
     states: tuple[State, ...]
     threads: int | None

@@ -5,29 +5,32 @@ from __future__ import annotations
 import sys
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from splitc.runtime.channel import portable
-from splitc.runtime.collectives.channel_mail import all_gather, tell_all
+from splitc.runtime.collectives.channel_mail import Mail, all_gather, tell_all
 from splitc.runtime.collectives.process_collectives import ProcessCollectives
 from splitc.runtime.engines import Backend
 from splitc.runtime.engines.backends import make_backend
 from splitc.runtime.engines.built_here import check_built_here
+from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.errors import PackageError, SplitcError
 from splitc.runtime.failures import Failure, attempt
+from splitc.runtime.gpus import identify_gpu
 from splitc.runtime.manifest import Manifest
-from splitc.runtime.manifest_file import FILE_NAME, read_manifest
+from splitc.runtime.manifest_file import read_manifest, read_seal
+from splitc.runtime.mpi.host_checks import Found, find_contradiction, why_lacking
 from splitc.runtime.mpi.joining import Join, Leave, Left
 from splitc.runtime.mpi.meetings import Meetings
 from splitc.runtime.mpi.mpi_wire import MpiControl, MpiMail
 from splitc.runtime.mpi.own_device import own_device, own_threads
 from splitc.runtime.mpi.world import World
-from splitc.runtime.package_files import files_of, hash_file
+from splitc.runtime.package_files import files_of
 from splitc.runtime.processes.launch import find_groups
 from splitc.runtime.processes.messages import Loaded
 from splitc.runtime.processes.rank import RankProcess
 from splitc.runtime.verification import verify_files
-from splitc.runtime.version import VERSION
 
 
 def serve(world: World) -> NoReturn:
@@ -50,12 +53,12 @@ def serve(world: World) -> NoReturn:
 
 def run_rank(world: World, join: Join, control: MpiControl) -> None:
     """Load this process's rank, and run it until the session is closed, or can't be opened."""
-    mail, everyone = MpiMail(world.mail, join.number), range(world.size)
+    mail = MpiMail(world.mail, join.number)
     prepared = attempt(lambda: _prepare(world, join))
     # Before all ranks know that all of them can go on, none waits for the others in MPI or NCCL.
-    agreed = all_gather(mail, world.rank, everyone, prepared if isinstance(prepared, Failure) else None)
-    if isinstance(agreed, Failure):
-        control.send(Loaded(portable(agreed.error)))
+    failure = _agree(mail, world, prepared)
+    if isinstance(prepared, Failure) or failure is not None:
+        control.send(Loaded(portable((failure or prepared).error)))
         return
     meetings = Meetings(world, find_groups(prepared.manifest))
     collectives = ProcessCollectives(world.rank, world.size, mail, meetings.ends, prepared.backend)
@@ -71,32 +74,51 @@ def run_rank(world: World, join: Join, control: MpiControl) -> None:
     ).worker
     worker.run()
     if (error := worker.ready.exception()) is not None:
-        tell_all(mail, world.rank, everyone, Failure(error))  # who wait for this rank, to connect
+        tell_all(mail, world.rank, range(world.size), Failure(error))  # who wait for this rank, to connect
     meetings.close()
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What a rank has found on its machine."""
+    """What a rank is made of, and what it has found on its host."""
 
     manifest: Manifest
     backend: Backend
+    found: Found
 
 
 def _prepare(world: World, join: Join) -> _Prepared:
-    """See whether this machine has what the rank needs. Raises PackageError, which names the machine, if not."""
-    host = world.hosts[world.rank]
-    if join.version != VERSION:
-        raise PackageError(f"rank {world.rank} on {host} has splitc {VERSION}, and the session {join.version}")
+    """See whether this host has what the rank needs. Raises PackageError, which names the host, if not."""
+    rank, host, package = world.rank, world.hosts[world.rank], join.package
     try:
-        manifest = read_manifest(join.package)
-        if hash_file(join.package / FILE_NAME) != join.seal:
-            raise PackageError(f"{join.package} is another package than that of the session")
-        verify_files(join.package, files_of(manifest, world.rank), join.verify)
+        _check_files(package, None, rank)
+        manifest = read_manifest(package)
+        if read_seal(package) != join.seal:
+            raise PackageError(f"{package} is another package than that of the session")
+        _check_files(package, manifest, rank)
+        verify_files(package, files_of(manifest, rank), join.verify)
         device = own_device(world, join.devices)
-        check_built_here(join.package, manifest, [device])
+        check_built_here(package, manifest, [device])
         threads = join.threads or manifest.threads or own_threads(world, join.devices)
         backend = make_backend(manifest.engine, device, threads, manifest.build, join.cuda_graphs)
+        gpu = None if device.kind == "cpu" else identify_gpu(device.index if device.ordinal is None else device.ordinal)
     except SplitcError as error:
-        raise PackageError(f"rank {world.rank} on {host}: {error}") from error
-    return _Prepared(manifest, backend)
+        raise PackageError(f"rank {rank} on {host}: {error}") from error
+    library = f"{manifest.engine} {find_kind(manifest.engine).version}"
+    needed = manifest.ranks[rank].total_bytes
+    return _Prepared(manifest, backend, Found(host, world.machines[rank], library, gpu, needed))
+
+
+def _check_files(package: Path, manifest: Manifest | None, rank: int) -> None:
+    if (why := why_lacking(package, manifest, rank)) is not None:
+        raise PackageError(why)
+
+
+def _agree(mail: Mail, world: World, prepared: _Prepared | Failure) -> Failure | None:
+    """Whether any rank can't go on, or they can't together. All must call this."""
+    told = prepared if isinstance(prepared, Failure) else prepared.found
+    agreed = all_gather(mail, world.rank, range(world.size), told)
+    if isinstance(agreed, Failure):
+        return agreed
+    why = find_contradiction(agreed)
+    return None if why is None else Failure(PackageError(why))

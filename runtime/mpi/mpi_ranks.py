@@ -8,18 +8,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from splitc.runtime.devices import Device
-from splitc.runtime.errors import EngineError, MisuseError
+from splitc.runtime.errors import EngineError, MisuseError, PackageError
 from splitc.runtime.manifest import Manifest, State
-from splitc.runtime.manifest_file import FILE_NAME
+from splitc.runtime.manifest_file import read_seal
+from splitc.runtime.mpi.host_checks import why_not_placed
 from splitc.runtime.mpi.joining import Join, Left
 from splitc.runtime.mpi.mpi_rank import run_rank
 from splitc.runtime.mpi.mpi_wire import MpiWire, OwnControl
 from splitc.runtime.mpi.world import World
-from splitc.runtime.package_files import hash_file
 from splitc.runtime.processes.launch import SPIN, has_spare_cores
 from splitc.runtime.processes.reader import Reader
 from splitc.runtime.processes.remote import PATIENCE, RemoteRanks
-from splitc.runtime.version import VERSION
 
 # Numbers of sessions.
 _NUMBERS = itertools.count()
@@ -28,7 +27,8 @@ _NUMBERS = itertools.count()
 class MpiRanks(RemoteRanks):
     """The ranks of a package, each a process of MPI's. `states` are those that stay on the ranks.
 
-    Raises PackageError if a rank can't load its engines, MisuseError if there are more or fewer processes than ranks.
+    Raises PackageError if a rank can't load its engines or hosts have other versions, MisuseError if there are more or
+    fewer processes than ranks, or not where they were planned.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class MpiRanks(RemoteRanks):
                 f"the package has {len(devices)} ranks, and MPI started {world.size} processes: use mpirun -n "
                 f"{len(devices)}"
             )
+        _check_hosts(world, devices)
         if world.broken.is_set():
             raise EngineError("an earlier session of this program broke, so its ranks can't be used again: start anew")
         self._world = world
@@ -56,8 +57,7 @@ class MpiRanks(RemoteRanks):
         join = Join(
             number=next(_NUMBERS),
             package=package,
-            seal=hash_file(package / FILE_NAME),
-            version=VERSION,
+            seal=read_seal(package),
             devices=tuple(devices),
             states=tuple(states),
             threads=threads,
@@ -106,3 +106,14 @@ class MpiRanks(RemoteRanks):
     def clear(self) -> None:
         if not self.join(PATIENCE):
             self._world.broken.set()
+
+
+def _check_hosts(world: World, devices: Sequence[Device]) -> None:
+    """Raise an error if processes are not where ranks were planned, or have another splitc."""
+    if (why := why_not_placed(devices, world.machines, world.hosts)) is not None:
+        raise MisuseError(why)
+    for host, version in zip(world.hosts, world.versions, strict=True):
+        if version != world.versions[0]:
+            raise PackageError(
+                f"{host} has splitc {version}, and {world.hosts[0]} {world.versions[0]}: install the same everywhere"
+            )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import psutil
 
 from splitc.runtime.devices import Device, cores
 from splitc.runtime.errors import PackageError
-from splitc.runtime.gpus import list_gpus
+from splitc.runtime.gpus import count_gpus
 from splitc.runtime.mpi.world import World
 
 
@@ -24,13 +25,13 @@ def own_device(world: World, devices: Sequence[Device]) -> Device:
         return device
     ours = [rank for rank in world.here if devices[rank].kind == device.kind]
     named = [devices[rank].index for rank in ours]
-    count = len(list_gpus())
+    count = count_gpus()
     ordinal = device.index if len(set(named)) == len(named) and max(named) < count else ours.index(world.rank)
     if count == 1:
         ordinal = 0
     if ordinal >= count:
         raise PackageError(f"{len(ours)} ranks have a GPU here, and there are {count} GPUs")
-    return Device(device.kind, device.index, ordinal)
+    return replace(device, ordinal=ordinal)
 
 
 def own_threads(world: World, devices: Sequence[Device]) -> int:

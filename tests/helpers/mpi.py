@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -69,6 +70,20 @@ def ended(process: subprocess.Popen[str], seconds: float = 60.0) -> tuple[int, s
         process.kill()
         raise
     return process.returncode, out + err
+
+
+def kill_rank(mpi: Mpi, rank: int, command: str) -> None:
+    """Kill the process of this rank, whose command line has this text."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            shown = (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if f"{mpi.rank_variable}={rank}".encode() in variables and command.encode() in shown:
+            os.kill(int(folder.name), signal.SIGKILL)
+            return
+    raise AssertionError("there is no such process")
 
 
 # The hosts have networks, names, /dev/shm and /run of their own, and end with the command.

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,111 +11,135 @@ import numpy as np
 import pytest
 
 from splitc.runtime import Session
+from splitc.runtime.devices import parse_devices
+from splitc.runtime.gpus import GpuIdentity
+from splitc.runtime.mpi.host_checks import Found, find_contradiction, why_not_placed
 from tests.conftest import decoder_feeds
+from tests.helpers.mpi import MPIS, Mpi, TwoHosts, ended, kill_rank, why_no_hosts
+from tests.helpers.mpi_requests import PROMPT
 from tests.helpers.packages import compile_mode
 
-ROOT = Path(__file__).resolve().parents[3]
-MPIRUN = Path(sys.executable).with_name("mpirun")
-pytestmark = pytest.mark.skipif(not MPIRUN.exists(), reason="no MPI from pip (mpich)")
+if not MPIS:
+    pytest.skip("no MPI from pip (mpich)", allow_module_level=True)
+each_mpi = pytest.mark.parametrize("mpi", MPIS, ids=lambda mpi: mpi.name)
+two_hosts = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
+REQUESTS = (sys.executable, "-m", "tests.helpers.mpi_requests")
 
-# Opens one session after the other, and writes what came of each: arrays, or an error.
-PROGRAM = """
-import sys
-import numpy as np
-from splitc.runtime import Session
-from splitc.runtime.errors import SplitcError
-from tests.conftest import decoder_feeds
-for number, package in enumerate(sys.argv[2:]):
-    try:
-        with Session(package, threads=1) as session:
-            outputs = session.run(decoder_feeds())
-            tokens = list(session.generate([5, 17, 33], max_new_tokens=8))
-        np.savez(f"{sys.argv[1]}/{number}.npz", tokens=tokens, **outputs)
-    except SplitcError as error:
-        print(f"{number}: {error}", flush=True)
-"""
 # Runs requests until it is ended, or raises an error of its own.
 ENDLESS = """
 import sys
 from splitc.runtime import Session
-from tests.conftest import decoder_feeds
 with Session(sys.argv[1], threads=1) as session:
-    session.run(decoder_feeds())
+    list(session.generate([1], max_new_tokens=1))
     print("runs", flush=True)
     if sys.argv[2] == "raises":
         raise ValueError("of the user's program")
     while True:
-        session.run(decoder_feeds())
+        list(session.generate([1], max_new_tokens=1))
 """
 
 
-def start(ranks: int, *command: object) -> subprocess.Popen[str]:
-    """Processes of a program that mpirun has started."""
-    return subprocess.Popen(
-        [str(each) for each in (MPIRUN, "-n", ranks, *command)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    np.savez(tmp_path / "feeds.npz", **decoder_feeds())
+    return tmp_path
 
 
-def ended(process: subprocess.Popen[str], seconds: float = 60.0) -> tuple[int, str]:
-    """How it ended, and what it printed. If it does not end, it is killed, and the test fails."""
-    try:
-        out, err = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise
-    return process.returncode, out + err
+def check(package: Path, written: Path) -> None:
+    """What a package gave is what threads give, bit for bit."""
+    with Session(package, threads=1, ranks="threads") as session:
+        expected = session.run(decoder_feeds())
+        tokens = list(session.generate(PROMPT, max_new_tokens=8))
+    with np.load(written) as found:
+        assert found["tokens"].tolist() == tokens
+        for name, array in expected.items():
+            np.testing.assert_array_equal(found[name], array)
 
 
-def test_outputs_are_those_of_threads_bit_for_bit(decoder: Path, tmp_path: Path) -> None:
+@each_mpi
+def test_outputs_are_those_of_threads_bit_for_bit(decoder: Path, folder: Path, mpi: Mpi) -> None:
     packages = [compile_mode(decoder, mode) for mode in ("layer", "row", "more ranks than heads")]
-    broken = shutil.copytree(packages[0], tmp_path / "broken")
+    broken = shutil.copytree(packages[0], folder / "broken")
     next((broken / "rank1").glob("*.onnx")).unlink()
-    code, shown = ended(start(3, sys.executable, "-c", PROGRAM, tmp_path, packages[0], broken, *packages[1:]))
+    code, shown = ended(mpi.start(3, *REQUESTS, folder, packages[0], broken, *packages[1:]))
     assert code == 0, shown
-    assert "1: rank 1 on" in shown and "is missing" in shown  # and later sessions know nothing of it
+    assert "1: rank 1 on" in shown and "this host lacks" in shown  # and later sessions know nothing of it
     for number, package in zip((0, 2, 3), packages, strict=True):
-        with Session(package, threads=1, ranks="threads") as session:
-            expected = session.run(decoder_feeds())
-            tokens = list(session.generate([5, 17, 33], max_new_tokens=8))
-        with np.load(tmp_path / f"{number}.npz") as found:
-            assert found["tokens"].tolist() == tokens
-            for name, array in expected.items():
-                np.testing.assert_array_equal(found[name], array)
+        check(package, folder / f"{number}.npz")
+
+
+@two_hosts
+@each_mpi
+def test_two_hosts_that_have_their_own_ranks_alone(decoder: Path, folder: Path, mpi: Mpi) -> None:
+    packages = [compile_mode(decoder, mode) for mode in ("layer", "row", "more ranks than heads")]
+    theirs = folder / "theirs"
+    for package in packages:
+        shutil.copytree(package, theirs / package.name, ignore=shutil.ignore_patterns("rank0", "rank1"))
+    broken = shutil.copytree(packages[0], folder / "broken")
+    (folder / "nothing").mkdir()
+    mounts = {broken: folder / "nothing", **{package: theirs / package.name for package in packages}}
+    code, shown = ended(mpi.start(3, *REQUESTS, folder, *packages, broken, hosts=TwoHosts(2, mounts)))
+    assert code == 0, shown
+    for number, package in enumerate(packages):
+        check(package, folder / f"{number}.npz")
+    assert f"3: rank 2 on node1: this host lacks {broken}/manifest.json: copy" in shown
+
+
+@two_hosts
+def test_tensor_groups_inside_hosts_and_stages_across(decoder: Path, folder: Path) -> None:
+    package = compile_mode(decoder, "tensor in layers")
+    code, shown = ended(MPIS[0].start(4, *REQUESTS, folder, package, hosts=TwoHosts(2)))
+    assert code == 0, shown
+    check(package, folder / "0.npz")
 
 
 def test_commands_run_in_process_0_alone(decoder: Path) -> None:
     script = Path(sys.executable).with_name("splitc")
-    code, shown = ended(start(2, script, "generate", compile_mode(decoder, "layer"), "--prompt-ids", "1,2"))
+    code, shown = ended(MPIS[0].start(2, script, "generate", compile_mode(decoder, "layer"), "--prompt-ids", "1,2"))
     assert code == 2
     assert shown.count("the package has 3 ranks, and MPI started 2 processes: use mpirun -n 3") == 1
-    code, shown = ended(start(3, script, "inspect", compile_mode(decoder, "layer"), "--json"))
-    assert code == 0 and shown.count("split_mode") == 1
 
 
-@pytest.mark.parametrize("how", ["killed", "raises"])
-def test_what_ends_one_process_ends_all(decoder: Path, how: str) -> None:
-    process = start(3, sys.executable, "-c", ENDLESS, compile_mode(decoder, "row"), how)
-    assert process.stdout is not None and process.stdout.readline() == "runs\n"
-    if how == "killed":
-        os.kill(process_of_rank(1), signal.SIGKILL)
-    began = time.monotonic()
+@each_mpi
+def test_error_of_the_program_ends_all_processes(decoder: Path, mpi: Mpi) -> None:
+    process = mpi.start(3, sys.executable, "-c", ENDLESS, compile_mode(decoder, "row"), "raises")
     code, shown = ended(process)
+    assert code != 0 and "of the user's program" in shown
+
+
+@two_hosts
+@each_mpi
+def test_process_that_is_killed_on_another_host_ends_all(decoder: Path, mpi: Mpi) -> None:
+    process = mpi.start(2, sys.executable, "-c", ENDLESS, compile_mode(decoder, "tensor"), "", hosts=TwoHosts(1))
+    assert process.stdout is not None and process.stdout.readline() == "runs\n"
+    kill_rank(mpi, 1, ENDLESS)
+    began = time.monotonic()
+    code, _ = ended(process)
     assert code != 0 and time.monotonic() - began < 10
-    assert ("of the user's program" in shown) == (how == "raises")
 
 
-def process_of_rank(rank: int) -> int:
-    """The number of the process that has this rank in the job that runs ENDLESS."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            variables = (folder / "environ").read_bytes().split(b"\0")
-            command = (folder / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if f"PMI_RANK={rank}".encode() in variables and ENDLESS.encode() in command:
-            return int(folder.name)
-    raise AssertionError("there is no such process")
+def test_ranks_of_a_planned_host_that_are_on_several_are_refused() -> None:
+    devices = parse_devices(["host0/2xcpu", "host1/2xcpu"])
+    assert why_not_placed(devices, (0, 0, 1, 1), ("a", "a", "b", "b")) is None
+    assert why_not_placed(devices, (0, 0, 0, 0), ("a",) * 4) is None
+    why = why_not_placed(devices, (0, 1, 0, 1), ("a", "b", "a", "b"))
+    assert why is not None and "ranks 0 and 1 on one host (host0)" in why and "rank 1 on b" in why
+    assert "-d host0/cpu0&host1/cpu1&host0/cpu0&host1/cpu1" in why
+
+
+def found_on(host: str, machine: int, library: str = "onnxruntime 1.31", needed: int = 0) -> Found:
+    return Found(host, machine, library, GpuIdentity("01:00", "G", 2**30), needed)
+
+
+@pytest.mark.parametrize(
+    ("second", "why"),
+    [
+        (found_on("b", 1, "onnxruntime 1.30"), "rank 1 on b has onnxruntime 1.30, and rank 0 on a onnxruntime 1.31"),
+        (found_on("a", 0), "ranks 0 and 1 on a have the same GPU"),
+        (found_on("b", 1, needed=2**31), "rank 1 on b needs 2"),
+        (found_on("b", 1), None),
+    ],
+)
+def test_hosts_that_do_not_fit_are_named(second: Found, why: str | None) -> None:
+    found = find_contradiction([found_on("a", 0), second])
+    assert found is None if why is None else found is not None and why in found

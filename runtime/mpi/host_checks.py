@@ -1,0 +1,73 @@
+"""Whether the hosts that MPI gave are those that a package was planned for, and have what its ranks need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from splitc.runtime.devices import Device
+from splitc.runtime.gpus import GpuIdentity
+from splitc.runtime.manifest import Manifest
+from splitc.runtime.manifest_file import FILE_NAME
+from splitc.runtime.package_files import files_of
+from splitc.runtime.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a rank has found on its host, the machine of this number. `gpu` is None on CPU devices."""
+
+    host: str
+    machine: int
+    library: str
+    gpu: GpuIdentity | None
+    needed_bytes: int
+
+
+def why_not_placed(devices: Sequence[Device], machines: Sequence[int], hosts: Sequence[str]) -> str | None:
+    """Why ranks on these machines are not placed as planned: those of one planned host are on several.
+
+    Several planned hosts may be one machine, and devices without a host are on any.
+    """
+    first: dict[int, int] = {}
+    for rank, device in enumerate(devices):
+        if device.host is not None:
+            other = first.setdefault(device.host, rank)
+            if machines[other] != machines[rank]:
+                return (
+                    f"the package was planned with ranks {other} and {rank} on one host (host{device.host}), and MPI "
+                    f"started rank {other} on {hosts[other]} and rank {rank} on {hosts[rank]}: start "
+                    f"{sum(each.host == device.host for each in devices)} processes there, in the order of the ranks "
+                    "(mpirun -hosts node1:4,node2:4, for Open MPI --host), or name the devices as they are: -d "
+                    + "&".join(f"host{machine}/{each.local}" for machine, each in zip(machines, devices, strict=True))
+                )
+    return None
+
+
+def why_lacking(package: Path, manifest: Manifest | None, rank: int) -> str | None:
+    """Which file of a rank is missing on this host. Without a manifest it is that."""
+    names = [FILE_NAME] if manifest is None else [file.path for file in files_of(manifest, rank)]
+    lacking = next((name for name in names if not (package / name).exists()), None)
+    if lacking is None:
+        return None
+    return f"this host lacks {package / lacking}: copy the package's {FILE_NAME} and rank{rank} to {package} there"
+
+
+def find_contradiction(found: Sequence[Found]) -> str | None:
+    """Why ranks with these findings, in order, can't run together."""
+    users: dict[tuple[int, str], int] = {}
+    for rank, each in enumerate(found):
+        name, first = f"rank {rank} on {each.host}", found[0]
+        if each.library != first.library:
+            return f"{name} has {each.library}, and rank 0 on {first.host} {first.library}: install the same everywhere"
+        if each.gpu is None:
+            continue
+        if each.gpu.total_bytes < each.needed_bytes:
+            return (
+                f"{name} needs {format_bytes(each.needed_bytes)}, and its GPU ({each.gpu.name}) has "
+                f"{format_bytes(each.gpu.total_bytes)}: compile the model again for such GPUs"
+            )
+        if (other := users.setdefault((each.machine, each.gpu.bus), rank)) != rank:
+            return f"ranks {other} and {rank} on {each.host} have the same GPU ({each.gpu.bus}): each needs its own"
+    return None
