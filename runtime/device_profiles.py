@@ -24,6 +24,11 @@ class Link(Struct, frozen=True):
     def __str__(self) -> str:
         return f"{1e-9 / self.per_byte:.3g} GB/s, {format_seconds(self.latency)}"
 
+    @property
+    def option(self) -> str:
+        """As `parse_link` reads it."""
+        return f"{1e-9 / self.per_byte:.6g}GB/s,{1e6 * self.latency:.6g}us"
+
 
 def parse_link(text: str) -> Link:
     """A link from its bandwidth and its latency: `25GB/s,5us`. Raises MisuseError for any other text."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from splitc.runtime.devices import Device
 from splitc.runtime.manifest import State
+from splitc.runtime.mpi.world import World
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,13 @@ class Join:
     verify: str
     cuda_graphs: bool
     spin: float
+
+
+@dataclass(frozen=True)
+class Call:
+    """Asks a process to call a function with its World, while there is no session."""
+
+    function: Callable[[World], None]
 
 
 @dataclass(frozen=True)

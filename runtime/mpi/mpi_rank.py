@@ -21,7 +21,7 @@ from splitc.runtime.gpus import identify_gpu
 from splitc.runtime.manifest import Manifest
 from splitc.runtime.manifest_file import read_manifest, read_seal
 from splitc.runtime.mpi.host_checks import Found, find_contradiction, why_lacking
-from splitc.runtime.mpi.joining import Join, Leave, Left
+from splitc.runtime.mpi.joining import Call, Join, Leave, Left
 from splitc.runtime.mpi.meetings import Meetings
 from splitc.runtime.mpi.mpi_wire import MpiControl, MpiMail
 from splitc.runtime.mpi.own_device import own_device, own_threads
@@ -38,7 +38,9 @@ def serve(world: World) -> NoReturn:
     control = MpiControl(world.control)
     try:
         while not isinstance(message := control.receive(spins=False), Leave):
-            if isinstance(message, Join):  # others are of a session that this rank has left
+            if isinstance(message, Call):
+                message.function(world)
+            elif isinstance(message, Join):  # others are of a session that this rank has left
                 run_rank(world, message, MpiControl(world.control, message.spin))
                 control.send(Left())
         control.send(Left())

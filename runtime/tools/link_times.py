@@ -40,14 +40,14 @@ def measure_machine(devices: Sequence[Device]) -> Machine:
     """
     measured = {pair_name(*two): _measure_pair(two) for two in combinations(devices, 2)}
     return Machine(
-        {name: _fit([(each.bytes, each.copy) for each in found]) for name, found in measured.items()},
-        {name: _fit([(each.bytes, each.reduce) for each in found]) for name, found in measured.items()},
+        {name: fit([(each.bytes, each.copy) for each in found]) for name, found in measured.items()},
+        {name: fit([(each.bytes, each.reduce) for each in found]) for name, found in measured.items()},
         measured,
         measure_speeds(devices),
     )
 
 
-def _fit(points: Sequence[tuple[int, float]]) -> Link:
+def fit(points: Sequence[tuple[int, float]]) -> Link:
     """The line through the measured times with the least squares of relative errors, with no negative part."""
     sizes, seconds = (np.array(each, dtype=float) for each in zip(*points, strict=True))
     rows = np.stack([np.ones_like(sizes), sizes], axis=1) / seconds[:, None]
@@ -71,11 +71,11 @@ def _measure_waiting(backends: Sequence[Backend], ends: Sequence[Collectives], a
 
     def pause() -> None:
         start = time.perf_counter()
-        _be_busy()
+        be_busy()
         pauses.append(time.perf_counter() - start)
 
     # Round trips, each time to a rank that has been waiting: half of the time is one way.
-    there = _time_both(backends, lambda rank, value: _bounce(rank, ends[rank], value, pause), array)
+    there = _time_both(backends, lambda rank, value: bounce(rank, ends[rank], value, pause), array)
     on_the_way = median(max(SHORTEST, whole - pause) for whole, pause in zip(there, pauses[WARMUP:], strict=True))
     together = _time_both(backends, lambda rank, value: _sum(ends[rank], backends[rank], value), array)
     return MeasuredLink(array.nbytes, on_the_way / 2, median(together))
@@ -84,7 +84,7 @@ def _measure_waiting(backends: Sequence[Backend], ends: Sequence[Collectives], a
 def _measure_replayed(backends: Sequence[Any], ends: Sequence[Any], array: Any) -> MeasuredLink:
     """Measure GPUs with peer access to each other, as part of a replayed CUDA graph."""
     sums = _time_replayed(backends, ends, lambda rank, value: _sum(ends[rank], backends[rank], value), array)
-    there = _time_replayed(backends, ends, lambda rank, value: _bounce(rank, ends[rank], value), array)
+    there = _time_replayed(backends, ends, lambda rank, value: bounce(rank, ends[rank], value), array)
     return MeasuredLink(array.nbytes, there / 2, sums)
 
 
@@ -114,11 +114,12 @@ def _time_replayed(backends: Sequence[Any], ends: Sequence[Any], work: Callable[
 _WORK = bytes(1 << 19)
 
 
-def _be_busy() -> None:
+def be_busy() -> None:
+    """Do as an engine does, for a while."""
     hashlib.sha256(_WORK).digest()
 
 
-def _bounce(rank: int, end: Collectives, value: Any, pause: Callable[[], None] = lambda: None) -> Any:
+def bounce(rank: int, end: Collectives, value: Any, pause: Callable[[], None] = lambda: None) -> Any:
     """Rank 0 sends the value, and rank 1 sends it back after a `pause`."""
     if rank == 0:
         end.send(1, "x", value)
@@ -145,7 +146,7 @@ def _time_both(backends: Sequence[Backend], work: Callable[[int, Any], Any], arr
         value = backend.upload(array)
         for _ in range(WARMUP + RUNS):
             if rank == 0:
-                _be_busy()
+                be_busy()
                 starts.append(time.perf_counter())
             value = work(rank, value)
             backend.wait_all()

@@ -6,6 +6,7 @@ python -m tests.helpers.mpi_requests FOLDER PACKAGE...: FOLDER/feeds.npz has the
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +28,8 @@ def main(folder: str, *packages: str) -> None:
                 outputs, *others = [future.result() for future in futures]
                 assert all(np.array_equal(each[name], outputs[name]) for each in others for name in outputs)
                 tokens = list(session.generate(PROMPT, max_new_tokens=8))
-            np.savez(f"{folder}/{number}.npz", tokens=tokens, **outputs)
+            made: dict[str, Any] = {"tokens": tokens, **outputs}
+            np.savez(f"{folder}/{number}.npz", **made)
         except SplitcError as error:
             print(f"{number}: {error}", flush=True)
 

@@ -6,13 +6,16 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from splitc.runtime import Session
+from splitc.runtime.device_profiles import parse_link
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.gpus import GpuIdentity
+from splitc.runtime.machine import known_machine
 from splitc.runtime.mpi.host_checks import Found, find_contradiction, why_not_placed
 from tests.conftest import decoder_feeds
 from tests.helpers.mpi import MPIS, Mpi, TwoHosts, ended, kill_rank, why_no_hosts
@@ -41,7 +44,8 @@ with Session(sys.argv[1], threads=1) as session:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    np.savez(tmp_path / "feeds.npz", **decoder_feeds())
+    feeds: dict[str, Any] = dict(decoder_feeds())
+    np.savez(tmp_path / "feeds.npz", **feeds)
     return tmp_path
 
 
@@ -98,6 +102,17 @@ def test_commands_run_in_process_0_alone(decoder: Path) -> None:
     code, shown = ended(MPIS[0].start(2, script, "generate", compile_mode(decoder, "layer"), "--prompt-ids", "1,2"))
     assert code == 2
     assert shown.count("the package has 3 ranks, and MPI started 2 processes: use mpirun -n 3") == 1
+
+
+@two_hosts
+def test_link_between_hosts_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    script = Path(sys.executable).with_name("splitc")
+    code, shown = ended(MPIS[0].start(2, script, "devices", "--measure", hosts=TwoHosts(1)))
+    assert code == 0, shown
+    link = known_machine().interconnect
+    assert link is not None and 1e-6 < link.latency < 1 and link.per_byte > 0
+    assert parse_link(shown.rpartition("--interconnect ")[2].strip().rstrip(")")).latency == pytest.approx(link.latency)
 
 
 @each_mpi

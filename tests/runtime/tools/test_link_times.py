@@ -7,7 +7,7 @@ import pytest
 from splitc.runtime.device_profiles import CPU, Link
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
-from splitc.runtime.tools.link_times import _fit, measure_machine
+from splitc.runtime.tools.link_times import fit, measure_machine
 from tests.helpers.fake_gpus import FakeBackend
 
 
@@ -25,7 +25,7 @@ def test_links_are_measured() -> None:
 
 @pytest.mark.parametrize("link", [Link(1e-5, 1e-10), Link(3e-6, 0.0), Link(2e-4, 5e-9)])
 def test_line_is_found(link: Link) -> None:
-    found = _fit([(size, link.seconds(size)) for size in (1024, 65536, 1 << 20, 1 << 24)])
+    found = fit([(size, link.seconds(size)) for size in (1024, 65536, 1 << 20, 1 << 24)])
     assert found.latency == pytest.approx(link.latency, rel=1e-6)
     assert found.per_byte == pytest.approx(link.per_byte, rel=1e-6, abs=1e-18)
 

@@ -1,0 +1,105 @@
+"""Measure the link between two hosts: that of process 0, and the next one of those that MPI has started."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from splitc.runtime.collectives.channel_mail import Mail, all_gather
+from splitc.runtime.collectives.process_collectives import ProcessCollectives
+from splitc.runtime.device_profiles import Link
+from splitc.runtime.devices import Device
+from splitc.runtime.engines import Backend
+from splitc.runtime.engines.backends import make_backend
+from splitc.runtime.engines.kinds import ONNXRUNTIME
+from splitc.runtime.failures import Failure, attempt
+from splitc.runtime.gpus import count_gpus
+from splitc.runtime.mpi.joining import Call
+from splitc.runtime.mpi.mpi_wire import MpiMail
+from splitc.runtime.mpi.world import World
+from splitc.runtime.tools.link_times import MESSAGE_BYTES, RUNS, SHORTEST, WARMUP, be_busy, bounce, fit
+
+# No link has more than 10 TB/s, whatever the noise of measurements says.
+LEAST_PER_BYTE = 1e-13
+# The number of no session.
+_NONE = -1
+
+
+class _PairMail:
+    """The mail of two processes, as ranks 0 and 1."""
+
+    def __init__(self, mail: Mail, processes: Sequence[int]) -> None:
+        self._mail = mail
+        self._processes = processes
+
+    def tell(self, target: int, name: str | None, value: Any) -> None:
+        self._mail.tell(self._processes[target], name, value)
+
+    def hear(self, source: int) -> tuple[str | None, Any]:
+        return self._mail.hear(self._processes[source])
+
+
+def measure_hosts(world: World) -> Link | None:
+    """The time of a copy from a device of this host to one of another: GPUs if both have some. None for one host.
+
+    To be called in process 0. Raises the error of the other process too.
+    """
+    other = _other(world)
+    if other is None:
+        return None
+    world.control.send(other, (Call(_take_part), None))
+    link = fit(_measure(world, other, 0))
+    return Link(link.latency, max(link.per_byte, LEAST_PER_BYTE))
+
+
+def _take_part(world: World) -> None:
+    attempt(lambda: _measure(world, world.rank, 1))  # process 0 gets the error
+
+
+def _other(world: World) -> int | None:
+    """The first process on another host than process 0."""
+    return next((rank for rank, machine in enumerate(world.machines) if machine), None)
+
+
+def _measure(world: World, other: int, place: int) -> list[tuple[int, float]]:
+    """The seconds of a copy for each size, as seen by the process at place 0."""
+    mail = _PairMail(MpiMail(world.mail, _NONE), (0, other))
+    kinds = all_gather(mail, place, (0, 1), "cuda" if count_gpus() else "cpu")
+    device = Device("cuda" if kinds == ["cuda", "cuda"] else "cpu", 0)
+    backend = attempt(lambda: make_backend(ONNXRUNTIME, device, 1))
+    if isinstance(failure := all_gather(mail, place, (0, 1), _unless_failed(backend)), Failure):
+        raise failure.error
+    backend.attach()
+    end = ProcessCollectives(place, 2, mail, {}, backend)
+    end.connect()
+    return [(size, _one_way(place, end, backend, size)) for size in MESSAGE_BYTES]
+
+
+def _unless_failed(value: Any) -> Failure | None:
+    return value if isinstance(value, Failure) else None
+
+
+def _one_way(place: int, end: ProcessCollectives, backend: Backend, size: int) -> float:
+    """Half of the seconds of a round trip, less the pause that the other process makes to be as busy as an engine."""
+    value = backend.upload(np.zeros(size // 4, np.float32))
+    trips: list[float] = []
+    pauses: list[float] = []
+
+    def pause() -> None:
+        backend.wait_all()
+        start = time.perf_counter()
+        be_busy()
+        pauses.append(time.perf_counter() - start)
+
+    for _ in range(WARMUP + RUNS):
+        start = time.perf_counter()
+        value = bounce(place, end, value, pause)
+        backend.wait_all()
+        trips.append(time.perf_counter() - start)
+    paused: list[float] = end.all_gather((0, 1), pauses)[1]
+    there_and_back = [max(SHORTEST, trip - pause) for trip, pause in zip(trips, paused, strict=True)]
+    return median(there_and_back[WARMUP:]) / 2
