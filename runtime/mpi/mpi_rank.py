@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +38,8 @@ from splitc.runtime.verification import verify_files
 def serve(world: World) -> NoReturn:
     """Be a rank of all sessions that process 0 opens, until its program ends. Then this one ends too."""
     control = MpiControl(world.control)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # mpirun gives it to all, and process 0 ends the others
     try:
         while not isinstance(message := control.receive(spins=False), Leave):
             if isinstance(message, Call):

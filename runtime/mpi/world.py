@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.mpi.leftovers import remove_early
 from splitc.runtime.mpi.life import Life
 from splitc.runtime.mpi.post import Post
 from splitc.runtime.mpi.sending import Sending, sleep_after
@@ -82,6 +83,7 @@ def _connect() -> World | None:
     hosts, versions = zip(*base.allgather((mpi.Get_processor_name(), VERSION)), strict=True)
     firsts = base.allgather(base.Split_type(mpi.COMM_TYPE_SHARED).bcast(base.rank))
     machines = tuple(sorted(set(firsts)).index(first) for first in firsts)
+    remove_early()  # all have told their hosts, so they have come so far
     sending = Sending()
     posts = Post(control, sending), Post(mail, sending)
     return World(base.rank, base.size, hosts, versions, machines, base, *posts, sending, Life(life))
