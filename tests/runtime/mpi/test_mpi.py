@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -17,7 +18,7 @@ from splitc.runtime.devices import parse_devices
 from splitc.runtime.gpus import GpuIdentity
 from splitc.runtime.machine import known_machine
 from splitc.runtime.mpi.host_checks import Found, find_contradiction, why_not_placed
-from tests.conftest import decoder_feeds
+from tests.conftest import decoder_feeds, until
 from tests.helpers.mpi import MPIS, Mpi, TwoHosts, ended, kill_rank, why_no_hosts
 from tests.helpers.mpi_requests import PROMPT
 from tests.helpers.packages import compile_mode
@@ -112,9 +113,8 @@ def test_link_between_hosts_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert code == 0, shown
     link = known_machine().interconnect
     assert link is not None and 1e-6 < link.latency < 1 and link.per_byte > 0
-    assert parse_link(shown.rpartition("--interconnect ")[2].strip().rstrip(")")).latency == pytest.approx(
-        link.latency, rel=1e-3
-    )
+    shown_link = parse_link(shown.rpartition("--interconnect ")[2].strip().rstrip(")"))
+    assert shown_link.latency == pytest.approx(link.latency, rel=1e-3)
 
 
 @each_mpi
@@ -133,6 +133,19 @@ def test_process_that_is_killed_on_another_host_ends_all(decoder: Path, mpi: Mpi
     began = time.monotonic()
     code, _ = ended(process)
     assert code != 0 and time.monotonic() - began < 10
+
+
+@each_mpi
+def test_job_that_is_cancelled_ends_at_once_and_leaves_nothing(decoder: Path, mpi: Mpi) -> None:
+    before = set(Path("/dev/shm").iterdir())
+    process = mpi.start(2, sys.executable, "-c", ENDLESS, compile_mode(decoder, "tensor"), "")
+    assert process.stdout is not None and process.stdout.readline() == "runs\n"
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    code, _ = ended(process)
+    assert code != 0 and time.monotonic() - began < 5
+    # Jobs of other tests come and go.
+    until(lambda: not {each for each in Path("/dev/shm").iterdir() if "mpi" in each.name} - before)
 
 
 def test_ranks_of_a_planned_host_that_are_on_several_are_refused() -> None:
