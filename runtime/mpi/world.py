@@ -17,8 +17,8 @@ from splitc.runtime.version import VERSION
 
 # What mpirun, or Slurm's srun, sets for each process that it starts.
 NUMBERS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
-# And for how many they are, where it says so.
-COUNTS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
+# And for how many they are, where it says so. Slurm says it also where it starts processes without MPI.
+COUNTS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 @dataclass(frozen=True)
@@ -64,16 +64,24 @@ def find_world() -> World | None:
 
     Raises MisuseError if MPI started this process, and can't be used.
     """
-    return _connect() if any(name in os.environ for name in NUMBERS) else None
+    started = next((int(os.environ[name]) for name in COUNTS if name in os.environ), None)
+    if started == 1 or (started is None and not any(name in os.environ for name in NUMBERS)):
+        return None
+    return _connect(started)
 
 
 @cache
-def _connect() -> World | None:
-    if {os.environ[name] for name in COUNTS if name in os.environ} == {"1"}:
-        return None
+def _connect(started: int | None) -> World | None:
     mpi = _import()
     if mpi.COMM_WORLD.size == 1:
-        return None
+        if started is None:
+            return None
+        library = mpi.Get_library_version().split("\n")[0].strip("\0")
+        raise MisuseError(
+            f"{started} processes were started, and MPI ({' '.join(library.split())}) finds this one alone: start them by "
+            "the mpirun of the same MPI, or with Slurm by srun --mpi=pmi2 for MPICH, srun --mpi=pmix for Open MPI. Runs "
+            "that are independent of each other are started one by one"
+        )
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise MisuseError(
             "this MPI does not let several threads send and receive (MPI_THREAD_MULTIPLE), as splitc does: pip's "

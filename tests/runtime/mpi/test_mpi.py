@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,13 @@ def test_link_between_hosts_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert link is not None and 1e-6 < link.latency < 1 and link.per_byte > 0
     shown_link = parse_link(shown.rpartition("--interconnect ")[2].strip().rstrip(")"))
     assert shown_link.latency == pytest.approx(link.latency, rel=1e-3)
+
+
+@pytest.mark.skipif(len(MPIS) < 2, reason="needs two MPIs: make test installs them")
+def test_mpirun_of_another_mpi_is_refused() -> None:
+    library = replace(MPIS[0], environment=MPIS[1].environment)
+    code, shown = ended(library.start(2, Path(sys.executable).with_name("splitc"), "devices"))
+    assert code == 2 and "2 processes were started, and MPI (Open MPI" in shown and "finds this one alone" in shown
 
 
 @each_mpi
