@@ -76,11 +76,11 @@ def _connect(started: int | None) -> World | None:
     if mpi.COMM_WORLD.size == 1:
         if started is None:
             return None
-        library = mpi.Get_library_version().split("\n")[0].strip("\0")
+        library = " ".join(mpi.Get_library_version().split("\n")[0].strip("\0").split())
         raise MisuseError(
-            f"{started} processes were started, and MPI ({' '.join(library.split())}) finds this one alone: start them by "
-            "the mpirun of the same MPI, or with Slurm by srun --mpi=pmi2 for MPICH, srun --mpi=pmix for Open MPI. Runs "
-            "that are independent of each other are started one by one"
+            f"{started} processes were started, and MPI ({library}) finds this one alone: start them by the mpirun of "
+            "the same MPI, or with Slurm by srun --mpi=pmi2 for MPICH, srun --mpi=pmix for Open MPI. Runs that are "
+            "independent of each other are started one by one"
         )
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise MisuseError(
