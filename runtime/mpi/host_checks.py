@@ -40,7 +40,7 @@ def why_not_placed(devices: Sequence[Device], machines: Sequence[int], hosts: Se
                     f"started rank {other} on {hosts[other]} and rank {rank} on {hosts[rank]}: start "
                     f"{sum(each.host == device.host for each in devices)} processes there, in the order of the ranks "
                     "(mpirun -hosts node1:4,node2:4, for Open MPI --host), or name the devices as they are: -d "
-                    + "&".join(f"host{machine}/{each.local}" for machine, each in zip(machines, devices, strict=True))
+                    + ",".join(f"host{machine}/{each.local}" for machine, each in zip(machines, devices, strict=True))
                 )
     return None
 
