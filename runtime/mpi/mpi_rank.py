@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -104,10 +104,11 @@ def _prepare(world: World, join: Join) -> _Prepared:
         _check_files(package, manifest, rank)
         verify_files(package, files_of(manifest, rank), join.verify)
         device = own_device(world, join.devices)
-        check_built_here(package, manifest, [device])
+        seen = device if device.ordinal is None else replace(device, index=device.ordinal)
+        check_built_here(package, manifest, [seen])
         threads = join.threads or manifest.threads or own_threads(world, join.devices)
         backend = make_backend(manifest.engine, device, threads, manifest.build, join.cuda_graphs)
-        gpu = None if device.kind == "cpu" else identify_gpu(device.index if device.ordinal is None else device.ordinal)
+        gpu = None if device.kind == "cpu" else identify_gpu(seen.index)
     except SplitcError as error:
         raise PackageError(f"rank {rank} on {host}: {error}") from error
     library = f"{manifest.engine} {find_kind(manifest.engine).version}"
