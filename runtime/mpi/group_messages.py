@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from splitc.runtime.arrays import Array
-from splitc.runtime.mpi.sending import sleep_after
+from splitc.runtime.mpi.sending import Sent, sleep_after
 from splitc.runtime.mpi.world import World
 
 
@@ -18,12 +18,12 @@ class GroupMessages:
     def __init__(self, world: World, communicator: Any) -> None:
         self._world = world
         self._communicator = communicator
-        self._on_their_way: list[Any] = []
+        self._on_their_way: list[Sent] = []
 
     def send(self, peer: int, message: Array) -> None:
         request = self._communicator.Isend(message, peer)
-        self._on_their_way = [each for each in (*self._on_their_way, request) if not each.Test()]
-        self._world.sending.add(request.Test, message)
+        sent = self._world.sending.add(request.Test, message)
+        self._on_their_way = [each for each in (*self._on_their_way, sent) if not each.has_left]
 
     def receive(self, seconds: float) -> tuple[int, Array] | None:
         from mpi4py import MPI
@@ -46,7 +46,7 @@ class GroupMessages:
         while all_sent is None or not all_sent.Test():
             while self.receive(0.0) is not None:
                 pass
-            if all_sent is None and all(each.Test() for each in self._on_their_way):
+            if all_sent is None and all(each.has_left for each in self._on_their_way):
                 all_sent = self._communicator.Ibarrier()
             sleep_after(time.perf_counter() - begin)
         self._communicator.Free()

@@ -8,12 +8,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from splitc.runtime.mpi.abort import abort_all
 from splitc.runtime.mpi.sending import sleep_after
 
 # Seconds between two signs of life.
 BEAT = 0.5
 # Seconds of silence after which a rank ends all processes: it has lost the session.
-PATIENCE = 10.0
+PATIENCE = 9.0
 
 
 class Life(threading.Thread):
@@ -37,7 +38,7 @@ class Life(threading.Thread):
             if self._rank and self.silent(0) > PATIENCE:
                 message = f"error: the session's process (0) gave no sign of life to rank {self._rank} for"
                 print(f"{message} {self.silent(0):.0f} s", file=sys.stderr, flush=True)
-                self._communicator.Abort(1)
+                abort_all()
 
     def _listen(self) -> None:
         for other in self._others:

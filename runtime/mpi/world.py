@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.mpi.abort import abort_all
 from splitc.runtime.mpi.leftovers import remove_early
 from splitc.runtime.mpi.life import Life
 from splitc.runtime.mpi.post import Post
@@ -56,7 +57,7 @@ class World:
 
     def abort(self) -> None:
         """End all processes at once."""
-        self.communicator.Abort(1)
+        abort_all()
 
 
 def find_world() -> World | None:

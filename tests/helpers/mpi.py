@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -75,8 +74,8 @@ def ended(process: subprocess.Popen[str], seconds: float = 60.0) -> tuple[int, s
     return process.returncode, out + err
 
 
-def kill_rank(mpi: Mpi, rank: int, command: str) -> None:
-    """Kill the process of this rank, whose command line has this text."""
+def signal_rank(mpi: Mpi, rank: int, command: str, number: int) -> None:
+    """Send a signal to the process of this rank, whose command line has this text."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             variables = (folder / "environ").read_bytes().split(b"\0")
@@ -84,12 +83,13 @@ def kill_rank(mpi: Mpi, rank: int, command: str) -> None:
         except OSError:
             continue
         if f"{mpi.rank_variable}={rank}".encode() in variables and command.encode() in shown:
-            os.kill(int(folder.name), signal.SIGKILL)
+            os.kill(int(folder.name), number)
             return
     raise AssertionError("there is no such process")
 
 
-# The hosts have networks, names, /dev/shm and /run of their own, and end with the command.
+# The hosts have networks, names, /dev/shm, /run and TMPDIR of their own, and end with the command. Open MPI names files
+# in TMPDIR by numbers of processes, which are as in other tests at the same time.
 _SHARED_WITH_NOBODY = ("map-root-user", "net", "uts", "mount", "pid", "fork", "mount-proc", "kill-child")
 _TWO_HOSTS = """
 set -e
@@ -97,6 +97,8 @@ mount -t tmpfs tmpfs /run
 printf '127.0.0.1 localhost\\n10.77.0.1 node0\\n10.77.0.2 node1\\n' > /run/hosts
 mount --bind /run/hosts /etc/hosts
 mkfifo /run/ready
+mkdir /run/tmp
+export TMPDIR=/run/tmp
 cat > /run/mounts <<END
 {on_node1}
 END

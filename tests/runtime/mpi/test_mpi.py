@@ -20,7 +20,7 @@ from splitc.runtime.gpus import GpuIdentity
 from splitc.runtime.machine import known_machine
 from splitc.runtime.mpi.host_checks import Found, find_contradiction, why_not_placed
 from tests.conftest import decoder_feeds, until
-from tests.helpers.mpi import MPIS, Mpi, TwoHosts, ended, kill_rank, why_no_hosts
+from tests.helpers.mpi import MPIS, Mpi, TwoHosts, ended, signal_rank, why_no_hosts
 from tests.helpers.mpi_requests import PROMPT
 from tests.helpers.packages import compile_mode
 
@@ -133,14 +133,19 @@ def test_error_of_the_program_ends_all_processes(decoder: Path, mpi: Mpi) -> Non
 
 
 @two_hosts
-@each_mpi
-def test_process_that_is_killed_on_another_host_ends_all(decoder: Path, mpi: Mpi) -> None:
+@pytest.mark.parametrize(
+    ("mpi", "number"),
+    [*((mpi, signal.SIGKILL) for mpi in MPIS), (MPIS[0], signal.SIGSTOP)],
+    ids=lambda each: getattr(each, "name", each),
+)
+def test_process_that_dies_or_hangs_on_another_host_ends_all(decoder: Path, mpi: Mpi, number: int) -> None:
     process = mpi.start(2, sys.executable, "-c", ENDLESS, compile_mode(decoder, "tensor"), "", hosts=TwoHosts(1))
     assert process.stdout is not None and process.stdout.readline() == "runs\n"
-    kill_rank(mpi, 1, ENDLESS)
+    signal_rank(mpi, 1, ENDLESS, number)
     began = time.monotonic()
-    code, _ = ended(process)
+    code, shown = ended(process)
     assert code != 0 and time.monotonic() - began < 10
+    assert number == signal.SIGKILL or "rank 1 (cpu1 on node1) hangs" in shown
 
 
 @each_mpi
