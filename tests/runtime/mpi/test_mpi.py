@@ -30,6 +30,9 @@ each_mpi = pytest.mark.parametrize("mpi", MPIS, ids=lambda mpi: mpi.name)
 two_hosts = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 REQUESTS = (sys.executable, "-m", "tests.helpers.mpi_requests")
 
+# What ranks exchange is then too much for MPI to send at once.
+SIZE = {"batch": 4, "new": 256}
+
 # Runs requests until it is ended, or raises an error of its own.
 ENDLESS = """
 import sys
@@ -46,7 +49,7 @@ with Session(sys.argv[1], threads=1) as session:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    feeds: dict[str, Any] = dict(decoder_feeds())
+    feeds: dict[str, Any] = dict(decoder_feeds(**SIZE))
     np.savez(tmp_path / "feeds.npz", **feeds)
     return tmp_path
 
@@ -54,7 +57,7 @@ def folder(tmp_path: Path) -> Path:
 def check(package: Path, written: Path) -> None:
     """What a package gave is what threads give, bit for bit."""
     with Session(package, threads=1, ranks="threads") as session:
-        expected = session.run(decoder_feeds())
+        expected = session.run(decoder_feeds(**SIZE))
         tokens = list(session.generate(PROMPT, max_new_tokens=8))
     with np.load(written) as found:
         assert found["tokens"].tolist() == tokens
