@@ -20,6 +20,8 @@ from splitc.runtime.version import VERSION
 NUMBERS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 # And for how many they are, where it says so. Slurm says it also where it starts processes without MPI.
 COUNTS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+# Bytes that Open MPI sends over TCP without asking first.
+EAGER = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,9 @@ def _connect(started: int | None) -> World | None:
 
 def _import() -> Any:
     """mpi4py's module, which connects with the other processes. Raises MisuseError if it, or its MPI, is missing."""
+    # Open MPI has stalled where three processes on two hosts sent larger messages than this, which it announces before
+    # it sends them. Its default is 64 KiB.
+    os.environ.setdefault("OMPI_MCA_btl_tcp_eager_limit", str(EAGER))
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, and there is no MPI
