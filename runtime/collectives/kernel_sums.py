@@ -149,6 +149,12 @@ class KernelSums:
             for group in self._groups:
                 group.places[rank] = place
 
+    def close(self) -> None:
+        """Close the other ranks' memory, which may only be freed afterwards."""
+        for rank, place in enumerate(self._groups[0].places[: self._groups[0].ranks]):
+            if rank != self._groups[0].rank and place:
+                self._gpu.cuda.runtime.ipcCloseMemHandle(place)
+
     def test(self) -> None:
         """Sum numbers with all ranks, who must call this at the same time. Raises EngineError for a wrong result."""
         self._set_patience(TEST_PATIENCE)

@@ -132,6 +132,11 @@ class NcclCommunicator:
         """Abort its work, and release it."""
         self._communicator.abort()
 
+    def close(self) -> None:
+        """Close what it has opened of other GPUs."""
+        if self.kernels is not None:
+            self.kernels.close()
+
 
 class NcclCommunicators:
     """The communicators of one rank. `all_gather` is the method of its collectives."""
@@ -183,6 +188,20 @@ class NcclCommunicators:
     def find(self, group: Sequence[int]) -> NcclCommunicator | None:
         """A communicator that was made for the group; None if there is none."""
         return next((made for ranks, made in self._made if ranks == tuple(group)), None)
+
+    def close(self) -> None:
+        """Release the communicators in a process that goes on. All ranks must call this at the same time.
+
+        No memory is freed that another rank still writes to. NCCL would wait for the others too, whenever Python drops
+        a communicator.
+        """
+        for group, made in self._made:
+            self._all_gather(group, None)
+            made.close()
+            self._all_gather(group, None)
+        self.abort()
+        if self._pool is not None:
+            self._pool.shutdown()
 
     def abort(self) -> None:
         """Abort the communicators' work, and release them."""

@@ -61,7 +61,11 @@ class ProcessCollectives:
         return made
 
     def close(self) -> None:
-        pass  # the process ends, and all it has with it
+        pass  # as a rule the process ends, and all it has with it
+
+    def release(self) -> None:
+        """Release what connects the GPUs, in a process that goes on. All ranks must call this at the same time."""
+        self._communicators.close()
 
     def abort(self, error: BaseException) -> None:
         pass  # the session ends all processes

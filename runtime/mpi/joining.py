@@ -37,6 +37,11 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Stop:
+    """A session ends at once: some ranks may not be able to take part in anything any more."""
+
+
+@dataclass(frozen=True)
 class Leave:
     """The program in process 0 ends: so does the one that gets this."""
 

@@ -79,7 +79,9 @@ def run_rank(world: World, join: Join, control: MpiControl) -> None:
         join.cuda_graphs,
     ).worker
     worker.run()
-    if (error := worker.ready.exception()) is not None:
+    if control.closed:
+        collectives.release()
+    elif (error := worker.ready.exception()) is not None:
         tell_all(mail, world.rank, range(world.size), Failure(error))  # who wait for this rank, to connect
     meetings.close()
 

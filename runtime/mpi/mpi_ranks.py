@@ -12,7 +12,7 @@ from splitc.runtime.errors import EngineError, MisuseError, PackageError
 from splitc.runtime.manifest import Manifest, State
 from splitc.runtime.manifest_file import read_seal
 from splitc.runtime.mpi.host_checks import why_not_placed
-from splitc.runtime.mpi.joining import Join, Left
+from splitc.runtime.mpi.joining import Join, Left, Stop
 from splitc.runtime.mpi.mpi_rank import run_rank
 from splitc.runtime.mpi.mpi_wire import MpiWire, OwnControl
 from splitc.runtime.mpi.world import World
@@ -30,6 +30,8 @@ class MpiRanks(RemoteRanks):
     Raises PackageError if a rank can't load its engines or hosts have other versions, MisuseError if there are more or
     fewer processes than ranks, or not where they were planned.
     """
+
+    _wire: MpiWire
 
     def __init__(
         self,
@@ -53,7 +55,7 @@ class MpiRanks(RemoteRanks):
         if world.broken.is_set():
             raise EngineError("an earlier session of this program broke, so its ranks can't be used again: start anew")
         self._world = world
-        spins = has_spare_cores(devices)
+        spin = SPIN if has_spare_cores(devices) else 0.0
         join = Join(
             number=next(_NUMBERS),
             package=package,
@@ -63,14 +65,15 @@ class MpiRanks(RemoteRanks):
             threads=threads,
             verify=verify,
             cuda_graphs=cuda_graphs,
-            spin=SPIN if spins else 0.0,
+            spin=spin,
         )
         for rank in range(1, world.size):
             world.control.send(rank, (join, None))
         own = OwnControl()
         threading.Thread(target=self._run_own, args=(join, own), name="splitc rank 0", daemon=True).start()
-        self._wire = MpiWire(world.control, world.size, own)
-        self._reader = Reader(self._wire, self, spins)
+        self._wire = MpiWire(world.control, world.size, own, spin)
+        # It does not look without a pause, which would keep Python's lock from rank 0's thread.
+        self._reader = Reader(self._wire, self, spins=False)
         self._wait_loaded()
 
     def _run_own(self, join: Join, own: OwnControl) -> None:
@@ -97,7 +100,7 @@ class MpiRanks(RemoteRanks):
     def stop(self) -> None:
         """Ask all ranks to leave the session. They can't be ended one by one."""
         self._stopped = True
-        self._wire.send(None)
+        self._wire.send(Stop())
 
     def join(self, patience: float) -> bool:
         self._reader.join(0.0 if self._world.broken.is_set() else patience)

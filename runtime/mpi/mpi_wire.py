@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
 
 from splitc.runtime.arrays import Array
 from splitc.runtime.engines import Backend, Room
-from splitc.runtime.mpi.joining import Left
+from splitc.runtime.mpi.joining import Left, Stop
 from splitc.runtime.mpi.post import Post
 from splitc.runtime.mpi.sending import sleep_after
 from splitc.runtime.processes.messages import Answer, Message, Order
@@ -20,24 +20,33 @@ from splitc.runtime.shared_memory import Sent
 
 # A message, and the arrays that it comes with.
 Parcel = tuple[Any, Any]
+# Seconds between two looks at what others have sent while rank 0 works.
+LOOK = 1e-3
 
 
 class MpiWire:
-    """The session's end, in process 0, which is also rank 0's: `own` is that one's control."""
+    """The session's end, in process 0, which is also rank 0's: `own` is that one's control.
 
-    def __init__(self, post: Post, ranks: int, own: OwnControl) -> None:
+    When rank 0 has answered, it looks for what others send without a pause for `spin` seconds.
+    """
+
+    def __init__(self, post: Post, ranks: int, own: OwnControl, spin: float) -> None:
         self._post = post
         self._alive = list(range(ranks))
         self._own = own
+        self._spin = spin
+        # Requests that rank 0 has not answered.
+        self._own_due = 0
         self._outputs: dict[int, Mapping[str, Array]] = {}
 
     def order(self, order: Order, feeds: Arrays, initial: Arrays) -> None:
+        self._own_due += 1
         self._send(order, (dict(feeds), dict(initial)))
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message | Stop) -> None:
         self._send(message, None)
 
-    def _send(self, message: Message, arrays: Any) -> None:
+    def _send(self, message: Message | Stop, arrays: Any) -> None:
         for rank in self._alive[1:]:
             self._post.send(rank, (message, arrays))
         self._own.inbox.put((message, arrays))
@@ -50,14 +59,21 @@ class MpiWire:
 
     def take(self, seconds: float) -> list[tuple[int, Any]]:
         begin = time.perf_counter()
-        while not (ready := self.is_ready()) and (waited := time.perf_counter() - begin) < seconds:
-            sleep_after(waited)
-        if not ready:
-            return []
-        if not self._own.outbox.empty():
-            return [self._opened(0, self._own.outbox.get())]
-        arrived = self._post.receive(seconds=seconds)
-        return [] if arrived is None else [self._opened(*arrived)]
+        while (waited := time.perf_counter() - begin) <= seconds:
+            if (parcel := self._take_own()) is not None:
+                return [self._opened(0, parcel)]
+            if self._post.is_ready() and (arrived := self._post.receive(seconds=0.0)) is not None:
+                return [self._opened(*arrived)]
+            if not self._own_due and waited >= self._spin:
+                sleep_after(waited)
+        return []
+
+    def _take_own(self) -> Parcel | None:
+        """What rank 0 has sent. Its thread needs Python's lock, so while it works it is waited for without that."""
+        try:
+            return self._own.outbox.get(timeout=LOOK) if self._own_due else self._own.outbox.get_nowait()
+        except Empty:
+            return None
 
     def _opened(self, rank: int, parcel: Parcel) -> tuple[int, Any]:
         message, arrays = parcel
@@ -65,6 +81,7 @@ class MpiWire:
             self._alive.remove(rank)
             return rank, LOST
         if isinstance(message, Answer):
+            self._own_due -= rank == 0
             self._outputs[rank] = arrays
         return rank, message
 
@@ -80,12 +97,19 @@ class MpiControl:
         self._post = post
         self._spin = spin
         self._arrays: Any = None
+        # Whether the session was closed, after all requests, by all ranks.
+        self.closed = False
 
     def receive(self, spins: bool) -> Message:
+        message, self._arrays = self._receive(spins)
+        self.closed = message is None
+        return message  # type: ignore[no-any-return]
+
+    def _receive(self, spins: bool) -> Parcel:
         arrived = self._post.receive(0, spin=self._spin if spins else 0.0)
         assert arrived is not None
-        message, self._arrays = arrived[1]
-        return message  # type: ignore[no-any-return]
+        parcel: Parcel = arrived[1]
+        return parcel
 
     def arrays(self, order: Order) -> tuple[dict[str, Array], dict[str, Array]]:
         feeds, initial = self._arrays
@@ -105,12 +129,12 @@ class OwnControl(MpiControl):
     """The end of rank 0, which runs on a thread of the session's process."""
 
     def __init__(self) -> None:
+        self.closed = False
         self.inbox: SimpleQueue[Parcel] = SimpleQueue()
         self.outbox: SimpleQueue[Parcel] = SimpleQueue()
 
-    def receive(self, spins: bool) -> Message:
-        message, self._arrays = self.inbox.get()
-        return message  # type: ignore[no-any-return]
+    def _receive(self, spins: bool) -> Parcel:
+        return self.inbox.get()
 
     def send(self, message: Message | Left) -> None:
         self.outbox.put((message, None))

@@ -17,6 +17,8 @@ from tests.helpers.fake_cupy import STREAMS
 TYPES = [np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64, np.float16, np.float32, np.float64]
 
 available = True
+# This process's communicators that were not released.
+connected: set[NcclCommunicator] = set()
 
 
 def get_unique_id() -> str:
@@ -44,6 +46,7 @@ class NcclCommunicator:
             self._ends[other] = Client(f"{unique}/{other}", "AF_UNIX")
             self._ends[other].send(rank)
         accepting.join()
+        connected.add(self)
 
     def _accept(self, listener: Listener, count: int) -> None:
         for _ in range(count):
@@ -70,6 +73,11 @@ class NcclCommunicator:
             view(pointer, count, kind)[:] = np.frombuffer(self._ends[source].recv_bytes(), TYPES[kind])
 
         self._enqueue(work, stream)
+
+    def abort(self) -> None:
+        connected.discard(self)
+        for end in self._ends.values():
+            end.close()
 
     def _enqueue(self, work: Callable[[], None], stream: int) -> None:
         STREAMS[stream].put(work)

@@ -20,7 +20,9 @@ from splitc.runtime.gpus import GpuIdentity
 from splitc.runtime.machine import known_machine
 from splitc.runtime.mpi.host_checks import Found, find_contradiction, why_not_placed
 from tests.conftest import decoder_feeds, until
+from tests.helpers import fake_gpus
 from tests.helpers.mpi import MPIS, Mpi, TwoHosts, ended, signal_rank, why_no_hosts
+from tests.helpers.mpi_fake_gpus import SESSIONS
 from tests.helpers.mpi_requests import PROMPT
 from tests.helpers.packages import compile_mode
 
@@ -63,6 +65,21 @@ def check(package: Path, written: Path) -> None:
         assert found["tokens"].tolist() == tokens
         for name, array in expected.items():
             np.testing.assert_array_equal(found[name], array)
+
+
+@pytest.mark.parametrize("mode", ["layer", "tensor"])
+def test_sessions_on_gpus_release_what_connects_them(decoder: Path, tmp_path: Path, mode: str) -> None:
+    """Their processes go on: NCCL, and memory that others have opened, would stay, or be freed at any time."""
+    package = fake_gpus.package(decoder, mode, 2)
+    program = (sys.executable, "-m", "tests.helpers.mpi_fake_gpus")
+    code, shown = ended(MPIS[0].start(2, *program, package, tmp_path / "outputs.npz"))
+    assert code == 0, shown
+    assert [line for line in shown.splitlines() if line.startswith("session")] == [
+        f"session {number} ended with 0 communicators" for number in range(SESSIONS)
+    ]
+    with Session(package, devices=["2xcpu"]) as session, np.load(tmp_path / "outputs.npz") as found:
+        for name, array in session.run(decoder_feeds()).items():
+            np.testing.assert_allclose(found[name], array, rtol=1e-4, atol=1e-5)
 
 
 @each_mpi
