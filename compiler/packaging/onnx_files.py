@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.packaging.package_writer import PackageWriter
+from splitc.compiler.packaging.package_writer import HashedFile, PackageWriter
 
 # The most bytes of a weight that stays in the ONNX file, where constant folding and shape inference see it.
 SMALL = 1024
+# The bytes of a tensor that are written at a time.
+PIECE = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -91,8 +94,19 @@ def write_weights(
             for tensor in inside.values():
                 progress(tensor.nbytes)
                 placed[id(tensor)] = tensor, _at(tensor, path, file.size, tensor.nbytes)
-                cast(Any, tensor).tofile(file)  # not in the protocol, but in every class since onnx_ir 1.1
+                _write(tensor, file)
     return WrittenWeights(placed, tuple(copies))
+
+
+def _write(tensor: ir.TensorProtocol, file: HashedFile) -> None:
+    """Append a tensor's bytes. Of one that is cut out of another, a piece at a time is in memory."""
+    if not isinstance(tensor, ir.LazyTensor) or tensor.dtype.bitwidth < 8:
+        cast(Any, tensor).tofile(file)  # not in the protocol, but in every class since onnx_ir 1.1
+        return
+    array = np.atleast_1d(tensor.numpy())
+    rows = max(1, PIECE * len(array) // max(1, array.nbytes))
+    for first in range(0, len(array), rows):
+        file.write(np.ascontiguousarray(array[first : first + rows]).view(np.uint8).data)
 
 
 def _tensors(graphs: Iterable[ir.Graph]) -> list[ir.TensorProtocol]:

@@ -32,7 +32,7 @@ class HashedFile:
         self._under_way: deque[Future[object]] = deque()
         self.size = 0
 
-    def write(self, content: bytes) -> int:
+    def write(self, content: bytes | memoryview) -> int:
         """Append the content, which must not change afterwards: its hash may be taken later."""
         view = memoryview(content).cast("B")
         self._under_way.append(self._pool.submit(self._digest.update, view))

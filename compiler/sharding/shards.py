@@ -153,7 +153,7 @@ class Shards:
                 index: list[Any] = [slice(None)] * array.ndim
                 index[number] = place
                 array = array[tuple(index)]
-            return ir.Tensor(np.ascontiguousarray(array), tensor.dtype, name=name)
+            return ir.Tensor(array, tensor.dtype, name=name)
 
         return ir.LazyTensor(read, tensor.dtype, ir.Shape(sizes), name=name)
 
