@@ -37,6 +37,11 @@ class Call:
 
 
 @dataclass(frozen=True)
+class AllLoaded:
+    """All ranks of a session have loaded their engines, and are connected."""
+
+
+@dataclass(frozen=True)
 class Stop:
     """A session ends at once: some ranks may not be able to take part in anything any more."""
 

@@ -12,7 +12,7 @@ from splitc.runtime.errors import EngineError, MisuseError, PackageError
 from splitc.runtime.manifest import Manifest, State
 from splitc.runtime.manifest_file import read_seal
 from splitc.runtime.mpi.host_checks import why_not_placed
-from splitc.runtime.mpi.joining import Join, Left, Stop
+from splitc.runtime.mpi.joining import AllLoaded, Join, Left, Stop
 from splitc.runtime.mpi.mpi_rank import run_rank
 from splitc.runtime.mpi.mpi_wire import MpiWire, OwnControl
 from splitc.runtime.mpi.world import World
@@ -75,6 +75,7 @@ class MpiRanks(RemoteRanks):
         # It does not look without a pause, which would keep Python's lock from rank 0's thread.
         self._reader = Reader(self._wire, self, spins=False)
         self._wait_loaded()
+        self._wire.send(AllLoaded())
 
     def _run_own(self, join: Join, own: OwnControl) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from queue import Empty, SimpleQueue
@@ -11,10 +12,11 @@ import numpy as np
 
 from splitc.runtime.arrays import Array
 from splitc.runtime.engines import Backend, Room
-from splitc.runtime.mpi.joining import Left, Stop
+from splitc.runtime.mpi.joining import AllLoaded, Left, Stop
 from splitc.runtime.mpi.post import Post
 from splitc.runtime.mpi.sending import sleep_after
 from splitc.runtime.processes.messages import Answer, Message, Order
+from splitc.runtime.processes.nccl_files import find_nccl_files, remove_nccl_files
 from splitc.runtime.processes.wire import LOST, Arrays
 from splitc.runtime.shared_memory import Sent
 
@@ -43,10 +45,10 @@ class MpiWire:
         self._own_due += 1
         self._send(order, (dict(feeds), dict(initial)))
 
-    def send(self, message: Message | Stop) -> None:
+    def send(self, message: Message | AllLoaded | Stop) -> None:
         self._send(message, None)
 
-    def _send(self, message: Message | Stop, arrays: Any) -> None:
+    def _send(self, message: Message | AllLoaded | Stop, arrays: Any) -> None:
         for rank in self._alive[1:]:
             self._post.send(rank, (message, arrays))
         self._own.inbox.put((message, arrays))
@@ -102,6 +104,10 @@ class MpiControl:
 
     def receive(self, spins: bool) -> Message:
         message, self._arrays = self._receive(spins)
+        if isinstance(message, AllLoaded):
+            # NCCL's shared memory needs its names no more, and would leave them behind if the job was killed.
+            remove_nccl_files(find_nccl_files(os.getpid()))
+            return self.receive(spins)
         self.closed = message is None
         return message  # type: ignore[no-any-return]
 

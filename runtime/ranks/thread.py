@@ -38,6 +38,9 @@ class Replays(Protocol):
     def forget(self, worker: Worker, sequence: int) -> None:
         """The sequence has ended, and its states are about to be freed."""
 
+    def clear(self) -> None:
+        """Drop all recordings. NCCL's communicators can't be released before those with their work."""
+
 
 class Worker(threading.Thread):
     """The thread of one rank of a session. `states` are those that stay on the ranks.
@@ -98,6 +101,8 @@ class Worker(threading.Thread):
         except BaseException as error:  # a thread has no caller: the session must know that it is gone
             self._broken(error)
         finally:
+            if self._replays is not None:
+                self._replays.clear()
             # Free memory here rather than in the garbage collector, since this thread is on the right device.
             self.sequences.clear()
             if self._finisher is not None:

@@ -43,6 +43,10 @@ class LedReplays(RankReplays):
     def forget(self, worker: Worker, sequence: int) -> None:
         """See Replays. A rank that is led has no states."""
 
+    def clear(self) -> None:
+        """See Replays."""
+        self._numbered.clear()
+
 
 def make_replays(manifest: Manifest, number: int, everyone: Sequence[int]) -> RankReplays:
     """The recordings of a rank: see RankReplays."""

@@ -169,6 +169,10 @@ class RankReplays:
         states = worker.sequences.get(sequence, STATELESS)
         self._kept.forget(id(states), states)
 
+    def clear(self) -> None:
+        """See Replays."""
+        self._kept.clear()
+
 
 def _capture(worker: Worker, gpu: GpuDevice, request: InFlightRequest, tape: Tape) -> tuple[Any, dict[str, GpuArray]]:
     """The graph of the rank's work for the request, and the outputs, which it leaves on the GPU."""

@@ -45,6 +45,7 @@ class Stream:
             task = self._tasks.get()
             time.sleep(SLOWNESS)
             task()
+            del task  # which may be all that a graph lives by
             self.done += 1
 
     def __enter__(self) -> Stream:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import ctypes
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.helpers.fake_cupy import STREAMS
+from tests.helpers.fake_cupy import STREAMS, Graph
 
 TYPES = [np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64, np.float16, np.float32, np.float64]
 
@@ -36,17 +37,22 @@ class NcclCommunicator:
 
     def __init__(self, ranks: int, unique: str, rank: int) -> None:
         self.comm, self._rank, self._ranks = 1, rank, ranks
+        # Those with its work in them.
+        self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         self._ends: dict[int, Connection] = {}
         listener = Listener(f"{unique}/{rank}", "AF_UNIX")
         accepting = threading.Thread(target=self._accept, args=(listener, ranks - 1 - rank))
         accepting.start()
         for other in range(rank):
-            while not Path(f"{unique}/{other}").exists():
-                pass
-            self._ends[other] = Client(f"{unique}/{other}", "AF_UNIX")
+            self._ends[other] = self._call(f"{unique}/{other}")
             self._ends[other].send(rank)
         accepting.join()
         connected.add(self)
+
+    def _call(self, address: str) -> Connection:
+        while True:
+            with suppress(FileNotFoundError, ConnectionRefusedError):  # it does not listen yet
+                return Client(address, "AF_UNIX")
 
     def _accept(self, listener: Listener, count: int) -> None:
         for _ in range(count):
@@ -75,9 +81,13 @@ class NcclCommunicator:
         self._enqueue(work, stream)
 
     def abort(self) -> None:
+        if self._graphs:
+            raise RuntimeError("NCCL waits until there are no graphs any more with work of this communicator")
         connected.discard(self)
         for end in self._ends.values():
             end.close()
 
     def _enqueue(self, work: Callable[[], None], stream: int) -> None:
+        if (graph := STREAMS[stream].graph) is not None:
+            self._graphs.add(graph)
         STREAMS[stream].put(work)

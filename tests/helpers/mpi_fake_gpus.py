@@ -5,7 +5,12 @@ mpirun -n 2 python -m tests.helpers.mpi_fake_gpus PACKAGE OUTPUTS
 
 from __future__ import annotations
 
+import mmap
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,10 +23,24 @@ from tests.helpers import fake_nccl
 from tests.helpers.fake_gpus import install_cupy, make_backend
 
 SESSIONS, RUNS = 3, 6
+# As NCCL names its files in shared memory, for this job.
+NAME = f"nccl-test-{os.getppid()}"
+
+
+@contextmanager
+def shared() -> Iterator[Path]:
+    """A file as NCCL's, in this process's memory."""
+    path = Path(f"/dev/shm/{NAME}-{os.getpid()}")
+    path.write_bytes(bytes(mmap.PAGESIZE))
+    try:
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), 0):
+            yield path
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def main(package: str, written: str) -> None:
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, shared() as file:
         install_cupy(patch)
         patch.setattr("splitc.runtime.mpi.mpi_rank.make_backend", make_backend)
         patch.setattr("splitc.runtime.mpi.mpi_rank.identify_gpu", lambda gpu: GpuIdentity(str(gpu), "fake", 1 << 40))
@@ -30,7 +49,8 @@ def main(package: str, written: str) -> None:
             with Session(package, devices=["2xcuda"]) as session:
                 for _ in range(RUNS):
                     outputs: dict[str, Any] = session.run(decoder_feeds())
-            print(f"session {number} ended with {len(fake_nccl.connected)} communicators", flush=True)
+                left = [path.name for path in file.parent.glob(f"{NAME}-*")]
+            print(f"session {number} ended with {len(fake_nccl.connected)} communicators and files {left}", flush=True)
         np.savez(written, **outputs)
 
 

@@ -75,7 +75,7 @@ def test_sessions_on_gpus_release_what_connects_them(decoder: Path, tmp_path: Pa
     code, shown = ended(MPIS[0].start(2, *program, package, tmp_path / "outputs.npz"))
     assert code == 0, shown
     assert [line for line in shown.splitlines() if line.startswith("session")] == [
-        f"session {number} ended with 0 communicators" for number in range(SESSIONS)
+        f"session {number} ended with 0 communicators and files []" for number in range(SESSIONS)
     ]
     with Session(package, devices=["2xcpu"]) as session, np.load(tmp_path / "outputs.npz") as found:
         for name, array in session.run(decoder_feeds()).items():
