@@ -60,14 +60,15 @@ class MpiWire:
         return not self._own.outbox.empty() or self._post.is_ready()
 
     def take(self, seconds: float) -> list[tuple[int, Any]]:
-        begin = time.perf_counter()
-        while (waited := time.perf_counter() - begin) <= seconds:
+        begin, waited = time.perf_counter(), 0.0
+        while waited <= seconds:
             if (parcel := self._take_own()) is not None:
                 return [self._opened(0, parcel)]
             if self._post.is_ready() and (arrived := self._post.receive(seconds=0.0)) is not None:
                 return [self._opened(*arrived)]
             if not self._own_due and waited >= self._spin:
                 sleep_after(waited)
+            waited = time.perf_counter() - begin
         return []
 
     def _take_own(self) -> Parcel | None:
