@@ -22,8 +22,8 @@ from splitc.runtime.shared_memory import Sent
 
 # A message, and the arrays that it comes with.
 Parcel = tuple[Any, Any]
-# Seconds between two looks at what others have sent while rank 0 works.
-LOOK = 1e-3
+# Seconds between two looks at what others have sent while rank 0 works, whose thread needs Python's lock.
+LOOK = 1e-2
 
 
 class MpiWire:
