@@ -15,7 +15,7 @@ MESSAGE, LARGE = 0, 1
 class Post:
     """A communicator's messages, which arrive in the order of sending. Any thread may send, one at a time receives.
 
-    A small one is one message of MPI's. An empty one announces one with large arrays (of MPI4PY_PICKLE_THRESHOLD bytes),
+    A small one is one message of MPI's. An empty one announces one with large arrays, of MPI4PY_PICKLE_THRESHOLD bytes,
     each of which is sent on its own, from where it is.
     """
 
