@@ -17,7 +17,7 @@ from splitc.runtime.mpi.mpi_rank import run_rank
 from splitc.runtime.mpi.mpi_wire import MpiWire, OwnControl
 from splitc.runtime.mpi.world import World
 from splitc.runtime.processes.launch import SPIN, has_spare_cores
-from splitc.runtime.processes.reader import Reader
+from splitc.runtime.processes.reader import LATE, MOST, Reader
 from splitc.runtime.processes.remote import PATIENCE, RemoteRanks
 
 # Numbers of sessions.
@@ -71,7 +71,7 @@ class MpiRanks(RemoteRanks):
             world.control.send(rank, (join, None))
         own = OwnControl()
         threading.Thread(target=self._run_own, args=(join, own), name="splitc rank 0", daemon=True).start()
-        self._wire = MpiWire(world.control, world.size, own, spin)
+        self._wire = MpiWire(world.control, world.size, own, LATE * MOST if spin else 0.0)
         # It does not look without a pause, which would keep Python's lock from rank 0's thread.
         self._reader = Reader(self._wire, self, spins=False)
         self._wait_loaded()

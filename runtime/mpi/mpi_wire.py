@@ -23,13 +23,13 @@ from splitc.runtime.shared_memory import Sent
 # A message, and the arrays that it comes with.
 Parcel = tuple[Any, Any]
 # Seconds between two looks at what others have sent while rank 0 works, whose thread needs Python's lock.
-LOOK = 1e-2
+LOOK = 1e-3
 
 
 class MpiWire:
     """The session's end, in process 0, which is also rank 0's: `own` is that one's control.
 
-    When rank 0 has answered, it looks for what others send without a pause for `spin` seconds.
+    When rank 0 has answered, it looks for what others send without a pause, for `spin` seconds.
     """
 
     def __init__(self, post: Post, ranks: int, own: OwnControl, spin: float) -> None:
