@@ -13,8 +13,10 @@ from splitc.runtime.mpi.sending import sleep_after
 
 # Seconds between two signs of life.
 BEAT = 0.5
+# Seconds of silence after which the session breaks, and ends all processes, which may take MPI a second or two.
+SILENCE = 7.0
 # Seconds of silence after which a rank ends all processes: it has lost the session.
-PATIENCE = 9.0
+PATIENCE = 8.0
 
 
 class Life(threading.Thread):

@@ -13,6 +13,7 @@ from splitc.runtime.manifest import Manifest, State
 from splitc.runtime.manifest_file import read_seal
 from splitc.runtime.mpi.host_checks import why_not_placed
 from splitc.runtime.mpi.joining import AllLoaded, Join, Left, Stop
+from splitc.runtime.mpi.life import SILENCE
 from splitc.runtime.mpi.mpi_rank import run_rank
 from splitc.runtime.mpi.mpi_wire import MpiWire, OwnControl
 from splitc.runtime.mpi.world import World
@@ -84,7 +85,7 @@ class MpiRanks(RemoteRanks):
             own.send(Left())
 
     def _silent(self, rank: int, now: float) -> tuple[float, float]:
-        return (self._world.life.silent(rank) if rank else 0.0), PATIENCE
+        return (self._world.life.silent(rank) if rank else 0.0), SILENCE
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} ({self._devices[rank]} on {self._world.hosts[rank]})"
