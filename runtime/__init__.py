@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         SplitcError,
     )
     from splitc.runtime.generate.sampling import Sampling
+    from splitc.runtime.modules import Pipeline
     from splitc.runtime.sequence import StateSequence
     from splitc.runtime.session import Session
 
@@ -26,13 +27,19 @@ __all__ = [
     "MisuseError",
     "OutputsDifferError",
     "PackageError",
+    "Pipeline",
     "Sampling",
     "Session",
     "SplitcError",
     "StateSequence",
 ]
 # Names are imported when they are used: ranks' processes and the command line begin sooner.
-_PLACES = {"Sampling": "generate.sampling", "Session": "session", "StateSequence": "sequence"}
+_PLACES = {
+    "Pipeline": "modules",
+    "Sampling": "generate.sampling",
+    "Session": "session",
+    "StateSequence": "sequence",
+}
 
 
 def __getattr__(name: str) -> Any:

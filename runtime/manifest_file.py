@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from splitc.runtime.errors import PackageError
-from splitc.runtime.manifest import READ, SCHEMA, Manifest
+from splitc.runtime.manifest import READ, Manifest
 from splitc.runtime.manifest_checks import find_contradiction
 
 FILE_NAME = "manifest.json"
+Sealed = TypeVar("Sealed")
 
 
 class _Version(Struct, frozen=True):
@@ -58,27 +61,42 @@ def _is_sealed(text: bytes) -> bool:
 def read_manifest(package: Path) -> Manifest:
     """Read a package's manifest. Raises PackageError if there is none, or one that this version can't read or trust."""
     path = package / FILE_NAME
+    manifest = read_sealed(path, Manifest, READ)
+    if manifest is None:
+        what = "has no manifest.json, so it is no package" if package.is_dir() else "does not exist"
+        what = "is a file, and packages are folders" if package.is_file() else what
+        raise PackageError(f"{package} {what}; make one with 'splitc compile'")
+    if (wrong := find_contradiction(manifest)) is not None:
+        raise PackageError(f"{path} contradicts itself: {wrong}: compile the model again")
+    return manifest
+
+
+def read_sealed(path: Path, kind: type[Sealed], versions: Sequence[int]) -> Sealed | None:
+    """Read a file that `seal` has made; None if there is none. The last of the `versions` of its schema is the newest.
+
+    Raises PackageError for a file that this version can't read or trust.
+    """
     try:
         text = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        what = "has no manifest.json, so it is no package" if package.is_dir() else "does not exist"
-        what = "is a file, and packages are folders" if package.is_file() else what
-        raise PackageError(f"{package} {what}; make one with 'splitc compile'") from None
+        return None
     except (OSError, ValueError) as error:
         raise PackageError(f"can't read {path}: {getattr(error, 'strerror', None) or error}") from error
     try:
         # Check the version first, so that the error for a newer schema is not about a missing field.
         schema = msgspec.json.decode(text, type=_Version).schema
-        if schema not in READ:
+        if schema not in versions:
             raise PackageError(
-                f"{path} has schema version {schema}, and this splitc reads versions {' and '.join(map(str, READ))}: "
-                + ("upgrade splitc" if schema > SCHEMA else "compile the model again")
+                f"{path} has schema version {schema}, and this splitc reads {_spoken(versions)}: "
+                + ("upgrade splitc" if schema > versions[-1] else "compile the model again")
             )
-        manifest = msgspec.json.decode(text, type=Manifest)
+        found = msgspec.json.decode(text, type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
         raise PackageError(f"{path} is damaged ({error}): compile the model again") from error
     if not _is_sealed(text):
         raise PackageError(f"{path} was changed since it was compiled (its SHA-256 differs): compile the model again")
-    if (wrong := find_contradiction(manifest)) is not None:
-        raise PackageError(f"{path} contradicts itself: {wrong}: compile the model again")
-    return manifest
+    return found
+
+
+def _spoken(versions: Sequence[int]) -> str:
+    return f"version{'s' if len(versions) > 1 else ''} {' and '.join(map(str, versions))}"

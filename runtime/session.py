@@ -32,6 +32,7 @@ from splitc.runtime.mpi.first_process import begin
 from splitc.runtime.mpi.mpi_ranks import MpiRanks
 from splitc.runtime.mpi.world import World
 from splitc.runtime.outputs import OutputJoiner
+from splitc.runtime.pipeline_file import find_module
 from splitc.runtime.processes.ranks import RankProcesses
 from splitc.runtime.processes.remote import RemoteRanks
 from splitc.runtime.rank_kinds import MPI, PROCESSES, choose_ranks
@@ -51,7 +52,8 @@ class Session:
         with Session("package") as session:
             outputs = session.run({"input_ids": ids})
 
-    `threads` is the number for each CPU device (default: the package's, or else the cores divided among the devices).
+    `module` names the model of a package that has several. `threads` is the number for each CPU device (default: the
+    package's, or else the cores divided among the devices).
     `verify` says how often the files' hashes are compared with the manifest, which reads every byte: `always`, `once`
     (again when a file has changed), or `never`. Weights are compared while they are loaded.
     `devices` replaces the package's devices, one for each rank. An ONNX Runtime package for GPUs also runs on CPU
@@ -69,6 +71,7 @@ class Session:
         self,
         package: str | Path,
         *,
+        module: str | None = None,
         threads: int | None = None,
         verify: str = ONCE,
         in_flight: int | None = None,
@@ -76,7 +79,7 @@ class Session:
         cuda_graphs: bool = True,
         ranks: str | None = None,
     ) -> None:
-        self.package = Path(package)
+        self.package = find_module(Path(package), module)
         if in_flight is not None and (not isinstance(in_flight, int) or not 1 <= in_flight <= MOST_IN_FLIGHT):
             raise MisuseError(f"in_flight={in_flight}: it is a number from 1 to {MOST_IN_FLIGHT:,}")
         world = begin() if ranks in (None, MPI) else None

@@ -57,7 +57,7 @@ def generate_command(
     made = Generated(text)
     with ExitStack() as stack:
         session = stack.enter_context(load(package))
-        first = stack.enter_context(load(prefill, devices=None)) if prefill else None
+        first = stack.enter_context(load(prefill, devices=None, module=None)) if prefill else None
         count = count_tokens(session.manifest, find_signature(session.manifest), len(ids), max_new_tokens)
         stream = session.generate(
             ids,

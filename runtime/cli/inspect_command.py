@@ -7,26 +7,34 @@ from pathlib import Path
 
 import typer
 
-from splitc.runtime.cli.shared_options import JSON, PACKAGE
-from splitc.runtime.cli.tables import print_manifest
+from splitc.runtime.cli.shared_options import JSON, MODULE, PACKAGE
+from splitc.runtime.cli.tables import print_manifest, print_modules
 from splitc.runtime.cli.terminal import out, print_json, table
 from splitc.runtime.devices import list_devices
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.manifest import Manifest
 from splitc.runtime.manifest_file import FILE_NAME, read_manifest
 from splitc.runtime.package_files import files_of
+from splitc.runtime.pipeline_file import PipelineFile, find_module, read_pipeline
 from splitc.runtime.tools.routes import find_routes
 from splitc.runtime.units import format_bytes
 
 
 def inspect(
     package: Path = PACKAGE,
+    module: str | None = MODULE,
     rank: int | None = typer.Option(
         None, "--rank", help="List the files that this rank's host needs, instead of all the rest."
     ),
     as_json: bool = JSON,
 ) -> None:
     """Show what a package holds: ranks, blocks, memory, what crosses the cuts."""
+    if module is None and (pipeline := read_pipeline(package)) is not None:
+        if rank is not None:
+            raise MisuseError(f"--rank needs --module: {package} has several models")
+        _inspect_modules(package, pipeline, as_json)
+        return
+    package = find_module(package, module)
     manifest = read_manifest(package)
     if rank is not None:
         needed = describe_rank(package, manifest, rank)
@@ -40,6 +48,15 @@ def inspect(
         print_json({**describe(manifest), "routes": routes})
     else:
         print_manifest(manifest, routes)
+
+
+def _inspect_modules(package: Path, pipeline: PipelineFile, as_json: bool) -> None:
+    manifests = {module.name: read_manifest(find_module(package, module.name)) for module in pipeline.modules}
+    if as_json:
+        modules = {name: describe(manifest) for name, manifest in manifests.items()}
+        print_json({"modules": modules, "files": pipeline.files})
+    else:
+        print_modules(manifests, pipeline)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from splitc.runtime.array_files import load_arrays
 from splitc.runtime.arrays import Array
-from splitc.runtime.cli.shared_options import CUDA_GRAPH, DEVICE, RANKS, THREADS, VERIFY
+from splitc.runtime.cli.shared_options import CUDA_GRAPH, DEVICE, MODULE, RANKS, THREADS, VERIFY
 from splitc.runtime.cli.terminal import print_warning
 from splitc.runtime.errors import EngineError
 from splitc.runtime.fills import make_inputs, parse_fills
@@ -21,6 +21,7 @@ Load = Callable[..., Session]
 
 
 def loading(
+    module: str | None = MODULE,
     device: list[str] = DEVICE,
     cuda_graph: bool = CUDA_GRAPH,
     threads: int | None = THREADS,
@@ -28,7 +29,9 @@ def loading(
     ranks: str | None = RANKS,
 ) -> Load:
     """A function that loads a package with these options."""
-    return partial(Session, devices=device, cuda_graphs=cuda_graph, threads=threads, verify=verify, ranks=ranks)
+    return partial(
+        Session, module=module, devices=device, cuda_graphs=cuda_graph, threads=threads, verify=verify, ranks=ranks
+    )
 
 
 @contextmanager

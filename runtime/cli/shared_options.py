@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 PACKAGE = typer.Argument(help="The package's folder.", metavar="PACKAGE")
+MODULE = typer.Option(None, "--module", help="The model to use, of a package that has several.")
 JSON = typer.Option(False, "--json", help="Print the result as JSON on standard output.")
 THREADS = typer.Option(
     None, "--threads", min=1, help="Threads of each CPU device. Default: the package's, else the cores divided."

@@ -8,6 +8,7 @@ from splitc.runtime.cli.collective_words import describe_collectives
 from splitc.runtime.cli.mode_words import words_of
 from splitc.runtime.cli.terminal import out, table
 from splitc.runtime.manifest import Build, Built, Manifest, Role
+from splitc.runtime.pipeline_file import PipelineFile
 from splitc.runtime.units import format_bytes, format_shape
 
 
@@ -44,6 +45,25 @@ def print_manifest(manifest: Manifest, routes: Mapping[str, Sequence[str]]) -> N
         out.print(
             f"{len(manifest.states)} states: " + ", ".join(f"{s.input} -> {s.output}" for s in manifest.states[:4])
         )
+
+
+def print_modules(manifests: Mapping[str, Manifest], pipeline: PipelineFile) -> None:
+    """Print the modules of a package, what each holds on its devices, and the sum of each device."""
+    columns = ("module", "device", *RANK_SIZES)
+    rows = table(*columns, right=RANK_SIZES)
+    sums: dict[str, list[int]] = {}
+    for name, manifest in manifests.items():
+        for number, rank in enumerate(manifest.ranks):
+            sizes = [rank.weights_bytes, rank.activation_bytes, rank.cache_bytes]
+            title = "" if number else f"{name}, {manifest.split_mode}" if len(manifest.ranks) > 1 else name
+            rows.add_row(title, rank.device, *map(format_bytes, sizes))
+            sums[rank.device] = [a + b for a, b in zip(sums.get(rank.device, [0, 0, 0]), sizes, strict=True)]
+    for number, (device, sizes) in enumerate(sums.items()):
+        rows.add_row("" if number else "all", device, *map(format_bytes, sizes))
+    out.print(rows)
+    if pipeline.files:
+        out.print(f"beside them: {', '.join(file.path for file in pipeline.files)}")
+    out.print("more of one: --module NAME")
 
 
 def _describe_role(role: Role | None) -> str:

@@ -23,6 +23,7 @@ ORDER = (
     "sequence",
     "generate",
     "session",
+    "modules",
     "tools",
     "cli",
     "__main__",

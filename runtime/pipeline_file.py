@@ -1,0 +1,77 @@
+"""The file of a pipeline: a package of several models, its modules, and of what else their program needs.
+
+Each module is a package of its own, in a folder with the module's name. Files are beside them, at the places that they
+had in the models' folder: tokenizers, configs, schedulers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from splitc.runtime.errors import MisuseError, PackageError
+from splitc.runtime.manifest import File
+from splitc.runtime.manifest_file import read_manifest, read_seal, read_sealed, seal
+
+FILE_NAME = "pipeline.json"
+SCHEMA = 1
+
+
+class Module(Struct, frozen=True):
+    """A module. `seal` is the hash of its manifest, `source` the path of its model in the models' folder."""
+
+    name: str
+    seal: str
+    source: str
+
+
+class PipelineFile(Struct, frozen=True):
+    """The modules of a package, and the files beside them."""
+
+    modules: list[Module]
+    files: list[File]
+    schema: int = SCHEMA
+
+    def find(self, name: str) -> Module | None:
+        """The module of this name; None if there is none."""
+        return next((module for module in self.modules if module.name == name), None)
+
+
+def write_pipeline(package: Path, pipeline: PipelineFile) -> None:
+    """Write the file of a pipeline, whose modules and files are there."""
+    (package / FILE_NAME).write_bytes(seal(msgspec.json.encode(pipeline)))
+
+
+def read_pipeline(package: Path) -> PipelineFile | None:
+    """Read the file of a pipeline; None for a package of one model.
+
+    Raises PackageError for one that this version can't read or trust.
+    """
+    return read_sealed(package / FILE_NAME, PipelineFile, [SCHEMA])
+
+
+def find_module(package: Path, module: str | None) -> Path:
+    """The folder of a module's own package: that of `package` itself, if it has one model.
+
+    Raises MisuseError for a module that is not there, and if there are several and none is named; PackageError for one
+    that is not of this pipeline.
+    """
+    pipeline = read_pipeline(package)
+    if pipeline is None:
+        if module is not None:
+            read_manifest(package)
+            raise MisuseError(f"{package} is the package of one model, and has no modules: '{module}' is not there")
+        return package
+    names = ", ".join(each.name for each in pipeline.modules)
+    if module is None:
+        raise MisuseError(f"{package} has several models: say which, with --module ({names})")
+    found = pipeline.find(module)
+    if found is None:
+        raise MisuseError(f"{package} has no module '{module}': there are {names}")
+    folder = package / found.name
+    read_manifest(folder)
+    if read_seal(folder) != found.seal:
+        raise PackageError(f"{folder} is not the module that {package} was compiled with: compile the models again")
+    return folder
