@@ -6,7 +6,6 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.range_memory import RangeMemory
@@ -16,6 +15,7 @@ from splitc.compiler.planning.plan_request import Request
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan, Rematerialized
 from splitc.compiler.planning.resources import Resources, as_shares
 from splitc.compiler.planning.stage_search import Assignment, StageCosts, Target, plan_stages
+from splitc.compiler.remembered import remembered
 from splitc.runtime.errors import DoesNotFitError
 
 # How much slower the slowest stage may be for fewer bytes cut and more evenly spread weights. Measured and estimated
@@ -30,7 +30,7 @@ def choose_stages(
 ) -> list[Assignment]:
     """The best runs of blocks for the targets. `seconds` are the blocks' times."""
     between_hosts = resources.machine.between_hosts(resources.devices[0], resources.devices[-1])
-    memory = RangeMemory(analysis.costs, analysis.states, analysis.partition)
+    memory = _range_memory(analysis)
 
     def load(start: int, end: int) -> float:
         if request.tensor_split:  # users mean shares of the weights, which is what fills their devices
@@ -41,11 +41,16 @@ def choose_stages(
         names=[block.name for block in analysis.partition.blocks],
         load=load,
         weights=memory.weights,
-        memory=cache(memory.total),  # the search asks for the same runs for each target
+        memory=memory.total,
         cut=memory.cut_bytes.__getitem__,
         link=lambda size, far: between_hosts.seconds(size) if far else 0.0,  # CPU devices share their memory
     )
     return _choose(costs, targets, request)
+
+
+@remembered
+def _range_memory(analysis: Analysis) -> RangeMemory:
+    return RangeMemory(analysis.costs, analysis.states, analysis.partition)
 
 
 def _choose(costs: StageCosts, targets: Sequence[Target], request: Request) -> list[Assignment]:

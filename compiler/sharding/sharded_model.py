@@ -39,6 +39,17 @@ class ShardedModel:
         """How many units of each sharded axis a rank has. Ranks with the same ones hold and do equally much."""
         return tuple(each[rank].size for each in self.ranges.values())
 
+    def share(self, rank: int, node: ir.Node) -> float:
+        """The share of a node's work that a rank has."""
+        if (rank, node) not in self._shares:
+            operation, shards = self.axis_map.operations[node], self.shards(rank)
+            self._shares[rank, node] = shards.share(operation.outputs[0]) * shards.share((operation.contracted,))
+        return self._shares[rank, node]
+
+    @cached_property
+    def _shares(self) -> dict[tuple[int, ir.Node], float]:
+        return {}
+
     def axes(self, value: ir.Value) -> Axes:
         """The axes of a value of the model."""
         return self.axis_map.axes.get(value)
