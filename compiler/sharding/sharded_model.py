@@ -41,14 +41,8 @@ class ShardedModel:
 
     def share(self, rank: int, node: ir.Node) -> float:
         """The share of a node's work that a rank has."""
-        if (rank, node) not in self._shares:
-            operation, shards = self.axis_map.operations[node], self.shards(rank)
-            self._shares[rank, node] = shards.share(operation.outputs[0]) * shards.share((operation.contracted,))
-        return self._shares[rank, node]
-
-    @cached_property
-    def _shares(self) -> dict[tuple[int, ir.Node], float]:
-        return {}
+        operation, shards = self.axis_map.operations[node], self.shards(rank)
+        return shards.share(operation.outputs[0]) * shards.share((operation.contracted,))
 
     def axes(self, value: ir.Value) -> Axes:
         """The axes of a value of the model."""
