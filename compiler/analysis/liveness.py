@@ -35,8 +35,10 @@ class Liveness:
 def liveness(nodes: Sequence[ir.Node], reads: Reads, size: Size) -> Liveness:
     """Liveness of values that are both made and read by the nodes. `size` gives the bytes of a value."""
     crossing: list[list[Interval]] = [[] for _ in nodes]
-    for interval in _intervals(nodes, reads, size):
-        for gap in range(interval.birth + 1, interval.death + 1):
+    position, death = _lives(nodes, reads)
+    for value, end in death.items():
+        interval = Interval(value, size(value), position[_producer(value)], end)
+        for gap in range(interval.birth + 1, end + 1):
             crossing[gap].append(interval)
     return Liveness(tuple(map(tuple, crossing)), tuple(sum(each.bytes for each in gap) for gap in crossing))
 
@@ -47,26 +49,28 @@ def peak_bytes(nodes: Sequence[ir.Node], reads: Reads, size: Size) -> int:
     These are the values that cross the gap before the node, and its outputs. A view of an input that is not read later
     takes no bytes of its own.
     """
+    born, death = _lives(nodes, reads)
     change = [0] * (len(nodes) + 1)
-    death: dict[ir.Value, int] = {}
-    for interval in _intervals(nodes, reads, size):
-        change[interval.birth + 1] += interval.bytes
-        change[interval.death + 1] -= interval.bytes
-        death[interval.value] = interval.death
+    for value, end in death.items():
+        alive = size(value)
+        change[born[_producer(value)] + 1] += alive
+        change[end + 1] -= alive
     peak = 0
     for index, (node, alive) in enumerate(zip(nodes, itertools.accumulate(change), strict=False)):
-        is_last = bool(node.inputs) and death.get(node.inputs[0]) == index
+        is_last = any(value is not None and death.get(value) == index for value in node.inputs[:1])
         peak = max(peak, alive + (0 if is_last and _is_in_place(node, size) else sum(map(size, node.outputs))))
     return peak
 
 
-def _intervals(nodes: Sequence[ir.Node], reads: Reads, size: Size) -> list[Interval]:
-    """When each value is live that the nodes both make and read."""
+def _lives(nodes: Sequence[ir.Node], reads: Reads) -> tuple[dict[ir.Node, int], dict[ir.Value, int]]:
+    """Where each node is, and the last node that reads each value which the nodes both make and read."""
     position = {node: index for index, node in enumerate(nodes)}
     death: dict[ir.Value, int] = {}
     for index, node in enumerate(nodes):
-        death.update((value, index) for value in reads(node) if value.producer() in position)
-    return [Interval(value, size(value), position[_producer(value)], end) for value, end in death.items()]
+        for value in reads(node):
+            if value.producer() in position:
+                death[value] = index
+    return position, death
 
 
 def _producer(value: ir.Value) -> ir.Node:

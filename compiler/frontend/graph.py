@@ -98,9 +98,13 @@ class Graph:
         """Whether a value is a weight, or computed from weights alone."""
         return value.is_initializer() or value.producer() in self.constant
 
-    def weights(self, node: ir.Node) -> list[ir.Value]:
+    def weights(self, node: ir.Node) -> tuple[ir.Value, ...]:
         """The initializers that a node reads."""
-        return [value for value in self.reads[node] if value.is_initializer()]
+        return self._weights[node]
+
+    @cached_property
+    def _weights(self) -> Mapping[ir.Node, tuple[ir.Value, ...]]:
+        return {node: tuple(v for v in reads if v.is_initializer()) for node, reads in self.reads.items()}
 
 
 def open_graph(path: Path, settings: Mapping[str, Any] = MappingProxyType({}), trusts_data: bool = False) -> Graph:

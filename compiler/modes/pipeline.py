@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import onnx_ir as ir
+
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.range_memory import RangeMemory
 from splitc.compiler.analysis.stages import Stage
@@ -74,17 +76,23 @@ def _choose(costs: StageCosts, targets: Sequence[Target], request: Request) -> l
     return plan_stages(costs, targets, objective=request.objective, spread=spread, slack=slack)
 
 
-def rematerialized(analysis: Analysis, stages: Sequence[Stage], number: int) -> Rematerialized:
-    """What stage `number` has in common with earlier ones: rematerialized nodes, and weights that several read."""
-    costs = analysis.costs
-    before = {node for stage in stages[:number] for node in stage.nodes}
-    again = [node for node in stages[number].nodes if node in before]
-    held = set(costs.weights(before))
-    weights = sum(costs.value_bytes(weight) for weight in costs.weights(stages[number].nodes) if weight in held)
-    own = (node for block in stages[number].blocks for node in block.nodes)
-    read = {value for node in own for value in analysis.graph.reads[node] if value.producer() in before}
-    unsent = sum(costs.value_bytes(value) for value in read if value not in stages[number].receives)
-    return Rematerialized(len(again), sum(map(costs.flops, again)), weights, unsent)
+def rematerialized(analysis: Analysis, stages: Sequence[Stage]) -> list[Rematerialized]:
+    """What each stage has in common with earlier ones: rematerialized nodes, and weights that several read."""
+    costs, reads = analysis.costs, analysis.graph.reads
+    before: set[ir.Node] = set()
+    held: set[ir.Value] = set()
+    found = []
+    for stage in stages:
+        again = [node for node in stage.nodes if node in before]
+        own = costs.weights(stage.nodes)
+        weights = sum(costs.value_bytes(weight) for weight in own if weight in held)
+        inside = (node for block in stage.blocks for node in block.nodes)
+        read = {value for node in inside for value in reads[node] if value.producer() in before}
+        unsent = sum(costs.value_bytes(value) for value in read.difference(stage.receives))
+        found.append(Rematerialized(len(again), sum(map(costs.flops, again)), weights, unsent))
+        before.update(stage.nodes)
+        held.update(own)
+    return found
 
 
 def stage_cuts(analysis: Analysis, stages: Sequence[Stage]) -> list[CutPlan]:
@@ -110,7 +118,8 @@ def predict_pipeline(
     groups = sorted({rank.group for rank in ranks})
     members = [[rank for rank in ranks if rank.group == group] for group in groups]
     alone = [stage_seconds(each, len(each)) for each in members]
-    together = [stage_seconds(each, len(ranks)) for each in members]
+    # GPUs share nothing: each takes the same time whether or not others are working.
+    together = [stage_seconds(each, len(ranks)) for each in members] if clock.shares_cores else alone
     crossing = [
         clock.copy(before[0], after[0]).seconds(cut.bytes) + clock.cold(before[0])
         for before, after, cut in zip(members, members[1:], cuts, strict=False)

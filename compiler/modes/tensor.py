@@ -192,6 +192,7 @@ def _make_plan(
     choice = _choose(analysis, count)
     sharded = shard_model(analysis.graph, map_axes(analysis), choice, groups, home)
     ranks = []
+    repeated = rematerialized(analysis, stages)
     for number, (each, stage) in enumerate(zip(chosen, stages, strict=True)):
         memories: dict[tuple[int, ...], StageMemory] = {}  # most ranks have shards of the same sizes
         for part in range(count):
@@ -208,7 +209,7 @@ def _make_plan(
                 part,
                 memories[sizes],
                 sum(seconds[each.start : each.end]) * shares[place] / sum(groups[each.target]),
-                rematerialized(analysis, stages, number) if part == 0 else Rematerialized(),
+                repeated[number] if part == 0 else Rematerialized(),
             )
             ranks.append(rank)
     weights = sharded_weights(analysis, sharded, choice)

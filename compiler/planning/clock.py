@@ -89,6 +89,11 @@ class Clock:
         ends = (*rank.stage.feeds, *rank.stage.outputs)
         return HOST.array * sum(value.name not in self.states for value in ends)
 
+    @property
+    def shares_cores(self) -> bool:
+        """Whether some ranks are CPU devices, which slow each other down."""
+        return any(rank.device.kind == "cpu" for rank in self.ranks)
+
     @cached_property
     def states(self) -> frozenset[str]:
         """The names of inputs and outputs that stay on the devices from one request of a sequence to the next."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import cache
 
 import onnx_ir as ir
 
@@ -28,4 +29,4 @@ def held_shards(costs: Costs, sharded: ShardedModel, nodes: Collection[ir.Node],
         return sum(int(size(value) * shards.share(axes)) for axes in unlike) or size(value)
 
     weights = {value: held(value, read) for value, read in uses.items()}
-    return Held(weights, lambda value: int(size(value) * shards.share(sharded.axes(value))))
+    return Held(weights, cache(lambda value: int(size(value) * shards.share(sharded.axes(value)))))

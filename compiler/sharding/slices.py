@@ -63,7 +63,7 @@ class SlicedProducts:
 
     def of_rank(self, rank: int, products: Collection[Product]) -> list[Product]:
         """The products that the rank has columns of."""
-        return [product for product in products if rank in self.ranks(product)]
+        return [product for product in products if self.columns.ranges[product.columns][rank].owned]
 
     def work(self, rank: int) -> list[Work]:
         """What a rank does in each round."""

@@ -11,17 +11,17 @@ from splitc.runtime.cli.options import Command
 from splitc.runtime.cli.terminal import Commands, out
 from splitc.runtime.version import VERSION
 
-# Where each command is, in the order of the help. The compiler's are by name too: the runtime must work without it.
+# Where each command is in splitc, in the order of the help. The compiler's may be missing.
 COMMANDS = {
-    "devices": "splitc.runtime.cli.devices_command:devices",
-    "run": "splitc.runtime.cli.run_commands:run",
-    "check": "splitc.runtime.cli.run_commands:check",
-    "bench": "splitc.runtime.cli.run_commands:bench_command",
-    "generate": "splitc.runtime.cli.generate_command:generate_command",
-    "inspect": "splitc.runtime.cli.inspect_command:inspect",
-    "plan": "splitc.compiler.cli:plan",
-    "compile": "splitc.compiler.cli:compile_command",
-    "build": "splitc.compiler.cli:build_command",
+    "devices": "runtime.cli.devices_command:devices",
+    "run": "runtime.cli.run_commands:run",
+    "check": "runtime.cli.run_commands:check",
+    "bench": "runtime.cli.run_commands:bench_command",
+    "generate": "runtime.cli.generate_command:generate_command",
+    "inspect": "runtime.cli.inspect_command:inspect",
+    "plan": "compiler.cli:plan",
+    "compile": "compiler.cli:compile_command",
+    "build": "compiler.cli:build_command",
 }
 
 app = typer.Typer(
@@ -37,7 +37,8 @@ app = typer.Typer(
 def add_commands(wanted: str | None = None) -> None:
     """Add one command to the app; or, if there is none of this name, all that are installed."""
     for name in [wanted] if wanted in COMMANDS else COMMANDS:
-        module, function = COMMANDS[name].split(":")
+        place, function = COMMANDS[name].split(":")
+        module = f"splitc.{place}"
         if find_spec(module.rpartition(".")[0]) is not None:
             app.command(name, cls=Command)(getattr(import_module(module), function))
 
