@@ -109,7 +109,7 @@ def _seen(context: ShapeInferenceContext, value: ir.Value) -> Hashable:
     )
 
 
-def _type(value: ir.Value) -> Hashable:
+def _type(value: ir.Value) -> Any:
     """A value's type: of a tensor the data type, whose hash is quicker."""
     return value.dtype if type(value.type) is ir.TensorType else value.type
 

@@ -13,7 +13,6 @@ from functools import cached_property
 import onnx_ir as ir
 
 from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis
 from splitc.compiler.sharding.candidates import reached_weights
 from splitc.compiler.sharding.products import Product, Products
@@ -56,7 +55,7 @@ class SlicedProducts:
 
     def share(self, rank: int, product: Product) -> float:
         """The share of a product's columns that a rank has."""
-        return self.width(rank, product) / ax.size_of(self._columns(product))
+        return self.columns.shards(rank).share((self._columns(product),))
 
     def _columns(self, product: Product) -> Axis:
         return self.columns.axis_map.operations[product.node].output()[-1]
