@@ -16,8 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from splitc.compiler.modes.table import describe_modes
 from splitc.compiler.planning.plan_request import Request, request_reader
 from splitc.runtime.cli.collective_words import describe_collectives
-from splitc.runtime.cli.commands import app
-from splitc.runtime.cli.options import Command, is_given, with_options
+from splitc.runtime.cli.options import is_given, with_options
 from splitc.runtime.cli.shared_options import FILL, JSON
 from splitc.runtime.cli.tables import describe_built
 from splitc.runtime.cli.terminal import err, out, print_json, print_to_the_end, print_warning
@@ -124,7 +123,6 @@ def _build_settings(
     return BuildSettings(options, build_when == "later", keep_onnx, timing_cache)
 
 
-@app.command("plan", cls=Command)
 @with_options("request", _request)
 @with_options("devices", _devices)
 def plan(
@@ -164,7 +162,6 @@ def plan(
         out.print(f"wrote {output}: splitc compile {model} --plan {output} -o PACKAGE")
 
 
-@app.command("compile", cls=Command)
 @with_options("request", _request)
 @with_options("devices", _devices)
 @with_options("build", _build_settings)
@@ -235,7 +232,6 @@ def _print_written(package: Path, manifest: Manifest) -> None:
         out.print(f"its engines are not built yet: run 'splitc build {package}' where it will run")
 
 
-@app.command("build", cls=Command)
 def build_command(
     package: Path = typer.Argument(help="The package's folder.", metavar="PACKAGE"),
     timing_cache: Path | None = TIMING_CACHE,

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
+import gc
 import sys
-from importlib import import_module
-from importlib.util import find_spec
 from typing import NoReturn
 
 from splitc.runtime.explained import explained
 from splitc.runtime.interrupts import keep_signals
 
-# The compiler adds its commands when it is imported. It is imported by name, since the runtime must work without it.
-COMPILER = "splitc.compiler"
+# Python looks for garbage after so many new objects. At its default of 700, that takes a third of the time of a plan,
+# whose hundreds of thousands of nodes and values all stay.
+GARBAGE_AFTER = 50_000
 
 
 def main() -> NoReturn:
     """Run the command line: the runtime's commands, and the compiler's if it is installed."""
     keep_signals()
+    gc.set_threshold(GARBAGE_AFTER)
     try:  # the imports take a while, in which a user may press Ctrl-C
         from splitc.runtime.mpi.first_process import begin
 
         begin()
-        from splitc.runtime.cli.commands import app
+        from splitc.runtime.cli.app import add_commands, app
         from splitc.runtime.cli.terminal import run_app
 
-        if find_spec(COMPILER) is not None:
-            import_module(f"{COMPILER}.cli")
+        add_commands(*sys.argv[1:2])
     except BaseException as error:
         if (known := explained(error)) is None:
             raise

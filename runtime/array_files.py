@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from polygraphy import json as polygraphy_json
-from polygraphy.logger import G_LOGGER
 
 from splitc.runtime.arrays import Array
 from splitc.runtime.errors import FeedError, MisuseError
@@ -51,6 +49,10 @@ def _load_folder(path: Path) -> dict[str, Array]:
 
 
 def _load_json(path: Path) -> dict[str, Array]:
+    # Imported where it is needed, since that takes a tenth of a second.
+    from polygraphy import json as polygraphy_json
+    from polygraphy.logger import G_LOGGER
+
     _check_file(path)
     try:
         with G_LOGGER.verbosity(G_LOGGER.CRITICAL):  # it would print to standard output
@@ -105,6 +107,8 @@ def save_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
         _check_names(arrays)
     with written_whole(path) as file:
         if path.suffix == ".json":
+            from polygraphy import json as polygraphy_json
+
             file.write(polygraphy_json.to_json([{n: _as_known(array) for n, array in arrays.items()}]).encode())
         else:
             _write_npz(file, arrays)
@@ -127,6 +131,8 @@ def _write_npz(file: BinaryIO, arrays: Mapping[str, Array]) -> None:
 
 def _check_names(names: Iterable[str]) -> None:
     """Raise MisuseError for names that polygraphy would read as its own keywords."""
+    from polygraphy import json as polygraphy_json
+
     try:
         polygraphy_json.from_json(polygraphy_json.to_json([dict.fromkeys(names, np.zeros(2))]))
     except Exception as error:  # of any kind, since it misreads the arrays

@@ -98,14 +98,20 @@ class Costs:
 
         A lookup reads as many bytes of its table as it writes.
         """
-        given = sum(map(self.value_bytes, node.outputs))
-        reads = self.graph.reads[node]
-        moved = given + (given if operator_of(node).reads_part else sum(map(self.value_bytes, reads)))
-        return max(self.flops(node) / speed.flops, moved / speed.bytes)
+        return max(self._flops[node] / speed.flops, self._moved[node] / speed.bytes)
 
     @cached_property
     def _flops(self) -> dict[ir.Node, int]:
         return {node: node_flops(node, self.shapes) for node in self.graph.nodes}
+
+    @cached_property
+    def _moved(self) -> dict[ir.Node, int]:
+        """The bytes that each node reads and writes."""
+        moved = {}
+        for node, reads in self.graph.reads.items():
+            given = sum(map(self.value_bytes, node.outputs))
+            moved[node] = given + (given if operator_of(node).reads_part else sum(map(self.value_bytes, reads)))
+        return moved
 
 
 def node_flops(node: ir.Node, shapes: Mapping[str, Shape]) -> int:

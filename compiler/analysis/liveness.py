@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from splitc.compiler.operators.registry import operator_of
+
+Reads = Callable[[ir.Node], Iterable[ir.Value]]
+Size = Callable[[ir.Value], int]
 
 
 @dataclass(frozen=True)
@@ -23,50 +26,64 @@ class Interval:
 
 @dataclass(frozen=True)
 class Liveness:
-    """The values that cross each gap of a sequence of nodes, and their bytes.
-
-    `running` are, for each node, the bytes live while it runs: those that cross the gap before it, and its outputs. A
-    view of an input that is not read later takes no bytes of its own.
-    """
+    """The values that cross each gap of a sequence of nodes, and their bytes."""
 
     crossing: tuple[tuple[Interval, ...], ...]
     bytes: tuple[int, ...]
-    running: tuple[int, ...]
 
 
-def liveness(
-    nodes: Sequence[ir.Node],
-    reads: Callable[[ir.Node], Iterable[ir.Value]],
-    size: Callable[[ir.Value], int],
-) -> Liveness:
+def liveness(nodes: Sequence[ir.Node], reads: Reads, size: Size) -> Liveness:
     """Liveness of values that are both made and read by the nodes. `size` gives the bytes of a value."""
+    crossing: list[list[Interval]] = [[] for _ in nodes]
+    position, death = _lives(nodes, reads)
+    for value, end in death.items():
+        interval = Interval(value, size(value), position[_producer(value)], end)
+        for gap in range(interval.birth + 1, end + 1):
+            crossing[gap].append(interval)
+    return Liveness(tuple(map(tuple, crossing)), tuple(sum(each.bytes for each in gap) for gap in crossing))
+
+
+def peak_bytes(nodes: Sequence[ir.Node], reads: Reads, size: Size) -> int:
+    """The most bytes that are live while a node runs, of values that are both made and read by the nodes.
+
+    These are the values that cross the gap before the node, and its outputs. A view of an input that is not read later
+    takes no bytes of its own.
+    """
+    born, death = _lives(nodes, reads)
+    change = [0] * (len(nodes) + 1)
+    for value, end in death.items():
+        alive = size(value)
+        change[born[_producer(value)] + 1] += alive
+        change[end + 1] -= alive
+    peak = 0
+    for index, (node, alive) in enumerate(zip(nodes, itertools.accumulate(change), strict=False)):
+        is_last = any(value is not None and death.get(value) == index for value in node.inputs[:1])
+        peak = max(peak, alive + (0 if is_last and _is_in_place(node, size) else sum(map(size, node.outputs))))
+    return peak
+
+
+def _lives(nodes: Sequence[ir.Node], reads: Reads) -> tuple[dict[ir.Node, int], dict[ir.Value, int]]:
+    """Where each node is, and the last node that reads each value which the nodes both make and read."""
     position = {node: index for index, node in enumerate(nodes)}
     death: dict[ir.Value, int] = {}
     for index, node in enumerate(nodes):
         for value in reads(node):
             if value.producer() in position:
                 death[value] = index
-    crossing: list[list[Interval]] = [[] for _ in nodes]
-    for value, end in death.items():
-        producer = value.producer()
-        assert producer is not None
-        interval = Interval(value, size(value), position[producer], end)
-        for gap in range(interval.birth + 1, end + 1):
-            crossing[gap].append(interval)
-    alive = [sum(interval.bytes for interval in gap) for gap in crossing]
-    dying = [{interval.value for interval in gap if interval.death == index} for index, gap in enumerate(crossing)]
-    running = [
-        before + sum(map(size, node.outputs)) * (not _is_in_place(node, last, size))
-        for before, node, last in zip(alive, nodes, dying, strict=True)
-    ]
-    return Liveness(tuple(map(tuple, crossing)), tuple(alive), tuple(running))
+    return position, death
 
 
-def _is_in_place(node: ir.Node, dying: AbstractSet[ir.Value], size: Callable[[ir.Value], int]) -> bool:
-    """Whether the node's result reuses the memory of its input.
+def _producer(value: ir.Value) -> ir.Node:
+    producer = value.producer()
+    assert producer is not None
+    return producer
+
+
+def _is_in_place(node: ir.Node, size: Size) -> bool:
+    """Whether the node's result reuses the memory of its input, if that is not read later.
 
     Only views do. ONNX Runtime runs elementwise operators in place only if it knows both shapes beforehand, which is
     rare.
     """
-    source, result = node.inputs[0] if node.inputs else None, node.outputs[0]
-    return operator_of(node).view and source in dying and source is not None and size(source) == size(result)
+    source, result = node.inputs[0], node.outputs[0]
+    return operator_of(node).view and source is not None and size(source) == size(result)

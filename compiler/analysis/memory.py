@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from splitc.compiler.analysis.costs import Costs
-from splitc.compiler.analysis.liveness import liveness
+from splitc.compiler.analysis.liveness import peak_bytes
 from splitc.compiler.analysis.stages import Stage
 from splitc.runtime.manifest import State
 
@@ -51,11 +51,11 @@ def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held
     ends = dict.fromkeys([*stage.takes, *stage.gives])
     size = costs.value_bytes if held is None else held.size
     weights = {each: costs.value_bytes(each) for each in costs.weights(stage.nodes)} if held is None else held.weights
-    inside = liveness(stage.nodes, costs.graph.reads.__getitem__, lambda value: 0 if value in ends else size(value))
+    inside = peak_bytes(stage.nodes, costs.graph.reads.__getitem__, lambda value: 0 if value in ends else size(value))
     products = (weight for node in stage.nodes if costs.is_product(node) for weight in costs.graph.weights(node))
     return StageMemory(
         weights=sum(weights.values()),
-        activations=sum(size(value) for value in ends if value.name not in names) + max(inside.running, default=0),
+        activations=sum(size(value) for value in ends if value.name not in names) + inside,
         cache=sum(size(value) for value in ends if value.name in names),
         loading=max((weights[weight] for weight in products if weight in weights), default=0),
     )

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.blocks import Partition
 from splitc.compiler.analysis.costs import Costs
-from splitc.compiler.analysis.liveness import liveness
+from splitc.compiler.analysis.liveness import peak_bytes
 from splitc.compiler.analysis.memory import largest_product_weight, state_names
 from splitc.runtime.manifest import State
 
@@ -24,6 +24,7 @@ class RangeMemory:
         outputs = frozenset(costs.graph.graph.outputs)
         self._weights = [frozenset(costs.weights(partition.with_upstream(block))) for block in blocks]
         self._weight_bytes: dict[tuple[int, int], int] = {}
+        self._totals: dict[tuple[int, int], int] = {}
         self._loading = [largest_product_weight(costs, block.nodes) for block in blocks]
         self._rematerialized = [self._rematerialized_values(block.nodes, partition) for block in blocks]
         # Bytes of each block's model inputs and outputs: states count as cache.
@@ -66,7 +67,7 @@ class RangeMemory:
             return 0 if value in ends else self._costs.value_bytes(value)
 
         reads = self._costs.graph.reads.__getitem__
-        return [max(liveness(block.nodes, reads, size).running, default=0) for block in partition.blocks]
+        return [peak_bytes(block.nodes, reads, size) for block in partition.blocks]
 
     def weights(self, start: int, end: int) -> int:
         """Bytes of the weights of the blocks from `start` to before `end`, each weight counted once."""
@@ -81,6 +82,11 @@ class RangeMemory:
 
     def total(self, start: int, end: int) -> int:
         """Bytes of weights, cache and activations of the blocks from `start` to before `end`."""
+        if (start, end) not in self._totals:
+            self._totals[start, end] = self._total(start, end)
+        return self._totals[start, end]
+
+    def _total(self, start: int, end: int) -> int:
         size = self._costs.value_bytes
         repeated = frozenset[ir.Value]().union(*self._rematerialized[start:end])
         held = {value for value, _, readers in self._crossing[start] if any(start <= r < end for r in readers)}

@@ -12,10 +12,12 @@ from typing import Any
 import onnx_ir as ir
 
 from splitc.compiler.frontend.binding import Fixed, bind_inputs
-from splitc.compiler.frontend.loading import invalid_model_explained, load_model
+from splitc.compiler.frontend.external_data import settle_weights
+from splitc.compiler.frontend.loading import checked_by_onnxruntime, invalid_model_explained, read_model
 from splitc.compiler.frontend.normal_form import COMPLETE, LIFT, take_off_passed
 from splitc.compiler.frontend.optional import mark_optional, source_of
 from splitc.compiler.frontend.origins import mark_origins
+from splitc.compiler.frontend.protos import lift_constants
 from splitc.compiler.frontend.reads import node_reads
 from splitc.compiler.operators.operator import Operator
 from splitc.compiler.operators.registry import operator_of
@@ -96,9 +98,13 @@ class Graph:
         """Whether a value is a weight, or computed from weights alone."""
         return value.is_initializer() or value.producer() in self.constant
 
-    def weights(self, node: ir.Node) -> list[ir.Value]:
+    def weights(self, node: ir.Node) -> tuple[ir.Value, ...]:
         """The initializers that a node reads."""
-        return [value for value in self.reads[node] if value.is_initializer()]
+        return self._weights[node]
+
+    @cached_property
+    def _weights(self) -> Mapping[ir.Node, tuple[ir.Value, ...]]:
+        return {node: tuple(v for v in reads if v.is_initializer()) for node, reads in self.reads.items()}
 
 
 def open_graph(path: Path, settings: Mapping[str, Any] = MappingProxyType({}), trusts_data: bool = False) -> Graph:
@@ -106,11 +112,15 @@ def open_graph(path: Path, settings: Mapping[str, Any] = MappingProxyType({}), t
 
     With `trusts_data`, the model's external data may lie outside its folder.
 
-    Raises ModelError for a model that `load_model` refuses, MisuseError for settings that do not fit the model.
+    Raises ModelError for a model that `read_model` or ONNX Runtime refuses, MisuseError for settings that do not fit
+    the model.
     """
-    model, files = load_model(path, trusts_data)
-    optional = mark_optional(model)
-    with invalid_model_explained(path):
+    proto, files = read_model(path, trusts_data)
+    with checked_by_onnxruntime(path, trusts_data), invalid_model_explained(path):
+        lift_constants(proto.graph)
+        model = ir.from_proto(proto)
+        settle_weights(model, path.parent)
+        optional = mark_optional(model)
         LIFT(model)
         fixed = tuple(bind_inputs(model, settings)) if settings else ()
         passed = take_off_passed(model.graph)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import onnx
@@ -11,16 +10,16 @@ import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 from onnx_shape_inference import OpUsageError, ShapeInferenceError, infer_symbolic_shapes, registry
 
+from splitc.compiler.frontend.forms import Rule, once_a_form
 from splitc.compiler.frontend.observation import observe
 from splitc.compiler.nodes import operator_name
 from splitc.compiler.operators.registry import REGISTRY
 
 logger = logging.getLogger(__name__)
 
-Rule = Callable[[Any, ir.Node], None]
 # The types of values whose type is not known.
 UNKNOWN = (None, ir.DataType.UNDEFINED)
-# The metadata key of nodes whose shapes were observed.
+# The metadata key of nodes whose shapes were observed, of each form one.
 _OBSERVED = "splitc.observed"
 
 
@@ -32,16 +31,16 @@ def infer_shapes_and_types(model: ir.Model) -> frozenset[str]:
     nodes = list(model.graph.all_nodes())
     for node in nodes:
         node.meta.pop(_OBSERVED, None)
-        _register_missing(node, model.opset_imports.get(node.domain, 1))
+    for domain, name in {(node.domain, node.op_type) for node in nodes}:
+        _register_missing(domain, name, model.opset_imports.get(domain, 1))
     infer_symbolic_shapes(model, warn_on_missing=False)
     if any(value.dtype in UNKNOWN for node in model.graph for value in node.outputs if value.name):
         _add_types(model)
     return frozenset(operator_name(node) for node in nodes if _OBSERVED in node.meta)
 
 
-def _register_missing(node: ir.Node, version: int) -> None:
+def _register_missing(domain: str, name: str, version: int) -> None:
     """Register a rule for an operator if the library has none for this version."""
-    domain, name = node.domain, node.op_type
     if registry.get(domain, name, version) is not None:
         return
     rule = None
@@ -68,6 +67,7 @@ def _forgiving(rule: Rule | None) -> Rule:
     A rule fails for a branch that is invalid with these sizes, or for a form of the operator that it does not know.
     """
 
+    @once_a_form
     def infer(context: Any, node: ir.Node) -> None:
         if rule is not None:
             try:

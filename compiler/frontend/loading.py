@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from itertools import chain
@@ -15,7 +16,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
 
-from splitc.compiler.frontend.external_data import check_external_data, settle_weights
+from splitc.compiler.frontend.external_data import check_external_data
 from splitc.compiler.frontend.protos import all_nodes, inner_graphs
 from splitc.compiler.model_errors import ModelError
 from splitc.runtime.engines.onnx_session import open_onnx, too_large
@@ -23,31 +24,46 @@ from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 from splitc.runtime.engines.operator_library import library_path
 
 
-def load_model(path: Path, trusts_data: bool = False) -> tuple[ir.Model, frozenset[Path]]:
-    """Read a model. Its weights stay on disk, and are checked to be there. Returns it and the files of its data.
+def read_model(path: Path, trusts_data: bool = False) -> tuple[onnx.ModelProto, frozenset[Path]]:
+    """Read a model's file. Its weights stay on disk, and are checked to be there. Returns it and the files of its data.
 
     With `trusts_data`, these may lie outside the model's folder.
 
     Raises ModelError if the file is missing or no ONNX model; for operators that ONNX Runtime does not know; for a name
-    of two values; for sparse weights; for external data that are missing, too short or outside the model's folder; and
-    for anything else that ONNX Runtime refuses to load.
+    of two values; for sparse weights; for external data that are missing, too short or outside the model's folder.
     """
     proto = _read(path)
     _check_texts(proto, path)
     for graph, outside in _graphs(proto.graph, frozenset()):
         _check_names(graph, path, outside)
     _check_operators(proto)
-    files = check_external_data(proto, path, trusts_data)
+    return proto, check_external_data(proto, path, trusts_data)
+
+
+@contextmanager
+def checked_by_onnxruntime(path: Path, trusts_data: bool = False) -> Iterator[None]:
+    """Load the model in ONNX Runtime too, in a thread of its own, which needs seconds for thousands of nodes.
+
+    Raises ModelError for what ONNX Runtime refuses, rather than whatever else went wrong meanwhile.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        refused = pool.submit(_refusal, path, trusts_data)
+        try:
+            yield
+        finally:
+            if (error := refused.result()) is not None:
+                raise ModelError(f"ONNX Runtime can't load {path}: {error}") from error
+
+
+def _refusal(path: Path, trusts_data: bool) -> Exception | None:
+    """Why ONNX Runtime refuses to load a model, or None if it does not."""
     try:
         load_unoptimized(path, trusts_data=trusts_data)
     except onnxruntime_build.NotImplemented:
         pass  # the CPU provider lacks a kernel: another provider may have it, or an optimization removes the need
     except ERRORS as error:
-        raise ModelError(f"ONNX Runtime can't load {path}: {error}") from error
-    with invalid_model_explained(path):
-        model = ir.from_proto(proto)
-    settle_weights(model, path.parent)
-    return model, files
+        return error
+    return None
 
 
 @contextmanager

@@ -33,3 +33,23 @@ def inner_graphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
         if attribute.HasField("g"):
             yield attribute.g
         yield from attribute.graphs
+
+
+def lift_constants(graph: onnx.GraphProto) -> None:
+    """Make weights of the graph's Constant nodes that hold a tensor, in place. Half of an exporter's nodes are such.
+
+    onnx_ir can do it too, for any Constant, but takes longer than for all else of reading a model.
+    """
+    outputs = {value.name for value in graph.output}
+    kept = onnx.GraphProto()
+    for node in graph.node:
+        names = [attribute.name for attribute in node.attribute]
+        if node.op_type == "Constant" and not node.domain and names == ["value"] and node.output[0] not in outputs:
+            tensor = graph.initializer.add()
+            tensor.CopyFrom(node.attribute[0].t)
+            tensor.name = node.output[0]
+        else:
+            kept.node.append(node)
+    if len(kept.node) < len(graph.node):
+        del graph.node[:]
+        graph.node.extend(kept.node)

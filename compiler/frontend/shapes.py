@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +18,7 @@ from splitc.compiler.frontend.asked_shapes import Shape
 from splitc.compiler.frontend.folding import fold_shapes, take_branches
 from splitc.compiler.frontend.inference import infer_shapes_and_types
 from splitc.compiler.frontend.optional import optional_inputs
+from splitc.compiler.frontend.reads import subgraphs
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.units import format_shape
 
@@ -212,7 +214,35 @@ def bind_shapes(
     `known` are values of inputs that are lists of sizes. With `defaults`, the values of optional inputs are used too:
     good enough for costs, but a request may override them.
     """
-    bound = model.clone()
+    with _scratch(model) as bound:
+        return _bind(bound, inputs, known, defaults)
+
+
+@contextmanager
+def _scratch(model: ir.Model) -> Iterator[ir.Model]:
+    """The model itself, whose values are afterwards as they were before; or a copy if it has control flow.
+
+    To know sizes is to know which branches are taken, and these replace their If.
+    """
+    if any(any(subgraphs(node)) for node in model.graph):
+        yield model.clone()
+        return
+    graph = model.graph
+    values = [*graph.inputs, *graph.initializers.values(), *(value for node in graph for value in node.outputs)]
+    found = [(value.shape, value.type, value.const_value, dict(value.metadata_props)) for value in values]
+    try:
+        yield model
+    finally:
+        for value, (shape, type_, tensor, properties) in zip(values, found, strict=True):
+            value.shape, value.type, value.const_value = shape, type_, tensor
+            value.metadata_props.clear()
+            value.metadata_props.update(properties)
+
+
+def _bind(
+    bound: ir.Model, inputs: Mapping[str, Shape], known: Mapping[str, npt.NDArray[Any] | None], defaults: bool
+) -> BoundShapes:
+    """As `bind_shapes`, in place."""
     for value in optional_inputs(bound.graph):
         if value.const_value is not None:
             value.shape = ir.Shape(value.const_value.shape.numpy())

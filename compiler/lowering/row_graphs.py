@@ -15,7 +15,7 @@ from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.origins import origin_of, stand_for
 from splitc.compiler.lowering.rank_graph import rank_graph
-from splitc.compiler.lowering.segments import Segment, cut_segments
+from splitc.compiler.lowering.segments import Segment, cut_segments, group_joints
 from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.sharding.products import Product
 from splitc.compiler.sharding.slices import SlicedProducts
@@ -33,8 +33,7 @@ def slice_name(product: Product, rank: int) -> str:
 def find_rounds(graph: Graph, stage: Stage, products: Sequence[Product]) -> tuple[tuple[Product, ...], ...]:
     """The products grouped into as few rounds as possible. The products of a round are independent."""
     main = _exchange_products(graph, stage, products, lambda _: [0])
-    rounds = [tuple(node.meta[_PRODUCT] for node in segment.joints) for segment in _cut(main)]
-    return tuple(each for each in rounds if each)
+    return tuple(tuple(node.meta[_PRODUCT] for node in nodes) for nodes in group_joints(main, EXCHANGE) if nodes)
 
 
 def main_segments(split: SlicedProducts, stage: Stage) -> list[Segment]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -29,14 +29,8 @@ def cut_segments(graph: ir.Graph, outputs: Collection[str], joint: str) -> list[
     inputs: these few numbers are on the host, and passing them between engines costs more.
     """
     repeated = _repeated_nodes(graph, joint)
-    # All ranks must have the same segments, so nodes that only this rank does not need are dropped after `_levels`.
-    levels = _levels(graph, repeated, joint)
-    needed = _needed(graph, outputs, joint)
-    count = 1 + max(levels.values(), default=0)
-    members: list[list[ir.Node]] = [[] for _ in range(count)]
-    for node in graph:
-        if node in levels and node in needed:
-            members[levels[node]].append(node)
+    position = {node: number for number, node in enumerate(graph)}
+    members = _members(graph, repeated, _needed(graph, outputs, joint), joint)
     given = {value for value in graph.outputs if value.name in outputs}
     # The last segment that reads each value.
     last = {value: level for level, nodes in enumerate(members) for node in nodes for value in node_reads(node)}
@@ -47,8 +41,28 @@ def cut_segments(graph: ir.Graph, outputs: Collection[str], joint: str) -> list[
         joined = {value for node in joints for value in node.inputs}
         gives = [v for n in own for v in n.outputs if last.get(v, 0) > level or v in joined or v in given]
         if own or joints:
-            segments.append(Segment(_extract(graph, own, gives, repeated), tuple(joints)))
+            segments.append(Segment(_extract(graph, own, gives, repeated, position), tuple(joints)))
     return segments
+
+
+def group_joints(graph: ir.Graph, joint: str) -> list[list[ir.Node]]:
+    """The joints that follow each segment, without the segments."""
+    joints = [node for node in graph if node.op_type == joint]
+    return _members(graph, _repeated_nodes(graph, joint), joints, joint)
+
+
+def _members(
+    graph: ir.Graph, repeated: Collection[ir.Node], needed: Collection[ir.Node], joint: str
+) -> list[list[ir.Node]]:
+    """The needed nodes of each segment, and the joints that follow it."""
+    # All ranks must have the same segments, so nodes that only this rank does not need are dropped after `_levels`.
+    levels = _levels(graph, repeated, joint)
+    members: list[list[ir.Node]] = [[] for _ in range(1 + max(levels.values(), default=0))]
+    wanted = frozenset(needed)
+    for node in graph:
+        if node in levels and node in wanted:
+            members[levels[node]].append(node)
+    return members
 
 
 def _repeated_nodes(graph: ir.Graph, joint: str) -> frozenset[ir.Node]:
@@ -128,7 +142,13 @@ def _levels(graph: ir.Graph, repeated: Collection[ir.Node], joint: str) -> dict[
     return late
 
 
-def _extract(graph: ir.Graph, nodes: list[ir.Node], gives: list[ir.Value], repeated: Collection[ir.Node]) -> ir.Graph:
+def _extract(
+    graph: ir.Graph,
+    nodes: list[ir.Node],
+    gives: list[ir.Value],
+    repeated: Collection[ir.Node],
+    position: Mapping[ir.Node, int],
+) -> ir.Graph:
     """A new graph of these nodes and the repeated ones that they need."""
     own = set(nodes)
     stack = list(nodes)
@@ -138,7 +158,7 @@ def _extract(graph: ir.Graph, nodes: list[ir.Node], gives: list[ir.Value], repea
             if producer is not None and producer in repeated and producer not in own:
                 own.add(producer)
                 stack.append(producer)
-    ordered = [node for node in graph if node in own]
+    ordered = sorted(own, key=position.__getitem__)
     reads = dict.fromkeys(value for node in ordered for value in node_reads(node))
     weights = [value for value in reads if value.is_initializer()]
     takes = [value for value in reads if not value.is_initializer() and value.producer() not in own]

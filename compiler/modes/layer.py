@@ -110,9 +110,11 @@ def _make_plan(
             0,
             stage_memory(analysis.costs, analysis.states, stage),
             sum(seconds[each.start : each.end]),
-            rematerialized(analysis, stages, number),
+            again,
         )
-        for number, (each, stage) in enumerate(zip(chosen, stages, strict=True))
+        for number, (each, stage, again) in enumerate(
+            zip(chosen, stages, rematerialized(analysis, stages), strict=True)
+        )
     ]
     return assemble(analysis, request, LayerSplit(analysis), ranks, stage_cuts(analysis, stages))
 

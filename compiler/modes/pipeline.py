@@ -6,7 +6,8 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+
+import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.range_memory import RangeMemory
@@ -16,6 +17,7 @@ from splitc.compiler.planning.plan_request import Request
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan, Rematerialized
 from splitc.compiler.planning.resources import Resources, as_shares
 from splitc.compiler.planning.stage_search import Assignment, StageCosts, Target, plan_stages
+from splitc.compiler.remembered import remembered
 from splitc.runtime.errors import DoesNotFitError
 
 # How much slower the slowest stage may be for fewer bytes cut and more evenly spread weights. Measured and estimated
@@ -30,7 +32,7 @@ def choose_stages(
 ) -> list[Assignment]:
     """The best runs of blocks for the targets. `seconds` are the blocks' times."""
     between_hosts = resources.machine.between_hosts(resources.devices[0], resources.devices[-1])
-    memory = RangeMemory(analysis.costs, analysis.states, analysis.partition)
+    memory = _range_memory(analysis)
 
     def load(start: int, end: int) -> float:
         if request.tensor_split:  # users mean shares of the weights, which is what fills their devices
@@ -41,11 +43,16 @@ def choose_stages(
         names=[block.name for block in analysis.partition.blocks],
         load=load,
         weights=memory.weights,
-        memory=cache(memory.total),  # the search asks for the same runs for each target
+        memory=memory.total,
         cut=memory.cut_bytes.__getitem__,
         link=lambda size, far: between_hosts.seconds(size) if far else 0.0,  # CPU devices share their memory
     )
     return _choose(costs, targets, request)
+
+
+@remembered
+def _range_memory(analysis: Analysis) -> RangeMemory:
+    return RangeMemory(analysis.costs, analysis.states, analysis.partition)
 
 
 def _choose(costs: StageCosts, targets: Sequence[Target], request: Request) -> list[Assignment]:
@@ -69,17 +76,23 @@ def _choose(costs: StageCosts, targets: Sequence[Target], request: Request) -> l
     return plan_stages(costs, targets, objective=request.objective, spread=spread, slack=slack)
 
 
-def rematerialized(analysis: Analysis, stages: Sequence[Stage], number: int) -> Rematerialized:
-    """What stage `number` has in common with earlier ones: rematerialized nodes, and weights that several read."""
-    costs = analysis.costs
-    before = {node for stage in stages[:number] for node in stage.nodes}
-    again = [node for node in stages[number].nodes if node in before]
-    held = set(costs.weights(before))
-    weights = sum(costs.value_bytes(weight) for weight in costs.weights(stages[number].nodes) if weight in held)
-    own = (node for block in stages[number].blocks for node in block.nodes)
-    read = {value for node in own for value in analysis.graph.reads[node] if value.producer() in before}
-    unsent = sum(costs.value_bytes(value) for value in read if value not in stages[number].receives)
-    return Rematerialized(len(again), sum(map(costs.flops, again)), weights, unsent)
+def rematerialized(analysis: Analysis, stages: Sequence[Stage]) -> list[Rematerialized]:
+    """What each stage has in common with earlier ones: rematerialized nodes, and weights that several read."""
+    costs, reads = analysis.costs, analysis.graph.reads
+    before: set[ir.Node] = set()
+    held: set[ir.Value] = set()
+    found = []
+    for stage in stages:
+        again = [node for node in stage.nodes if node in before]
+        own = costs.weights(stage.nodes)
+        weights = sum(costs.value_bytes(weight) for weight in own if weight in held)
+        inside = (node for block in stage.blocks for node in block.nodes)
+        read = {value for node in inside for value in reads[node] if value.producer() in before}
+        unsent = sum(costs.value_bytes(value) for value in read.difference(stage.receives))
+        found.append(Rematerialized(len(again), sum(map(costs.flops, again)), weights, unsent))
+        before.update(stage.nodes)
+        held.update(own)
+    return found
 
 
 def stage_cuts(analysis: Analysis, stages: Sequence[Stage]) -> list[CutPlan]:
@@ -105,7 +118,8 @@ def predict_pipeline(
     groups = sorted({rank.group for rank in ranks})
     members = [[rank for rank in ranks if rank.group == group] for group in groups]
     alone = [stage_seconds(each, len(each)) for each in members]
-    together = [stage_seconds(each, len(ranks)) for each in members]
+    # GPUs share nothing: each takes the same time whether or not others are working.
+    together = [stage_seconds(each, len(ranks)) for each in members] if clock.shares_cores else alone
     crossing = [
         clock.copy(before[0], after[0]).seconds(cut.bytes) + clock.cold(before[0])
         for before, after, cut in zip(members, members[1:], cuts, strict=False)

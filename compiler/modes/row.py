@@ -94,9 +94,13 @@ class RowSplit:
         own = [node for node in main.stage.nodes if node.outputs[0].name not in self.sliced.products]
         total = clock.seconds(main, own, 1) + clock.feeding(main)
         link = max((clock.copy(main, other) for other in others), key=lambda link: link.latency)
+        unlike = {
+            (rank.device.kind, clock.machine.speed(rank.device), self.sliced.columns.owned_sizes(rank.part)): rank
+            for rank in ranks
+        }.values()
         for products in self.sliced.rounds:
             nodes = [product.node for product in products]
-            slowest = max(clock.seconds(rank, nodes, len(ranks), partial(self._share, rank.part)) for rank in ranks)
+            slowest = max(clock.seconds(rank, nodes, len(ranks), partial(self._share, rank.part)) for rank in unlike)
             total += clock.meeting(slowest) * max(1.0, clock.crowd(ranks))
             total += 2 * (link.latency + clock.cold(main) + (0.0 if clock.operators else clock.start(main)))
         # Received columns are copied once more to be joined.
@@ -166,21 +170,27 @@ def _make_plan(analysis: Analysis, resources: Resources, request: Request, share
     sliced = _slice(analysis, products, [float(share) for share in shares])
     _check_slices(sliced, resources, shares)
     seconds = _rank_seconds(analysis, resources, sliced)
+    # Most ranks have equally many columns: only the main one has more than these.
+    kinds = [(number == 0, sliced.columns.owned_sizes(number)) for number in range(len(devices))]
+    first = {kind: number for number, kind in reversed(list(enumerate(kinds)))}
+    stages = {kind: _rank_stage(analysis, sliced, stage, number) for kind, number in first.items()}
+    memories = {kind: _rank_memory(analysis, sliced, stage, number) for kind, number in first.items()}
+    crossing = {kind: _crossing(analysis, sliced, number) for kind, number in first.items() if number}
     ranks = [
         RankPlan(
             device,
             budgets[number],
             float(shares[number]),
-            _rank_stage(analysis, sliced, stage, number),
+            stages[kinds[number]],
             0,
             number,
-            _rank_memory(analysis, sliced, stage, number),
+            memories[kinds[number]],
             seconds[number],
         )
         for number, device in enumerate(devices)
     ]
     weights = sliced_weights(analysis, products, sliced.columns)
-    cuts = [_crossing(analysis, sliced, number) for number in range(1, len(devices))]
+    cuts = [crossing[kind] for kind in kinds[1:]]
     plan = assemble(analysis, request, RowSplit(analysis, sliced, request.row_min), ranks, cuts, weights, WHOLE)
     check_memory(plan, WHOLE)
     return plan

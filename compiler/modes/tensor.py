@@ -35,6 +35,7 @@ from splitc.compiler.planning.split import RankProgram
 from splitc.compiler.planning.stage_search import Assignment, Target
 from splitc.compiler.remembered import remembered
 from splitc.compiler.sharding.axis_map import AxisMap, map_axes
+from splitc.compiler.sharding.candidates import Candidates, find_candidates
 from splitc.compiler.sharding.choice import Choice, choose
 from splitc.compiler.sharding.held import held_shards
 from splitc.compiler.sharding.partial import chosen_atoms
@@ -90,19 +91,14 @@ class TensorSplit:
             for rank in members
         }
         slowest = max(
-            clock.seconds(rank, rank.stage.nodes, at_once, partial(self._share, rank.part)) for rank in unlike.values()
+            clock.seconds(rank, rank.stage.nodes, at_once, partial(self.sharded.share, rank.part))
+            for rank in unlike.values()
         )
         slowest = slowest * max(1.0, clock.crowd(members)) + clock.feeding(first)
         count = self.collectives / stages
         sums = clock.sums(members, count, self.exchanged_bytes(()) / stages)
         starts = 1 if clock.operators else count + 1
         return clock.meeting(slowest) + sums + starts * clock.start(first) + self._joining(clock) / stages
-
-    def _share(self, part: int, node: ir.Node) -> float:
-        """The share of a node's work that rank `part` of a group has."""
-        operation = self.axis_map.operations[node]
-        shards = self.sharded.shards(part)
-        return shards.share(operation.outputs[0]) * shards.share((operation.contracted,))
 
     def _joining(self, clock: Clock) -> float:
         """The seconds to cut sharded inputs and to join sharded outputs."""
@@ -196,6 +192,7 @@ def _make_plan(
     choice = _choose(analysis, count)
     sharded = shard_model(analysis.graph, map_axes(analysis), choice, groups, home)
     ranks = []
+    repeated = rematerialized(analysis, stages)
     for number, (each, stage) in enumerate(zip(chosen, stages, strict=True)):
         memories: dict[tuple[int, ...], StageMemory] = {}  # most ranks have shards of the same sizes
         for part in range(count):
@@ -212,7 +209,7 @@ def _make_plan(
                 part,
                 memories[sizes],
                 sum(seconds[each.start : each.end]) * shares[place] / sum(groups[each.target]),
-                rematerialized(analysis, stages, number) if part == 0 else Rematerialized(),
+                repeated[number] if part == 0 else Rematerialized(),
             )
             ranks.append(rank)
     weights = sharded_weights(analysis, sharded, choice)
@@ -226,7 +223,12 @@ def _make_plan(
 @remembered
 def _choose(analysis: Analysis, count: int) -> Choice:
     """The axes to shard over so many ranks."""
-    return choose(analysis.graph, map_axes(analysis), analysis.costs.value_bytes, count)
+    return choose(analysis.graph, map_axes(analysis), _candidates(analysis), analysis.costs.value_bytes, count)
+
+
+@remembered
+def _candidates(analysis: Analysis) -> Candidates:
+    return find_candidates(analysis.graph, map_axes(analysis), analysis.costs.value_bytes)
 
 
 def _warn_if_idle(ranks: Sequence[RankPlan], sharded: ShardedModel) -> list[str]:

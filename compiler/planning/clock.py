@@ -56,12 +56,13 @@ class Clock:
         speed, one = (
             rank_speed(rank.device, threads, at_once, self.machine, self._is_cached) for threads in (self.threads, 1)
         )
-        costs = self.analysis.costs
+        costs, kernel = self.analysis.costs, find_profile(rank.device.kind).kernel
+        folded = costs.graph.folded
         total = 0.0
         for node in nodes:
-            if node in costs.graph.folded or not (own := share(node)):
+            if node in folded or not (own := share(node)):
                 continue
-            least = find_profile(rank.device.kind).kernel if not operator_of(node).view else 0.0
+            least = kernel if not operator_of(node).view else 0.0
             alone = own * costs.seconds(node, one)
             total += max(least, alone if alone < HOST.single_thread else own * costs.seconds(node, speed))
         return self.measured * total
@@ -87,6 +88,11 @@ class Clock:
         """The time to feed a rank its arrays and to fetch its outputs. States stay on the device."""
         ends = (*rank.stage.feeds, *rank.stage.outputs)
         return HOST.array * sum(value.name not in self.states for value in ends)
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether some ranks are CPU devices, which slow each other down."""
+        return any(rank.device.kind == "cpu" for rank in self.ranks)
 
     @cached_property
     def states(self) -> frozenset[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy.typing as npt
@@ -101,7 +101,27 @@ def _relate(
                 for axis in axes_of(value) or ():
                     ax.pin(axis, Pin(node, "it is read inside control flow"))
         operations[node] = operation
-    return AxisMap(operations, shared, bound)
+    return _settled(AxisMap(operations, shared, bound))
+
+
+def _settled(found: AxisMap) -> AxisMap:
+    """The map with each axis as a product of its leaves, since no axis is related any more."""
+    known: dict[Axis, Axis] = {}
+
+    def settle(axes: Axes) -> Axes:
+        return None if axes is None else tuple([leaves_of(axis) for axis in axes])
+
+    def leaves_of(axis: Axis) -> Axis:
+        if axis not in known:
+            known[axis] = tuple(ax.leaves(axis))
+        return known[axis]
+
+    for operation in found.operations.values():
+        operation.inputs, operation.outputs = (
+            list(map(settle, each)) for each in (operation.inputs, operation.outputs)
+        )
+        operation.contracted = leaves_of(operation.contracted)
+    return replace(found, axes={value: settle(axes) for value, axes in found.axes.items()})
 
 
 def relate_node(operation: Operation) -> None:

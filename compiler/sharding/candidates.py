@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
@@ -12,7 +13,7 @@ from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor, Pin
 from splitc.compiler.sharding.axis_map import AxisMap
-from splitc.compiler.sharding.partial import chosen_atoms, find_sums
+from splitc.compiler.sharding.partial import find_sums
 
 # The fixed cost of a sum, in bytes, added to what it moves: ranks wait for each other.
 SUM_BYTES = 64 << 10
@@ -50,45 +51,80 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The candidates by falling gain, and the reasons for those that are rejected.
+    """The candidates by falling gain.
 
     `order` has all atoms that divide weights, in the model's order. `contractions` are the nodes that sum over each
-    atom. `ranged` are the nodes that need the least and the greatest of all its elements.
+    atom. `ranged` are the nodes that need the least and the greatest of all its elements. `conflicts` are, for each
+    candidate's atom, those that some value has beside it.
     """
 
     candidates: tuple[Candidate, ...]
-    rejected: Mapping[Factor, str]
     order: tuple[Factor, ...]
     contractions: Mapping[Factor, list[ir.Node]]
     ranged: Mapping[Factor, list[ir.Node]]
+    conflicts: Mapping[Factor, set[Factor]]
 
     def start(self, atom: Factor) -> list[ir.Node]:
         """The nodes whose results may need collectives if the atom is split."""
         return [*self.contractions.get(atom, ()), *self.ranged.get(atom, ())]
 
 
-def find_candidates(graph: Graph, axis_map: AxisMap, size: Callable[[ir.Value], int], ranks: int) -> Candidates:
+def find_candidates(graph: Graph, axis_map: AxisMap, size: Callable[[ir.Value], int]) -> Candidates:
     """All atoms that divide weights and that no node needs whole. `size` gives the bytes of a value."""
     _pin_ends(graph, axis_map)
     _pin_tables(axis_map)
     weights, contractions, ranged = reached_weights(axis_map, size), _contractions(axis_map), _ranged(axis_map)
-    given = {atom for value in graph.graph.outputs for axis in axis_map.axes[value] or () for atom in ax.atoms(axis)}
+    given: dict[Factor, list[ir.Value]] = defaultdict(list)  # the outputs that have each atom
+    for value in graph.graph.outputs:
+        for atom in dict.fromkeys(atom for axis in axis_map.axes[value] or () for atom in ax.atoms(axis)):
+            given[atom].append(value)
     least = LEAST_SHARE * sum(size(value) for value in graph.graph.initializers.values())
-    found = Candidates((), {}, tuple(weights), contractions, ranged)
+    found = Candidates((), tuple(weights), contractions, ranged, {})
     candidates = []
     for atom, covered in weights.items():
         is_used = atom in given or atom in contractions  # otherwise its elements are dropped by a Slice
         if is_used and atom.pinned is None and atom.size > 1 and sum(covered.values()) > least:
             sums = find_sums(axis_map, graph.position, {atom}, found.start(atom), size)
-            joined = [value for value in graph.graph.outputs if chosen_atoms(axis_map.axes[value], {atom})]
-            moved = sum(map(size, sums.summed or joined))
+            moved = sum(map(size, sums.summed or given.get(atom, ())))
             candidates.append(Candidate(atom, covered, sums.count, max(1, sums.count) * SUM_BYTES + moved))
     candidates.sort(key=lambda each: (each.gain, each.bytes), reverse=True)
-    rejected = _reject_costly(graph, candidates, axis_map, ranks)
-    return Candidates(tuple(candidates), rejected, tuple(weights), contractions, ranged)
+    return replace(
+        found, candidates=tuple(candidates), conflicts=_conflicts(axis_map, {each.atom for each in candidates})
+    )
 
 
-def _reject_costly(graph: Graph, candidates: list[Candidate], axis_map: AxisMap, ranks: int) -> dict[Factor, str]:
+def _conflicts(axis_map: AxisMap, atoms: Collection[Factor]) -> dict[Factor, set[Factor]]:
+    """For each atom the atoms that some value has beside it. Split along both, a rank would lack most of the value.
+
+    Atoms in different sections of one axis do not conflict.
+    """
+    found: dict[Factor, set[Factor]] = defaultdict(set)
+
+    def visit(parts: list[Axis]) -> set[Factor]:
+        groups = []
+        for leaf in (leaf for part in parts for leaf in ax.leaves(part)):
+            inside = (
+                {leaf}.intersection(atoms)
+                if leaf.is_atom
+                else set[Factor]().union(*(visit([each]) for each in leaf.sections))
+            )
+            groups.append(inside)
+        for one, other in itertools.combinations(groups, 2):
+            for a, b in itertools.product(one, other):
+                found[a].add(b)
+                found[b].add(a)
+        return set[Factor]().union(*groups)
+
+    seen: set[int] = set()
+    for operation in axis_map.operations.values():
+        for axes in (*operation.inputs, *operation.outputs):
+            if axes is not None and id(axes) not in seen:
+                seen.add(id(axes))
+                visit(list(axes))
+    return found
+
+
+def reject_costly(graph: Graph, candidates: Sequence[Candidate], axis_map: AxisMap, ranks: int) -> dict[Factor, str]:
     """The candidates that cost more than they save, with the reason."""
     looked_up = _looked_up(axis_map)
     only = looked_up - _read_without_lookup(graph, axis_map) if looked_up else set()

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.operators import axes as ax
-from splitc.compiler.operators.axes import Axis, Factor
+from splitc.compiler.operators.axes import Factor
 from splitc.compiler.sharding.axis_map import AxisMap
-from splitc.compiler.sharding.candidates import Candidate, Candidates, find_candidates
+from splitc.compiler.sharding.candidates import Candidate, Candidates, reject_costly
 from splitc.compiler.sharding.partial import Sums, find_sums
 
 # Minimum gain of a larger candidate, as a share of its rivals' gain, to displace them.
@@ -35,11 +33,10 @@ class Choice:
     sums: Sums
 
 
-def choose(graph: Graph, axis_map: AxisMap, size: Callable[[ir.Value], int], ranks: int) -> Choice:
-    """Choose the atoms to split. `size` gives the bytes of a value."""
-    found = find_candidates(graph, axis_map, size, ranks)
-    conflicts = _conflicts(axis_map, {each.atom for each in found.candidates})
-    rejected = dict(found.rejected)
+def choose(graph: Graph, axis_map: AxisMap, found: Candidates, size: Callable[[ir.Value], int], ranks: int) -> Choice:
+    """Choose the atoms to split over so many ranks, among all candidates. `size` gives the bytes of a value."""
+    conflicts = found.conflicts
+    rejected = reject_costly(graph, found.candidates, axis_map, ranks)
     for atom in (each.atom for each in found.candidates if each.atom in conflicts[each.atom]):
         rejected.setdefault(atom, "some value has it along two axes")
     chosen = _select([each for each in found.candidates if each.atom not in rejected], conflicts, rejected)
@@ -74,37 +71,6 @@ def _select(
         if candidate.atom not in chosen:
             rejected[candidate.atom] = f"its weights are split along an axis of {' and '.join(sizes[:2])} instead"
     return chosen
-
-
-def _conflicts(axis_map: AxisMap, atoms: Collection[Factor]) -> dict[Factor, set[Factor]]:
-    """For each atom the atoms that some value has beside it. Split along both, a rank would lack most of the value.
-
-    Atoms in different sections of one axis do not conflict.
-    """
-    found: dict[Factor, set[Factor]] = defaultdict(set)
-
-    def visit(parts: list[Axis]) -> set[Factor]:
-        groups = []
-        for leaf in (leaf for part in parts for leaf in ax.leaves(part)):
-            inside = (
-                {leaf}.intersection(atoms)
-                if leaf.is_atom
-                else set[Factor]().union(*(visit([each]) for each in leaf.sections))
-            )
-            groups.append(inside)
-        for one, other in itertools.combinations(groups, 2):
-            for a, b in itertools.product(one, other):
-                found[a].add(b)
-                found[b].add(a)
-        return set[Factor]().union(*groups)
-
-    seen: set[int] = set()
-    for operation in axis_map.operations.values():
-        for axes in (*operation.inputs, *operation.outputs):
-            if axes is not None and id(axes) not in seen:
-                seen.add(id(axes))
-                visit(list(axes))
-    return found
 
 
 def _drop_mixed(axis_map: AxisMap, chosen: dict[Factor, Candidate], rejected: dict[Factor, str]) -> None:

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from functools import cache
 
 import onnx_ir as ir
 
 from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.analysis.memory import Held
+from splitc.compiler.operators.operation import Axes
 from splitc.compiler.sharding.sharded_model import ShardedModel
 
 
 def held_shards(costs: Costs, sharded: ShardedModel, nodes: Collection[ir.Node], part: int) -> Held:
     """The bytes of the shards that one rank of a group holds: of the nodes' weights, and of any value."""
     shards, size = sharded.shards(part), costs.value_bytes
-    own = frozenset(nodes)
-    parts: dict[tuple[ir.Value, bytes], int] = {}
-    for node, operation in sharded.axis_map.operations.items():
-        for value, axes in zip(node.inputs, operation.inputs, strict=True) if node in own else ():
+    uses: dict[ir.Value, list[Axes]] = {value: [] for value in costs.weights(nodes)}
+    operations = sharded.axis_map.operations
+    for node, operation in ((node, operations[node]) for node in nodes if node in operations):
+        for value, axes in zip(node.inputs, operation.inputs, strict=True):
             if value is not None and value.is_initializer():
-                parts[value, shards.key(axes)] = int(size(value) * shards.share(axes))
-    weights: dict[ir.Value, int] = dict.fromkeys(costs.weights(nodes), 0)
-    for (value, _), held in parts.items():
-        weights[value] += held
-    for value in weights:  # a weight that only subgraphs read is whole
-        weights[value] = weights[value] or size(value)
-    return Held(weights, lambda value: int(size(value) * shards.share(sharded.axes(value))))
+                uses[value].append(axes)
+
+    def held(value: ir.Value, read: Sequence[Axes]) -> int:
+        unlike = read if len(read) < 2 else {shards.key(axes): axes for axes in read}.values()
+        # A weight that only subgraphs read is whole.
+        return sum(int(size(value) * shards.share(axes)) for axes in unlike) or size(value)
+
+    weights = {value: held(value, read) for value, read in uses.items()}
+    return Held(weights, cache(lambda value: int(size(value) * shards.share(sharded.axes(value)))))

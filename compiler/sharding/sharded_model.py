@@ -37,7 +37,16 @@ class ShardedModel:
 
     def sizes(self, rank: int) -> tuple[int, ...]:
         """How many units of each sharded axis a rank has. Ranks with the same ones hold and do equally much."""
-        return tuple(each[rank].size for each in self.ranges.values())
+        return tuple([each[rank].size for each in self.ranges.values()])
+
+    def owned_sizes(self, rank: int) -> tuple[int, ...]:
+        """As `sizes`, but 0 for the replicas of another rank's units."""
+        return tuple([each[rank].size * each[rank].owned for each in self.ranges.values()])
+
+    def share(self, rank: int, node: ir.Node) -> float:
+        """The share of a node's work that a rank has."""
+        operation, shards = self.axis_map.operations[node], self.shards(rank)
+        return shards.share(operation.outputs[0]) * shards.share((operation.contracted,))
 
     def axes(self, value: ir.Value) -> Axes:
         """The axes of a value of the model."""

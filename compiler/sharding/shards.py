@@ -23,6 +23,7 @@ class Shards:
     """One rank's range of each sharded atom."""
 
     ranges: Mapping[Factor, Range]
+    _shares: dict[Axes, float] = field(default_factory=dict, repr=False, compare=False)
     _cut: dict[tuple[int, bytes], ir.TensorProtocol] = field(default_factory=dict, repr=False, compare=False)
 
     def size(self, axis: Axis) -> int:
@@ -44,7 +45,9 @@ class Shards:
 
     def share(self, axes: Axes) -> float:
         """The rank's share of the elements of a value with these axes."""
-        return math.prod(self.size(axis) / max(1, ax.size_of(axis)) for axis in axes or ())
+        if axes not in self._shares:
+            self._shares[axes] = math.prod(self.size(axis) / max(1, ax.size_of(axis)) for axis in axes or ())
+        return self._shares[axes]
 
     def ratio(self, axis: Axis) -> tuple[int, int] | None:
         """The rank's size of an axis and the whole size, as a ratio that holds for any sizes of the unsplit factors.

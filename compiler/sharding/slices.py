@@ -13,7 +13,6 @@ from functools import cached_property
 import onnx_ir as ir
 
 from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis
 from splitc.compiler.sharding.candidates import reached_weights
 from splitc.compiler.sharding.products import Product, Products
@@ -56,14 +55,14 @@ class SlicedProducts:
 
     def share(self, rank: int, product: Product) -> float:
         """The share of a product's columns that a rank has."""
-        return self.width(rank, product) / ax.size_of(self._columns(product))
+        return self.columns.shards(rank).share((self._columns(product),))
 
     def _columns(self, product: Product) -> Axis:
         return self.columns.axis_map.operations[product.node].output()[-1]
 
     def of_rank(self, rank: int, products: Collection[Product]) -> list[Product]:
         """The products that the rank has columns of."""
-        return [product for product in products if rank in self.ranks(product)]
+        return [product for product in products if self.columns.ranges[product.columns][rank].owned]
 
     def work(self, rank: int) -> list[Work]:
         """What a rank does in each round."""

@@ -13,8 +13,6 @@ from splitc.runtime.cli.terminal import out, print_json
 from splitc.runtime.devices import list_devices, parse_devices
 from splitc.runtime.machine import Machine, keep_machine, known_machine
 from splitc.runtime.mpi.first_process import begin
-from splitc.runtime.tools.host_links import measure_hosts
-from splitc.runtime.tools.link_times import measure_machine
 
 
 def devices(
@@ -46,6 +44,9 @@ def devices(
 
 def _measure(gpus: Sequence[str]) -> Machine:
     """The devices of this machine, and the link to another host, where MPI has started a process there."""
+    from splitc.runtime.tools.host_links import measure_hosts
+    from splitc.runtime.tools.link_times import measure_machine
+
     before, world = known_machine(), begin()
     between = None if world is None else measure_hosts(world)
     machine = measure_machine(parse_devices(["cpu0", "cpu1", *gpus]))

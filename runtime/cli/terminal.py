@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import gc
 import io
 import os
 import signal
@@ -168,6 +169,7 @@ def run_app(app: typer.Typer) -> NoReturn:
             _discard_output()
         err.print(Text.assemble(("error: ", "bold red"), str(known)), soft_wrap=True)
         code = known.exit_code
+    gc.freeze()  # or Python would search all that is left for garbage as it ends
     sys.exit(code)  # type: ignore[arg-type]
 
 

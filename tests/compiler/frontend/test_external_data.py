@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.external_data_helper import set_external_data
 
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.compiler.frontend.loading import load_model
+from splitc.compiler.frontend.loading import read_model
 from splitc.compiler.model_errors import ModelError
 from splitc.runtime import Session
 from tests.helpers.command import splitc
@@ -70,7 +70,7 @@ def model_outside(place: str, how: str, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("how", WAYS)
 def test_nothing_comes_from_outside(place: str, how: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"'w' lies in .* outside the model's folder: --trust-external-data permits"):
-        load_model(model_outside(place, how, tmp_path))
+        read_model(model_outside(place, how, tmp_path))
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -102,10 +102,10 @@ def test_other_faults_stay_faults_of_trusted_data(tmp_path: Path) -> None:
     path = model_outside("weight", "link", tmp_path)
     (tmp_path / "secret").write_bytes(b"short")
     with pytest.raises(ModelError, match="too short"):
-        load_model(path, trusts_data=True)
+        read_model(path, trusts_data=True)
     (tmp_path / "secret").unlink()
     with pytest.raises(ModelError, match="is missing"):
-        load_model(path, trusts_data=True)
+        read_model(path, trusts_data=True)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -139,7 +139,7 @@ def test_what_is_not_there_is_named(place: str, location: str, offset: int, mess
     (tmp_path / "sub").mkdir()
     (tmp_path / "m.onnx").write_bytes(model(place, external(location, offset)).SerializeToString())
     with pytest.raises(ModelError, match=message):
-        load_model(tmp_path / "m.onnx")
+        read_model(tmp_path / "m.onnx")
 
 
 def test_files_of_a_cache_that_are_links(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_files_of_a_cache_that_are_links(tmp_path: Path) -> None:
     (tmp_path / "blobs" / "90c2").write_bytes(NUMBERS.tobytes())
     for name, blob in (("m.onnx", "e5b1"), ("m.onnx_data", "90c2")):
         (tmp_path / "snapshots" / "1f3a" / name).symlink_to(Path("..", "..", "blobs", blob))
-    _, files = load_model(tmp_path / "snapshots" / "1f3a" / "m.onnx")
+    _, files = read_model(tmp_path / "snapshots" / "1f3a" / "m.onnx")
     assert files == {tmp_path / "blobs" / "90c2"}
     with pytest.raises(ModelError, match=r"m\.onnx_data is missing"):  # relative to the folder that was named
-        load_model(tmp_path / "blobs" / "e5b1")
+        read_model(tmp_path / "blobs" / "e5b1")

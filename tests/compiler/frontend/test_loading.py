@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from models.llama import Size, build, save_sparse
 from models.writer import Writer, save
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.compiler.frontend.loading import load_model
+from splitc.compiler.frontend.loading import read_model
 from splitc.compiler.model_errors import ModelError
 from splitc.compiler.packaging.self_check import check_loads
 from tests.helpers.app import app
@@ -29,7 +29,7 @@ WriteModel = Callable[[str], Path]
 
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no such model file"):
-        load_model(tmp_path / "none.onnx")
+        read_model(tmp_path / "none.onnx")
 
 
 @pytest.mark.parametrize("content", [b"", b"not a model", b"\x00" * 100, b"PK\x03\x04"])
@@ -37,7 +37,7 @@ def test_not_onnx(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "bad.onnx"
     path.write_bytes(content)
     with pytest.raises(ModelError, match="is not an ONNX model"):
-        load_model(path)
+        read_model(path)
 
 
 def test_file_that_is_too_large(package: Path, tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_file_that_is_too_large(package: Path, tmp_path: Path) -> None:
         file.truncate(3 << 30)
     said = r"it has 3.00 GiB \(3,221,225,472 bytes\), and .* less than 2 GiB .*save_as_external_data=True"
     with pytest.raises(ModelError, match=said):
-        load_model(path)
+        read_model(path)
     for command in (["check", package, "--model", path], ["bench", package, "--baseline", path, "--runs", "1"]):
         assert "save_as_external_data=True" in splitc(*command, code=1).stderr
 
@@ -81,14 +81,14 @@ def external(tmp_path: Path) -> Path:
 def test_missing_external_data(external: Path) -> None:
     external.with_name("model.onnx.data").unlink()
     with pytest.raises(ModelError, match=r"model.onnx.data is missing \(it holds weight 'weight'\)"):
-        load_model(external)
+        read_model(external)
 
 
 def test_external_data_too_short(external: Path) -> None:
     data = external.with_name("model.onnx.data")
     data.write_bytes(data.read_bytes()[:-4])
     with pytest.raises(ModelError, match=r"too short: weight 'weight' ends at byte 16,384, and the file has 16,380"):
-        load_model(external)
+        read_model(external)
 
 
 @pytest.mark.parametrize("location", ["../secret", "/etc/passwd", "sub/../../secret"])
@@ -101,7 +101,7 @@ def test_external_data_outside_the_folder(external: Path, location: str) -> None
     )
     ir.save(model, external)
     with pytest.raises(ModelError, match="outside the model's folder"):
-        load_model(external)
+        read_model(external)
 
 
 def test_unknown_operator_domain(write_model: WriteModel) -> None:
@@ -112,13 +112,13 @@ def test_unknown_operator_domain(write_model: WriteModel) -> None:
     with pytest.raises(
         ModelError, match=r"makes 'y' is the operator com.acme.Frobnicate, .* any of the domain 'com.acme'"
     ):
-        load_model(path)
+        read_model(path)
 
 
 def test_unknown_operator_of_a_known_domain(write_model: WriteModel) -> None:
     path = write_model('<ir_version: 8, opset_import: ["" : 17]> g (float[2] x) => (float[2] y) { y = Frobnicate(x) }')
     with pytest.raises(ModelError, match=r"is the operator Frobnicate, which ONNX Runtime does not know$"):
-        load_model(path)
+        read_model(path)
 
 
 def test_external_data_of_which_the_model_gives_too_little(external: Path) -> None:
@@ -126,7 +126,7 @@ def test_external_data_of_which_the_model_gives_too_little(external: Path) -> No
     next(each for each in proto.graph.initializer[0].external_data if each.key == "length").value = "16000"
     external.write_bytes(proto.SerializeToString())
     with pytest.raises(ModelError, match=r"'weight' takes 16,384 bytes, and the model gives it 16,000 of model.onnx"):
-        load_model(external)
+        read_model(external)
 
 
 def layers() -> onnx.ModelProto:
@@ -308,11 +308,11 @@ def test_weight_that_is_there_twice(tmp_path: Path) -> None:
     model = layers()
     model.graph.initializer.append(weight(model, "bias1"))
     (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
-    load_model(tmp_path / "model.onnx")
+    read_model(tmp_path / "model.onnx")
     model.graph.initializer[-1].CopyFrom(numpy_helper.from_array(np.ones(32, np.float32), "bias1"))
     (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
     with pytest.raises(ModelError, match=r"'bias1' is the name of two values in 'layers': give one of them another"):
-        load_model(tmp_path / "model.onnx")
+        read_model(tmp_path / "model.onnx")
 
 
 def test_value_that_is_made_twice(tmp_path: Path) -> None:
@@ -320,7 +320,7 @@ def test_value_that_is_made_twice(tmp_path: Path) -> None:
     node(model, "relu1").output[0] = "h0"
     (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
     with pytest.raises(ModelError, match=r"'h0' is the name of two values"):
-        load_model(tmp_path / "model.onnx")
+        read_model(tmp_path / "model.onnx")
 
 
 def test_weight_inside_a_branch_with_a_name_from_outside(write_model: WriteModel) -> None:
@@ -334,7 +334,7 @@ def test_weight_inside_a_branch_with_a_name_from_outside(write_model: WriteModel
             else_branch = e () => (float[2] v) { v = Identity(a) } > }"""
     )
     with pytest.raises(ModelError, match=r"'w' is the name of two values in 't'"):
-        load_model(path)
+        read_model(path)
 
 
 def test_sparse_weight_is_refused_by_name(tmp_path: Path) -> None:
@@ -344,4 +344,4 @@ def test_sparse_weight_is_refused_by_name(tmp_path: Path) -> None:
     model.graph.sparse_initializer.append(helper.make_sparse_tensor(values, places, [32]))
     (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
     with pytest.raises(ModelError, match=r"the weight 'rare' is a sparse tensor, .* make it dense"):
-        load_model(tmp_path / "model.onnx")
+        read_model(tmp_path / "model.onnx")
