@@ -11,7 +11,7 @@ import onnx_ir as ir
 import pytest
 
 from splitc.compiler import Plan, compile_model, plan_model
-from splitc.compiler.packaging import package
+from splitc.compiler.packaging.package_writer import HashedFile
 from splitc.runtime import MisuseError, Session, SplitcError
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.manifest_file import read_manifest
@@ -99,13 +99,13 @@ def test_disk_that_is_too_small_is_noticed_before(plan: Plan, tmp_path: Path, mo
 
 
 def test_disk_that_fills_up_leaves_nothing(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write_model_files(graphs: Any, *_: Any) -> None:
-        (path,) = graphs
-        path.parent.mkdir(parents=True)
-        path.write_bytes(b"half")
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def write(file: HashedFile, _: Any) -> int:
+        if file.size > 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        file.size += 1
+        return 1
 
-    monkeypatch.setattr(package, "write_model_files", write_model_files)
+    monkeypatch.setattr(HashedFile, "write", write)
     with pytest.raises(SplitcError, match=r"is full \(.*\). It had .* free, and .* take .*\. Nothing was written"):
         compile_model(plan, tmp_path / "package")
     assert not list(tmp_path.iterdir())
