@@ -86,7 +86,8 @@ def test_bytes_are_those_of_the_tensors(tmp_path: Path, jobs: int) -> None:
         [small, memory, matrix],
     ]
     files = [WeightFile(tmp_path / str(n), tuple(in_source_order(each))) for n, each in enumerate(wanted)]
-    writer, written = PackageWriter(tmp_path), []
+    writer = PackageWriter(tmp_path)
+    written: list[int] = []
     write_weight_files(files, writer, jobs, written.append)
     for file, entry in zip(files, writer.files):
         assert file.path.read_bytes() == content(list(file.tensors))
