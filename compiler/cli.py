@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -11,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from splitc.compiler.modes.table import describe_modes
 from splitc.compiler.planning.plan_request import Request, request_reader
@@ -20,7 +17,7 @@ from splitc.runtime.cli.commands import app
 from splitc.runtime.cli.options import Command, is_given, with_options
 from splitc.runtime.cli.shared_options import FILL, JSON
 from splitc.runtime.cli.tables import describe_built
-from splitc.runtime.cli.terminal import err, out, print_json, print_to_the_end, print_warning
+from splitc.runtime.cli.terminal import out, print_json, print_to_the_end, print_warning
 from splitc.runtime.devices import parse_hosts
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.errors import MisuseError
@@ -30,7 +27,6 @@ from splitc.runtime.manifest import BuildOptions, Manifest
 from splitc.runtime.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from splitc.compiler.packaging.builder import Building
     from splitc.compiler.packaging.building import BuildSettings
 
 # Options for engines that are built.
@@ -197,6 +193,7 @@ def compile_command(
     from splitc.compiler.plan_tables import print_plan
     from splitc.compiler.planning.plan_file import read_plan, to_file
     from splitc.compiler.planning.settled import check_settled
+    from splitc.compiler.progress import shown_progress
 
     check_target(package, force)
     fills = parse_fills(fill)
@@ -207,7 +204,7 @@ def compile_command(
         decided = plan_model(model, devices, request)
     if not as_json:
         print_to_the_end(lambda: print_plan(decided))
-    with _progress(sum(rank.memory.weights for rank in decided.ranks)) as (progress, building):
+    with shown_progress() as (progress, building):
         manifest = compile_model(
             decided,
             package,
@@ -244,8 +241,9 @@ def build_command(
     """Build the TensorRT engines of a package here, from the ONNX files that it holds."""
     _need_libraries()
     from splitc.compiler.packaging.building import build_package
+    from splitc.compiler.progress import shown_progress
 
-    with _progress(0) as (_, building):
+    with shown_progress() as (_, building):
         manifest = build_package(package, timing_cache, building)
     if as_json:
         print_json(manifest.build)
@@ -257,28 +255,3 @@ def build_command(
 
 def _parse_sources(text: str | None) -> list[str] | None:
     return None if text is None else [name for name in text.lower().split(",") if name and name != "none"]
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[tuple[Callable[[int], None], Building]]:
-    """Progress bars for bytes written and engines built. They show on terminals only, and disappear at the end."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[amount]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        writing = bar.add_task("writing weights", total=total, amount="", visible=total > 0)
-        engines = bar.add_task("building engines", total=None, amount="", visible=False)
-        written = 0
-
-        def wrote(count: int) -> None:
-            nonlocal written
-            written += count
-            bar.update(writing, completed=written, amount=f"{format_bytes(written)} of {format_bytes(total)}")
-
-        def built(done: float, count: int) -> None:
-            bar.update(engines, total=count, completed=done, amount=f"{int(done)} of {count}", visible=True)
-
-        yield wrote, built

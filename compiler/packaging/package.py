@@ -21,8 +21,8 @@ from splitc.compiler.packaging.manifest_entries import check_types, make_manifes
 from splitc.compiler.packaging.onnx_files import NONE, PlacedWeights, write_graphs
 from splitc.compiler.packaging.package_writer import PackageWriter
 from splitc.compiler.packaging.self_check import check_loads, check_outputs
-from splitc.compiler.packaging.staging import full_disk_explained, written_aside
-from splitc.compiler.packaging.weight_files import WeightFile, default_jobs, write_weight_files
+from splitc.compiler.packaging.staging import check_room, full_disk_explained, written_aside
+from splitc.compiler.packaging.weight_files import Progress, WeightFile, default_jobs, write_weight_files
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.split import RankProgram
 from splitc.runtime import manifest as m
@@ -46,7 +46,7 @@ def compile_model(
     jobs: int | None = None,
     build: BuildSettings = BuildSettings(),
     fills: Mapping[str, m.Fill] = MappingProxyType({}),
-    progress: Callable[[int], None] = lambda _: None,
+    progress: Progress = lambda done, total: None,
     building: Building = lambda done, total: None,
     warn: Callable[[str], None] = lambda _: None,
     say: Callable[[str], None] = lambda _: None,
@@ -63,7 +63,7 @@ def compile_model(
     Every package is loaded once. In row and tensor mode it is also compared with the unsplit model, unless `verify` is
     False. Either the whole package is written or nothing.
 
-    Callbacks: `progress` gets the bytes of each weight that is written, `building` the number of engines built and of
+    Callbacks: `progress` gets the bytes of weights written and of all, `building` the number of engines built and of
     all, `warn` deviations from the request, `say` the result of the comparison.
 
     Raises MisuseError if `package` can't be written to, ModelError for an input or output of a type that can't be
@@ -79,7 +79,9 @@ def compile_model(
             _write_rank(plan, number, program, writer, weights == "link")
             for number, program in enumerate(_programs(plan))
         ]
-        write_weight_files(_files(written), writer, jobs or default_jobs(), progress)
+        files = _files(written)
+        check_room(target, sum(tensor.nbytes for file in files for tensor in file.tensors))
+        write_weight_files(files, writer, jobs or default_jobs(), progress)
         for number, each in enumerate(written):
             if each.weights.copies:
                 warn(f"{folder.parent} can't hold hard links to the model's data, so rank {number} has a copy")

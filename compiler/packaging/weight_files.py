@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,6 +28,8 @@ from splitc.runtime.futures import first_error
 # until it is written; and the most bytes. Pieces of groups of files that are read before the first is written.
 PIECE, MOST, AHEAD = 1 << 20, 1 << 22, 4
 
+# Called with the bytes that are written, and with those of all.
+Progress = Callable[[int, int], None]
 Bytes = npt.NDArray[np.uint8]
 # Where a source lies: its file, the first byte and the number of bytes, and its shape; in memory its name and id.
 _Place = tuple[str, int, int, tuple[int, ...], int]
@@ -62,11 +65,12 @@ def write_weight_files(
     files: Sequence[WeightFile],
     writer: PackageWriter,
     jobs: int = 1,
-    progress: Callable[[int], None] = lambda _: None,
+    progress: Progress = lambda done, total: None,
 ) -> None:
-    """Write the files, `jobs` groups of them at once. `progress` is called with the bytes of each piece, by threads."""
+    """Write the files, `jobs` groups of them at once. `progress` is called by threads, after each piece."""
+    count = _Counter(sum(tensor.nbytes for file in files for tensor in file.tensors), progress)
     with ThreadPoolExecutor(jobs, "splitc writes") as pool:
-        groups = [pool.submit(_write_together, group, writer, progress) for group in _groups(files)]
+        groups = [pool.submit(_write_together, group, writer, count.add) for group in _groups(files)]
         try:
             if (error := first_error(groups)) is not None:
                 raise error
@@ -74,6 +78,18 @@ def write_weight_files(
             writer.stop()
             pool.shutdown(cancel_futures=True)
             raise
+
+
+class _Counter:
+    """Counts bytes of several threads."""
+
+    def __init__(self, total: int, progress: Progress) -> None:
+        self._lock, self._done, self._total, self._progress = threading.Lock(), 0, total, progress
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self._done += count
+            self._progress(self._done, self._total)
 
 
 def _groups(files: Sequence[WeightFile]) -> list[list[WeightFile]]:
@@ -88,7 +104,7 @@ def _groups(files: Sequence[WeightFile]) -> list[list[WeightFile]]:
     return [members for _, members in groups]
 
 
-def _write_together(files: Sequence[WeightFile], writer: PackageWriter, progress: Callable[[int], None]) -> None:
+def _write_together(files: Sequence[WeightFile], writer: PackageWriter, count: Callable[[int], None]) -> None:
     """Write files in one pass over their sources."""
     with ExitStack() as stack:
         opened = [stack.enter_context(writer.open(file.path, threaded=len(files) > 1)) for file in files]
@@ -102,7 +118,7 @@ def _write_together(files: Sequence[WeightFile], writer: PackageWriter, progress
                 for file, cut in cuts:
                     part = piece if cut is None else cut.take(piece, start)
                     reader.hold(file.append(part.data))
-                    progress(part.nbytes)
+                    count(part.nbytes)
         reader.wait()
 
 

@@ -87,12 +87,13 @@ def test_bytes_are_those_of_the_tensors(tmp_path: Path, jobs: int) -> None:
     ]
     files = [WeightFile(tmp_path / str(n), tuple(in_source_order(each))) for n, each in enumerate(wanted)]
     writer = PackageWriter(tmp_path)
-    written: list[int] = []
-    write_weight_files(files, writer, jobs, written.append)
+    told: list[tuple[int, int]] = []
+    write_weight_files(files, writer, jobs, lambda done, total: told.append((done, total)))
     for file, entry in zip(files, writer.files):
         assert file.path.read_bytes() == content(list(file.tensors))
         assert entry.blake3 == blake3(file.path.read_bytes()).hexdigest()
-    assert sum(written) == sum(file.path.stat().st_size for file in files)
+    assert told == sorted(told)
+    assert told[-1] == (sum(file.path.stat().st_size for file in files),) * 2
 
 
 def test_model_file_that_became_shorter(tmp_path: Path) -> None:
@@ -113,8 +114,8 @@ def test_interrupt_ends_all_threads(tmp_path: Path) -> None:
     files = [WeightFile(tmp_path / str(n), (cut(source, {1: slice(n, n + 1)}),)) for n in range(8)]
     before, done = threading.active_count(), []
 
-    def interrupt(_: int) -> None:
-        done.append(_)
+    def interrupt(count: int, _: int) -> None:
+        done.append(count)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -1,0 +1,48 @@
+"""The progress bar of compile and build: one bar, for what is being done at the moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from splitc.compiler.packaging.builder import Building
+from splitc.compiler.packaging.weight_files import Progress as Written
+from splitc.runtime.cli.terminal import err
+from splitc.runtime.units import format_bytes
+
+WRITING, CHECKING, BUILDING = "writing weights", "checking the package", "building engines"
+
+
+@contextmanager
+def shown_progress() -> Iterator[tuple[Written, Building]]:
+    """A bar for bytes written, and for engines built. It shows on terminals only, and disappears at the end."""
+    columns = (TextColumn("{task.description}"), BarColumn(), _Amount(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task(WRITING, total=None)
+
+        def wrote(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+            if done == total:
+                bar.reset(task, description=CHECKING, total=None)
+
+        def built(done: float, count: int) -> None:
+            if bar.tasks[0].description != BUILDING:
+                bar.reset(task, description=BUILDING)
+            bar.update(task, completed=done, total=count)
+
+        yield wrote, built
+
+
+class _Amount(ProgressColumn):
+    """Bytes and their rate, or the number of engines."""
+
+    def render(self, task: Task) -> Text:
+        if task.total is None:
+            return Text()
+        if task.description == BUILDING:
+            return Text(f"{int(task.completed)} of {int(task.total)}")
+        rate = f", {format_bytes(int(task.speed))}/s" if task.speed else ""
+        return Text(f"{format_bytes(int(task.completed))} of {format_bytes(int(task.total))}{rate}")
