@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from rich.text import Text
 
 from splitc.compiler.packaging.builder import Building
@@ -19,21 +21,22 @@ WRITING, CHECKING, BUILDING = "writing weights", "checking the package", "buildi
 @contextmanager
 def shown_progress() -> Iterator[tuple[Written, Building]]:
     """A bar for bytes written, and for engines built. It shows on terminals only, and disappears at the end."""
-    columns = (TextColumn("{task.description}"), BarColumn(), _Amount(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(20), _Amount(Column(no_wrap=True)), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task = bar.add_task(WRITING, total=None)
+        bar.add_task(WRITING, total=None)
+
+        def show(what: str, done: float, total: int) -> None:
+            if bar.tasks[0].description != what:
+                bar.remove_task(bar.task_ids[0])
+                bar.add_task(what, total=None)
+            bar.update(bar.task_ids[0], completed=done, total=total or None)
 
         def wrote(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
+            show(WRITING, done, total)
             if done == total:
-                bar.reset(task, description=CHECKING, total=None)
+                show(CHECKING, 0, 0)
 
-        def built(done: float, count: int) -> None:
-            if bar.tasks[0].description != BUILDING:
-                bar.reset(task, description=BUILDING)
-            bar.update(task, completed=done, total=count)
-
-        yield wrote, built
+        yield wrote, partial(show, BUILDING)
 
 
 class _Amount(ProgressColumn):
