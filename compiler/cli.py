@@ -46,6 +46,9 @@ TIMING_CACHE = typer.Option(
     None, "--timing-cache", help="TensorRT's timings, read and written. Default: beside the package.", **TENSORRT
 )
 
+JOBS = typer.Option(
+    None, "--jobs", "-j", min=1, help="Files written and engines built at once. Default: as many as there are cores."
+)
 
 # The libraries that these commands need. A machine that only runs packages needs none of them.
 LIBRARIES = ("onnx", "onnx_ir", "onnx_shape_inference", "sympy")
@@ -180,6 +183,7 @@ def compile_command(
     verify: bool = typer.Option(
         True, "--verify/--no-verify", help="In row and tensor mode: compare with the unsplit model before writing."
     ),
+    jobs: int | None = JOBS,
     fill: list[str] = FILL,
     force: bool = typer.Option(False, "--force", help="Replace a package that is there."),
     as_json: bool = JSON,
@@ -212,6 +216,7 @@ def compile_command(
             threads=request.threads,
             force=force,
             verify=verify,
+            jobs=jobs,
             build=build,
             fills=fills,
             progress=progress,
@@ -236,6 +241,7 @@ def _print_written(package: Path, manifest: Manifest) -> None:
 def build_command(
     package: Path = typer.Argument(help="The package's folder.", metavar="PACKAGE"),
     timing_cache: Path | None = TIMING_CACHE,
+    jobs: int | None = JOBS,
     as_json: bool = JSON,
 ) -> None:
     """Build the TensorRT engines of a package here, from the ONNX files that it holds."""
@@ -244,7 +250,7 @@ def build_command(
     from splitc.compiler.progress import shown_progress
 
     with shown_progress() as (_, building):
-        manifest = build_package(package, timing_cache, building)
+        manifest = build_package(package, timing_cache, building, jobs)
     if as_json:
         print_json(manifest.build)
         return

@@ -22,10 +22,11 @@ from splitc.compiler.packaging.onnx_files import NONE, PlacedWeights, write_grap
 from splitc.compiler.packaging.package_writer import PackageWriter
 from splitc.compiler.packaging.self_check import check_loads, check_outputs
 from splitc.compiler.packaging.staging import check_room, full_disk_explained, written_aside
-from splitc.compiler.packaging.weight_files import Progress, WeightFile, default_jobs, write_weight_files
+from splitc.compiler.packaging.weight_files import Progress, WeightFile, write_weight_files
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.split import RankProgram
 from splitc.runtime import manifest as m
+from splitc.runtime.devices import cores
 from splitc.runtime.engines.kinds import ONNXRUNTIME, find_kind
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.fills import check_fills
@@ -57,14 +58,13 @@ def compile_model(
     are written in place. `threads` is recorded as the number for each CPU device. `build` says how engines are built
     that are not ONNX files, and `fills` how arrays for inputs are made up.
 
-    `jobs` files are written at once, and as many engines built; None for as many files as there are cores, and one
-    engine.
+    `jobs` files are written at once, and as many engines built if memory allows; None for as many as there are cores.
 
     Every package is loaded once. In row and tensor mode it is also compared with the unsplit model, unless `verify` is
     False. Either the whole package is written or nothing.
 
     Callbacks: `progress` gets the bytes of weights written and of all, `building` the number of engines built and of
-    all, `warn` deviations from the request, `say` the result of the comparison.
+    all, both from threads; `warn` deviations from the request, `say` the result of the comparison.
 
     Raises MisuseError if `package` can't be written to, ModelError for an input or output of a type that can't be
     passed on and for files that ONNX Runtime can't load, SplitcError if the disk is full, BuildError for engines that
@@ -81,7 +81,7 @@ def compile_model(
         ]
         files = _files(written)
         check_room(target, sum(tensor.nbytes for file in files for tensor in file.tensors))
-        write_weight_files(files, writer, jobs or default_jobs(), progress)
+        write_weight_files(files, writer, jobs or cores(), progress)
         for number, each in enumerate(written):
             if each.weights.copies:
                 warn(f"{folder.parent} can't hold hard links to the model's data, so rank {number} has a copy")
@@ -96,7 +96,7 @@ def compile_model(
             else:
                 warn(f"the package is unverified: {verdict.text}")
         if find_kind(plan.engine).is_built and not build.later:
-            manifest = finish_package(folder, manifest, build, target, building)
+            manifest = finish_package(folder, manifest, build, target, building, jobs)
     return manifest
 
 

@@ -6,7 +6,6 @@ A piece of a source is in memory at a time, and a few more until they are writte
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -255,8 +254,3 @@ def _cut_of(tensor: ir.TensorProtocol) -> _Cut | None:
     # Elements are moved as numbers: those of the types of ml_dtypes are slow to move.
     kind = np.dtype(f"u{size}" if size <= 8 else f"V{size}")
     return _Cut(size * math.prod(inner), rows, inner, kind, kept)
-
-
-def default_jobs() -> int:
-    """As many groups of files at once as there are cores to write them."""
-    return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
