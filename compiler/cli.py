@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -11,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from splitc.compiler.modes.table import describe_modes
 from splitc.compiler.planning.plan_request import Request, request_reader
@@ -19,7 +16,7 @@ from splitc.runtime.cli.collective_words import describe_collectives
 from splitc.runtime.cli.options import is_given, with_options
 from splitc.runtime.cli.shared_options import FILL, JSON
 from splitc.runtime.cli.tables import describe_built
-from splitc.runtime.cli.terminal import err, out, print_json, print_to_the_end, print_warning
+from splitc.runtime.cli.terminal import out, print_json, print_to_the_end, print_warning
 from splitc.runtime.devices import parse_hosts
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.errors import MisuseError
@@ -29,7 +26,6 @@ from splitc.runtime.manifest import BuildOptions, Manifest
 from splitc.runtime.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from splitc.compiler.packaging.builder import Building
     from splitc.compiler.packaging.building import BuildSettings
 
 # Options for engines that are built.
@@ -49,6 +45,9 @@ TIMING_CACHE = typer.Option(
     None, "--timing-cache", help="TensorRT's timings, read and written. Default: beside the package.", **TENSORRT
 )
 
+JOBS = typer.Option(
+    None, "--jobs", "-j", min=1, help="Files written and engines built at once. Default: as many as there are cores."
+)
 
 # The libraries that these commands need. A machine that only runs packages needs none of them.
 LIBRARIES = ("onnx", "onnx_ir", "onnx_shape_inference", "sympy")
@@ -181,6 +180,7 @@ def compile_command(
     verify: bool = typer.Option(
         True, "--verify/--no-verify", help="In row and tensor mode: compare with the unsplit model before writing."
     ),
+    jobs: int | None = JOBS,
     fill: list[str] = FILL,
     force: bool = typer.Option(False, "--force", help="Replace a package that is there."),
     as_json: bool = JSON,
@@ -194,6 +194,7 @@ def compile_command(
     from splitc.compiler.plan_tables import print_plan
     from splitc.compiler.planning.plan_file import read_plan, to_file
     from splitc.compiler.planning.settled import check_settled
+    from splitc.compiler.progress import shown_progress
 
     check_target(package, force)
     fills = parse_fills(fill)
@@ -204,7 +205,7 @@ def compile_command(
         decided = plan_model(model, devices, request)
     if not as_json:
         print_to_the_end(lambda: print_plan(decided))
-    with _progress(sum(rank.memory.weights for rank in decided.ranks)) as (progress, building):
+    with shown_progress() as (progress, building):
         manifest = compile_model(
             decided,
             package,
@@ -212,6 +213,7 @@ def compile_command(
             threads=request.threads,
             force=force,
             verify=verify,
+            jobs=jobs,
             build=build,
             fills=fills,
             progress=progress,
@@ -235,14 +237,16 @@ def _print_written(package: Path, manifest: Manifest) -> None:
 def build_command(
     package: Path = typer.Argument(help="The package's folder.", metavar="PACKAGE"),
     timing_cache: Path | None = TIMING_CACHE,
+    jobs: int | None = JOBS,
     as_json: bool = JSON,
 ) -> None:
     """Build the TensorRT engines of a package here, from the ONNX files that it holds."""
     _need_libraries()
     from splitc.compiler.packaging.building import build_package
+    from splitc.compiler.progress import shown_progress
 
-    with _progress(0) as (_, building):
-        manifest = build_package(package, timing_cache, building)
+    with shown_progress() as (_, building):
+        manifest = build_package(package, timing_cache, building, jobs)
     if as_json:
         print_json(manifest.build)
         return
@@ -253,28 +257,3 @@ def build_command(
 
 def _parse_sources(text: str | None) -> list[str] | None:
     return None if text is None else [name for name in text.lower().split(",") if name and name != "none"]
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[tuple[Callable[[int], None], Building]]:
-    """Progress bars for bytes written and engines built. They show on terminals only, and disappear at the end."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[amount]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        writing = bar.add_task("writing weights", total=total, amount="", visible=total > 0)
-        engines = bar.add_task("building engines", total=None, amount="", visible=False)
-        written = 0
-
-        def wrote(count: int) -> None:
-            nonlocal written
-            written += count
-            bar.update(writing, completed=written, amount=f"{format_bytes(written)} of {format_bytes(total)}")
-
-        def built(done: float, count: int) -> None:
-            bar.update(engines, total=count, completed=done, amount=f"{int(done)} of {count}", visible=True)
-
-        yield wrote, built

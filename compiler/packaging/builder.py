@@ -70,8 +70,11 @@ class Builder(Protocol):
         options: BuildOptions,
         timing_cache: Path,
         building: Building,
+        at_once: int | None = None,
     ) -> Built:
-        """Build engines. Builders that measure kernels keep the timings in the file `timing_cache`.
+        """Build engines, `at_once` of them side by side if memory allows; None for as many as there are cores.
+
+        Builders that measure kernels keep the timings in the file `timing_cache`. `building` may be called by threads.
 
         Raises MisuseError if the engine's library is missing, BuildError if an engine can't be built.
         """

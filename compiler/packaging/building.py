@@ -64,9 +64,14 @@ def check_settings(engine: str, settings: BuildSettings) -> None:
 
 
 def build_package(
-    package: Path, timing_cache: Path | None = None, building: Building = lambda done, total: None
+    package: Path,
+    timing_cache: Path | None = None,
+    building: Building = lambda done, total: None,
+    jobs: int | None = None,
 ) -> Manifest:
     """Build, or build again, the engines of a package that holds their ONNX files. The package is replaced.
+
+    `jobs` engines are built at once if memory allows; None for as many as there are cores.
 
     Raises MisuseError if the package does not hold the ONNX files, or if TensorRT or the GPU is missing; BuildError,
     which names what TensorRT can't build. The package is then unchanged.
@@ -85,18 +90,23 @@ def build_package(
     verify_files(package, [file for file in manifest.files if not file.path.endswith(_built(manifest))])
     with full_disk_explained(package, 0), written_aside(package, replace=True) as folder:
         shutil.copytree(package, folder, copy_function=_link_or_copy, dirs_exist_ok=True)
-        return finish_package(folder, manifest, settings, package, building)
+        return finish_package(folder, manifest, settings, package, building, jobs)
 
 
 def finish_package(
-    folder: Path, manifest: Manifest, settings: BuildSettings, target: Path, building: Building
+    folder: Path,
+    manifest: Manifest,
+    settings: BuildSettings,
+    target: Path,
+    building: Building,
+    at_once: int | None = None,
 ) -> Manifest:
     """Build the engines of the package in `folder`, which will move to `target`. Writes and returns its manifest."""
-    jobs = list(_jobs(folder, manifest))
+    jobs, builder = list(_jobs(folder, manifest)), find_builder(manifest.engine)
     for job in jobs:
         Path(job.engine or "").unlink(missing_ok=True)  # may be a hard link to the engine that this one replaces
     timing_cache = settings.timing_cache or target.absolute().with_name(f"{target.name}.timing-cache")
-    built = find_builder(manifest.engine).build(manifest.engine, jobs, settings.options, timing_cache, building)
+    built = builder.build(manifest.engine, jobs, settings.options, timing_cache, building, at_once)
     building(len(jobs), len(jobs))
     keep = settings.keep_sources or settings.options.strip_weights
     if not keep:

@@ -18,13 +18,15 @@ from splitc.compiler.lowering.programs import names
 from splitc.compiler.packaging.builder import Building, find_builder
 from splitc.compiler.packaging.building import BuildSettings, check_settings, finish_package
 from splitc.compiler.packaging.manifest_entries import check_types, make_manifest, rank_entry
-from splitc.compiler.packaging.onnx_files import NONE, WrittenWeights, write_model_files
+from splitc.compiler.packaging.onnx_files import NONE, PlacedWeights, write_graphs
 from splitc.compiler.packaging.package_writer import PackageWriter
 from splitc.compiler.packaging.self_check import check_loads, check_outputs
-from splitc.compiler.packaging.staging import full_disk_explained, written_aside
+from splitc.compiler.packaging.staging import check_room, full_disk_explained, written_aside
+from splitc.compiler.packaging.weight_files import Progress, WeightFile, write_weight_files
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.split import RankProgram
 from splitc.runtime import manifest as m
+from splitc.runtime.devices import cores
 from splitc.runtime.engines.kinds import ONNXRUNTIME, find_kind
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.fills import check_fills
@@ -42,9 +44,10 @@ def compile_model(
     threads: int | None = None,
     force: bool = False,
     verify: bool = True,
+    jobs: int | None = None,
     build: BuildSettings = BuildSettings(),
     fills: Mapping[str, m.Fill] = MappingProxyType({}),
-    progress: Callable[[int], None] = lambda _: None,
+    progress: Progress = lambda done, total: None,
     building: Building = lambda done, total: None,
     warn: Callable[[str], None] = lambda _: None,
     say: Callable[[str], None] = lambda _: None,
@@ -55,11 +58,13 @@ def compile_model(
     are written in place. `threads` is recorded as the number for each CPU device. `build` says how engines are built
     that are not ONNX files, and `fills` how arrays for inputs are made up.
 
+    `jobs` files are written at once, and as many engines built if memory allows; None for as many as there are cores.
+
     Every package is loaded once. In row and tensor mode it is also compared with the unsplit model, unless `verify` is
     False. Either the whole package is written or nothing.
 
-    Callbacks: `progress` gets the bytes of each weight that is written, `building` the number of engines built and of
-    all, `warn` deviations from the request, `say` the result of the comparison.
+    Callbacks: `progress` gets the bytes of weights written and of all, `building` the number of engines built and of
+    all, both from threads; `warn` deviations from the request, `say` the result of the comparison.
 
     Raises MisuseError if `package` can't be written to, ModelError for an input or output of a type that can't be
     passed on and for files that ONNX Runtime can't load, SplitcError if the disk is full, BuildError for engines that
@@ -71,9 +76,12 @@ def compile_model(
     with full_disk_explained(target, needed), written_aside(target, force) as folder:
         writer = PackageWriter(folder)
         written = [
-            _write_rank(plan, number, program, writer, weights == "link", progress)
+            _write_rank(plan, number, program, writer, weights == "link")
             for number, program in enumerate(_programs(plan))
         ]
+        files = _files(written)
+        check_room(target, sum(tensor.nbytes for file in files for tensor in file.tensors))
+        write_weight_files(files, writer, jobs or cores(), progress)
         for number, each in enumerate(written):
             if each.weights.copies:
                 warn(f"{folder.parent} can't hold hard links to the model's data, so rank {number} has a copy")
@@ -88,7 +96,7 @@ def compile_model(
             else:
                 warn(f"the package is unverified: {verdict.text}")
         if find_kind(plan.engine).is_built and not build.later:
-            manifest = finish_package(folder, manifest, build, target, building)
+            manifest = finish_package(folder, manifest, build, target, building, jobs)
     return manifest
 
 
@@ -119,7 +127,7 @@ def _programs(plan: Plan) -> Iterable[RankProgram]:
 
 
 @contextmanager
-def _runnable(plan: Plan, folder: Path, weights: Sequence[WrittenWeights]) -> Iterator[Path]:
+def _runnable(plan: Plan, folder: Path, weights: Sequence[PlacedWeights]) -> Iterator[Path]:
     """The package in a form that ONNX Runtime runs: if engines are to be built, other graphs with the same weights."""
     if not find_kind(plan.engine).is_built:
         yield folder
@@ -134,18 +142,24 @@ def _runnable(plan: Plan, folder: Path, weights: Sequence[WrittenWeights]) -> It
             for file in (folder / own.name).glob("*.weights"):
                 writer.link(file, own / file.name)
             written = _write_rank(plan, number, plan.program(number), writer, known=known, stem=f"trial{number}")
-            ranks.append(written.entry)
-        manifest = make_manifest(plan, ranks, writer.files, None, m.BuildOptions(), {})
+            ranks.append(written)
+        write_weight_files(_files(ranks), writer)
+        manifest = make_manifest(plan, [each.entry for each in ranks], writer.files, None, m.BuildOptions(), {})
         writer.write(writer.folder / FILE_NAME, encode(manifest))
         yield writer.folder
 
 
 @dataclass(frozen=True)
 class _Written:
-    """A rank's entry in the manifest, and its written weights."""
+    """A rank's entry in the manifest, and where its weights lie."""
 
     entry: m.Rank
-    weights: WrittenWeights
+    weights: PlacedWeights
+
+
+def _files(ranks: Sequence[_Written]) -> list[WeightFile]:
+    """The files of weights that are to be written yet."""
+    return [each.weights.file for each in ranks if each.weights.file is not None]
 
 
 def _write_rank(
@@ -154,11 +168,10 @@ def _write_rank(
     program: RankProgram,
     writer: PackageWriter,
     link: bool = False,
-    progress: Callable[[int], None] = lambda _: None,
-    known: WrittenWeights = NONE,
+    known: PlacedWeights = NONE,
     stem: str | None = None,
 ) -> _Written:
-    """Write a rank's graphs, in files named by `stem` or their stage, and its weights except those in `known`."""
+    """Write a rank's graphs, in files named by `stem` or their stage. Weights in `known` are in its folder already."""
     rank, folder = plan.ranks[number], writer.folder / f"rank{number}"
     paths = _graph_paths(folder, stem or f"stage{rank.group}", len(program.graphs))
     # Entries come first, since writing a graph changes its weights.
@@ -176,7 +189,7 @@ def _write_rank(
     else:
         overrides = {each.value: each for graph in program.graphs for each in make_overridable(graph)}
     graphs = dict(zip(paths, program.graphs, strict=True))
-    weights = write_model_files(graphs, plan.analysis.graph.model, writer, link, progress, known)
+    weights = write_graphs(graphs, plan.analysis.graph.model, writer, link, known)
     if not find_kind(plan.engine).is_built:
         pairs = zip(entries, program.graphs, strict=True)
         entries = [msgspec.structs.replace(entry, weights=_weights(graph)) for entry, graph in pairs]

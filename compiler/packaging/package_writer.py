@@ -5,48 +5,49 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections import deque
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import BinaryIO
 
 from blake3 import blake3
 
+from splitc.runtime.errors import SplitcError
 from splitc.runtime.manifest import File
 
 # Errors of os.link if a hard link is impossible: another file system, one without hard links, or too many links.
 NO_LINK = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK)
-# Pieces that are written before their hash is taken.
-AHEAD = 4
 
 
 class HashedFile:
-    """A file that is only appended to, with its size and hash, which `pool`, of one thread, takes meanwhile."""
+    """A file that is only appended to, with its size and hash. `thread`, an executor of one thread, may do the work."""
 
-    def __init__(self, file: BinaryIO, pool: Executor) -> None:
+    def __init__(self, file: BinaryIO, thread: Executor | None) -> None:
         self._file = file
-        self._pool = pool
+        self._thread = thread
         self._digest = blake3()
-        self._under_way: deque[Future[object]] = deque()
         self.size = 0
 
     def write(self, content: bytes | memoryview) -> int:
-        """Append the content, which must not change afterwards: its hash may be taken later."""
+        """Hash and write the content."""
         view = memoryview(content).cast("B")
-        self._under_way.append(self._pool.submit(self._digest.update, view))
-        if len(self._under_way) > AHEAD:
-            self._under_way.popleft().result()
+        self._digest.update(view)
         self._file.write(view)
         self.size += len(view)
         return len(view)
 
+    def append(self, content: bytes | memoryview) -> Future[int] | None:
+        """Hash and write the content, on the thread if there is one. Until that is done, it must not change."""
+        if self._thread is not None:
+            return self._thread.submit(self.write, content)
+        self.write(content)
+        return None
+
     @property
     def hash(self) -> str:
         """The BLAKE3 hash of the content so far, in hexadecimal."""
-        while self._under_way:
-            self._under_way.popleft().result()
         return self._digest.hexdigest()
 
 
@@ -56,6 +57,7 @@ class PackageWriter:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files: dict[Path, File] = {}
+        self._stopped = threading.Event()
 
     @property
     def files(self) -> list[File]:
@@ -63,12 +65,22 @@ class PackageWriter:
         return [self._files[path] for path in sorted(self._files)]
 
     @contextmanager
-    def open(self, path: Path) -> Iterator[HashedFile]:
-        """Open a new file for writing."""
-        with ThreadPoolExecutor(1) as pool, path.open("wb") as file:
-            hashed = HashedFile(file, pool)
-            yield hashed
+    def open(self, path: Path, threaded: bool = False) -> Iterator[HashedFile]:
+        """Open a new file for writing, on a thread of its own if it is `threaded`."""
+        with path.open("wb") as file:
+            with ThreadPoolExecutor(1, "splitc writes") if threaded else nullcontext() as thread:
+                hashed = HashedFile(file, thread)
+                yield hashed
             self._files[path] = File(self._name(path), hashed.size, blake3=hashed.hash)
+
+    def stop(self) -> None:
+        """Let threads that write end soon."""
+        self._stopped.set()
+
+    def check_stopped(self) -> None:
+        """Raise SplitcError after `stop`."""
+        if self._stopped.is_set():
+            raise SplitcError("the package was not written to the end")
 
     def write(self, path: Path, content: bytes) -> None:
         """Write a new file with this content."""

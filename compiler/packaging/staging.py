@@ -127,17 +127,25 @@ def _locked(folder: Path, target: Path) -> Iterator[None]:
         yield
 
 
+def check_room(target: Path, needed: int) -> int:
+    """The bytes that are free on the target's disk. Raises SplitcError if they are less than those `needed`."""
+    free = shutil.disk_usage(_folder_of(target)).free
+    if free < needed:
+        raise SplitcError(
+            f"can't write {target}: its disk has {format_bytes(free)} free, and the package's weights alone take "
+            f"{format_bytes(needed)}"
+        )
+    return free
+
+
 @contextlib.contextmanager
 def full_disk_explained(target: Path, needed: int) -> Iterator[None]:
     """Raise SplitcError if the disk has less than the `needed` bytes free, or if it gets full in the block.
 
     Raises MisuseError if there is no such folder.
     """
-    parent = _folder_of(target)
-    free = shutil.disk_usage(parent).free
+    free = check_room(target, needed)
     weights = f"the package's weights alone take {format_bytes(needed)}"
-    if free < needed:
-        raise SplitcError(f"can't write {target}: its disk has {format_bytes(free)} free, and {weights}")
     try:
         yield
     except OSError as error:

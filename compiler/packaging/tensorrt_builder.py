@@ -1,6 +1,6 @@
-"""Build TensorRT engines from ONNX files, one after another in a separate process.
+"""Build TensorRT engines from ONNX files in separate processes, each of which builds some one after another.
 
-A separate process is needed because polygraphy chooses between TensorRT and TensorRT-RTX once, when it is imported; to
+Separate processes are needed because polygraphy chooses between TensorRT and TensorRT-RTX once, when it is imported; to
 get the memory of a build back; and because TensorRT may crash its process.
 """
 
@@ -10,7 +10,9 @@ import os
 import signal
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -20,11 +22,13 @@ from msgspec import Struct
 
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.packaging.build_graphs import fit_to_build
+from splitc.compiler.packaging.build_processes import Processes, divide_jobs
 from splitc.compiler.packaging.builder import BuildError, Building, Job, Refusal
 from splitc.compiler.planning.split import RankProgram
 from splitc.runtime.child_python import python_command
 from splitc.runtime.engines.kinds import TENSORRT, TENSORRT_RTX, need_installed
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.futures import first_error
 from splitc.runtime.gpus import list_gpus
 from splitc.runtime.manifest import BuildOptions, Built
 
@@ -86,22 +90,22 @@ class TensorrtBuilder:
         return folder / (f"{PER_RANK}{folder.name.removeprefix('rank')}" if group else f"{stage}.engine")
 
     def build(
-        self, engine: str, jobs: Sequence[Job], options: BuildOptions, timing_cache: Path, building: Building
+        self,
+        engine: str,
+        jobs: Sequence[Job],
+        options: BuildOptions,
+        timing_cache: Path,
+        building: Building,
+        at_once: int | None = None,
     ) -> Built:
         # TensorRT-RTX measures no kernels when it builds.
         cache = str(timing_cache) if engine == TENSORRT else None
-        most = 0.0
-
-        def report(progress: Progress) -> None:
-            nonlocal most
-            most = max(most, progress.job + progress.done)  # TensorRT's phases may get more steps than announced
-            building(most, len(jobs))
-
-        return build_engines(Order(engine, list(jobs), options, cache), report)
+        parts = divide_jobs(jobs, at_once, len(list_gpus()) if engine == TENSORRT else None)
+        return build_engines([Order(engine, part, options, cache) for part in parts], building)
 
     def find_refused(self, engine: str, jobs: Sequence[Job]) -> list[tuple[Job, Refusal]]:
         order = Order(engine, list(jobs), BuildOptions(), None)
-        with _messages(order) as messages:
+        with _messages(order, Processes()) as messages:
             failed = [message for message in messages if isinstance(message, Failed)]
         return [(order.jobs[message.job], refusal) for message in failed for refusal in message.refused]
 
@@ -109,14 +113,35 @@ class TensorrtBuilder:
 BUILDER = TensorrtBuilder()
 
 
-def build_engines(order: Order, progress: Callable[[Progress], None] = lambda _: None) -> Built:
-    """Build the engines of an order. Returns the versions that built them.
+def build_engines(orders: Sequence[Order], building: Building = lambda done, total: None) -> Built:
+    """Build the engines of several orders at once. Returns the versions that built them.
 
     Raises MisuseError if TensorRT is not installed; BuildError, which names the stage, the block and the node, if
-    TensorRT does not support a node or can't build an engine.
+    TensorRT does not support a node or can't build an engine. All processes are ended then.
     """
+    done, lock, processes = [0.0] * len(orders), threading.Lock(), Processes()
+
+    def build(place: int, order: Order) -> Built:
+        def report(progress: Progress) -> None:
+            with lock:  # TensorRT's phases may get more steps than announced
+                done[place] = max(done[place], progress.job + progress.done)
+                building(sum(done), sum(len(each.jobs) for each in orders))
+
+        return _build(order, processes, report)
+
+    with ThreadPoolExecutor(len(orders), "splitc builds") as pool:
+        running = [pool.submit(build, *each) for each in enumerate(orders)]
+        try:
+            if (error := first_error(running)) is not None:
+                raise error
+        finally:
+            processes.end()
+    return running[0].result()
+
+
+def _build(order: Order, processes: Processes, progress: Callable[[Progress], None]) -> Built:
     built = None
-    with _messages(order) as messages:
+    with _messages(order, processes) as messages:
         for message in messages:
             if isinstance(message, Failed):
                 raise BuildError(_explain(order, message))
@@ -129,16 +154,14 @@ def build_engines(order: Order, progress: Callable[[Progress], None] = lambda _:
 
 
 @contextmanager
-def _messages(order: Order) -> Iterator[Iterator[Message]]:
+def _messages(order: Order, processes: Processes) -> Iterator[Iterator[Message]]:
     """Start the process, iterate over its messages, and end it. Raises BuildError if it dies."""
     need_installed(order.kind)
     command = python_command("from splitc.compiler.packaging.tensorrt_process import main; main()")
     environment = {**os.environ, "POLYGRAPHY_USE_TENSORRT_RTX": "1" if order.kind == TENSORRT_RTX else "0"}
     with (
         tempfile.TemporaryFile() as log,
-        subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment
-        ) as process,
+        processes.start(command, log, environment) as process,
     ):
         try:
             assert process.stdin is not None and process.stdout is not None

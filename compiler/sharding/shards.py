@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +13,7 @@ import onnx_ir as ir
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor
 from splitc.compiler.operators.operation import Axes
+from splitc.compiler.sharding.cut_tensor import CutTensor, as_slice, part_of_file
 from splitc.compiler.sharding.shares import Range
 from splitc.runtime.manifest import AxisPart, Part
 
@@ -137,39 +137,12 @@ class Shards:
         return self._cut[key]
 
     def _cut_weight(self, tensor: ir.TensorProtocol, axes: Axes, name: str) -> ir.TensorProtocol:
-        places = {number: _as_slice(indices) for number, indices in self.places(axes).items()}
+        places = {number: as_slice(indices) for number, indices in self.places(axes).items()}
         if not axes or not places:
             return tensor
         sizes = [self.size(axis) for axis in axes]
         if list(places) == [0] and isinstance(places[0], slice) and isinstance(tensor, ir.ExternalTensor):
             row = tensor.nbytes * 8 // max(1, int(tensor.shape.numpy()[0]))
             if row % 8 == 0:
-                return _stored(tensor, places[0].start * row // 8, sizes[0] * row // 8, ir.Shape(sizes), name)
-
-        def read() -> ir.TensorProtocol:
-            # A tensor that was read keeps its file and all touched pages mapped. A new one lets them go afterwards.
-            source = tensor
-            if isinstance(tensor, ir.ExternalTensor):
-                source = _stored(tensor, 0, tensor.nbytes, ir.Shape(tensor.shape.numpy()), name)
-            array: npt.NDArray[Any] = source.numpy()
-            for number, place in places.items():
-                index: list[Any] = [slice(None)] * array.ndim
-                index[number] = place
-                array = array[tuple(index)]
-            return ir.Tensor(array, tensor.dtype, name=name)
-
-        return ir.LazyTensor(read, tensor.dtype, ir.Shape(sizes), name=name)
-
-
-def _stored(tensor: ir.ExternalTensor, start: int, length: int, shape: ir.Shape, name: str) -> ir.ExternalTensor:
-    """A tensor of `length` bytes that starts at byte `start` of another one in its file."""
-    offset = (tensor.offset or 0) + start
-    return ir.ExternalTensor(
-        tensor.location, offset, length, tensor.dtype, shape=shape, name=name, base_dir=tensor.base_dir
-    )
-
-
-def _as_slice(indices: npt.NDArray[np.int64]) -> slice | npt.NDArray[np.int64]:
-    """Consecutive indices as a slice, which needs no copy; others as they are."""
-    first, last = int(indices[0]), int(indices[-1])
-    return slice(first, last + 1) if last - first + 1 == len(indices) else indices
+                return part_of_file(tensor, places[0].start * row // 8, sizes[0] * row // 8, ir.Shape(sizes), name)
+        return CutTensor(tensor, places, ir.Shape(sizes), name)

@@ -21,6 +21,7 @@ ORDER = (
     "modes",
     "packaging",
     "plan_tables",
+    "progress",
     "api",
     "cli",
 )

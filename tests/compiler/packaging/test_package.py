@@ -10,8 +10,8 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 
-from splitc.compiler import Plan, compile_model, plan_model
-from splitc.compiler.packaging import package
+from splitc.compiler import Plan, Request, compile_model, plan_model
+from splitc.compiler.packaging.package_writer import HashedFile
 from splitc.runtime import MisuseError, Session, SplitcError
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.manifest_file import read_manifest
@@ -64,7 +64,7 @@ def test_missing_folder_is_named(plan: Plan, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143), RuntimeError("a bug")])
 def test_interrupted_compile_leaves_nothing(plan: Plan, tmp_path: Path, error: BaseException) -> None:
-    def interrupt(_: int) -> None:
+    def interrupt(*_: int) -> None:
         raise error
 
     with pytest.raises(type(error)):
@@ -73,7 +73,7 @@ def test_interrupted_compile_leaves_nothing(plan: Plan, tmp_path: Path, error: B
 
 
 def test_interrupted_replacement_leaves_the_old_package(plan: Plan, decoder: Path, tmp_path: Path) -> None:
-    def interrupt(_: int) -> None:
+    def interrupt(*_: int) -> None:
         raise KeyboardInterrupt
 
     compile_model(plan, tmp_path / "package")
@@ -90,22 +90,27 @@ def test_what_a_killed_run_left_is_removed_by_the_next(plan: Plan, tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir()] == ["package"]
 
 
-def test_disk_that_is_too_small_is_noticed_before(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("mode", "weights"), [("layer", "copy"), ("tensor", "link")])
+def test_disk_that_is_too_small_is_noticed_before(
+    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, weights: str
+) -> None:
+    """Parts of weights that are no whole rows of these are copied, also where others are linked."""
+    plan = plan_model(decoder, ["2xcpu"], Request(split_mode=mode))
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(SplitcError, match=r"has 0\.98 KiB free, and the package's weights alone take"):
-        compile_model(plan, tmp_path / "package")
+        compile_model(plan, tmp_path / "package", weights=weights)
     assert not list(tmp_path.iterdir())
 
 
 def test_disk_that_fills_up_leaves_nothing(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write_model_files(graphs: Any, *_: Any) -> None:
-        (path,) = graphs
-        path.parent.mkdir(parents=True)
-        path.write_bytes(b"half")
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def write(file: HashedFile, _: Any) -> int:
+        if file.size > 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        file.size += 1
+        return 1
 
-    monkeypatch.setattr(package, "write_model_files", write_model_files)
+    monkeypatch.setattr(HashedFile, "write", write)
     with pytest.raises(SplitcError, match=r"is full \(.*\). It had .* free, and .* take .*\. Nothing was written"):
         compile_model(plan, tmp_path / "package")
     assert not list(tmp_path.iterdir())

@@ -8,15 +8,19 @@ import os
 import signal
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import onnx_ir as ir
+import psutil
 import pytest
 from msgspec.structs import replace
 
 from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.compiler.packaging.builder import BuildError
+from splitc.compiler.packaging.build_processes import Processes, divide_jobs
+from splitc.compiler.packaging.builder import BuildError, Job
 from splitc.compiler.packaging.building import BuildSettings, build_package
 from splitc.compiler.packaging.refusals import describe_refusals
 from splitc.runtime.devices import parse_devices
@@ -131,6 +135,7 @@ def test_node_that_the_parser_refuses_is_named_with_its_block(tmp_path: Path) ->
         compile_model(
             plan_model(broken, ["2xcuda"], Request(split_mode="layer", engine=KIND, memory=["1GiB"])),
             tmp_path / "package",
+            jobs=1,
         )
     assert "rank0/stage0.onnx (rank 0, cuda0, prologue to layers.0)" in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == []
@@ -167,9 +172,41 @@ def test_process_that_dies_is_named(short_decoder: Path, tmp_path: Path, monkeyp
         return process
 
     monkeypatch.setattr(subprocess, "Popen", start_and_kill)
-    with pytest.raises(BuildError, match=r"ended by SIGKILL \(out of host memory, most likely\).*rank0/stage0.onnx"):
+    with pytest.raises(BuildError, match=r"ended by SIGKILL \(out of host memory, most likely\).*rank\d/stage\d.onnx"):
         compile_here(short_decoder, tmp_path / "package", "layer")
     assert not list(tmp_path.iterdir())
+
+
+def test_engines_are_built_at_once_and_end_together(
+    short_decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second process is let wait for an order, and the first one fails meanwhile."""
+    started: list[subprocess.Popen[bytes]] = []
+    start = Processes.start
+
+    def start_one_that_fails(self: Processes, command: list[str], *rest: Any) -> subprocess.Popen[bytes]:
+        program = "raise SystemExit('it fails')" if not started else "import time; time.sleep(60)"
+        started.append(start(self, [*command[:-1], program], *rest))
+        return started[-1]
+
+    monkeypatch.setattr(Processes, "start", start_one_that_fails)
+    with pytest.raises(BuildError, match=r"ended with exit code 1 while it built .*\nit fails"):
+        compile_here(short_decoder, tmp_path / "package", "layer")
+    assert len(started) == 2 and all(process.poll() is not None for process in started)
+    assert not list(tmp_path.iterdir())
+
+
+def test_as_many_engines_at_once_as_there_is_memory_for(short_decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sizes(at_once: int, free: int, gpus: int | None = None) -> list[list[int]]:
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+        return [[job.gpu for job in part] for part in divide_jobs(jobs, at_once, gpus)]
+
+    jobs = [Job(str(short_decoder), None, {}, "", gpu) for gpu in (0, 1, 0, 1)]
+    assert sizes(3, 64 << 30) == [[0, 1], [1], [0]]
+    assert sizes(8, 64 << 30, gpus=2) == [[0, 0], [1, 1]], "kernels are measured on one GPU at a time"
+    assert sizes(8, 64 << 30, gpus=1) == [[0, 1, 0, 1]]
+    assert sizes(8, 2 * (1 << 30) + (1 << 28)) == [[0, 0], [1, 1]]
+    assert sizes(8, 1) == [[0, 1, 0, 1]]
 
 
 def test_packages_that_can_not_be_built_are_refused(short_decoder: Path, package: Path, tmp_path: Path) -> None:

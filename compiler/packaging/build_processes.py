@@ -1,0 +1,65 @@
+"""Which engines are built side by side, and the processes that do it."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from typing import IO
+
+import onnx_ir as ir
+import psutil
+
+from splitc.compiler.packaging.builder import Job
+from splitc.runtime.devices import cores
+
+# The memory of a process that builds: its libraries, and so many times the engine's weights. TensorRT-RTX 1.7 took 0.6
+# GiB and 1.5 times.
+LIBRARIES, COPIES = 1 << 30, 2
+
+
+def divide_jobs(jobs: Sequence[Job], at_once: int | None, gpus: int | None = None) -> list[list[Job]]:
+    """The jobs of each process: of `at_once` at most (None: the cores), and as many as there is memory for.
+
+    On a number of `gpus` where kernels are measured, jobs of one GPU come one after another.
+    """
+    free = psutil.virtual_memory().available
+    sizes = sorted((LIBRARIES + COPIES * _weight_bytes(job) for job in jobs), reverse=True)
+    count = min(at_once or cores(), len(jobs))
+    while count > 1 and sum(sizes[:count]) > free:
+        count -= 1
+    parts: list[list[Job]] = [[] for _ in range(count)]
+    for place, job in enumerate(jobs):
+        parts[(place if gpus is None else min(job.gpu, gpus - 1)) % count].append(job)
+    return [part for part in parts if part]
+
+
+def _weight_bytes(job: Job) -> int:
+    values = ir.load(job.source).graph.initializers.values()
+    return sum(value.const_value.nbytes for value in values if value.const_value is not None)
+
+
+class Processes:
+    """Processes that end together."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._ended = False
+
+    def start(self, command: Sequence[str], log: IO[bytes], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        """Start a process that talks over its standard input and output. After `end`, it ends at once."""
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, env=environment)
+        with self._lock:
+            self._started.append(process)
+            if self._ended:
+                process.kill()
+        return process
+
+    def end(self) -> None:
+        """Kill all that run."""
+        with self._lock:
+            self._ended = True
+            for process in self._started:
+                process.kill()

@@ -1,0 +1,56 @@
+"""Parts of weights: they refer to what they are cut out of, and are read when they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+# Indices along an axis, ascending.
+Indices = slice | npt.NDArray[np.int64]
+
+
+class CutTensor(ir.LazyTensor):
+    """The elements of `source` at these indices along some axes, by the axis's number. It takes no memory."""
+
+    __slots__ = ("places", "source")
+
+    def __init__(
+        self, source: ir.TensorProtocol, places: Mapping[int, Indices], shape: ir.Shape, name: str | None = None
+    ) -> None:
+        super().__init__(self._read, source.dtype, shape, name=name)
+        self.source = source
+        self.places = places
+
+    def _read(self) -> ir.TensorProtocol:
+        # A tensor that was read keeps its file and all touched pages mapped. A new one lets them go afterwards.
+        source = self.source
+        if isinstance(source, ir.ExternalTensor):
+            source = part_of_file(source, 0, source.nbytes, ir.Shape(source.shape.numpy()), self.name or "")
+        return ir.Tensor(take(source.numpy(), self.places), self.dtype, name=self.name)
+
+
+def take(array: npt.NDArray[Any], places: Mapping[int, Indices]) -> npt.NDArray[Any]:
+    """The array's elements at these indices along some axes."""
+    for number, place in places.items():
+        array = array[(slice(None),) * number + (place,)]
+    return array
+
+
+def part_of_file(tensor: ir.ExternalTensor, start: int, length: int, shape: ir.Shape, name: str) -> ir.ExternalTensor:
+    """A tensor of `length` bytes that starts at byte `start` of another one in its file."""
+    offset = (tensor.offset or 0) + start
+    return ir.ExternalTensor(
+        tensor.location, offset, length, tensor.dtype, shape=shape, name=name, base_dir=tensor.base_dir
+    )
+
+
+def as_slice(indices: npt.NDArray[np.int64]) -> Indices:
+    """Consecutive indices as a slice, which needs no copy; others as they are."""
+    if not len(indices):
+        return slice(0, 0)
+    first, last = int(indices[0]), int(indices[-1])
+    return slice(first, last + 1) if last - first + 1 == len(indices) else indices
