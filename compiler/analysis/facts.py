@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -60,3 +60,8 @@ def analyze(
     reconcile(graph.model, costs.bound)
     blocks = find_blocks(graph, costs, wanted_blocks)
     return Analysis(graph, largest, smallest, typical, costs, tuple(states), blocks)
+
+
+def with_blocks(analysis: Analysis, wanted: int) -> Analysis:
+    """The analysis with at least so many blocks, if the model can be cut that finely."""
+    return replace(analysis, partition=find_blocks(analysis.graph, analysis.costs, wanted))

@@ -22,7 +22,8 @@ def node_reads(node: ir.Node) -> Iterator[ir.Value]:
 
     onnx_ir's analysis of implicit usage gives sets, but files need a fixed order.
     """
-    inner = (n for graph in subgraphs(node) for n in ir.traversal.RecursiveGraphIterator(graph))
-    named = (value for graph in subgraphs(node) for value in graph.outputs)
-    read = itertools.chain(node.inputs, *(n.inputs for n in inner), named)
+    graphs = list(subgraphs(node))
+    inner = (n for graph in graphs for n in ir.traversal.RecursiveGraphIterator(graph))
+    named = (value for graph in graphs for value in graph.outputs)
+    read = itertools.chain(node.inputs, *(n.inputs for n in inner), named) if graphs else node.inputs
     return iter(dict.fromkeys(value for value in read if value is not None and value.graph is node.graph))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from splitc.compiler.analysis.divisibility import check_divisible
-from splitc.compiler.analysis.facts import Analysis, analyze
+from splitc.compiler.analysis.facts import Analysis, analyze, with_blocks
 from splitc.compiler.lowering.engine_segments import has_operators
 from splitc.compiler.model_errors import ModelError
 from splitc.compiler.modes.mode import Way
@@ -91,25 +91,21 @@ def plan_alternatives(model: Path, resources: Resources, request: Request) -> li
 
 
 class _Analyses:
-    """The model's analysis, repeated where a plan needs more blocks."""
+    """The model's analysis, with finer blocks where a plan needs more of them."""
 
-    def __init__(self, model: Path, request: Request) -> None:
-        self._model = model
-        self._request = request
-        self._known = {1: self._analyze(1)}
+    def __init__(self, model: Path, asked: Request) -> None:
+        self._first = analyze(model, asked.asked_shapes, 1, asked.settings, asked.trust_external_data)
+        self._finer: dict[int, Analysis] = {}
 
     def get(self, stages: int) -> Analysis:
-        first = self._known[1]
-        if stages > len(first.partition.blocks) and stages not in self._known:
-            self._known[stages] = self._analyze(stages)
-        found = self._known.get(stages, first)
+        found = self._first
+        if stages > len(found.partition.blocks):
+            if stages not in self._finer:
+                self._finer[stages] = with_blocks(found, stages)
+            found = self._finer[stages]
         if stages > 1:
             check_divisible(found)
         return found
-
-    def _analyze(self, stages: int) -> Analysis:
-        asked = self._request
-        return analyze(self._model, asked.asked_shapes, stages, asked.settings, asked.trust_external_data)
 
 
 def _options(resources: Resources, request: Request) -> list[_Option]:
