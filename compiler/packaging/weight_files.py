@@ -116,8 +116,9 @@ def _write_together(files: Sequence[WeightFile], writer: PackageWriter, count: C
                 writer.check_stopped()
                 for file, cut in cuts:
                     part = piece if cut is None else cut.take(piece, start)
-                    reader.hold(file.append(part.data))
-                    count(part.nbytes)
+                    if part.size:
+                        reader.hold(file.append(part.data))
+                        count(part.nbytes)
         reader.wait()
 
 
