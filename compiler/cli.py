@@ -31,12 +31,16 @@ if TYPE_CHECKING:
 # Options for engines that are built.
 TENSORRT: dict[str, Any] = {"rich_help_panel": "TensorRT"}
 
-MODEL = typer.Argument(help="The ONNX model.", metavar="MODEL")
+MODEL = typer.Argument(help="The ONNX model, or a folder of several.", metavar="MODEL")
+MODULES = typer.Option(
+    [], "--module", help="Of a folder: take this model only, repeatable. Default: all; of a model in two forms, one."
+)
 DEVICE = typer.Option(
     [],
     "--device",
     "-d",
-    help='A device, repeatable: -d cpu0 -d cpu1. Several at once: "cpu0&cpu1", 3xcpu. Of a host: host1/2xcuda.',
+    help='A device, repeatable: -d cpu0 -d cpu1. Several at once: "cpu0&cpu1", 3xcpu. Of a host: host1/2xcuda. Of one '
+    'model of a folder: "unet=cuda0&cuda1,vae=cuda0".',
 )
 HOSTS = typer.Option(
     None, "--hosts", metavar="2x4xcuda", help="Instead of -d: hosts that are alike, here two with four GPUs each."
@@ -128,6 +132,7 @@ def plan(
     request: Request,
     devices: list[str],
     model: Path = MODEL,
+    module: list[str] = MODULES,
     output: Path | None = typer.Option(None, "--output", "-o", help="Write the plan here, to edit or compile it."),
     explain: bool = typer.Option(
         False, "--explain", help="In tensor mode: show the axes found, and why each is split or not."
@@ -139,6 +144,12 @@ def plan(
     from splitc.compiler.plan_tables import check_axes, print_axes, print_plan
     from splitc.compiler.planning.plan_file import to_file, write_plan
 
+    if model.is_dir():
+        from splitc.compiler.pipelines.folder_commands import plan_folder
+
+        plan_folder(model, devices, request, module, output, explain, as_json)
+        return
+    _need_folder(model, module)
     if output:
         check_output(output, [model])
     decided = plan_model(model, devices, request)
@@ -170,6 +181,7 @@ def compile_command(
     devices: list[str],
     build: BuildSettings,
     model: Path = MODEL,
+    module: list[str] = MODULES,
     package: Path = typer.Option(..., "--output", "-o", help="The package's folder, which must not exist yet."),
     plan_path: Path | None = typer.Option(
         None, "--plan", help="A plan from 'splitc plan -o'. Options below may not say otherwise."
@@ -185,7 +197,7 @@ def compile_command(
     force: bool = typer.Option(False, "--force", help="Replace a package that is there."),
     as_json: bool = JSON,
 ) -> None:
-    """Split a model over devices and write the package that runs it."""
+    """Split a model, or a folder of models, over devices and write the package that runs it."""
     # Imported here, as in plan, since a machine that only runs packages has no onnx.
     from splitc.compiler.api import plan_model
     from splitc.compiler.modes.replanning import plan_from_file
@@ -196,10 +208,18 @@ def compile_command(
     from splitc.compiler.planning.settled import check_settled
     from splitc.compiler.progress import shown_progress
 
+    given = partial(is_given, context)
+    how: dict[str, Any] = {"weights": weights, "force": force, "verify": verify, "jobs": jobs, "build": build}
+    how["fills"] = parse_fills(fill)
+    if model.is_dir():
+        from splitc.compiler.pipelines.folder_commands import compile_folder
+
+        compile_folder(model, package, devices, request, module, plan_path, given, as_json, how)
+        return
+    _need_folder(model, module)
     check_target(package, force)
-    fills = parse_fills(fill)
     if plan_path:
-        check_settled(plan_path, read_plan(plan_path), request, devices, partial(is_given, context))
+        check_settled(plan_path, read_plan(plan_path), request, devices, given)
         decided = plan_from_file(model, plan_path, request.trust_external_data)
     else:
         decided = plan_model(model, devices, request)
@@ -209,19 +229,20 @@ def compile_command(
         manifest = compile_model(
             decided,
             package,
-            weights=weights,
             threads=request.threads,
-            force=force,
-            verify=verify,
-            jobs=jobs,
-            build=build,
-            fills=fills,
             progress=progress,
             building=building,
             warn=print_warning,
             say=lambda text: None if as_json else print_to_the_end(lambda: out.print(text, soft_wrap=True)),
+            **how,
         )
     print_to_the_end(lambda: print_json(to_file(decided)) if as_json else _print_written(package, manifest))
+
+
+def _need_folder(model: Path, modules: list[str]) -> None:
+    """Raise MisuseError if modules are named of a single model."""
+    if modules:
+        raise MisuseError(f"--module names a model of a folder, and {model} is one model: leave it out")
 
 
 def _print_written(package: Path, manifest: Manifest) -> None:

@@ -32,7 +32,7 @@ def read_model(path: Path, trusts_data: bool = False) -> tuple[onnx.ModelProto, 
     Raises ModelError if the file is missing or no ONNX model; for operators that ONNX Runtime does not know; for a name
     of two values; for sparse weights; for external data that are missing, too short or outside the model's folder.
     """
-    proto = _read(path)
+    proto = read_proto(path)
     _check_texts(proto, path)
     for graph, outside in _graphs(proto.graph, frozenset()):
         _check_names(graph, path, outside)
@@ -95,7 +95,8 @@ def load_unoptimized(path: Path, uses_operators: bool = False, trusts_data: bool
     return open_onnx(path, options, ["CPUExecutionProvider"], trusts_data)
 
 
-def _read(path: Path) -> onnx.ModelProto:
+def read_proto(path: Path) -> onnx.ModelProto:
+    """An ONNX file as it is, its weights on disk. Raises ModelError if it is missing or no ONNX model."""
     if not path.is_file():
         what = "is a folder: name the ONNX file in it" if path.is_dir() else "is no regular file"
         raise ModelError(f"{path} {what}" if path.exists() else f"no such model file: {path}")

@@ -10,7 +10,7 @@ from splitc.compiler.analysis.facts import Analysis, analyze
 from splitc.compiler.frontend.asked_shapes import Shape
 from splitc.compiler.modes.table import find_mode
 from splitc.compiler.planning.plan import Plan
-from splitc.compiler.planning.plan_file import SCHEMA, check_hosts, read_plan
+from splitc.compiler.planning.plan_file import SCHEMA, PlanFile, check_hosts, read_plan
 from splitc.compiler.planning.plan_request import ROW_MIN, Request
 from splitc.compiler.planning.resources import Resources
 from splitc.compiler.planning.stage_search import Assignment
@@ -24,14 +24,18 @@ ALL = 1 << 30
 
 
 def plan_from_file(model: Path, path: Path, trusts_data: bool = False) -> Plan:
-    """The plan that a file describes, for the model that it was made for.
+    """The plan of a file: see `replan`. Raises MisuseError if it is no plan."""
+    return replan(model, read_plan(path), path, trusts_data)
+
+
+def replan(model: Path, file: PlanFile, path: Path, trusts_data: bool = False) -> Plan:
+    """The plan that a file's content describes, for the model that it was made for. `path` is the file, for messages.
 
     With `trusts_data`, the model's external data may lie outside its folder: a plan does not permit that.
 
-    Raises MisuseError if the file is no plan or contradicts the model, CannotSplitError if its shares leave a rank
+    Raises MisuseError if the file contradicts the model, CannotSplitError if its shares leave a rank
     with nothing, DoesNotFitError if a rank needs more than its budget.
     """
-    file = read_plan(path)
     if file.schema != SCHEMA:
         raise MisuseError(
             f"{path} has schema version {file.schema}, and this splitc reads version {SCHEMA}: plan again"

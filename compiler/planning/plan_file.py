@@ -178,15 +178,25 @@ def write_plan(plan: Plan, path: Path) -> None:
 
 
 def read_plan(path: Path) -> PlanFile:
-    """Read plan.json. Raises MisuseError if the file is missing, is no plan, or has a key twice."""
+    """Read plan.json. Raises MisuseError if the file is missing, is no plan of one model, or has a key twice."""
+    content = read_json(path)
+    if isinstance(content, dict) and "modules" in content:
+        raise MisuseError(f"{path} is the plan of a folder of models: name the folder, not one of its models")
+    try:
+        return msgspec.convert(content, PlanFile)
+    except msgspec.ValidationError as error:
+        raise MisuseError(f"{path} is no plan: {error}") from error
+
+
+def read_json(path: Path) -> Any:
+    """The content of plan.json. Raises MisuseError if the file is missing, is no JSON, or has a key twice."""
     if path.is_char_device():  # /dev/zero has no end
         raise MisuseError(f"{path} is no plan: it is a device")
     try:
-        content = parse_json(path.read_bytes(), f"{path} is no plan", _without_duplicates)
-        return msgspec.convert(content, PlanFile)
+        return parse_json(path.read_bytes(), f"{path} is no plan", _without_duplicates)
     except FileNotFoundError:
         raise MisuseError(f"no such plan: {path}") from None
-    except (OSError, msgspec.ValidationError) as error:
+    except OSError as error:
         raise MisuseError(f"{path} is no plan: {error}") from error
     except _Duplicate as error:
         raise MisuseError(f'{path} has the line "{error.args[0]}" twice') from None

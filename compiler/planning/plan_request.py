@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -252,10 +252,22 @@ class Request:
 
     def check_modes(self) -> None:
         """Raise MisuseError if an option of another split mode is given."""
-        for each in fields(self):
-            option: Option = each.metadata[_OPTION]
-            if option.only not in (None, self.split_mode) and getattr(self, each.name) != each.default:
-                raise MisuseError(f"{option.flag} is for --split-mode {option.only}{option.why}")
+        for option in self.foreign_options(self.split_mode).values():
+            raise MisuseError(f"{option.flag} is for --split-mode {option.only}{option.why}")
+
+    def foreign_options(self, mode: str) -> dict[str, Option]:
+        """The options that are given and belong to another split mode than `mode`, by field."""
+        options = {each: each.metadata[_OPTION] for each in fields(self)}
+        return {
+            each.name: option
+            for each, option in options.items()
+            if option.only not in (None, mode) and getattr(self, each.name) != each.default
+        }
+
+    def in_mode(self, mode: str) -> Request:
+        """The request for this split mode, without options of others."""
+        default = Request()
+        return replace(self, split_mode=mode, **{name: getattr(default, name) for name in self.foreign_options(mode)})
 
     def check_engine(self, engine: str) -> None:
         """Raise MisuseError if an option of engines that are built is given for one that is not."""
@@ -271,10 +283,14 @@ class Request:
 
     def planned(self, given: Callable[[str], bool], file: Any) -> Iterator[tuple[str, Any, Any]]:
         """The options that the user gave and a plan's file settles: flag, the user's value and the file's."""
-        for each in fields(self):
-            option: Option = each.metadata[_OPTION]
-            if option.planned is not None and given(each.name):
-                yield option.flag, getattr(self, each.name), option.planned(file)
+        for name, option in self.settled(given).items():
+            if option.planned is not None:
+                yield option.flag, getattr(self, name), option.planned(file)
+
+    def settled(self, given: Callable[[str], bool]) -> dict[str, Option]:
+        """The options that the user gave and a plan settles, by field."""
+        options: dict[str, Option] = {each.name: each.metadata[_OPTION] for each in fields(self)}
+        return {name: option for name, option in options.items() if option.planned is not None and given(name)}
 
 
 def request_reader(make: Callable[[Request], T], help: Mapping[str, str] = MappingProxyType({})) -> Callable[..., T]:

@@ -37,6 +37,12 @@ def check_settled(
             )
 
 
+def need_nothing_given(path: Path, request: Request, given: Callable[[str], bool], others: Sequence[str] = ()) -> None:
+    """Raise MisuseError for an option that was `given`, or is among the `others`, and that a folder's plan settles."""
+    for flag in [*others, *(option.flag for option in request.settled(given).values())]:
+        raise MisuseError(f"{flag} has no effect with {path}, which is planned already: edit the plan, or plan again")
+
+
 def _equal(asked: Any, planned: Any) -> bool:
     return bool(asked == planned)
 

@@ -23,6 +23,7 @@ ORDER = (
     "plan_tables",
     "progress",
     "api",
+    "pipelines",
     "cli",
 )
 # Their `__init__` gives names of the rooms below, when they are asked for.

@@ -1,0 +1,139 @@
+"""Sizes of inputs from the configs beside the models, where the options say nothing.
+
+A rule is general: it reads sizes that a config states, and finds the axes that they belong to by the sizes beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from splitc.compiler.frontend.asked_shapes import AskedShapes, Shape
+from splitc.compiler.pipelines.model_facts import Dimension
+from splitc.compiler.pipelines.model_folder import FolderModule, ModelFolder, read_config
+from splitc.compiler.pipelines.module_names import ALIASES
+
+Config = Mapping[str, Any]
+Dimensions = Sequence[Dimension]
+# A rule gives the sizes of an input's axes that it knows; others are None. Empty if it knows none.
+Rule = Callable[[Config, Dimensions], Sequence[int | None]]
+
+
+def find_shapes(folder: ModelFolder, module: FolderModule, asked: AskedShapes) -> dict[str, Shape]:
+    """The shapes of a module's inputs that its config gives sizes of. Those that are `asked` for are left to the user.
+
+    Sizes that no config states are as without configs: symbols that inputs share, and 1 for a batch.
+    """
+    largest = asked.three()[2]
+    if not largest.keys().isdisjoint(name for name in module.facts.inputs if _is_open(module.facts.inputs[name])):
+        return {}  # one size asked for may change all
+    symbols: dict[str, int] = {}
+    rules = list(_rules(folder, module))
+    inputs = {
+        name: dims for name, dims in module.facts.inputs.items() if name not in module.settings and _is_open(dims)
+    }
+    touched = []
+    for name, dims in inputs.items():
+        for config, rule in rules:
+            sizes = rule(config, dims)
+            found = {dim: size for dim, size in zip(dims, sizes, strict=False) if isinstance(dim, str) and size}
+            if found:
+                symbols = {**found, **symbols}
+                touched.append(name)
+    shapes = {name: [_size(dim, axis, symbols) for axis, dim in enumerate(inputs[name])] for name in touched}
+    return {name: tuple(each for each in shape if each) for name, shape in shapes.items() if all(shape)}
+
+
+def _is_open(dims: Dimensions) -> bool:
+    return any(not isinstance(dim, int) for dim in dims)
+
+
+def _size(dim: Dimension, axis: int, symbols: Mapping[str, int]) -> int | None:
+    """An axis's size: fixed, known, or 1 for a batch; None for any other."""
+    if isinstance(dim, int):
+        return dim
+    return symbols.get(dim or "", None if axis else 1)
+
+
+def _rules(folder: ModelFolder, module: FolderModule) -> Iterator[tuple[Config, Rule]]:
+    """The rules for a module, with their configs."""
+    place = module.facts.path.parent
+    config = _config(place / "config.json")
+    yield config, _image_sizes
+    yield config, _latent_sizes
+    yield config, _sound_sizes
+    if (folder.path / "model_index.json").is_file():
+        encoders = [name for name in ALIASES["te"] if name in (folder.names)]
+        lengths = {name: _prompt_length(folder.path, name) for name in encoders}
+        if module.name in encoders:
+            yield {"length": lengths[module.name]}, _ids_sizes
+        else:
+            longest = max((length for length in lengths.values() if length), default=None)
+            yield {**config, "length": longest}, _prompt_sizes
+
+
+def _config(path: Path) -> Config:
+    return read_config(path) if path.is_file() else {}
+
+
+def _number(config: Config, name: str) -> int | None:
+    value = config.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _pair(config: Config, name: str) -> tuple[int, int] | None:
+    """A size of two axes, which may be one number for both."""
+    value = config.get(name)
+    if isinstance(value, list) and len(value) == 2 and all(isinstance(each, int) and each > 0 for each in value):
+        return value[0], value[1]
+    return None if (number := _number(config, name)) is None else (number, number)
+
+
+def _image_sizes(config: Config, dims: Dimensions) -> Sequence[int | None]:
+    """Images, or the latents of a denoiser: `in_channels` planes of `sample_size`."""
+    size, channels = _pair(config, "sample_size"), _number(config, "in_channels")
+    return (None, None, *size) if size and len(dims) == 4 and channels and dims[1] == channels else ()
+
+
+def _latent_sizes(config: Config, dims: Dimensions) -> Sequence[int | None]:
+    """Latents of an autoencoder: `sample_size`, halved by each of its blocks but the last."""
+    size, channels, blocks = (
+        _pair(config, "sample_size"),
+        _number(config, "latent_channels"),
+        config.get("block_out_channels"),
+    )
+    if not size or len(dims) != 4 or not channels or dims[1] != channels or not isinstance(blocks, list):
+        return ()
+    return (None, None, *(each >> (len(blocks) - 1) for each in size))
+
+
+def _sound_sizes(config: Config, dims: Dimensions) -> Sequence[int | None]:
+    """A speech encoder's features, of which it halves the positions, and its states as a decoder reads them."""
+    bins, positions, width = (_number(config, each) for each in ("num_mel_bins", "max_source_positions", "d_model"))
+    if not bins or not positions or len(dims) != 3:
+        return ()
+    return (None, bins, 2 * positions) if dims[1] == bins else (None, positions) if dims[2] == width else ()
+
+
+def _prompt_length(folder: Path, encoder: str) -> int | None:
+    """How long diffusers' pipelines make a prompt: as its tokenizer says, or else the encoder's positions."""
+    tokenizer = _config(folder / encoder.replace("text_encoder", "tokenizer") / "tokenizer_config.json")
+    length = _number(tokenizer, "model_max_length")
+    # Tokenizers without a limit say so by a number of 30 digits.
+    return (
+        length
+        if length and length < 1 << 20
+        else _number(_config(folder / encoder / "config.json"), "max_position_embeddings")
+    )
+
+
+def _ids_sizes(config: Config, dims: Dimensions) -> Sequence[int | None]:
+    """A prompt's ids, and its mask."""
+    return (None, config["length"]) if len(dims) == 2 else ()
+
+
+def _prompt_sizes(config: Config, dims: Dimensions) -> Sequence[int | None]:
+    """What a text encoder made of a prompt, as a denoiser reads it."""
+    widths = {_number(config, each) for each in ("cross_attention_dim", "joint_attention_dim")} - {None}
+    return (None, config["length"]) if len(dims) == 3 and dims[2] in widths else ()

@@ -1,0 +1,107 @@
+"""The commands plan and compile, for a folder of models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from splitc.compiler.packaging.refusals import describe_refusals
+from splitc.compiler.packaging.staging import check_target
+from splitc.compiler.pipelines.pipeline_plan import PipelinePlan
+from splitc.compiler.pipelines.pipeline_plan_file import plan_from_pipeline_file, to_pipeline_file, write_pipeline_plan
+from splitc.compiler.pipelines.pipeline_tables import print_pipeline
+from splitc.compiler.pipelines.pipeline_writer import compile_pipeline
+from splitc.compiler.pipelines.placement import plan_pipeline
+from splitc.compiler.planning.plan_request import Request
+from splitc.compiler.planning.settled import need_nothing_given
+from splitc.compiler.progress import shown_progress
+from splitc.runtime.cli.terminal import out, print_json, print_to_the_end, print_warning
+from splitc.runtime.engines.kinds import find_kind
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.files import check_output
+from splitc.runtime.manifest import Manifest
+from splitc.runtime.units import format_bytes
+
+
+def plan_folder(
+    folder: Path,
+    devices: Sequence[str],
+    request: Request,
+    wanted: Sequence[str],
+    output: Path | None,
+    explain: bool,
+    as_json: bool,
+) -> None:
+    """Show what each module of a folder would hold on each device. See `plan_pipeline` for errors."""
+    if explain:
+        raise MisuseError(f"--explain is for one model, and {folder} is a folder: name the ONNX file in it")
+    if output:
+        check_output(output, [folder])
+    plan = _with_refusals(plan_pipeline(folder, devices, request, wanted))
+    if output:
+        write_pipeline_plan(plan, output)
+    if as_json:
+        print_json(to_pipeline_file(plan))
+        return
+    print_pipeline(plan)
+    if output:
+        out.print(f"wrote {output}: splitc compile {folder} --plan {output} -o PACKAGE")
+
+
+def _with_refusals(plan: PipelinePlan) -> PipelinePlan:
+    """The plan with warnings of what an engine that is built can't do."""
+    modules = [
+        replace(each, plan=replace(each.plan, warnings=(*each.plan.warnings, *describe_refusals(each.plan))))
+        if find_kind(each.plan.engine).is_built
+        else each
+        for each in plan.modules
+    ]
+    return replace(plan, modules=tuple(modules))
+
+
+def compile_folder(
+    folder: Path,
+    package: Path,
+    devices: Sequence[str],
+    request: Request,
+    wanted: Sequence[str],
+    plan_path: Path | None,
+    given: Callable[[str], bool],
+    as_json: bool,
+    options: Mapping[str, Any],
+) -> None:
+    """Write the package of a folder. `options` are those of `compile_pipeline`. `given` tells what the user gave."""
+    check_target(package, bool(options["force"]))
+    if plan_path is None:
+        plan = plan_pipeline(folder, devices, request, wanted)
+    else:
+        flags = {"-d": bool(devices), "--module": bool(wanted)}
+        need_nothing_given(plan_path, request, given, [flag for flag, there in flags.items() if there])
+        plan = plan_from_pipeline_file(folder, plan_path, request.trust_external_data)
+    if not as_json:
+        print_to_the_end(lambda: print_pipeline(plan))
+
+    def say(text: str) -> None:
+        if not as_json:
+            print_to_the_end(lambda: out.print(text, soft_wrap=True))
+
+    with shown_progress() as (progress, building):
+        manifests = compile_pipeline(
+            plan,
+            package,
+            threads=request.threads,
+            progress=progress,
+            building=building,
+            warn=print_warning,
+            say=say,
+            **options,
+        )
+    print_to_the_end(lambda: print_json(to_pipeline_file(plan)) if as_json else _print_written(package, manifests))
+
+
+def _print_written(package: Path, manifests: Mapping[str, Manifest]) -> None:
+    files = [file for manifest in manifests.values() for file in manifest.files if file.hash is not None]
+    size = format_bytes(sum(file.bytes for file in files))
+    out.print(f"wrote {package}: {len(manifests)} modules ({', '.join(manifests)}), {size}")

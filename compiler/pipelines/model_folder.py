@@ -1,0 +1,182 @@
+"""A folder of models, understood by what is in it: its modules, the files that travel with them, and what does not."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from splitc.compiler.model_errors import ModelError
+from splitc.compiler.pipelines.model_facts import ModelFacts, read_facts
+from splitc.compiler.pipelines.module_names import module_name, names_of_uses, need_modules
+from splitc.runtime.files import check_regular, parse_json
+from splitc.runtime.manifest_file import FILE_NAME as MANIFEST
+from splitc.runtime.pipeline_file import FILE_NAME as PIPELINE
+
+GENAI = "genai_config.json"
+# Weights for other programs, and their tables of contents. They are what the ONNX files hold already.
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ot", ".onnx_data")
+OTHER_WEIGHTS = (*WEIGHTS, ".onnx.data", *(f"{suffix}.index.json" for suffix in (".safetensors", ".bin")))
+
+
+@dataclass(frozen=True)
+class FolderModule:
+    """A model of a folder. `settings` are inputs that are bound for this use of it."""
+
+    name: str
+    facts: ModelFacts
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A file that does not go into the package, and why."""
+
+    path: str
+    bytes: int
+    why: str
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """The models of the folder `path`, the `files` that travel with them, and what is left out."""
+
+    path: Path
+    modules: tuple[FolderModule, ...]
+    files: tuple[PurePosixPath, ...]
+    left_out: tuple[LeftOut, ...]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the modules."""
+        return [module.name for module in self.modules]
+
+    def source(self, module: FolderModule) -> str:
+        """The path of a module's model in the folder."""
+        return module.facts.path.relative_to(self.path).as_posix()
+
+
+def read_folder(path: Path, wanted: Sequence[str] = (), bound: Collection[str] = ()) -> ModelFolder:
+    """Read what a folder holds. `wanted` are names of modules, or short ones; without any, those of the default.
+
+    A model with a switch has two uses, each a module, unless the switch is among the `bound` inputs (`NAME.INPUT` or
+    `INPUT`). It is left out by default if the two are in files of their own beside it. Raises ModelError for a folder
+    without models or with two of one name, MisuseError for a wanted module that is not there.
+    """
+    if (path / PIPELINE).is_file() or ((path / MANIFEST).is_file() and (path / "rank0").is_dir()):
+        raise ModelError(f"{path} is a package, made by 'splitc compile': name the folder of the ONNX models")
+    files = [PurePosixPath(each.relative_to(path).as_posix()) for each in _files(path)]
+    models = {each: read_facts(path / each) for each in files if each.suffix.lower() == ".onnx"}
+    if not models:
+        raise ModelError(f"{path} has no ONNX file in it (*.onnx), nor in its subfolders")
+    named, unused = _name_models(path, models)
+    spare = _find_spare(named)
+    if wanted:
+        chosen = list(dict.fromkeys(each for name in wanted for each in need_modules(name, list(named), "--module")))
+        unused |= {named[name].path: "--module does not name it" for name in named if name not in chosen}
+    else:
+        chosen = [name for name in named if name not in spare]
+        unused |= {named[name].path: why for name, why in spare.items()}
+    modules = [use for name in chosen for use in _uses(name, named[name], bound)]
+    _check_names([(module.name, module.facts.path) for module in modules])
+    data = {file for facts in models.values() for file in facts.data_files}
+    left_out = [_leave_out(path, each.relative_to(path).as_posix(), why) for each, why in unused.items()]
+    others = [each for each in files if each not in models and path / each not in data]
+    weights = [each for each in others if each.name.lower().endswith(OTHER_WEIGHTS)]
+    left_out += [_leave_out(path, each.as_posix(), "weights in another format") for each in weights]
+    return ModelFolder(path, tuple(modules), tuple(each for each in others if each not in weights), tuple(left_out))
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """The files of a folder and its subfolders, without hidden ones."""
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(each for each in folders if not each.startswith("."))
+        yield from (Path(place, name) for name in sorted(names) if not name.startswith("."))
+
+
+def _leave_out(folder: Path, path: str, why: str) -> LeftOut:
+    return LeftOut(path, (folder / path).stat().st_size, why)
+
+
+def _name_models(
+    folder: Path, models: Mapping[PurePosixPath, ModelFacts]
+) -> tuple[dict[str, ModelFacts], dict[Path, str]]:
+    """The models by name, and those that are not used, with the reason."""
+    if (folder / GENAI).is_file():
+        roles = _read_genai(folder)
+        if missing := [path for path in roles.values() if path not in models]:
+            raise ModelError(f"{folder / GENAI} names the model {missing[0]}, which is not in {folder}")
+        others = {
+            facts.path: f"{GENAI} does not name it" for path, facts in models.items() if path not in roles.values()
+        }
+        return {name: models[path] for name, path in roles.items()}, others
+    beside = Counter(path.parent for path in models)
+    names = [(module_name(path, beside[path.parent] - 1), facts) for path, facts in models.items()]
+    _check_names([(name, facts.path) for name, facts in names])
+    return dict(names), {}
+
+
+def _read_genai(folder: Path) -> dict[str, PurePosixPath]:
+    """The models that genai_config.json names, by role: each object below `model` that has a `filename`."""
+    found: dict[str, PurePosixPath] = {}
+
+    def walk(role: str, value: Any) -> None:
+        if isinstance(value, list):
+            for each in value:
+                walk(role, each)
+        elif isinstance(value, dict):
+            file = value.get("filename")
+            if isinstance(file, str) and file.endswith(".onnx") and PurePosixPath(file) not in found.values():
+                found[role] = PurePosixPath(file)
+            for key, each in value.items():
+                walk(key, each)
+
+    config = read_config(folder / GENAI)
+    walk("model", config.get("model"))
+    if not found:
+        raise ModelError(f"{folder / GENAI} names no ONNX model: each is the 'filename' of an object below 'model'")
+    return found
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises MisuseError if it is none."""
+    check_regular(path)
+    content = parse_json(path.read_bytes(), f"can't read {path}")
+    return content if isinstance(content, dict) else {}
+
+
+def _find_spare(named: Mapping[str, ModelFacts]) -> dict[str, str]:
+    """Models with a switch that are another form of two others beside them, with the reason to leave them out.
+
+    Between them, the two have all its inputs but the switch, and all its outputs.
+    """
+    spare = {}
+    for name, facts in named.items():
+        beside = [n for n, each in named.items() if n != name and each.path.parent == facts.path.parent]
+        for pair in combinations(beside, 2) if facts.switch else ():
+            inputs, outputs = ({key for n in pair for key in getattr(named[n], of)} for of in ("inputs", "outputs"))
+            if inputs == facts.inputs.keys() - {facts.switch} and outputs == facts.outputs:
+                spare[name] = (
+                    f"{' and '.join(pair)} in one file, which '{facts.switch}' chooses between: --module takes it"
+                )
+    return spare
+
+
+def _uses(name: str, facts: ModelFacts, bound: Collection[str]) -> list[FolderModule]:
+    """A model's uses: two if it has a switch that is open."""
+    if facts.switch is None or facts.switch in bound or f"{name}.{facts.switch}" in bound:
+        return [FolderModule(name, facts)]
+    uses = zip(names_of_uses(name), (False, True), strict=True)
+    return [FolderModule(use, facts, {facts.switch: value}) for use, value in uses]
+
+
+def _check_names(names: Sequence[tuple[str, Path]]) -> None:
+    """Raise ModelError for two models of one name."""
+    count = Counter(name for name, _ in names)
+    if twice := [(name, path) for name, path in names if count[name] > 1]:
+        paths = " and ".join(str(path) for name, path in twice if name == twice[0][0])
+        raise ModelError(f"two models have the name '{twice[0][0]}', {paths}: rename a file or its folder")

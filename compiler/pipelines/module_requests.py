@@ -1,0 +1,159 @@
+"""What a user asks of each module: options with a module's name before them are that module's, others are for all.
+
+-d "text_encoder=cuda1,transformer=cuda0&cuda1"    --split-mode transformer=tensor
+--shapes transformer.hidden_states:1x4096x64       --set decoder.use_cache_branch=true
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from splitc.compiler.pipelines.model_folder import FolderModule, ModelFolder
+from splitc.compiler.pipelines.module_names import ALIASES, find_modules, need_modules
+from splitc.compiler.planning.plan_request import Request
+from splitc.runtime.devices import Device, parse_devices
+from splitc.runtime.errors import MisuseError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ModuleRequest:
+    """What is asked of a module. Without `devices` it goes where there is room. `own_mode`: its mode was named."""
+
+    module: FolderModule
+    request: Request
+    devices: tuple[Device, ...] | None
+    own_mode: bool
+
+
+@dataclass(frozen=True)
+class PipelineRequest:
+    """What is asked of all modules. `shared` are the devices of those without devices of their own.
+
+    `devices` are all of them, each once.
+    """
+
+    modules: tuple[ModuleRequest, ...]
+    shared: tuple[Device, ...]
+    devices: tuple[Device, ...]
+
+
+def divide_request(folder: ModelFolder, devices: Sequence[str], request: Request) -> PipelineRequest:
+    """Divide what is asked of a folder among its modules.
+
+    Raises MisuseError for a module, an input or a device that is not there, and for an option of a single model.
+    """
+    if request.tensor_split is not None:
+        raise MisuseError(
+            "--tensor-split gives the shares of one model's devices: edit the shares in plan.json instead"
+        )
+    own, shared_texts = _divide_devices(folder.names, devices)
+    named = parse_devices([*(text for texts in own.values() for text in texts), *shared_texts])
+    shared = parse_devices(shared_texts) if shared_texts else named
+    mode, modes = _divide_modes(folder.names, request.split_mode)
+    keys = ("shapes", "min_shapes", "opt_shapes", "max_shapes", "settings")
+    divided = {key: divide_by_input(folder.modules, getattr(request, key) or {}, _FLAGS[key]) for key in keys}
+    modules = []
+    for module in folder.modules:
+        asked: dict[str, Any] = {key: divided[key][module.name] or getattr(Request(), key) for key in keys}
+        asked["settings"] = {**module.settings, **divided["settings"][module.name]}
+        given = own.get(module.name)
+        alone = replace(request, **asked).in_mode(modes.get(module.name, mode))
+        where = None if given is None else tuple(parse_devices(given))
+        modules.append(ModuleRequest(module, alone, where, module.name in modes))
+    _check_modes(request, {each.request.split_mode for each in modules})
+    return PipelineRequest(tuple(modules), _distinct(shared), _distinct(sorted(named, key=_place)))
+
+
+_FLAGS = {
+    "shapes": "--shapes",
+    "min_shapes": "--min-shapes",
+    "opt_shapes": "--opt-shapes",
+    "max_shapes": "--max-shapes",
+    "settings": "--set",
+}
+
+
+def _check_modes(request: Request, modes: Collection[str]) -> None:
+    """Raise MisuseError for an option of a split mode that no module has."""
+    for option in request.foreign_options("").values():
+        if option.only not in modes:
+            raise MisuseError(f"{option.flag} is for --split-mode {option.only}, which no module has{option.why}")
+
+
+def _place(device: Device) -> tuple[int, str, int]:
+    """Where a device stands in tables."""
+    return device.host or 0, device.kind, device.index
+
+
+def _distinct(devices: Sequence[Device]) -> tuple[Device, ...]:
+    return tuple({str(device): device for device in devices}.values())
+
+
+def _divide_devices(names: Sequence[str], texts: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """The devices of single modules, and those that the others share."""
+    own: dict[str, list[str]] = {}
+    shared = []
+    for part in (part.strip() for text in texts for part in text.split(",")):
+        name, equals, devices = part.partition("=")
+        if not equals:
+            shared.append(part)
+            continue
+        for module in need_modules(name.strip(), names, "-d"):
+            own.setdefault(module, []).append(devices)
+    return own, shared
+
+
+def _divide_modes(names: Sequence[str], text: str) -> tuple[str, dict[str, str]]:
+    """The split mode of all modules, and those of single ones."""
+    mode, own = Request().split_mode, {}
+    for part in (part.strip() for part in text.split(",")):
+        name, equals, asked = part.partition("=")
+        if not equals:
+            mode = part
+            continue
+        own.update(dict.fromkeys(need_modules(name.strip(), names, "--split-mode"), asked.strip()))
+    return mode, own
+
+
+def divide_by_input(modules: Sequence[FolderModule], given: Mapping[str, T], flag: str) -> dict[str, dict[str, T]]:
+    """What is given for inputs, for each module by its inputs' names. `MODULE.INPUT` overrides `INPUT`.
+
+    Raises MisuseError for an input that is not there.
+    """
+    found: dict[str, dict[str, T]] = {module.name: {} for module in modules}
+    prefixed: dict[str, dict[str, T]] = {module.name: {} for module in modules}
+    for key, value in given.items():
+        owners = _find_owners(modules, key)
+        everyone = [module for module in modules if key in module.facts.inputs]
+        if not owners and not everyone:
+            raise MisuseError(f"{flag} names '{key}', {_missing(modules, key)}")
+        for module, name in owners:
+            prefixed[module.name][name] = value
+        for module in everyone if not owners else ():
+            found[module.name][key] = value
+    return {name: {**found[name], **prefixed[name]} for name in found}
+
+
+def _find_owners(modules: Sequence[FolderModule], key: str) -> list[tuple[FolderModule, str]]:
+    """The modules that a name before an input means, and the input."""
+    names = [module.name for module in modules]
+    prefixes = [prefix for prefix in (*names, *ALIASES) if key.startswith(f"{prefix}.")]
+    return [
+        (module, rest)
+        for prefix in prefixes
+        for module in modules
+        if module.name in find_modules(prefix, names) and (rest := key[len(prefix) + 1 :]) in module.facts.inputs
+    ]
+
+
+def _missing(modules: Sequence[FolderModule], key: str) -> str:
+    prefix = key.partition(".")[0]
+    if meant := find_modules(prefix, [module.name for module in modules]):
+        inputs = [name for module in modules if module.name in meant for name in module.facts.inputs]
+        return f"and {' and '.join(meant)} has no such input: there are {', '.join(dict.fromkeys(inputs))}"
+    names = ", ".join(module.name for module in modules)
+    return f"and no module has such an input: write MODULE.INPUT or INPUT; the modules are {names}"

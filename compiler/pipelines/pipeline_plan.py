@@ -1,0 +1,64 @@
+"""The plans of a folder's modules, over devices that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from splitc.compiler.pipelines.ledger import DeviceSum, sum_devices
+from splitc.compiler.pipelines.model_folder import FolderModule, ModelFolder
+from splitc.compiler.planning.plan import Plan
+from splitc.compiler.planning.resources import Budget
+from splitc.runtime.errors import DoesNotFitError, SplitcError
+from splitc.runtime.units import format_bytes
+
+
+@dataclass(frozen=True)
+class ModulePlan:
+    """A module's plan, and why it is on these devices. Its budgets are what the modules before it left."""
+
+    module: FolderModule
+    plan: Plan
+    why: str
+
+    @property
+    def name(self) -> str:
+        """The module's name."""
+        return self.module.name
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """The plans of all modules of a folder, in the folder's order, and the budgets of the devices by name."""
+
+    folder: ModelFolder
+    modules: tuple[ModulePlan, ...]
+    budgets: Mapping[str, Budget]
+
+    @property
+    def devices(self) -> list[DeviceSum]:
+        """What all modules hold together on each device."""
+        return sum_devices([each.plan for each in self.modules], self.budgets)
+
+
+def need_fit(plan: PipelinePlan) -> None:
+    """Raise DoesNotFitError, which names the device, if all modules together need more than its budget."""
+    for each in plan.devices:
+        if each.missing:
+            raise DoesNotFitError(
+                f"the modules need {format_bytes(each.total)} of {each.device} together, which may use "
+                f"{format_bytes(each.budget)}, {format_bytes(each.missing)} short: "
+                "plan again, or move blocks in the plan"
+            )
+
+
+@contextmanager
+def module_named(name: str, sums: Sequence[DeviceSum] = ()) -> Iterator[None]:
+    """Errors with the module's name, and those of memory with what the other modules hold."""
+    try:
+        yield
+    except SplitcError as error:
+        held = ", ".join(f"{format_bytes(each.resident)} of {each.device}" for each in sums if each.resident)
+        taken = f"\nThe modules planned before it hold {held}." if held and isinstance(error, DoesNotFitError) else ""
+        raise type(error)(f"module '{name}': {error}{taken}") from error

@@ -1,0 +1,116 @@
+"""`plan.json` of a folder: the plan of each module, as `splitc plan` writes it for a single model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+
+import msgspec
+from msgspec import Struct
+
+from splitc.compiler.modes.replanning import replan
+from splitc.compiler.pipelines.ledger import DeviceSum
+from splitc.compiler.pipelines.model_facts import read_facts
+from splitc.compiler.pipelines.model_folder import FolderModule, LeftOut, ModelFolder
+from splitc.compiler.pipelines.pipeline_plan import ModulePlan, PipelinePlan, module_named, need_fit
+from splitc.compiler.planning.plan_file import PlanFile, read_json, to_file
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.files import written_whole
+
+SCHEMA = 1
+
+
+class ModuleEntry(Struct, frozen=True, forbid_unknown_fields=True):
+    """A module: the path of its model in the folder, why it is on these devices, and its plan, which may be edited."""
+
+    source: str
+    why: str
+    plan: PlanFile
+
+
+class DeviceEntry(Struct, frozen=True):
+    """A device: its budget, which may be edited, and for reading what all modules hold of it together."""
+
+    budget_bytes: int | None = None
+    weights_bytes: int = 0
+    cache_bytes: int = 0
+    engine_bytes: int = 0
+    activation_bytes: int = 0
+    total_bytes: int = 0
+
+
+class LeftOutEntry(Struct, frozen=True):
+    """A file that stays out of the package. Informative."""
+
+    path: str
+    bytes: int
+    why: str
+
+
+class PipelinePlanFile(Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of a folder's plan.json. `files` travel with the models, and may be edited."""
+
+    schema: int
+    modules: dict[str, ModuleEntry]
+    devices: dict[str, DeviceEntry]
+    files: list[str] = []
+    left_out: list[LeftOutEntry] = []
+
+
+def to_pipeline_file(plan: PipelinePlan) -> PipelinePlanFile:
+    """The content of plan.json for the plan of a folder."""
+    folder = plan.folder
+    return PipelinePlanFile(
+        schema=SCHEMA,
+        modules={m.name: ModuleEntry(folder.source(m.module), m.why, to_file(m.plan)) for m in plan.modules},
+        devices={each.device: _device(each) for each in plan.devices},
+        files=[each.as_posix() for each in folder.files],
+        left_out=[LeftOutEntry(each.path, each.bytes, each.why) for each in folder.left_out],
+    )
+
+
+def _device(each: DeviceSum) -> DeviceEntry:
+    return DeviceEntry(each.budget, each.weights, each.cache, each.engines, each.activations, each.total)
+
+
+def write_pipeline_plan(plan: PipelinePlan, path: Path) -> None:
+    """Write plan.json atomically. Raises MisuseError when it can't be written."""
+    with written_whole(path) as file:
+        file.write(msgspec.json.format(msgspec.json.encode(to_pipeline_file(plan)), indent=2) + b"\n")
+
+
+def plan_from_pipeline_file(folder: Path, path: Path, trusts_data: bool = False) -> PipelinePlan:
+    """The plan that a file describes, for the folder that it was made for.
+
+    Raises as `plan_from_file` does, for each module; DoesNotFitError if they need more of a device than its budget.
+    """
+    content = read_json(path)
+    if isinstance(content, dict) and "modules" not in content:
+        raise MisuseError(f"{path} is the plan of one model, and {folder} is a folder: plan the folder")
+    try:
+        file = msgspec.convert(content, PipelinePlanFile)
+    except msgspec.ValidationError as error:
+        raise MisuseError(f"{path} is no plan: {error}") from error
+    if file.schema != SCHEMA:
+        raise MisuseError(f"{path} has schema version {file.schema}, and this splitc reads {SCHEMA}: plan again")
+    need_paths(path, [*file.files, *(entry.source for entry in file.modules.values())])
+    modules = [_read_module(folder, path, name, entry, trusts_data) for name, entry in file.modules.items()]
+    left_out = tuple(LeftOut(each.path, each.bytes, each.why) for each in file.left_out)
+    files = tuple(map(PurePosixPath, file.files))
+    read = ModelFolder(folder, tuple(each.module for each in modules), files, left_out)
+    plan = PipelinePlan(read, tuple(modules), {name: each.budget_bytes for name, each in file.devices.items()})
+    need_fit(plan)
+    return plan
+
+
+def need_paths(file: Path, paths: Iterable[str]) -> None:
+    """Raise MisuseError for a path that leads out of the folder."""
+    for path in paths:
+        if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
+            raise MisuseError(f"{file} names {path}, which is not in the folder: paths begin in it")
+
+
+def _read_module(folder: Path, path: Path, name: str, entry: ModuleEntry, trusts_data: bool) -> ModulePlan:
+    with module_named(name):
+        module = FolderModule(name, read_facts(folder / entry.source), entry.plan.settings)
+        return ModulePlan(module, replan(module.facts.path, entry.plan, path, trusts_data), entry.why)

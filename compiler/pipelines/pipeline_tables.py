@@ -1,0 +1,47 @@
+"""Show the plan of a folder on the terminal: a section a module, and the sum for each device."""
+
+from __future__ import annotations
+
+from rich.bar import Bar
+from rich.table import Table
+
+from splitc.compiler.pipelines.pipeline_plan import PipelinePlan
+from splitc.compiler.planning.resources import Budget
+from splitc.runtime.cli.tables import RANK_SIZES, block_range
+from splitc.runtime.cli.terminal import out, print_warning, table
+from splitc.runtime.units import first_few, format_bytes
+
+
+def print_pipeline(plan: PipelinePlan) -> None:
+    """Print what each module holds of each device, their sums against the budgets, and what stays out."""
+    rows = table("module", "device", "blocks", *RANK_SIZES, "of budget", "", right=RANK_SIZES)
+    for each in plan.modules:
+        for number, rank in enumerate(each.plan.ranks):
+            memory = rank.memory
+            split = len(each.plan.ranks) > 1
+            title = "" if number else f"{each.name}, {each.plan.split_mode}" if split else each.name
+            sizes = (memory.weights, memory.activations, memory.cache)
+            blocks = block_range([block.name for block in rank.stage.blocks])
+            _add(rows, [title, str(rank.device), blocks], sizes, memory.total, plan.budgets.get(str(rank.device)))
+        rows.add_section()
+    for number, device in enumerate(plan.devices):
+        title = "" if number else "all together"
+        sizes = (device.weights, device.activations, device.cache)
+        _add(rows, [title, device.device, ""], sizes, device.total, device.budget)
+    out.print(rows)
+    for each in plan.modules:
+        out.print(f"{each.name}: {each.why}")
+    if plan.folder.files:
+        out.print(f"beside them: {first_few([path.as_posix() for path in plan.folder.files])}")
+    for left in plan.folder.left_out:
+        out.print(f"left out: {left.path}, {format_bytes(left.bytes)}: {left.why}")
+    for each in plan.modules:
+        for warning in each.plan.warnings:
+            print_warning(f"{each.name}: {warning}")
+
+
+def _add(rows: Table, words: list[str], sizes: tuple[int, int, int], total: int, budget: Budget) -> None:
+    """A row of the table, with its total as a share of the device's budget."""
+    known = max(1, budget or 0)
+    bar = "" if budget is None else Bar(size=known, begin=0, end=total, width=9)
+    rows.add_row(*words, *map(format_bytes, sizes), bar, "?" if budget is None else f"{total / known:.0%}")

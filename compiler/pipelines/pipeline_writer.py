@@ -1,0 +1,118 @@
+"""Write the package of a folder: the package of each module, the files that travel, and pipeline.json last."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+from splitc.compiler.packaging.builder import Building
+from splitc.compiler.packaging.building import BuildSettings
+from splitc.compiler.packaging.package import compile_model
+from splitc.compiler.packaging.package_writer import NO_LINK, PackageWriter
+from splitc.compiler.packaging.staging import check_target, full_disk_explained, written_aside
+from splitc.compiler.packaging.weight_files import Progress
+from splitc.compiler.pipelines.module_requests import divide_by_input
+from splitc.compiler.pipelines.pipeline_plan import PipelinePlan, module_named
+from splitc.runtime.engines.kinds import TENSORRT
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.manifest import File, Fill, Manifest
+from splitc.runtime.manifest_file import FILE_NAME, read_seal
+from splitc.runtime.pipeline_file import FILE_NAME as PIPELINE
+from splitc.runtime.pipeline_file import Module, PipelineFile, write_pipeline
+
+
+def compile_pipeline(
+    plan: PipelinePlan,
+    package: str | Path,
+    *,
+    weights: str = "copy",
+    threads: int | None = None,
+    force: bool = False,
+    verify: bool = True,
+    jobs: int | None = None,
+    build: BuildSettings = BuildSettings(),
+    fills: Mapping[str, Fill] = MappingProxyType({}),
+    progress: Progress = lambda done, total: None,
+    building: Building = lambda done, total: None,
+    warn: Callable[[str], None] = lambda _: None,
+    say: Callable[[str], None] = lambda _: None,
+) -> dict[str, Manifest]:
+    """Write the package of a folder's plan: all modules, or nothing. Returns the modules' manifests by name.
+
+    The arguments are those of `compile_model`, which also says what is raised; `fills` may name modules, as in
+    `unet.sample`. Files of weights that are equal in two modules are one file on the disk.
+    """
+    target = Path(package)
+    check_target(target, force)
+    divided = divide_by_input(plan.folder.modules, fills, "--fill")
+    needed = sum(each.weights for each in plan.devices) if weights == "copy" else 0
+    manifests: dict[str, Manifest] = {}
+    with full_disk_explained(target, needed), written_aside(target, force) as folder:
+        for each in plan.modules:
+            with module_named(each.name):
+                manifests[each.name] = compile_model(
+                    each.plan,
+                    folder / each.name,
+                    weights=weights,
+                    threads=threads,
+                    verify=verify,
+                    jobs=jobs,
+                    build=_build_settings(build, each.plan.engine, target),
+                    fills=divided[each.name],
+                    progress=progress,
+                    building=building,
+                    warn=lambda text, name=each.name: warn(f"{name}: {text}"),  # type: ignore[misc]
+                    say=lambda text, name=each.name: say(f"{name}: {text}"),  # type: ignore[misc]
+                )
+        _share_files(folder, manifests)
+        files = _copy_files(plan, folder)
+        modules = [Module(m.name, read_seal(folder / m.name), plan.folder.source(m.module)) for m in plan.modules]
+        write_pipeline(folder, PipelineFile(modules, files))
+    return manifests
+
+
+def _build_settings(build: BuildSettings, engine: str, target: Path) -> BuildSettings:
+    """The settings with one file of TensorRT's timings for all modules, beside the package."""
+    if engine != TENSORRT or build.later or build.timing_cache is not None:
+        return build
+    return replace(build, timing_cache=target.absolute().with_name(f"{target.name}.timing-cache"))
+
+
+def _share_files(folder: Path, manifests: Mapping[str, Manifest]) -> None:
+    """Make files of equal content in two modules one file, with hard links, where the disk has such."""
+    known: dict[tuple[int, str], Path] = {}
+    for name, manifest in manifests.items():
+        for file in manifest.files:
+            if file.hash is None:
+                continue
+            path = folder / name / file.path
+            first = known.setdefault((file.bytes, file.hash), path)
+            if first == path or first.is_relative_to(folder / name):
+                continue
+            aside = path.with_name(f"{path.name}.link")
+            try:
+                os.link(first, aside)
+            except OSError as error:
+                if error.errno in NO_LINK:
+                    return
+                raise
+            aside.replace(path)
+
+
+def _copy_files(plan: PipelinePlan, folder: Path) -> list[File]:
+    """Copy the files that travel to the places that they had. Returns their entries."""
+    writer = PackageWriter(folder)
+    for path in plan.folder.files:
+        source, target = plan.folder.path / path, folder / path
+        if target.exists() or path.as_posix() == PIPELINE or FILE_NAME in path.parts[1:]:
+            raise MisuseError(
+                f"{source} can't travel: the package has a file of its own at {path}. Give it another name"
+            )
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with source.open("rb") as original, writer.open(target) as copy:
+            shutil.copyfileobj(original, copy, 1 << 20)
+    return writer.files

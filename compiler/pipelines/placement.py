@@ -1,0 +1,158 @@
+"""Place the modules of a folder on devices, one after the other: each gets the room that those before it leave."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from splitc.compiler.api import plan_model
+from splitc.compiler.frontend.asked_shapes import Shape
+from splitc.compiler.model_errors import CannotSplitError
+from splitc.compiler.modes.table import AUTO
+from splitc.compiler.pipelines.config_sizes import find_shapes
+from splitc.compiler.pipelines.ledger import DeviceSum, left_for, sum_devices
+from splitc.compiler.pipelines.model_folder import read_folder
+from splitc.compiler.pipelines.module_requests import ModuleRequest, PipelineRequest, divide_request
+from splitc.compiler.pipelines.pipeline_plan import ModulePlan, PipelinePlan, module_named
+from splitc.compiler.planning.plan import Plan
+from splitc.compiler.planning.plan_request import DEFAULT_HEADROOM, Request
+from splitc.compiler.planning.resources import Budget, find_budgets
+from splitc.runtime.devices import Device
+from splitc.runtime.errors import DoesNotFitError, MisuseError
+
+# Modules are split, the largest first, until the fullest device holds at most this much more than an even share: less
+# is not worth making a small module slower.
+UNEVEN = 1.2
+# The room of a device that holds nothing, where budgets are not known.
+EMPTY = 1
+LAYER = "layer"
+# Why a module is where it is.
+NAMED, ONLY = "as asked for", "the only device"
+SMALL, LARGE, MISFIT = (
+    "whole, on the device with most room",
+    "split, which relieves the fullest device",
+    "split, since it does not fit the device with most room",
+)
+
+
+def plan_pipeline(
+    folder: str | Path, devices: Sequence[str], request: Request = Request(), wanted: Sequence[str] = ()
+) -> PipelinePlan:
+    """Decide which part of which module of a folder each device holds.
+
+    `devices` and the request's mode, shapes and settings may name modules, as on the command line. `wanted` are the
+    modules to take; by default all, of a model in two forms one. Modules with devices of their own come first, then
+    the largest.
+
+    Raises as `plan_model` does, with the module's name; ModelError for a folder without models, MisuseError for a
+    module that is not there.
+    """
+    read = read_folder(Path(folder), wanted, request.settings.keys())
+    asked = divide_request(read, devices, request)
+    modules = [_with_sizes(each, find_shapes(read, each.module, each.request.asked_shapes)) for each in asked.modules]
+    planner = _Planner(asked, _find_budgets(asked.devices, request))
+    modules = sorted(modules, key=lambda each: -each.module.facts.weights_bytes)
+    named = [each for each in modules if each.devices is not None]
+    free = [each for each in modules if each.devices is None]
+    for each in named:
+        planner.place(each, each.devices or (), NAMED)
+    splits = planner.count_splits([each.module.facts.weights_bytes for each in free])
+    for number, each in enumerate(free):
+        planner.place_freely(each, number < splits)
+    return PipelinePlan(read, tuple(planner.done[name] for name in read.names), planner.budgets)
+
+
+def _find_budgets(devices: Sequence[Device], request: Request) -> Mapping[str, Budget]:
+    found = find_budgets(devices, request.memory, request.headroom)
+    return {str(device): budget for device, budget in zip(devices, found, strict=True)}
+
+
+def _with_sizes(asked: ModuleRequest, shapes: Mapping[str, Shape]) -> ModuleRequest:
+    """The request with shapes from the configs, beside those that are asked for."""
+    merged = {**shapes, **(asked.request.shapes or {})}
+    return replace(asked, request=replace(asked.request, shapes=merged or None))
+
+
+class _Planner:
+    """Plans modules one after the other. `done` are their plans by name."""
+
+    def __init__(self, pipeline: PipelineRequest, budgets: Mapping[str, Budget]) -> None:
+        self.budgets = budgets
+        self.done: dict[str, ModulePlan] = {}
+        self._shared = pipeline.shared
+        self._alone = len(pipeline.modules) == 1
+
+    @property
+    def sums(self) -> list[DeviceSum]:
+        """What the devices hold so far."""
+        return sum_devices([each.plan for each in self.done.values()], self.budgets)
+
+    def place(self, asked: ModuleRequest, devices: Sequence[Device], why: str) -> None:
+        """Put a module on these devices. On one of them it is whole, unless its own mode was asked for."""
+        if len(devices) == 1 and not asked.own_mode:
+            asked = replace(asked, request=asked.request.in_mode(LAYER))
+        with module_named(asked.module.name, self.sums):
+            self.done[asked.module.name] = ModulePlan(asked.module, self._plan(asked, devices), why)
+
+    def place_freely(self, asked: ModuleRequest, is_large: bool) -> None:
+        """Put a module on one of the shared devices, or over all of them if it is large, or its mode was asked for."""
+        if len(self._shared) == 1 or self._alone or (asked.own_mode and asked.request.split_mode != AUTO):
+            self.place(asked, self._shared, ONLY if len(self._shared) == 1 else NAMED)
+        elif is_large:
+            self._spread(asked, LARGE)
+        else:
+            rooms = dict(zip(map(str, self._shared), self._rooms(), strict=True))
+            try:
+                self.place(
+                    replace(asked, own_mode=False), [max(self._shared, key=lambda each: rooms[str(each)])], SMALL
+                )
+            except DoesNotFitError:
+                self._spread(asked, MISFIT)
+
+    def count_splits(self, sizes: Sequence[int]) -> int:
+        """How many of the shared modules, whose weights have these sizes, from the largest on, are to be split."""
+        rooms = [max(1.0, float(room)) for room in self._rooms()]
+        even = sum(sizes) / sum(rooms)
+        for count in range(len(sizes)):
+            held = [sum(sizes[:count]) * room / sum(rooms) for room in rooms]
+            for size in sizes[count:]:
+                roomiest = max(range(len(rooms)), key=lambda place: rooms[place] - held[place])
+                held[roomiest] += size
+            if max(each / room for each, room in zip(held, rooms, strict=True)) <= UNEVEN * even:
+                return count
+        return len(sizes)
+
+    def _rooms(self) -> list[int]:
+        """The room on each shared device. Where a budget is not known, they are compared by what they hold."""
+        sums = {each.device: each for each in self.sums}
+        shared = [sums[str(device)] for device in self._shared]
+        known = [each.room for each in shared if each.room is not None]
+        fullest = max(each.resident for each in sums.values())
+        return known if len(known) == len(shared) else [2 * fullest + EMPTY - each.resident for each in shared]
+
+    def _spread(self, asked: ModuleRequest, why: str) -> None:
+        """Put a module over all shared devices. What can't be split stays whole if it may, and the plan says so."""
+        try:
+            self.place(replace(asked, request=replace(asked.request, spread=True)), self._shared, why)
+            return
+        except (CannotSplitError, DoesNotFitError, MisuseError) as error:
+            if asked.request.split_mode != AUTO or why == MISFIT:
+                raise
+            reason = str(error.__cause__ or error)
+        self.place(asked, self._shared, NAMED)
+        made = self.done[asked.module.name]
+        plan = replace(made.plan, warnings=(*made.plan.warnings, f"not split over all devices: {reason}"))
+        self.done[made.name] = replace(made, plan=plan)
+
+    def _plan(self, asked: ModuleRequest, devices: Sequence[Device]) -> Plan:
+        """The module's plan in the room that is left; in less if it would crowd out the others' activations."""
+        before, plans = self.sums, [each.plan for each in self.done.values()]
+        for running in (False, True):
+            # The budgets leave the headroom free already.
+            memory = left_for(devices, before, running)
+            request = replace(asked.request, memory=memory, headroom=DEFAULT_HEADROOM)
+            plan = plan_model(asked.module.facts.path, [str(device) for device in devices], request)
+            if not any(each.missing for each in sum_devices([*plans, plan], self.budgets)):
+                break
+        return plan
