@@ -53,10 +53,10 @@ def read_pipeline(package: Path) -> PipelineFile | None:
 
 
 def find_module(package: Path, module: str | None) -> Path:
-    """The folder of a module's own package: that of `package` itself, if it has one model.
+    """The folder of a module's own package: that of `package` itself, if it has one model and no modules.
 
-    Raises MisuseError for a module that is not there, and if there are several and none is named; PackageError for one
-    that is not of this pipeline.
+    The only module need not be named. Raises MisuseError for a module that is not there, and if there are several and
+    none is named; PackageError for one that is not of this pipeline.
     """
     pipeline = read_pipeline(package)
     if pipeline is None:
@@ -65,6 +65,8 @@ def find_module(package: Path, module: str | None) -> Path:
             raise MisuseError(f"{package} is the package of one model, and has no modules: '{module}' is not there")
         return package
     names = ", ".join(each.name for each in pipeline.modules)
+    if module is None and len(pipeline.modules) == 1:
+        module = pipeline.modules[0].name
     if module is None:
         raise MisuseError(f"{package} has several models: say which, with --module ({names})")
     found = pipeline.find(module)

@@ -13,6 +13,7 @@ import msgspec
 from splitc.runtime.errors import MisuseError, SplitcError
 from splitc.runtime.files import FULL
 from splitc.runtime.manifest_file import FILE_NAME
+from splitc.runtime.pipeline_file import FILE_NAME as PIPELINE
 from splitc.runtime.units import format_bytes
 
 try:
@@ -56,19 +57,45 @@ class _AnyManifest(msgspec.Struct):
     files: list[_Listed]
 
 
+class _Named(msgspec.Struct):
+    name: str
+
+
+class _AnyPipeline(msgspec.Struct):
+    """What the files of pipelines have."""
+
+    modules: list[_Named]
+    files: list[_Listed]
+
+
 def _foreign(target: Path) -> str | None:
     """What is in the way of replacing a folder: it is no package, or has other files in it. None if nothing is."""
     if not target.is_dir():
         return "is a file"
     try:
-        manifest = msgspec.json.decode((target / FILE_NAME).read_bytes(), type=_AnyManifest)
+        ours = _files_of(target)
     except (OSError, msgspec.DecodeError):
         return "is no package"
-    ours = {target / FILE_NAME, *(target / file.path for file in manifest.files)}
     ours |= {parent for path in ours for parent in path.parents}
     others = (path for path in target.rglob("*") if path.is_symlink() or path not in ours)
     other = next(others, None)
     return None if other is None else f"has {other.relative_to(target)} in it, which is not the package's"
+
+
+def _files_of(package: Path) -> set[Path]:
+    """The files that a package says are its own, and its modules'. Raises OSError or DecodeError if it is none."""
+    if not (package / PIPELINE).exists():
+        return _listed(package, FILE_NAME, msgspec.json.decode((package / FILE_NAME).read_bytes(), type=_AnyManifest))
+    pipeline = msgspec.json.decode((package / PIPELINE).read_bytes(), type=_AnyPipeline)
+    files = _listed(package, PIPELINE, pipeline)
+    for folder in (package / module.name for module in pipeline.modules):
+        manifest = msgspec.json.decode((folder / FILE_NAME).read_bytes(), type=_AnyManifest)
+        files |= _listed(folder, FILE_NAME, manifest)
+    return files
+
+
+def _listed(folder: Path, name: str, manifest: _AnyManifest | _AnyPipeline) -> set[Path]:
+    return {folder / name, *(folder / file.path for file in manifest.files)}
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from splitc.runtime.version import VERSION
 COMMANDS = {
     "devices": "runtime.cli.devices_command:devices",
     "run": "runtime.cli.run_commands:run",
-    "check": "runtime.cli.run_commands:check",
+    "check": "runtime.cli.check_command:check",
     "bench": "runtime.cli.run_commands:bench_command",
     "generate": "runtime.cli.generate_command:generate_command",
     "inspect": "runtime.cli.inspect_command:inspect",

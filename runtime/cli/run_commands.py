@@ -1,4 +1,4 @@
-"""The commands that run a package: run, check, bench."""
+"""The commands that run a package: run, bench."""
 
 from __future__ import annotations
 
@@ -6,21 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import typer
-from rich.text import Text
 
 from splitc.runtime import array_files
 from splitc.runtime.cli.options import with_options
 from splitc.runtime.cli.run_options import Load, loading, measure_ranks, open_feeds
-from splitc.runtime.cli.run_tables import differences_table, print_bench, print_memory
+from splitc.runtime.cli.run_tables import print_bench, print_memory
 from splitc.runtime.cli.shared_options import FILL, INPUTS, JSON, MEASURE, PACKAGE, SEED, TRUST_DATA
 from splitc.runtime.cli.terminal import out, print_json, table
-from splitc.runtime.errors import MisuseError, OutputsDifferError
+from splitc.runtime.errors import MisuseError
 from splitc.runtime.files import check_output
-from splitc.runtime.settings import parse_settings
 from splitc.runtime.tools.bench import bench
-from splitc.runtime.tools.compare import compare
 from splitc.runtime.tools.trace import write_trace
-from splitc.runtime.tools.unsplit import bound_inputs, open_reference
 from splitc.runtime.units import format_shape
 
 
@@ -47,63 +43,6 @@ def run(
     for name, array in results.items():
         rows.add_row(name, str(array.dtype), format_shape(array.shape))
     out.print(rows)
-
-
-@with_options("load", loading)
-def check(
-    load: Load,
-    package: Path = PACKAGE,
-    model: Path = typer.Option(..., "--model", "-m", help="The unsplit ONNX model."),
-    inputs: Path | None = INPUTS,
-    reference: str | None = typer.Option(
-        None,
-        "--reference",
-        help="Where the unsplit model runs: cpu0, cuda0. Default: the package's GPU if it fits there, else the CPU.",
-    ),
-    settings: list[str] = typer.Option(
-        [], "--set", metavar="NAME=VALUE", help="Another value for an input that was bound by 'splitc compile --set'."
-    ),
-    trusts_data: bool = TRUST_DATA,
-    rtol: float | None = typer.Option(None, "--rtol", help="Tolerance relative to each output's largest value."),
-    atol: float | None = typer.Option(None, "--atol", help="Absolute tolerance, added to the relative one."),
-    seed: int = SEED,
-    fill: list[str] = FILL,
-    memory: bool = MEASURE,
-    as_json: bool = JSON,
-) -> None:
-    """Compare a package with the unsplit model on the same inputs. Exits with 4 if an output differs."""
-    if not model.is_file():
-        raise MisuseError(f"no such model file: {model}")
-    with load(package) as session:
-        with open_feeds(session, inputs, seed, fill) as feeds:
-            actual = session.run(feeds)
-        bound = bound_inputs(session.manifest, parse_settings(settings))
-        threads = session.threads * len(session.manifest.ranks)
-        opened = open_reference(
-            model,
-            session.manifest,
-            session.devices,
-            threads,
-            asked=reference,
-            settings=bound,
-            trusts_data=trusts_data,
-        )
-        with opened as whole:
-            expected = whole.run(feeds)
-        found = compare(expected, actual, number_type=session.manifest.number_type, rtol=rtol, atol=atol)
-        measured = measure_ranks(session, feeds) if memory else []
-    if as_json:
-        print_json({"outputs": found, "reference": str(whole.device), "memory": measured})
-    else:
-        out.print(f"compared with {whole}")
-        out.print(differences_table(found))
-        if measured:
-            print_memory(measured)
-    if failed := [difference.name for difference in found if not difference.passed]:
-        raise OutputsDifferError(f"{len(failed)} of {len(found)} outputs differ beyond tolerance: {', '.join(failed)}")
-    if not as_json:
-        agreement = f"{len(found)} of {len(found)} outputs agree"
-        out.print(Text.assemble((agreement, "green"), f" with {model.name}"))
 
 
 @with_options("load", loading)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.session import Session
 from splitc.runtime.tools.rank_memory import measure_memory
 
-Load = Callable[..., Session]
+Load = partial[Session]
 
 
 def loading(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.table import Table
 from rich.text import Text
@@ -19,21 +19,39 @@ from splitc.runtime.units import format_bytes, format_seconds
 LISTED = 12
 
 
+_ERRORS = ("largest error", "relative", "expected", "got")
+_COLUMNS = ("output", *_ERRORS[:2], "at", *_ERRORS[2:], "")
+
+
 def differences_table(found: Sequence[Difference]) -> Table:
     """The errors of outputs, the worst first."""
-    numbers = ("largest error", "relative", "expected", "got")
-    rows = table("output", *numbers[:2], "at", *numbers[2:], "", right=numbers)
+    rows = table(*_COLUMNS, right=_ERRORS)
+    for row in _difference_rows(found, LISTED):
+        rows.add_row(*row)
+    return rows
+
+
+def modules_table(found: Mapping[str, Sequence[Difference]]) -> Table:
+    """The errors of the modules' outputs, of each module the worst first."""
+    rows = table("module", *_COLUMNS, right=_ERRORS)
+    for name, differences in found.items():
+        for number, row in enumerate(_difference_rows(differences, LISTED // 4)):
+            rows.add_row("" if number else name, *row)
+    return rows
+
+
+def _difference_rows(found: Sequence[Difference], most: int) -> Iterator[list[str | Text]]:
+    """Rows of the worst differences, and of all that failed."""
     worst = sorted(found, key=lambda difference: (difference.passed, -difference.relative))
-    listed = [difference for number, difference in enumerate(worst) if number < LISTED or not difference.passed]
+    listed = [difference for number, difference in enumerate(worst) if number < most or not difference.passed]
     for difference in listed:
         differs = Text.assemble(("differs", "bold red"), f" {difference.problem or ''}")
         verdict = Text("agrees", "green") if difference.passed else differs
         errors = (f"{difference.absolute:.2e}", f"{difference.relative:.2e}")
         values = (f"{difference.expected:.6g}", f"{difference.actual:.6g}")
-        rows.add_row(difference.name, *errors, ",".join(map(str, difference.where)), *values, verdict)
+        yield [difference.name, *errors, ",".join(map(str, difference.where)), *values, verdict]
     if len(found) > len(listed):
-        rows.add_row(f"... and {len(found) - len(listed)} more that agree")
-    return rows
+        yield [f"... and {len(found) - len(listed)} more that agree"]
 
 
 def print_memory(found: Sequence[RankMemory]) -> None:

@@ -57,7 +57,9 @@ def print_modules(manifests: Mapping[str, Manifest], pipeline: PipelineFile) -> 
             sizes = [rank.weights_bytes, rank.activation_bytes, rank.cache_bytes]
             title = "" if number else f"{name}, {manifest.split_mode}" if len(manifest.ranks) > 1 else name
             rows.add_row(title, rank.device, *map(format_bytes, sizes))
-            sums[rank.device] = [a + b for a, b in zip(sums.get(rank.device, [0, 0, 0]), sizes, strict=True)]
+            weights, activations, cache = sums.get(rank.device, [0, 0, 0])
+            # Modules run one after the other, so that their activations do not add up.
+            sums[rank.device] = [weights + sizes[0], max(activations, sizes[1]), cache + sizes[2]]
     for number, (device, sizes) in enumerate(sums.items()):
         rows.add_row("" if number else "all", device, *map(format_bytes, sizes))
     out.print(rows)

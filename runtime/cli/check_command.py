@@ -1,0 +1,150 @@
+"""The command check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+from rich.text import Text
+
+from splitc.runtime.cli.options import with_options
+from splitc.runtime.cli.run_options import Load, loading, measure_ranks, open_feeds
+from splitc.runtime.cli.run_tables import differences_table, modules_table, print_memory
+from splitc.runtime.cli.shared_options import FILL, INPUTS, JSON, MEASURE, PACKAGE, SEED, TRUST_DATA
+from splitc.runtime.cli.terminal import out, print_json
+from splitc.runtime.errors import MisuseError, OutputsDifferError
+from splitc.runtime.memory_use import RankMemory
+from splitc.runtime.pipeline_file import PipelineFile, find_module, read_pipeline
+from splitc.runtime.session import Session
+from splitc.runtime.settings import parse_settings
+from splitc.runtime.tools.compare import Difference, compare
+from splitc.runtime.tools.unsplit import bound_inputs, open_reference
+
+
+@dataclass(frozen=True)
+class Checked:
+    """How the outputs differ from those of the unsplit model, on which device that ran and why, and ranks' memory."""
+
+    outputs: list[Difference]
+    reference: str
+    why: str
+    memory: list[RankMemory]
+
+    def __str__(self) -> str:
+        return f"the unsplit model on {self.reference}, {self.why}"
+
+    @property
+    def failed(self) -> list[str]:
+        """The outputs that differ."""
+        return [difference.name for difference in self.outputs if not difference.passed]
+
+
+@with_options("load", loading)
+def check(
+    load: Load,
+    package: Path = PACKAGE,
+    model: Path = typer.Option(
+        ..., "--model", "-m", help="The unsplit ONNX model; of a package of several, the models' folder."
+    ),
+    inputs: Path | None = INPUTS,
+    reference: str | None = typer.Option(
+        None,
+        "--reference",
+        help="Where the unsplit model runs: cpu0, cuda0. Default: the package's GPU if it fits there, else the CPU.",
+    ),
+    settings: list[str] = typer.Option(
+        [], "--set", metavar="NAME=VALUE", help="Another value for an input that was bound by 'splitc compile --set'."
+    ),
+    trusts_data: bool = TRUST_DATA,
+    rtol: float | None = typer.Option(None, "--rtol", help="Tolerance relative to each output's largest value."),
+    atol: float | None = typer.Option(None, "--atol", help="Absolute tolerance, added to the relative one."),
+    seed: int = SEED,
+    fill: list[str] = FILL,
+    memory: bool = MEASURE,
+    as_json: bool = JSON,
+) -> None:
+    """Compare a package with the unsplit model on the same inputs. Exits with 4 if an output differs."""
+
+    def check_one(session: Session, model: Path) -> Checked:
+        with session, open_feeds(session, inputs, seed, fill) as feeds:
+            actual = session.run(feeds)
+            opened = open_reference(
+                model,
+                session.manifest,
+                session.devices,
+                session.threads * len(session.manifest.ranks),
+                asked=reference,
+                settings=bound_inputs(session.manifest, parse_settings(settings)),
+                trusts_data=trusts_data,
+            )
+            with opened as whole:
+                expected = whole.run(feeds)
+            found = compare(expected, actual, number_type=session.manifest.number_type, rtol=rtol, atol=atol)
+            return Checked(found, str(whole.device), whole.why, measure_ranks(session, feeds) if memory else [])
+
+    module = load.keywords["module"]
+    pipeline = read_pipeline(package)
+    if pipeline is not None and module is None and model.is_dir():
+        if given := [flag for flag, value in (("--inputs", inputs), ("--set", settings), ("--fill", fill)) if value]:
+            raise MisuseError(f"{given[0]} is for one model: name it, with --module")
+        _check_modules(load, check_one, package, pipeline, model, as_json)
+        return
+    source = _find_model(package, pipeline, module, model)
+    found = check_one(load(package), source)
+    if as_json:
+        print_json(found)
+    else:
+        out.print(f"compared with {found}")
+        out.print(differences_table(found.outputs))
+        if found.memory:
+            print_memory(found.memory)
+    _need_agreement(found.failed, len(found.outputs))
+    if not as_json:
+        agreement = f"{len(found.outputs)} of {len(found.outputs)} outputs agree"
+        out.print(Text.assemble((agreement, "green"), f" with {source.name}"))
+
+
+def _find_model(package: Path, pipeline: PipelineFile | None, module: str | None, model: Path) -> Path:
+    """The file of the unsplit model, which may be in a folder. Raises MisuseError if it is not there."""
+    if model.is_dir():
+        known = None if pipeline is None else pipeline.find(find_module(package, module).name)
+        if known is None:
+            raise MisuseError(f"{model} is a folder, and {package} the package of one model: name the ONNX file")
+        model = model / known.source
+    if not model.is_file():
+        raise MisuseError(f"no such model file: {model}")
+    return model
+
+
+def _check_modules(
+    load: Load,
+    check_one: Callable[[Session, Path], Checked],
+    package: Path,
+    pipeline: PipelineFile,
+    folder: Path,
+    as_json: bool,
+) -> None:
+    """Compare each module of a package with its own model, one after the other."""
+    sources = {module.name: _find_model(package, pipeline, module.name, folder) for module in pipeline.modules}
+    found = {name: check_one(load(package, module=name), source) for name, source in sources.items()}
+    if as_json:
+        print_json({"modules": found})
+    else:
+        out.print(modules_table({name: each.outputs for name, each in found.items()}))
+        for name, each in found.items():
+            out.print(f"{name}: compared with {each}")
+            if each.memory:
+                print_memory(each.memory)
+    failed = [f"{name}.{output}" for name, each in found.items() for output in each.failed]
+    _need_agreement(failed, sum(len(each.outputs) for each in found.values()))
+    if not as_json:
+        outputs = sum(len(each.outputs) for each in found.values())
+        out.print(Text.assemble((f"{outputs} of {outputs} outputs agree", "green"), f" in {len(found)} modules"))
+
+
+def _need_agreement(failed: list[str], count: int) -> None:
+    """Raise OutputsDifferError if outputs failed."""
+    if failed:
+        raise OutputsDifferError(f"{len(failed)} of {count} outputs differ beyond tolerance: {', '.join(failed)}")
