@@ -1,4 +1,4 @@
-"""Split one ONNX model over several devices, and write the package that `splitc.runtime` runs."""
+"""Split ONNX models over several devices, and write the package that `splitc.runtime` runs."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from splitc.compiler.api import plan_model
     from splitc.compiler.packaging.package import compile_model
+    from splitc.compiler.pipelines.pipeline_writer import compile_pipeline
+    from splitc.compiler.pipelines.placement import plan_pipeline
     from splitc.compiler.planning.plan import Plan
     from splitc.compiler.planning.plan_request import Request
 
-__all__ = ["Plan", "Request", "compile_model", "plan_model"]
+__all__ = ["Plan", "Request", "compile_model", "compile_pipeline", "plan_model", "plan_pipeline"]
 
 _HOMES = {
     "Plan": "planning.plan",
     "Request": "planning.plan_request",
     "compile_model": "packaging.package",
+    "compile_pipeline": "pipelines.pipeline_writer",
     "plan_model": "api",
+    "plan_pipeline": "pipelines.placement",
 }
 
 

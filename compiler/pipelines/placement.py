@@ -51,7 +51,7 @@ def plan_pipeline(
     read = read_folder(Path(folder), wanted, request.settings.keys())
     asked = divide_request(read, devices, request)
     modules = [_with_sizes(each, find_shapes(read, each.module, each.request.asked_shapes)) for each in asked.modules]
-    planner = _Planner(asked, _find_budgets(asked.devices, request))
+    planner = Planner(asked, _find_budgets(asked.devices, request))
     modules = sorted(modules, key=lambda each: -each.module.facts.weights_bytes)
     named = [each for each in modules if each.devices is not None]
     free = [each for each in modules if each.devices is None]
@@ -74,7 +74,7 @@ def _with_sizes(asked: ModuleRequest, shapes: Mapping[str, Shape]) -> ModuleRequ
     return replace(asked, request=replace(asked.request, shapes=merged or None))
 
 
-class _Planner:
+class Planner:
     """Plans modules one after the other. `done` are their plans by name."""
 
     def __init__(self, pipeline: PipelineRequest, budgets: Mapping[str, Budget]) -> None:

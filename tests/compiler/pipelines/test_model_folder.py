@@ -1,0 +1,145 @@
+"""Folders of models: which modules they have, what travels with them, and what stays."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from models.writer import save
+from splitc.compiler.frontend.asked_shapes import AskedShapes
+from splitc.compiler.model_errors import ModelError
+from splitc.compiler.pipelines.config_sizes import find_shapes
+from splitc.compiler.pipelines.model_facts import ModelFacts
+from splitc.compiler.pipelines.model_folder import FolderModule, ModelFolder, read_folder
+from splitc.runtime.errors import MisuseError
+from tests.helpers.folders import diffusers_folder, image_decoder, text_encoder, write_decoders, write_json
+
+
+def left_out(folder: ModelFolder) -> dict[str, str]:
+    return {each.path: each.why for each in folder.left_out}
+
+
+def write(path: Path) -> None:
+    save(image_decoder().model(), path)
+
+
+def test_subfolders_give_modules_their_names(tmp_path: Path) -> None:
+    folder = read_folder(diffusers_folder(tmp_path))
+    assert folder.names == ["text_encoder", "unet", "vae_decoder"]
+    assert [path.as_posix() for path in folder.files] == [
+        "model_index.json",
+        "text_encoder/config.json",
+        "tokenizer/tokenizer_config.json",
+        "unet/config.json",
+        "vae_decoder/config.json",
+    ]
+    assert left_out(folder) == {"unet/diffusion_pytorch_model.safetensors": "weights in another format"}
+    assert read_folder(tmp_path, ["vae", "te"]).names == ["vae_decoder", "text_encoder"]
+
+
+def test_one_of_several_files_keeps_its_own_name(tmp_path: Path) -> None:
+    for name in ("onnx/model.onnx", "onnx/model_fp16.onnx", "vision.onnx", "sound/encoder.onnx"):
+        write(tmp_path / name)
+    assert sorted(read_folder(tmp_path).names) == ["model_fp16", "onnx", "sound", "vision"]
+
+
+def test_merged_decoder_gives_way_to_the_two_that_it_holds(tmp_path: Path) -> None:
+    write_decoders(tmp_path)
+    folder = read_folder(tmp_path)
+    assert folder.names == ["decoder_model", "decoder_with_past_model"]
+    (why,) = left_out(folder).values()
+    assert why.startswith("decoder_model and decoder_with_past_model in one file, which 'use_past' chooses between")
+    asked = read_folder(tmp_path, ["decoder_model_merged"])
+    assert [(each.name, each.settings) for each in asked.modules] == [
+        ("decoder_model", {"use_past": False}),
+        ("decoder_with_past_model", {"use_past": True}),
+    ]
+    assert {each.facts.path.name for each in asked.modules} == {"decoder_model_merged.onnx"}
+    bound = read_folder(tmp_path, ["decoder_model_merged"], ["decoder_model_merged.use_past"])
+    assert bound.names == ["decoder_model_merged"]
+    with pytest.raises(ModelError, match=r"two models have the name 'decoder_model', .*decoder_model_merged\.onnx"):
+        read_folder(tmp_path, ["decoder_model", "decoder_model_merged"])
+
+
+def test_merged_decoder_alone_has_two_uses(tmp_path: Path) -> None:
+    write_decoders(tmp_path)
+    (tmp_path / "decoder_model.onnx").unlink()
+    (tmp_path / "decoder_with_past_model.onnx").unlink()
+    assert read_folder(tmp_path).names == ["decoder_model", "decoder_with_past_model"]
+
+
+def test_genai_names_its_models(tmp_path: Path) -> None:
+    for name in ("model.onnx", "vision.onnx", "embed.onnx", "draft.onnx"):
+        write(tmp_path / name)
+    (tmp_path / "tokenizer.json").touch()
+    config = {
+        "model": {
+            "decoder": {"filename": "model.onnx", "head_size": 8},
+            "vision": {"filename": "vision.onnx", "config_filename": "processor_config.json"},
+            "embedding": {"filename": "embed.onnx"},
+        }
+    }
+    write_json(tmp_path / "genai_config.json", config)
+    folder = read_folder(tmp_path)
+    assert {each.name: folder.source(each) for each in folder.modules} == {
+        "decoder": "model.onnx",
+        "vision": "vision.onnx",
+        "embedding": "embed.onnx",
+    }
+    assert folder.files == (PurePosixPath("genai_config.json"), PurePosixPath("tokenizer.json"))
+    assert left_out(folder) == {"draft.onnx": "genai_config.json does not name it"}
+    (tmp_path / "embed.onnx").unlink()
+    with pytest.raises(ModelError, match=r"names the model embed\.onnx, which is not in"):
+        read_folder(tmp_path)
+
+
+def test_folders_that_are_odd(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="has no ONNX file in it"):
+        read_folder(tmp_path)
+    write(tmp_path / "a" / "unet" / "model.onnx")
+    write(tmp_path / "b" / "unet" / "model.onnx")
+    with pytest.raises(ModelError, match=r"two models have the name 'unet', .*a/unet/model\.onnx and .*b/unet/model"):
+        read_folder(tmp_path)
+    (tmp_path / "b" / "unet").rename(tmp_path / "b" / "image_encoder")
+    with pytest.raises(
+        MisuseError, match=r"--module names the module 'vae', which is not there: there are unet, image"
+    ):
+        read_folder(tmp_path, ["vae"])
+    (tmp_path / "a" / "unet" / "model.onnx").write_text("text")
+    with pytest.raises(ModelError, match="is not an ONNX model"):
+        read_folder(tmp_path)
+    (tmp_path / "pipeline.json").touch()
+    with pytest.raises(ModelError, match="is a package, made by 'splitc compile'"):
+        read_folder(tmp_path)
+
+
+def test_configs_give_sizes(tmp_path: Path) -> None:
+    folder = read_folder(diffusers_folder(tmp_path))
+    found = {module.name: find_shapes(folder, module, AskedShapes()) for module in folder.modules}
+    assert found == {
+        "text_encoder": {"input_ids": (1, 12)},
+        "unet": {"sample": (1, 4, 8, 8), "encoder_hidden_states": (1, 12, 32)},
+        "vae_decoder": {"latent_sample": (1, 4, 8, 8)},
+    }
+    (tmp_path / "tokenizer" / "tokenizer_config.json").unlink()
+    assert find_shapes(folder, folder.modules[0], AskedShapes()) == {"input_ids": (1, 77)}
+    asked = AskedShapes({"encoder_hidden_states": (2, 5, 32)})
+    assert find_shapes(folder, folder.modules[1], asked) == {}
+
+
+def test_speech_config_gives_sizes(tmp_path: Path) -> None:
+    write_json(tmp_path / "config.json", {"num_mel_bins": 80, "max_source_positions": 1500, "d_model": 384})
+    inputs = {"input_features": ("b", 80, "t"), "encoder_hidden_states": ("b", "s", 384), "input_ids": ("b", "n")}
+    facts = ModelFacts(tmp_path / "model.onnx", inputs, frozenset(), 0, frozenset())
+    module = FolderModule("model", facts)
+    found = find_shapes(ModelFolder(tmp_path, (module,), (), ()), module, AskedShapes())
+    assert found == {"input_features": (1, 80, 3000), "encoder_hidden_states": (1, 1500, 384)}
+
+
+def test_text_model_of_a_single_folder_keeps_its_defaults(tmp_path: Path) -> None:
+    """A decoder's positions are no length to plan for."""
+    save(text_encoder(1).model(), tmp_path / "model.onnx")
+    write_json(tmp_path / "config.json", {"max_position_embeddings": 131072})
+    folder = read_folder(tmp_path)
+    assert find_shapes(folder, folder.modules[0], AskedShapes()) == {}
