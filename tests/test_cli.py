@@ -110,7 +110,7 @@ def test_outputs_that_differ_end_with_4(package: Path, tmp_path: Path) -> None:
         (["check", "PACKAGE", "--model", "none.onnx"], 2, "no such model file"),
         (["check", "PACKAGE", "--model", "OTHER", "--no-memory"], 2, "takes 'other', which the package does not"),
         (["bench", "PACKAGE", "--baseline", "OTHER", "--runs", "1"], 2, "takes 'other', which the package does not"),
-        (["plan", "FOLDER", "-d", "cpu0"], 1, "is a folder: name the ONNX file in it"),
+        (["plan", "FOLDER", "-d", "cpu0"], 1, "has no ONNX file in it"),
         (["plan", "/dev/null", "-d", "cpu0"], 1, "is no regular file"),
         (["frobnicate"], 2, "No such command"),
     ],
@@ -123,7 +123,8 @@ def test_mistakes_end_in_one_message(
     w = Writer()
     w.output(w.op("Relu", w.input("other", ir.DataType.FLOAT, ["n"])), "y", ir.DataType.FLOAT, ["n"])
     save(w.model(), tmp_path / "other.onnx")
-    files = {"OTHER": tmp_path / "other.onnx", "FOLDER": tmp_path, "p": tmp_path / "p"}
+    (tmp_path / "empty").mkdir()
+    files = {"OTHER": tmp_path / "other.onnx", "FOLDER": tmp_path / "empty", "p": tmp_path / "p"}
     places = {"MODEL": decoder, "DATA": data, "PACKAGE": package, **files}
     result = splitc(*(places.get(word, word) for word in arguments), code=code)
     assert message in " ".join(result.stderr.replace("│", " ").split())
