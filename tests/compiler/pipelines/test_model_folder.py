@@ -10,7 +10,7 @@ from models.writer import save
 from splitc.compiler.frontend.asked_shapes import AskedShapes
 from splitc.compiler.model_errors import ModelError
 from splitc.compiler.pipelines.config_sizes import find_shapes
-from splitc.compiler.pipelines.model_facts import ModelFacts
+from splitc.compiler.pipelines.model_facts import Dimension, ModelFacts
 from splitc.compiler.pipelines.model_folder import FolderModule, ModelFolder, read_folder
 from splitc.runtime.errors import MisuseError
 from tests.helpers.folders import diffusers_folder, image_decoder, text_encoder, write_decoders, write_json
@@ -130,7 +130,11 @@ def test_configs_give_sizes(tmp_path: Path) -> None:
 
 def test_speech_config_gives_sizes(tmp_path: Path) -> None:
     write_json(tmp_path / "config.json", {"num_mel_bins": 80, "max_source_positions": 1500, "d_model": 384})
-    inputs = {"input_features": ("b", 80, "t"), "encoder_hidden_states": ("b", "s", 384), "input_ids": ("b", "n")}
+    inputs: dict[str, tuple[Dimension, ...]] = {
+        "input_features": ("b", 80, "t"),
+        "encoder_hidden_states": ("b", "s", 384),
+        "input_ids": ("b", "n"),
+    }
     facts = ModelFacts(tmp_path / "model.onnx", inputs, frozenset(), 0, frozenset())
     module = FolderModule("model", facts)
     found = find_shapes(ModelFolder(tmp_path, (module,), (), ()), module, AskedShapes())
