@@ -23,6 +23,7 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.files import check_output
 from splitc.runtime.fills import parse_fills
 from splitc.runtime.manifest import BuildOptions, Manifest
+from splitc.runtime.pipeline_file import read_pipeline
 from splitc.runtime.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -264,16 +265,24 @@ def build_command(
     """Build the TensorRT engines of a package here, from the ONNX files that it holds."""
     _need_libraries()
     from splitc.compiler.packaging.building import build_package
+    from splitc.compiler.pipelines.pipeline_builder import build_pipeline
     from splitc.compiler.progress import shown_progress
 
+    pipeline = read_pipeline(package)
     with shown_progress() as (_, building):
-        manifest = build_package(package, timing_cache, building, jobs)
+        if pipeline is None:
+            manifests = {"": build_package(package, timing_cache, building, jobs)}
+        else:
+            manifests = build_pipeline(package, pipeline, timing_cache, building, jobs)
     if as_json:
-        print_json(manifest.build)
+        builds = {name: manifest.build for name, manifest in manifests.items()}
+        print_json({"modules": builds} if pipeline else builds[""])
         return
-    assert manifest.build is not None and manifest.build.built is not None
-    engines = sum(len(rank.engines) for rank in manifest.ranks)
-    out.print(f"built {engines} engines with {manifest.engine} {describe_built(manifest.build.built)}")
+    for name, manifest in manifests.items():
+        assert manifest.build is not None and manifest.build.built is not None
+        engines = sum(len(rank.engines) for rank in manifest.ranks)
+        built = f"{engines} engines with {manifest.engine} {describe_built(manifest.build.built)}"
+        out.print(f"{name}: built {built}" if name else f"built {built}")
 
 
 def _parse_sources(text: str | None) -> list[str] | None:

@@ -76,6 +76,17 @@ def build_package(
     Raises MisuseError if the package does not hold the ONNX files, or if TensorRT or the GPU is missing; BuildError,
     which names what TensorRT can't build. The package is then unchanged.
     """
+    manifest, settings = read_sources(package, timing_cache)
+    with full_disk_explained(package, 0), written_aside(package, replace=True) as folder:
+        copy_package(package, folder)
+        return finish_package(folder, manifest, settings, package, building, jobs)
+
+
+def read_sources(package: Path, timing_cache: Path | None) -> tuple[Manifest, BuildSettings]:
+    """The manifest of a package that holds what its engines are built from, and how to build them here.
+
+    Raises as `build_package` does.
+    """
     manifest = read_manifest(package)
     if not find_kind(manifest.engine).is_built or manifest.build is None:
         raise MisuseError(f"{package} has {manifest.engine} engines, which are ONNX files: there is nothing to build")
@@ -88,9 +99,7 @@ def build_package(
     check_settings(manifest.engine, settings)
     find_builder(manifest.engine).check_here(manifest.engine)
     verify_files(package, [file for file in manifest.files if not file.path.endswith(_built(manifest))])
-    with full_disk_explained(package, 0), written_aside(package, replace=True) as folder:
-        shutil.copytree(package, folder, copy_function=_link_or_copy, dirs_exist_ok=True)
-        return finish_package(folder, manifest, settings, package, building, jobs)
+    return manifest, settings
 
 
 def finish_package(
@@ -151,6 +160,11 @@ def _engines(manifest: Manifest) -> list[EngineFile]:
 def _built(manifest: Manifest) -> tuple[str, ...]:
     """The paths of engines. They are not verified before they are built again."""
     return tuple(engine.path for engine in _engines(manifest))
+
+
+def copy_package(package: Path, folder: Path) -> None:
+    """Copy a package into a folder that is there, by hard links where the disk has such."""
+    shutil.copytree(package, folder, copy_function=_link_or_copy, dirs_exist_ok=True)
 
 
 def _link_or_copy(source: str, target: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path, PurePosixPath
@@ -60,12 +60,16 @@ class ModelFolder:
         return module.facts.path.relative_to(self.path).as_posix()
 
 
-def read_folder(path: Path, wanted: Sequence[str] = (), bound: Collection[str] = ()) -> ModelFolder:
+def read_folder(
+    path: Path, wanted: Sequence[str] = (), bound: Collection[str] = (), trusts_links: bool = False
+) -> ModelFolder:
     """Read what a folder holds. `wanted` are names of modules, or short ones; without any, those of the default.
 
     A model with a switch has two uses, each a module, unless the switch is among the `bound` inputs (`NAME.INPUT` or
-    `INPUT`). It is left out by default if the two are in files of their own beside it. Raises ModelError for a folder
-    without models or with two of one name, MisuseError for a wanted module that is not there.
+    `INPUT`). It is left out by default if the two are in files of their own beside it.
+
+    Raises ModelError for a folder without models or with two of one name, and for a file that is a link to outside,
+    unless `trusts_links`; MisuseError for a wanted module that is not there.
     """
     if (path / PIPELINE).is_file() or ((path / MANIFEST).is_file() and (path / "rank0").is_dir()):
         raise ModelError(f"{path} is a package, made by 'splitc compile': name the folder of the ONNX models")
@@ -88,7 +92,10 @@ def read_folder(path: Path, wanted: Sequence[str] = (), bound: Collection[str] =
     others = [each for each in files if each not in models and path / each not in data]
     weights = [each for each in others if each.name.lower().endswith(OTHER_WEIGHTS)]
     left_out += [_leave_out(path, each.as_posix(), "weights in another format") for each in weights]
-    return ModelFolder(path, tuple(modules), tuple(each for each in others if each not in weights), tuple(left_out))
+    travel = [each for each in others if each not in weights]
+    if not trusts_links:
+        _check_inside(path, travel, models)
+    return ModelFolder(path, tuple(modules), tuple(travel), tuple(left_out))
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -96,6 +103,23 @@ def _files(folder: Path) -> Iterator[Path]:
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(each for each in folders if not each.startswith("."))
         yield from (Path(place, name) for name in sorted(names) if not name.startswith("."))
+
+
+def _check_inside(folder: Path, files: Sequence[PurePosixPath], models: Iterable[PurePosixPath]) -> None:
+    """Raise ModelError for a link to outside the folder: what a folder holds must not copy what it likes.
+
+    In caches that hold files by their hashes, all files are links to one folder, the models too.
+    """
+    roots = {folder.resolve(), *((folder / model).resolve().parent for model in models)}
+    for file in files:
+        found = Path(os.path.realpath(folder / file))
+        if not found.is_file():
+            raise ModelError(f"{folder / file} can't travel with the models: it is no file, or a link to nowhere")
+        if roots.isdisjoint(found.parents):
+            raise ModelError(
+                f"{folder / file} is a link to {found}, outside the models' folder: --trust-external-data permits that, "
+                "for a folder whose maker you trust"
+            )
 
 
 def _leave_out(folder: Path, path: str, why: str) -> LeftOut:

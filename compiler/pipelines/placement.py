@@ -48,7 +48,7 @@ def plan_pipeline(
     Raises as `plan_model` does, with the module's name; ModelError for a folder without models, MisuseError for a
     module that is not there.
     """
-    read = read_folder(Path(folder), wanted, request.settings.keys())
+    read = read_folder(Path(folder), wanted, request.settings.keys(), request.trust_external_data)
     asked = divide_request(read, devices, request)
     modules = [_with_sizes(each, find_shapes(read, each.module, each.request.asked_shapes)) for each in asked.modules]
     planner = Planner(asked, _find_budgets(asked.devices, request))

@@ -114,6 +114,31 @@ def test_folders_that_are_odd(tmp_path: Path) -> None:
         read_folder(tmp_path)
 
 
+def test_links_that_lead_outside_do_not_travel(tmp_path: Path) -> None:
+    folder, secret = tmp_path / "folder", tmp_path / "secret"
+    write(folder / "vae" / "model.onnx")
+    secret.touch()
+    (folder / "vocab.txt").symlink_to(secret)
+    with pytest.raises(ModelError, match=r"vocab\.txt is a link to .*secret, outside the models' folder: --trust"):
+        read_folder(folder)
+    assert read_folder(folder, trusts_links=True).files == (PurePosixPath("vocab.txt"),)
+    (folder / "vocab.txt").unlink()
+    (folder / "vocab.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match="can't travel with the models: it is no file"):
+        read_folder(folder)
+
+
+def test_caches_of_links_are_folders_too(tmp_path: Path) -> None:
+    """As the Hugging Face Hub keeps them: all files are links to one folder, where their names are hashes."""
+    write(tmp_path / "blobs" / "1")
+    (tmp_path / "blobs" / "2").touch()
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "model.onnx").symlink_to(tmp_path / "blobs" / "1")
+    (tmp_path / "snapshot" / "config.json").symlink_to(tmp_path / "blobs" / "2")
+    folder = read_folder(tmp_path / "snapshot")
+    assert (folder.names, folder.files) == (["model"], (PurePosixPath("config.json"),))
+
+
 def test_configs_give_sizes(tmp_path: Path) -> None:
     folder = read_folder(diffusers_folder(tmp_path))
     found = {module.name: find_shapes(folder, module, AskedShapes()) for module in folder.modules}
