@@ -89,7 +89,7 @@ def read_folder(
     _check_names([(module.name, module.facts.path) for module in modules])
     data = {file for facts in models.values() for file in facts.data_files}
     left_out = [_leave_out(path, each.relative_to(path).as_posix(), why) for each, why in unused.items()]
-    others = [each for each in files if each not in models and path / each not in data]
+    others = [each for each in files if each not in models and Path(os.path.normpath(path / each)) not in data]
     weights = [each for each in others if each.name.lower().endswith(OTHER_WEIGHTS)]
     left_out += [_leave_out(path, each.as_posix(), "weights in another format") for each in weights]
     travel = [each for each in others if each not in weights]
@@ -117,8 +117,8 @@ def _check_inside(folder: Path, files: Sequence[PurePosixPath], models: Iterable
             raise ModelError(f"{folder / file} can't travel with the models: it is no file, or a link to nowhere")
         if roots.isdisjoint(found.parents):
             raise ModelError(
-                f"{folder / file} is a link to {found}, outside the models' folder: --trust-external-data permits that, "
-                "for a folder whose maker you trust"
+                f"{folder / file} is a link to {found}, outside the models' folder: --trust-external-data permits "
+                "that, for a folder whose maker you trust"
             )
 
 
