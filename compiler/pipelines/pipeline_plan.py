@@ -59,6 +59,11 @@ def module_named(name: str, sums: Sequence[DeviceSum] = ()) -> Iterator[None]:
     try:
         yield
     except SplitcError as error:
-        held = ", ".join(f"{format_bytes(each.resident)} of {each.device}" for each in sums if each.resident)
-        taken = f"\nThe modules planned before it hold {held}." if held and isinstance(error, DoesNotFitError) else ""
+        held = [
+            f"{format_bytes(each.resident)} of {each.device}, and {format_bytes(each.activations)} more as they run"
+            for each in sums
+            if each.resident
+        ]
+        is_memory = held and isinstance(error, DoesNotFitError)
+        taken = f"\nThe modules planned before it hold {'; '.join(held)}." if is_memory else ""
         raise type(error)(f"module '{name}': {error}{taken}") from error

@@ -35,9 +35,12 @@ def print_pipeline(plan: PipelinePlan) -> None:
         out.print(f"beside them: {first_few([path.as_posix() for path in plan.folder.files])}")
     for left in plan.folder.left_out:
         out.print(f"left out: {left.path}, {format_bytes(left.bytes)}: {left.why}")
+    warned: dict[str, list[str]] = {}
     for each in plan.modules:
         for warning in each.plan.warnings:
-            print_warning(f"{each.name}: {warning}")
+            warned.setdefault(warning, []).append(each.name)
+    for warning, names in warned.items():
+        print_warning(f"{', '.join(names)}: {warning}")
 
 
 def _add(rows: Table, words: list[str], sizes: tuple[int, int, int], total: int, budget: Budget) -> None:

@@ -29,10 +29,11 @@ EMPTY = 1
 LAYER = "layer"
 # Why a module is where it is.
 NAMED, ONLY = "as asked for", "the only device"
-SMALL, LARGE, MISFIT = (
+SMALL, LARGE, MISFIT, UNSPLIT = (
     "whole, on the device with most room",
     "split, which relieves the fullest device",
     "split, since it does not fit the device with most room",
+    "large, but on fewer devices than there are, since it can't be split over all",
 )
 
 
@@ -139,8 +140,8 @@ class Planner:
         except (CannotSplitError, DoesNotFitError, MisuseError) as error:
             if asked.request.split_mode != AUTO or why == MISFIT:
                 raise
-            reason = str(error.__cause__ or error)
-        self.place(asked, self._shared, NAMED)
+            reason = str(error.__cause__ or error).splitlines()[0].rstrip(":")
+        self.place(asked, self._shared, UNSPLIT)
         made = self.done[asked.module.name]
         plan = replace(made.plan, warnings=(*made.plan.warnings, f"not split over all devices: {reason}"))
         self.done[made.name] = replace(made, plan=plan)

@@ -11,7 +11,7 @@ from splitc.compiler import Request, plan_pipeline
 from splitc.compiler.pipelines.pipeline_plan import PipelinePlan
 from splitc.compiler.pipelines.placement import Planner
 from splitc.runtime.errors import DoesNotFitError, MisuseError
-from tests.helpers.folders import diffusers_folder, text_encoder, write_decoders
+from tests.helpers.folders import diffusers_folder, image_decoder, text_encoder, write_decoders
 
 
 def devices(plan: PipelinePlan) -> dict[str, list[str]]:
@@ -93,6 +93,16 @@ def test_what_does_not_fit_one_device_is_split(tmp_path: Path, monkeypatch: pyte
     plan = plan_pipeline(tmp_path, ["cpu0", "cpu1"], Request(memory=["cpu0=300KiB", "cpu1=100KiB"]))
     assert devices(plan) == {"a": ["cpu0"], "b": ["cpu0", "cpu1"]}
     assert plan.modules[1].why == "split, since it does not fit the device with most room"
+
+
+def test_large_module_that_can_not_be_split_says_so(tmp_path: Path) -> None:
+    """Two convolutions, and seven devices."""
+    for name in "ab":
+        save(image_decoder().model(), tmp_path / name / "model.onnx")
+    module = plan_pipeline(tmp_path, ["7xcpu"]).modules[0]
+    assert len(module.plan.ranks) < 7
+    assert module.why == "large, but on fewer devices than there are, since it can't be split over all"
+    assert any(warning.startswith("not split over all devices: ") for warning in module.plan.warnings)
 
 
 def test_activations_of_earlier_modules_keep_their_room(tmp_path: Path) -> None:
