@@ -54,7 +54,7 @@ def analyze(
         infer_shapes(graph.model)
     states = find_states(graph)
     growing = growing_symbols(graph, states)
-    smallest, typical, largest = (input_shapes(graph.model, given, growing) for given in asked.three())
+    smallest, typical, largest = (input_shapes(graph.model, given, growing, asked.stated) for given in asked.three())
     check_order(smallest, typical, largest)
     costs = Costs(graph, bind_shapes(graph.model, largest, defaults=True))
     reconcile(graph.model, costs.bound)

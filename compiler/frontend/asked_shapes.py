@@ -16,13 +16,15 @@ Shape = tuple[int, ...]
 class AskedShapes:
     """Inputs' shapes by name, as a user gives them: those to plan for, or a range with its typical shapes.
 
-    If only some of them are given for an input, they replace the missing ones.
+    If only some of them are given for an input, they replace the missing ones. `stated` are sizes that a config beside
+    the model states, None for an axis of which it says nothing: where nothing else is asked for, they hold.
     """
 
     shapes: Mapping[str, Shape] = field(default_factory=dict)
     smallest: Mapping[str, Shape] = field(default_factory=dict)
     typical: Mapping[str, Shape] = field(default_factory=dict)
     largest: Mapping[str, Shape] = field(default_factory=dict)
+    stated: Mapping[str, Sequence[int | None]] = field(default_factory=dict)
 
     def three(self) -> tuple[dict[str, Shape], dict[str, Shape], dict[str, Shape]]:
         """The smallest, the typical and the largest shape of each input."""

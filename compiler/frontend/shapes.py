@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -90,10 +90,16 @@ def infer_shapes(model: ir.Model) -> frozenset[str]:
     return observed
 
 
-def input_shapes(model: ir.Model, given: Mapping[str, Shape], past: frozenset[str]) -> dict[str, Shape]:
+def input_shapes(
+    model: ir.Model,
+    given: Mapping[str, Shape],
+    past: frozenset[str],
+    stated: Mapping[str, Sequence[int | None]] = MappingProxyType({}),
+) -> dict[str, Shape]:
     """Bind every dimension of every input to a number, from the shapes that the user gave.
 
-    Dimensions that are not given are bound by symbols that they share with given ones. A symbol in `past` (the length
+    Dimensions that are not given are bound by symbols that they share with given ones, or else with those that are
+    `stated`, of inputs that are there. A symbol in `past` (the length
     of a cache) is 0. Any other dimension gets the largest size given, of first dimensions for a first dimension and of
     others for any other, since exporters give one length several symbols; or else a default. Raises MisuseError for a
     shape of an unknown input, or one that contradicts the model or another one.
@@ -111,7 +117,7 @@ def input_shapes(model: ir.Model, given: Mapping[str, Shape], past: frozenset[st
         ):
             want = format_shape([size if isinstance(size, int) else size.value for size in declared])
             raise MisuseError(f"--shapes gives '{name}' as {format_shape(shape)}, and the model takes {want}")
-    bindings = _bind_symbols(inputs, given)
+    bindings = {**_stated_symbols(inputs, stated, past), **_bind_symbols(inputs, given)}
     free = {
         (axis > 0, size)
         for name, shape in given.items()
@@ -143,6 +149,20 @@ def _bind_symbols(inputs: Mapping[str, ir.Value], given: Mapping[str, Shape]) ->
             if known == 1:
                 found[symbol.value] = (size, name)
     return {symbol: size for symbol, (size, _) in found.items()}
+
+
+def _stated_symbols(
+    inputs: Mapping[str, ir.Value], stated: Mapping[str, Sequence[int | None]], past: frozenset[str]
+) -> dict[str, int]:
+    """The sizes of symbols that are stated, but for the length of a cache."""
+    pairs = [
+        (symbol.value, size)
+        for name, sizes in stated.items()
+        if name in inputs
+        for symbol, size in zip(inputs[name].shape or (), sizes, strict=False)
+        if isinstance(symbol, ir.SymbolicDim)
+    ]
+    return {symbol: size for symbol, size in pairs if symbol is not None and symbol not in past and size is not None}
 
 
 def _bind_input(value: ir.Value, bindings: Mapping[str, int], past: frozenset[str], batch: int, length: int) -> Shape:

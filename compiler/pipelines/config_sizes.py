@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from splitc.compiler.frontend.asked_shapes import AskedShapes, Shape
 from splitc.compiler.pipelines.model_facts import Dimension
 from splitc.compiler.pipelines.model_folder import FolderModule, ModelFolder, read_config
 from splitc.compiler.pipelines.module_names import ALIASES
@@ -20,40 +19,14 @@ Dimensions = Sequence[Dimension]
 Rule = Callable[[Config, Dimensions], Sequence[int | None]]
 
 
-def find_shapes(folder: ModelFolder, module: FolderModule, asked: AskedShapes) -> dict[str, Shape]:
-    """The shapes of a module's inputs that its config gives sizes of. Those that are `asked` for are left to the user.
-
-    Sizes that no config states are as without configs: symbols that inputs share, and 1 for a batch.
-    """
-    largest = asked.three()[2]
-    if not largest.keys().isdisjoint(name for name in module.facts.inputs if _is_open(module.facts.inputs[name])):
-        return {}  # one size asked for may change all
-    symbols: dict[str, int] = {}
-    rules = list(_rules(folder, module))
-    inputs = {
-        name: dims for name, dims in module.facts.inputs.items() if name not in module.settings and _is_open(dims)
-    }
-    touched = []
-    for name, dims in inputs.items():
-        for config, rule in rules:
-            sizes = rule(config, dims)
-            found = {dim: size for dim, size in zip(dims, sizes, strict=False) if isinstance(dim, str) and size}
-            if found:
-                symbols = {**found, **symbols}
-                touched.append(name)
-    shapes = {name: [_size(dim, axis, symbols) for axis, dim in enumerate(inputs[name])] for name in touched}
-    return {name: tuple(each for each in shape if each) for name, shape in shapes.items() if all(shape)}
-
-
-def _is_open(dims: Dimensions) -> bool:
-    return any(not isinstance(dim, int) for dim in dims)
-
-
-def _size(dim: Dimension, axis: int, symbols: Mapping[str, int]) -> int | None:
-    """An axis's size: fixed, known, or 1 for a batch; None for any other."""
-    if isinstance(dim, int):
-        return dim
-    return symbols.get(dim or "", None if axis else 1)
+def find_sizes(folder: ModelFolder, module: FolderModule) -> dict[str, Sequence[int | None]]:
+    """The sizes of a module's inputs that configs state. An axis of which they say nothing has None."""
+    found: dict[str, Sequence[int | None]] = {}
+    for config, rule in _rules(folder, module):
+        for name, dims in module.facts.inputs.items():
+            if sizes := rule(config, dims):
+                found.setdefault(name, sizes)
+    return found
 
 
 def _rules(folder: ModelFolder, module: FolderModule) -> Iterator[tuple[Config, Rule]]:
@@ -64,7 +37,7 @@ def _rules(folder: ModelFolder, module: FolderModule) -> Iterator[tuple[Config, 
     yield config, _latent_sizes
     yield config, _sound_sizes
     if (folder.path / "model_index.json").is_file():
-        encoders = [name for name in ALIASES["te"] if name in (folder.names)]
+        encoders = [name for name in ALIASES["te"] if name in folder.names]
         lengths = {name: _prompt_length(folder.path, name) for name in encoders}
         if module.name in encoders:
             yield {"length": lengths[module.name]}, _ids_sizes

@@ -7,10 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from splitc.compiler.api import plan_model
-from splitc.compiler.frontend.asked_shapes import Shape
 from splitc.compiler.model_errors import CannotSplitError
 from splitc.compiler.modes.table import AUTO
-from splitc.compiler.pipelines.config_sizes import find_shapes
+from splitc.compiler.pipelines.config_sizes import find_sizes
 from splitc.compiler.pipelines.ledger import DeviceSum, left_for, sum_devices
 from splitc.compiler.pipelines.model_folder import read_folder
 from splitc.compiler.pipelines.module_requests import ModuleRequest, PipelineRequest, divide_request
@@ -51,7 +50,8 @@ def plan_pipeline(
     """
     read = read_folder(Path(folder), wanted, request.settings.keys(), request.trust_external_data)
     asked = divide_request(read, devices, request)
-    modules = [_with_sizes(each, find_shapes(read, each.module, each.request.asked_shapes)) for each in asked.modules]
+    stated = [replace(each.request, stated=find_sizes(read, each.module)) for each in asked.modules]
+    modules = [replace(each, request=known) for each, known in zip(asked.modules, stated, strict=True)]
     planner = Planner(asked, _find_budgets(asked.devices, request))
     modules = sorted(modules, key=lambda each: -each.module.facts.weights_bytes)
     named = [each for each in modules if each.devices is not None]
@@ -67,12 +67,6 @@ def plan_pipeline(
 def _find_budgets(devices: Sequence[Device], request: Request) -> Mapping[str, Budget]:
     found = find_budgets(devices, request.memory, request.headroom)
     return {str(device): budget for device, budget in zip(devices, found, strict=True)}
-
-
-def _with_sizes(asked: ModuleRequest, shapes: Mapping[str, Shape]) -> ModuleRequest:
-    """The request with shapes from the configs, beside those that are asked for."""
-    merged = {**shapes, **(asked.request.shapes or {})}
-    return replace(asked, request=replace(asked.request, shapes=merged or None))
 
 
 class Planner:

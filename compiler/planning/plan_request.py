@@ -244,11 +244,14 @@ class Request:
         None, "--threads", min=1, kind=int | None, help="Threads of each CPU device. Default: the cores divided."
     )
 
+    stated: Mapping[str, Sequence[int | None]] = field(default_factory=dict)  # no option: see AskedShapes
+
     @property
     def asked_shapes(self) -> AskedShapes:
         """All shapes that are asked for."""
-        given = (self.shapes, self.min_shapes, self.opt_shapes, self.max_shapes)
-        return AskedShapes(*(each or {} for each in given))
+        return AskedShapes(
+            self.shapes or {}, self.min_shapes or {}, self.opt_shapes or {}, self.max_shapes or {}, self.stated
+        )
 
     def check_modes(self) -> None:
         """Raise MisuseError if an option of another split mode is given."""
@@ -257,11 +260,11 @@ class Request:
 
     def foreign_options(self, mode: str) -> dict[str, Option]:
         """The options that are given and belong to another split mode than `mode`, by field."""
-        options = {each: each.metadata[_OPTION] for each in fields(self)}
+        default = Request()
         return {
-            each.name: option
-            for each, option in options.items()
-            if option.only not in (None, mode) and getattr(self, each.name) != each.default
+            name: option
+            for name, option in options_of_requests().items()
+            if option.only not in (None, mode) and getattr(self, name) != getattr(default, name)
         }
 
     def in_mode(self, mode: str) -> Request:
@@ -273,9 +276,8 @@ class Request:
         """Raise MisuseError if an option of engines that are built is given for one that is not."""
         if find_kind(engine).is_built:
             return
-        for each in fields(self):
-            option: Option = each.metadata[_OPTION]
-            if option.ranged and getattr(self, each.name):
+        for name, option in options_of_requests().items():
+            if option.ranged and getattr(self, name):
                 raise MisuseError(
                     f"{option.flag} is for engines that are built for a range of sizes ({', '.join(PACKAGES)}), and "
                     f"--engine is {engine}, which takes any size: give the largest shape by --shapes"
@@ -289,8 +291,13 @@ class Request:
 
     def settled(self, given: Callable[[str], bool]) -> dict[str, Option]:
         """The options that the user gave and a plan settles, by field."""
-        options: dict[str, Option] = {each.name: each.metadata[_OPTION] for each in fields(self)}
+        options = options_of_requests()
         return {name: option for name, option in options.items() if option.planned is not None and given(name)}
+
+
+def options_of_requests() -> dict[str, Option]:
+    """The options by field."""
+    return {each.name: each.metadata[_OPTION] for each in fields(Request) if _OPTION in each.metadata}
 
 
 def request_reader(make: Callable[[Request], T], help: Mapping[str, str] = MappingProxyType({})) -> Callable[..., T]:
@@ -298,7 +305,7 @@ def request_reader(make: Callable[[Request], T], help: Mapping[str, str] = Mappi
 
     Typer reads its signature. `help` replaces the help of some fields.
     """
-    options: dict[str, Option] = {each.name: each.metadata[_OPTION] for each in fields(Request)}
+    options = options_of_requests()
 
     def read(**given: Any) -> T:
         return make(Request(**{name: option.read(given[name]) for name, option in options.items()}))

@@ -7,9 +7,8 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from models.writer import save
-from splitc.compiler.frontend.asked_shapes import AskedShapes
 from splitc.compiler.model_errors import ModelError
-from splitc.compiler.pipelines.config_sizes import find_shapes
+from splitc.compiler.pipelines.config_sizes import find_sizes
 from splitc.compiler.pipelines.model_facts import Dimension, ModelFacts
 from splitc.compiler.pipelines.model_folder import FolderModule, ModelFolder, read_folder
 from splitc.runtime.errors import MisuseError
@@ -142,16 +141,14 @@ def test_caches_of_links_are_folders_too(tmp_path: Path) -> None:
 
 def test_configs_give_sizes(tmp_path: Path) -> None:
     folder = read_folder(diffusers_folder(tmp_path))
-    found = {module.name: find_shapes(folder, module, AskedShapes()) for module in folder.modules}
+    found = {module.name: find_sizes(folder, module) for module in folder.modules}
     assert found == {
-        "text_encoder": {"input_ids": (1, 12)},
-        "unet": {"sample": (1, 4, 8, 8), "encoder_hidden_states": (1, 12, 32)},
-        "vae_decoder": {"latent_sample": (1, 4, 8, 8)},
+        "text_encoder": {"input_ids": (None, 12)},
+        "unet": {"sample": (None, None, 8, 8), "encoder_hidden_states": (None, 12)},
+        "vae_decoder": {"latent_sample": (None, None, 8, 8)},
     }
     (tmp_path / "tokenizer" / "tokenizer_config.json").unlink()
-    assert find_shapes(folder, folder.modules[0], AskedShapes()) == {"input_ids": (1, 77)}
-    asked = AskedShapes({"encoder_hidden_states": (2, 5, 32)})
-    assert find_shapes(folder, folder.modules[1], asked) == {}
+    assert find_sizes(folder, folder.modules[0]) == {"input_ids": (None, 77)}
 
 
 def test_speech_config_gives_sizes(tmp_path: Path) -> None:
@@ -163,8 +160,8 @@ def test_speech_config_gives_sizes(tmp_path: Path) -> None:
     }
     facts = ModelFacts(tmp_path / "model.onnx", inputs, frozenset(), 0, frozenset())
     module = FolderModule("model", facts)
-    found = find_shapes(ModelFolder(tmp_path, (module,), (), ()), module, AskedShapes())
-    assert found == {"input_features": (1, 80, 3000), "encoder_hidden_states": (1, 1500, 384)}
+    found = find_sizes(ModelFolder(tmp_path, (module,), (), ()), module)
+    assert found == {"input_features": (None, 80, 3000), "encoder_hidden_states": (None, 1500)}
 
 
 def test_text_model_of_a_single_folder_keeps_its_defaults(tmp_path: Path) -> None:
@@ -172,4 +169,4 @@ def test_text_model_of_a_single_folder_keeps_its_defaults(tmp_path: Path) -> Non
     save(text_encoder(1).model(), tmp_path / "model.onnx")
     write_json(tmp_path / "config.json", {"max_position_embeddings": 131072})
     folder = read_folder(tmp_path)
-    assert find_shapes(folder, folder.modules[0], AskedShapes()) == {}
+    assert find_sizes(folder, folder.modules[0]) == {}

@@ -11,7 +11,7 @@ from splitc.compiler import Request, plan_pipeline
 from splitc.compiler.pipelines.pipeline_plan import PipelinePlan
 from splitc.compiler.pipelines.placement import Planner
 from splitc.runtime.errors import DoesNotFitError, MisuseError
-from tests.helpers.folders import denoiser, diffusers_folder, text_encoder, write_decoders
+from tests.helpers.folders import diffusers_folder, text_encoder, write_decoders
 
 
 def devices(plan: PipelinePlan) -> dict[str, list[str]]:
@@ -96,9 +96,8 @@ def test_what_does_not_fit_one_device_is_split(tmp_path: Path, monkeypatch: pyte
 
 
 def test_large_module_that_can_not_be_split_says_so(tmp_path: Path) -> None:
-    """More devices than pieces, and convolutions that only layer mode splits."""
-    for name in "ab":
-        save(denoiser(1).model(), tmp_path / name / "model.onnx")
+    """More devices than pieces, and weights that only layer mode splits."""
+    write_decoders(tmp_path)
     module = plan_pipeline(tmp_path, ["9xcpu"]).modules[0]
     assert len(module.plan.ranks) < 9
     assert module.why == "large, but on fewer devices than there are, since it can't be split over all"
@@ -124,6 +123,19 @@ def test_shapes_of_modules(folder: Path) -> None:
     assert plans["unet"].analysis.shapes == {"sample": (1, 4, 6, 6), "encoder_hidden_states": (1, 9, 32)}
     assert plans["text_encoder"].analysis.shapes == {"input_ids": (3, 4)}
     assert plans["vae_decoder"].analysis.shapes == {"latent_sample": (1, 4, 8, 8)}
+
+
+def test_sizes_of_configs_are_for_their_symbols_only(folder: Path) -> None:
+    """A size that is asked for goes before, and a size that is stated is none for other symbols."""
+    request = Request(shapes={"unet.sample": (2, 4, 6, 6)})
+    plans = {each.name: each.plan for each in plan_pipeline(folder, ["cpu0"], request).modules}
+    assert plans["unet"].analysis.shapes == {"sample": (2, 4, 6, 6), "encoder_hidden_states": (2, 12, 32)}
+    (folder / "tokenizer" / "tokenizer_config.json").rename(folder / "kept")
+    (folder / "text_encoder" / "config.json").rename(folder / "kept_too")
+    bare = {each.name: each.plan for each in plan_pipeline(folder, ["cpu0"]).modules}
+    (folder / "kept").rename(folder / "tokenizer" / "tokenizer_config.json")
+    (folder / "kept_too").rename(folder / "text_encoder" / "config.json")
+    assert bare["unet"].analysis.shapes == {"sample": (1, 4, 8, 8), "encoder_hidden_states": (1, 16, 32)}
 
 
 def test_uses_of_a_merged_decoder(tmp_path: Path) -> None:
