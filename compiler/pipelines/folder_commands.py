@@ -104,4 +104,5 @@ def compile_folder(
 def _print_written(package: Path, manifests: Mapping[str, Manifest]) -> None:
     files = [file for manifest in manifests.values() for file in manifest.files if file.hash is not None]
     size = format_bytes(sum(file.bytes for file in files))
-    out.print(f"wrote {package}: {len(manifests)} modules ({', '.join(manifests)}), {size}")
+    modules = "1 module" if len(manifests) == 1 else f"{len(manifests)} modules"
+    out.print(f"wrote {package}: {modules} ({', '.join(manifests)}), {size}")
