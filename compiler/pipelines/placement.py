@@ -97,11 +97,10 @@ class Planner:
         elif is_large:
             self._spread(asked, LARGE)
         else:
-            rooms = dict(zip(map(str, self._shared), self._rooms(), strict=True))
+            rooms = self._rooms()
+            roomiest = self._shared[rooms.index(max(rooms))]
             try:
-                self.place(
-                    replace(asked, own_mode=False), [max(self._shared, key=lambda each: rooms[str(each)])], SMALL
-                )
+                self.place(replace(asked, own_mode=False), [roomiest], SMALL)
             except DoesNotFitError:
                 self._spread(asked, MISFIT)
 
