@@ -15,6 +15,7 @@ from splitc.runtime.cli.run_tables import differences_table, modules_table, prin
 from splitc.runtime.cli.shared_options import FILL, INPUTS, JSON, MEASURE, PACKAGE, SEED, TRUST_DATA
 from splitc.runtime.cli.terminal import out, print_json
 from splitc.runtime.errors import MisuseError, OutputsDifferError
+from splitc.runtime.manifest_file import read_manifest
 from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.pipeline_file import PipelineFile, find_module, read_pipeline
 from splitc.runtime.session import Session
@@ -111,6 +112,7 @@ def _find_model(package: Path, pipeline: PipelineFile | None, module: str | None
     if model.is_dir():
         known = None if pipeline is None else pipeline.find(find_module(package, module).name)
         if known is None:
+            read_manifest(package)
             raise MisuseError(f"{model} is a folder, and {package} the package of one model: name the ONNX file")
         model = model / known.source
     if not model.is_file():
