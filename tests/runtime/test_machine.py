@@ -10,12 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 from splitc.runtime import cache
-from splitc.runtime.cli import devices_command
 from splitc.runtime.cli.commands import app
 from splitc.runtime.device_profiles import CPU, HOPPER, MIXED_SUM, Link, find_profile
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.machine import Machine, MeasuredSpeed, keep_machine, known_machine
+from splitc.runtime.tools import link_times
 
 CPU0, CPU5, GPU = parse_devices(["cpu0", "cpu5", "cuda1"])
 
@@ -73,7 +73,7 @@ def test_measurements_that_can_t_be_kept_are_shown(place: str, tmp_path: Path, m
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", place.format(tmp_path))
     measured = Machine(speeds={"cpu": MeasuredSpeed(7e12)})
-    monkeypatch.setattr(devices_command, "measure_machine", lambda devices: measured)
+    monkeypatch.setattr(link_times, "measure_machine", lambda devices: measured)
     found = CliRunner().invoke(app, ["devices", "--measure", "--json"])
     assert msgspec.json.decode(found.stdout, type=Machine) == measured
     assert isinstance(found.exception, MisuseError)
