@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +17,6 @@ from splitc.runtime.cli.shared_options import FILL, JSON
 from splitc.runtime.cli.tables import describe_built
 from splitc.runtime.cli.terminal import out, print_json, print_to_the_end, print_warning
 from splitc.runtime.devices import parse_hosts
-from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files import check_output
 from splitc.runtime.fills import parse_fills
@@ -142,6 +140,7 @@ def plan(
 ) -> None:
     """Show what each device would hold, against its budget. Nothing is built."""
     from splitc.compiler.api import plan_model
+    from splitc.compiler.packaging.refusals import with_refusals
     from splitc.compiler.plan_tables import check_axes, print_axes, print_plan
     from splitc.compiler.planning.plan_file import to_file, write_plan
 
@@ -156,10 +155,7 @@ def plan(
     decided = plan_model(model, devices, request)
     if explain:
         check_axes(decided)
-    if find_kind(decided.engine).is_built:
-        from splitc.compiler.packaging.refusals import describe_refusals
-
-        decided = replace(decided, warnings=(*decided.warnings, *describe_refusals(decided)))
+    decided = with_refusals(decided)
     if output:
         check_output(output, decided.analysis.graph.data_files)
         write_plan(decided, output)
@@ -209,9 +205,13 @@ def compile_command(
     from splitc.compiler.planning.settled import check_settled
     from splitc.compiler.progress import shown_progress
 
+    def say(text: str) -> None:
+        if not as_json:
+            print_to_the_end(lambda: out.print(text, soft_wrap=True))
+
     given = partial(is_given, context)
     how: dict[str, Any] = {"weights": weights, "force": force, "verify": verify, "jobs": jobs, "build": build}
-    how["fills"] = parse_fills(fill)
+    how |= {"threads": request.threads, "fills": parse_fills(fill), "warn": print_warning, "say": say}
     if model.is_dir():
         from splitc.compiler.pipelines.folder_commands import compile_folder
 
@@ -227,16 +227,7 @@ def compile_command(
     if not as_json:
         print_to_the_end(lambda: print_plan(decided))
     with shown_progress() as (progress, building):
-        manifest = compile_model(
-            decided,
-            package,
-            threads=request.threads,
-            progress=progress,
-            building=building,
-            warn=print_warning,
-            say=lambda text: None if as_json else print_to_the_end(lambda: out.print(text, soft_wrap=True)),
-            **how,
-        )
+        manifest = compile_model(decided, package, progress=progress, building=building, **how)
     print_to_the_end(lambda: print_json(to_file(decided)) if as_json else _print_written(package, manifest))
 
 

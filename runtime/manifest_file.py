@@ -41,9 +41,12 @@ def seal(content: bytes) -> bytes:
 
 
 def read_seal(package: Path) -> str:
-    """The hash of a package's manifest, as it says itself."""
-    with (package / FILE_NAME).open("rb") as file:
-        found = _SEAL.match(file.read(200))
+    """The hash of a package's manifest, as it says itself. Raises PackageError if that can't be read."""
+    try:
+        with (package / FILE_NAME).open("rb") as file:
+            found = _SEAL.match(file.read(200))
+    except OSError as error:
+        raise PackageError(f"can't read {package / FILE_NAME}: {error.strerror}") from error
     if found is None:
         raise PackageError(f"{package / FILE_NAME} does not begin with its own hash: compile the model again")
     return found[1].decode()

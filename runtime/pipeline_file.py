@@ -73,7 +73,6 @@ def find_module(package: Path, module: str | None) -> Path:
     if found is None:
         raise MisuseError(f"{package} has no module '{module}': there are {names}")
     folder = package / found.name
-    read_manifest(folder)
     if read_seal(folder) != found.seal:
         raise PackageError(f"{folder} is not the module that {package} was compiled with: compile the models again")
     return folder

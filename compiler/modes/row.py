@@ -94,10 +94,7 @@ class RowSplit:
         own = [node for node in main.stage.nodes if node.outputs[0].name not in self.sliced.products]
         total = clock.seconds(main, own, 1) + clock.feeding(main)
         link = max((clock.copy(main, other) for other in others), key=lambda link: link.latency)
-        unlike = {
-            (rank.device.kind, clock.machine.speed(rank.device), self.sliced.columns.owned_sizes(rank.part)): rank
-            for rank in ranks
-        }.values()
+        unlike = clock.unlike(ranks, self.sliced.columns.owned_sizes)
         for products in self.sliced.rounds:
             nodes = [product.node for product in products]
             slowest = max(clock.seconds(rank, nodes, len(ranks), partial(self._share, rank.part)) for rank in unlike)

@@ -86,13 +86,9 @@ class TensorSplit:
     def _stage_seconds(self, members: Sequence[RankPlan], at_once: int, stages: int, clock: Clock) -> float:
         """The seconds of one of `stages` stages: of its slowest rank, and of its collectives."""
         first = members[0]
-        unlike = {
-            (rank.device.kind, clock.machine.speed(rank.device), self.sharded.sizes(rank.part)): rank
-            for rank in members
-        }
         slowest = max(
             clock.seconds(rank, rank.stage.nodes, at_once, partial(self.sharded.share, rank.part))
-            for rank in unlike.values()
+            for rank in clock.unlike(members, self.sharded.sizes)
         )
         slowest = slowest * max(1.0, clock.crowd(members)) + clock.feeding(first)
         count = self.collectives / stages

@@ -102,6 +102,11 @@ def read_sources(package: Path, timing_cache: Path | None) -> tuple[Manifest, Bu
     return manifest, settings
 
 
+def timing_cache_beside(package: Path) -> Path:
+    """Where TensorRT's timings are kept by default."""
+    return package.absolute().with_name(f"{package.name}.timing-cache")
+
+
 def finish_package(
     folder: Path,
     manifest: Manifest,
@@ -114,7 +119,7 @@ def finish_package(
     jobs, builder = list(_jobs(folder, manifest)), find_builder(manifest.engine)
     for job in jobs:
         Path(job.engine or "").unlink(missing_ok=True)  # may be a hard link to the engine that this one replaces
-    timing_cache = settings.timing_cache or target.absolute().with_name(f"{target.name}.timing-cache")
+    timing_cache = settings.timing_cache or timing_cache_beside(target)
     built = builder.build(manifest.engine, jobs, settings.options, timing_cache, building, at_once)
     building(len(jobs), len(jobs))
     keep = settings.keep_sources or settings.options.strip_weights

@@ -87,6 +87,11 @@ class PackageWriter:
         with self.open(path) as file:
             file.write(content)
 
+    def copy(self, source: Path, target: Path) -> None:
+        """Write a new file with the content of another."""
+        with source.open("rb") as original, self.open(target) as copy:
+            shutil.copyfileobj(original, copy, 1 << 20)
+
     def link(self, source: Path, target: Path) -> bool:
         """Make `target` a hard link to `source`, without a hash. If that is impossible, copy it and return False."""
         try:
@@ -94,8 +99,7 @@ class PackageWriter:
         except OSError as error:
             if error.errno not in NO_LINK:
                 raise
-            with source.open("rb") as original, self.open(target) as copy:
-                shutil.copyfileobj(original, copy, 1 << 20)
+            self.copy(source, target)
             return False
         self._files[target] = File(self._name(target), target.stat().st_size)
         return True

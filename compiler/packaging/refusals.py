@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import onnx_ir as ir
@@ -17,7 +18,14 @@ from splitc.compiler.packaging.onnx_files import write_model_files
 from splitc.compiler.packaging.package_writer import PackageWriter
 from splitc.compiler.planning.plan import Plan
 from splitc.runtime.cli.tables import block_range
-from splitc.runtime.engines.kinds import PACKAGES, is_installed
+from splitc.runtime.engines.kinds import PACKAGES, find_kind, is_installed
+
+
+def with_refusals(plan: Plan) -> Plan:
+    """The plan with warnings of what an engine that is built can't do: see `describe_refusals`."""
+    if not find_kind(plan.engine).is_built:
+        return plan
+    return replace(plan, warnings=(*plan.warnings, *describe_refusals(plan)))
 
 
 def describe_refusals(plan: Plan) -> list[str]:

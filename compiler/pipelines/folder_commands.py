@@ -7,9 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from splitc.compiler.packaging.refusals import describe_refusals
+from splitc.compiler.packaging.refusals import with_refusals
 from splitc.compiler.packaging.staging import check_target
-from splitc.compiler.pipelines.pipeline_plan import PipelinePlan
 from splitc.compiler.pipelines.pipeline_plan_file import plan_from_pipeline_file, to_pipeline_file, write_pipeline_plan
 from splitc.compiler.pipelines.pipeline_tables import print_pipeline
 from splitc.compiler.pipelines.pipeline_writer import compile_pipeline
@@ -17,8 +16,7 @@ from splitc.compiler.pipelines.placement import plan_pipeline
 from splitc.compiler.planning.plan_request import Request
 from splitc.compiler.planning.settled import need_nothing_given
 from splitc.compiler.progress import shown_progress
-from splitc.runtime.cli.terminal import out, print_json, print_to_the_end, print_warning
-from splitc.runtime.engines.kinds import find_kind
+from splitc.runtime.cli.terminal import out, print_json, print_to_the_end
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files import check_output
 from splitc.runtime.manifest import Manifest
@@ -39,7 +37,8 @@ def plan_folder(
         raise MisuseError(f"--explain is for one model, and {folder} is a folder: name the ONNX file in it")
     if output:
         check_output(output, [folder])
-    plan = _with_refusals(plan_pipeline(folder, devices, request, wanted))
+    plan = plan_pipeline(folder, devices, request, wanted)
+    plan = replace(plan, modules=tuple(replace(each, plan=with_refusals(each.plan)) for each in plan.modules))
     if output:
         write_pipeline_plan(plan, output)
     if as_json:
@@ -48,17 +47,6 @@ def plan_folder(
     print_pipeline(plan)
     if output:
         out.print(f"wrote {output}: splitc compile {folder} --plan {output} -o PACKAGE")
-
-
-def _with_refusals(plan: PipelinePlan) -> PipelinePlan:
-    """The plan with warnings of what an engine that is built can't do."""
-    modules = [
-        replace(each, plan=replace(each.plan, warnings=(*each.plan.warnings, *describe_refusals(each.plan))))
-        if find_kind(each.plan.engine).is_built
-        else each
-        for each in plan.modules
-    ]
-    return replace(plan, modules=tuple(modules))
 
 
 def compile_folder(
@@ -82,22 +70,8 @@ def compile_folder(
         plan = plan_from_pipeline_file(folder, plan_path, request.trust_external_data)
     if not as_json:
         print_to_the_end(lambda: print_pipeline(plan))
-
-    def say(text: str) -> None:
-        if not as_json:
-            print_to_the_end(lambda: out.print(text, soft_wrap=True))
-
     with shown_progress() as (progress, building):
-        manifests = compile_pipeline(
-            plan,
-            package,
-            threads=request.threads,
-            progress=progress,
-            building=building,
-            warn=print_warning,
-            say=say,
-            **options,
-        )
+        manifests = compile_pipeline(plan, package, progress=progress, building=building, **options)
     print_to_the_end(lambda: print_json(to_pipeline_file(plan)) if as_json else _print_written(package, manifests))
 
 

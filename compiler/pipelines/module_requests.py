@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from splitc.compiler.pipelines.model_folder import FolderModule, ModelFolder
 from splitc.compiler.pipelines.module_names import ALIASES, find_modules, need_modules
-from splitc.compiler.planning.plan_request import Request
+from splitc.compiler.planning.plan_request import Request, options_of_requests
 from splitc.runtime.devices import Device, parse_devices
 from splitc.runtime.errors import MisuseError
 
@@ -54,8 +54,8 @@ def divide_request(folder: ModelFolder, devices: Sequence[str], request: Request
     named = parse_devices([*(text for texts in own.values() for text in texts), *shared_texts])
     shared = parse_devices(shared_texts) if shared_texts else named
     mode, modes = _divide_modes(folder.names, request.split_mode)
-    keys = ("shapes", "min_shapes", "opt_shapes", "max_shapes", "settings")
-    divided = {key: divide_by_input(folder.modules, getattr(request, key) or {}, _FLAGS[key]) for key in keys}
+    keys, options = ("shapes", "min_shapes", "opt_shapes", "max_shapes", "settings"), options_of_requests()
+    divided = {key: divide_by_input(folder.modules, getattr(request, key) or {}, options[key].flag) for key in keys}
     modules = []
     for module in folder.modules:
         asked: dict[str, Any] = {key: divided[key][module.name] or getattr(Request(), key) for key in keys}
@@ -66,15 +66,6 @@ def divide_request(folder: ModelFolder, devices: Sequence[str], request: Request
         modules.append(ModuleRequest(module, alone, where, module.name in modes))
     _check_modes(request, {each.request.split_mode for each in modules})
     return PipelineRequest(tuple(modules), _distinct(shared), _distinct(sorted(named, key=_place)))
-
-
-_FLAGS = {
-    "shapes": "--shapes",
-    "min_shapes": "--min-shapes",
-    "opt_shapes": "--opt-shapes",
-    "max_shapes": "--max-shapes",
-    "settings": "--set",
-}
 
 
 def _check_modes(request: Request, modes: Collection[str]) -> None:

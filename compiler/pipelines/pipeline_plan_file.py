@@ -39,22 +39,14 @@ class DeviceEntry(Struct, frozen=True):
     total_bytes: int = 0
 
 
-class LeftOutEntry(Struct, frozen=True):
-    """A file that stays out of the package. Informative."""
-
-    path: str
-    bytes: int
-    why: str
-
-
 class PipelinePlanFile(Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of a folder's plan.json. `files` travel with the models, and may be edited."""
+    """The content of a folder's plan.json. `files` travel with the models, and may be edited. `left_out` is to read."""
 
     schema: int
     modules: dict[str, ModuleEntry]
     devices: dict[str, DeviceEntry]
     files: list[str] = []
-    left_out: list[LeftOutEntry] = []
+    left_out: list[LeftOut] = []
 
 
 def to_pipeline_file(plan: PipelinePlan) -> PipelinePlanFile:
@@ -65,7 +57,7 @@ def to_pipeline_file(plan: PipelinePlan) -> PipelinePlanFile:
         modules={m.name: ModuleEntry(folder.source(m.module), m.why, to_file(m.plan)) for m in plan.modules},
         devices={each.device: _device(each) for each in plan.devices},
         files=[each.as_posix() for each in folder.files],
-        left_out=[LeftOutEntry(each.path, each.bytes, each.why) for each in folder.left_out],
+        left_out=list(folder.left_out),
     )
 
 
@@ -95,9 +87,8 @@ def plan_from_pipeline_file(folder: Path, path: Path, trusts_data: bool = False)
         raise MisuseError(f"{path} has schema version {file.schema}, and this splitc reads {SCHEMA}: plan again")
     need_paths(path, [*file.files, *(entry.source for entry in file.modules.values())])
     modules = [_read_module(folder, path, name, entry, trusts_data) for name, entry in file.modules.items()]
-    left_out = tuple(LeftOut(each.path, each.bytes, each.why) for each in file.left_out)
     files = tuple(map(PurePosixPath, file.files))
-    read = ModelFolder(folder, tuple(each.module for each in modules), files, left_out)
+    read = ModelFolder(folder, tuple(each.module for each in modules), files, tuple(file.left_out))
     plan = PipelinePlan(read, tuple(modules), {name: each.budget_bytes for name, each in file.devices.items()})
     need_fit(plan)
     return plan

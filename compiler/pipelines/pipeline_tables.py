@@ -7,7 +7,7 @@ from rich.table import Table
 
 from splitc.compiler.pipelines.pipeline_plan import PipelinePlan
 from splitc.compiler.planning.resources import Budget
-from splitc.runtime.cli.tables import RANK_SIZES, block_range
+from splitc.runtime.cli.tables import RANK_SIZES, block_range, module_title
 from splitc.runtime.cli.terminal import out, print_warning, table
 from splitc.runtime.units import first_few, format_bytes
 
@@ -18,8 +18,7 @@ def print_pipeline(plan: PipelinePlan) -> None:
     for each in plan.modules:
         for number, rank in enumerate(each.plan.ranks):
             memory = rank.memory
-            split = len(each.plan.ranks) > 1
-            title = "" if number else f"{each.name}, {each.plan.split_mode}" if split else each.name
+            title = "" if number else module_title(each.name, each.plan.split_mode, len(each.plan.ranks))
             sizes = (memory.weights, memory.activations, memory.cache)
             blocks = block_range([block.name for block in rank.stage.blocks])
             _add(rows, [title, str(rank.device), blocks], sizes, memory.total, plan.budgets.get(str(rank.device)))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
 from splitc.compiler.packaging.builder import Building
-from splitc.compiler.packaging.building import BuildSettings
+from splitc.compiler.packaging.building import BuildSettings, timing_cache_beside
 from splitc.compiler.packaging.package import compile_model
 from splitc.compiler.packaging.package_writer import NO_LINK, PackageWriter
 from splitc.compiler.packaging.staging import check_target, full_disk_explained, written_aside
@@ -79,7 +78,7 @@ def _build_settings(build: BuildSettings, engine: str, target: Path) -> BuildSet
     """The settings with one file of TensorRT's timings for all modules, beside the package."""
     if engine != TENSORRT or build.later or build.timing_cache is not None:
         return build
-    return replace(build, timing_cache=target.absolute().with_name(f"{target.name}.timing-cache"))
+    return replace(build, timing_cache=timing_cache_beside(target))
 
 
 def _share_files(folder: Path, manifests: Mapping[str, Manifest]) -> None:
@@ -113,6 +112,5 @@ def _copy_files(plan: PipelinePlan, folder: Path) -> list[File]:
                 f"{source} can't travel: the package has a file of its own at {path}. Give it another name"
             )
         target.parent.mkdir(parents=True, exist_ok=True)
-        with source.open("rb") as original, writer.open(target) as copy:
-            shutil.copyfileobj(original, copy, 1 << 20)
+        writer.copy(source, target)
     return writer.files

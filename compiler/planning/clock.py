@@ -80,6 +80,11 @@ class Clock:
         on_cpu = all(rank.device.kind == "cpu" for rank in self.ranks)
         return _most_on_a_host(ranks) * self.threads / cores() if on_cpu else 0.0
 
+    def unlike(self, ranks: Sequence[RankPlan], sizes: Callable[[int], tuple[int, ...]]) -> list[RankPlan]:
+        """One rank of each kind: ranks on devices alike take the same time if the `sizes` of their parts are equal."""
+        kinds = {(rank.device.kind, self.machine.speed(rank.device), sizes(rank.part)): rank for rank in ranks}
+        return list(kinds.values())
+
     def start(self, rank: RankPlan) -> float:
         """The time to start an engine of a rank."""
         return find_profile(rank.device.kind).engine_start

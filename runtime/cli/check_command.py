@@ -101,10 +101,7 @@ def check(
         out.print(differences_table(found.outputs))
         if found.memory:
             print_memory(found.memory)
-    _need_agreement(found.failed, len(found.outputs))
-    if not as_json:
-        agreement = f"{len(found.outputs)} of {len(found.outputs)} outputs agree"
-        out.print(Text.assemble((agreement, "green"), f" with {source.name}"))
+    _conclude(found.failed, len(found.outputs), f"with {source.name}", as_json)
 
 
 def _find_model(package: Path, pipeline: PipelineFile | None, module: str | None, model: Path) -> Path:
@@ -140,13 +137,12 @@ def _check_modules(
             if each.memory:
                 print_memory(each.memory)
     failed = [f"{name}.{output}" for name, each in found.items() for output in each.failed]
-    _need_agreement(failed, sum(len(each.outputs) for each in found.values()))
-    if not as_json:
-        outputs = sum(len(each.outputs) for each in found.values())
-        out.print(Text.assemble((f"{outputs} of {outputs} outputs agree", "green"), f" in {len(found)} modules"))
+    _conclude(failed, sum(len(each.outputs) for each in found.values()), f"in {len(found)} modules", as_json)
 
 
-def _need_agreement(failed: list[str], count: int) -> None:
-    """Raise OutputsDifferError if outputs failed."""
+def _conclude(failed: list[str], count: int, where: str, as_json: bool) -> None:
+    """Say that all outputs agree. Raises OutputsDifferError if some do not."""
     if failed:
         raise OutputsDifferError(f"{len(failed)} of {count} outputs differ beyond tolerance: {', '.join(failed)}")
+    if not as_json:
+        out.print(Text.assemble((f"{count} of {count} outputs agree", "green"), f" {where}"))

@@ -55,8 +55,8 @@ def print_modules(manifests: Mapping[str, Manifest], pipeline: PipelineFile) -> 
     for name, manifest in manifests.items():
         for number, rank in enumerate(manifest.ranks):
             sizes = [rank.weights_bytes, rank.activation_bytes, rank.cache_bytes]
-            title = "" if number else f"{name}, {manifest.split_mode}" if len(manifest.ranks) > 1 else name
-            rows.add_row(title, rank.device, *map(format_bytes, sizes))
+            title = module_title(name, manifest.split_mode, len(manifest.ranks))
+            rows.add_row("" if number else title, rank.device, *map(format_bytes, sizes))
             weights, activations, cache = sums.get(rank.device, [0, 0, 0])
             # Modules run one after the other, so that their activations do not add up.
             sums[rank.device] = [weights + sizes[0], max(activations, sizes[1]), cache + sizes[2]]
@@ -66,6 +66,11 @@ def print_modules(manifests: Mapping[str, Manifest], pipeline: PipelineFile) -> 
     if pipeline.files:
         out.print(f"beside them: {', '.join(file.path for file in pipeline.files)}")
     out.print("more of one: --module NAME")
+
+
+def module_title(name: str, split_mode: str, ranks: int) -> str:
+    """A module for tables, with its mode if it is split."""
+    return f"{name}, {split_mode}" if ranks > 1 else name
 
 
 def _describe_role(role: Role | None) -> str:

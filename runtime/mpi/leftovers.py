@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from contextlib import suppress
-from pathlib import Path
+import os
 
-_MAPPED = re.compile(r"(/dev/shm/mpich_shm_\S+)$", re.MULTILINE)
+from splitc.runtime.mapped_files import find_mapped, remove_files
 
 
 def remove_early() -> None:
-    """Remove the names of MPICH's shared memory, which lives as long as a process uses it.
-
-    To be called when all processes have opened it.
-    """
-    with suppress(OSError):  # other systems than Linux
-        for name in set(_MAPPED.findall(Path("/proc/self/maps").read_text())):
-            Path(name).unlink(missing_ok=True)
+    """Remove the names of MPICH's shared memory, when all processes have opened it."""
+    remove_files(find_mapped(os.getpid(), "mpich_shm_"))

@@ -12,11 +12,12 @@ import numpy as np
 
 from splitc.runtime.arrays import Array
 from splitc.runtime.engines import Backend, Room
+from splitc.runtime.mapped_files import remove_files
 from splitc.runtime.mpi.joining import AllLoaded, Left, Stop
 from splitc.runtime.mpi.post import Post
 from splitc.runtime.mpi.sending import sleep_after
 from splitc.runtime.processes.messages import Answer, Message, Order
-from splitc.runtime.processes.nccl_files import find_nccl_files, remove_nccl_files
+from splitc.runtime.processes.nccl_files import find_nccl_files
 from splitc.runtime.processes.wire import LOST, Arrays
 from splitc.runtime.shared_memory import Sent
 
@@ -64,7 +65,7 @@ class MpiWire:
         while waited <= seconds:
             if (parcel := self._take_own()) is not None:
                 return [self._opened(0, parcel)]
-            if self._post.is_ready() and (arrived := self._post.receive(seconds=0.0)) is not None:
+            if (arrived := self._post.receive(seconds=0.0)) is not None:
                 return [self._opened(*arrived)]
             if not self._own_due and waited >= self._spin:
                 sleep_after(waited)
@@ -94,20 +95,22 @@ class MpiWire:
 
 
 class MpiControl:
-    """The end of a rank in a process of its own. It looks for work for `spin` seconds, if it may."""
+    """The end of a rank in a process of its own. It looks for work for `spin` seconds, if it may.
+
+    `closed` says whether the session was closed, after all requests, by all ranks.
+    """
+
+    closed = False
 
     def __init__(self, post: Post, spin: float = 0.0) -> None:
         self._post = post
         self._spin = spin
-        self._arrays: Any = None
-        # Whether the session was closed, after all requests, by all ranks.
-        self.closed = False
 
     def receive(self, spins: bool) -> Message:
         message, self._arrays = self._receive(spins)
         if isinstance(message, AllLoaded):
             # NCCL's shared memory needs its names no more, and would leave them behind if the job was killed.
-            remove_nccl_files(find_nccl_files(os.getpid()))
+            remove_files(find_nccl_files(os.getpid()))
             return self.receive(spins)
         self.closed = message is None
         return message  # type: ignore[no-any-return]
@@ -136,7 +139,6 @@ class OwnControl(MpiControl):
     """The end of rank 0, which runs on a thread of the session's process."""
 
     def __init__(self) -> None:
-        self.closed = False
         self.inbox: SimpleQueue[Parcel] = SimpleQueue()
         self.outbox: SimpleQueue[Parcel] = SimpleQueue()
 

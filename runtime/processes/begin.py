@@ -14,7 +14,8 @@ import struct
 import threading
 import time
 
-from splitc.runtime.processes.nccl_files import find_nccl_files, remove_nccl_files
+from splitc.runtime.mapped_files import remove_files
+from splitc.runtime.processes.nccl_files import find_nccl_files
 
 # Seconds between two signs of life.
 BEAT = 0.5
@@ -43,7 +44,7 @@ def _show_life(control: int, pulse: int, number: int, parent: int) -> None:
             break
         if os.getppid() != parent:  # a copy of the caller may still hold the other end of the socket
             break
-    remove_nccl_files(find_nccl_files(os.getpid()))
+    remove_files(find_nccl_files(os.getpid()))
     os._exit(1)
 
 

@@ -19,9 +19,10 @@ from splitc.runtime.engines.backends import make_backend
 from splitc.runtime.failures import Failure, attempt
 from splitc.runtime.manifest import Manifest, State
 from splitc.runtime.manifest_file import read_manifest
+from splitc.runtime.mapped_files import remove_files
 from splitc.runtime.processes.control import Control, SocketControl
 from splitc.runtime.processes.messages import Answer, Ask, Broken, Forget, Loaded, Order, Report, Start, pack, unpack
-from splitc.runtime.processes.nccl_files import find_nccl_files, remove_nccl_files
+from splitc.runtime.processes.nccl_files import find_nccl_files
 from splitc.runtime.ranks.loop import Span
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.ranks.thread import Worker
@@ -165,5 +166,5 @@ def main(descriptor: int) -> None:
     try:
         worker.run()
     except (EOFError, OSError):  # the session is gone
-        remove_nccl_files(find_nccl_files(os.getpid()))
+        remove_files(find_nccl_files(os.getpid()))
         os._exit(1)

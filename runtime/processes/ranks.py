@@ -15,9 +15,10 @@ from pathlib import Path
 from splitc.runtime.devices import Device
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.manifest import Manifest, State
+from splitc.runtime.mapped_files import remove_files
 from splitc.runtime.processes.launch import launch
 from splitc.runtime.processes.messages import Loaded
-from splitc.runtime.processes.nccl_files import find_nccl_files, remove_nccl_files
+from splitc.runtime.processes.nccl_files import find_nccl_files
 from splitc.runtime.processes.reader import Reader
 from splitc.runtime.processes.remote import FIRST_PATIENCE, PATIENCE, RemoteRanks
 from splitc.runtime.processes.wire import SocketWire
@@ -75,7 +76,7 @@ class RankProcesses(RemoteRanks):
             process.kill()
         for process in running:
             process.wait()
-        remove_nccl_files(self._files)
+        remove_files(self._files)
 
     def join(self, patience: float) -> bool:
         deadline = time.monotonic() + patience
@@ -90,4 +91,4 @@ class RankProcesses(RemoteRanks):
         self._reader.join()
         for channel in self._channels:
             channel.close()
-        remove_nccl_files(self._files)
+        remove_files(self._files)

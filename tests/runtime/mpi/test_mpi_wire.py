@@ -13,8 +13,8 @@ from splitc.runtime.processes.wire import LOST
 class Silent:
     """A post by which nothing comes."""
 
-    def is_ready(self) -> bool:
-        return False
+    def receive(self, seconds: float) -> None:
+        pass
 
 
 def test_what_has_arrived_is_taken_without_time_to_wait() -> None:

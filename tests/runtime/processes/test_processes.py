@@ -19,9 +19,10 @@ import pytest
 from splitc.runtime import Session
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import EngineError, MisuseError, PackageError, SplitcError
+from splitc.runtime.mapped_files import remove_files
 from splitc.runtime.processes.launch import visible
 from splitc.runtime.processes.messages import Loaded, Report
-from splitc.runtime.processes.nccl_files import find_nccl_files, remove_nccl_files
+from splitc.runtime.processes.nccl_files import find_nccl_files
 from splitc.runtime.processes.ranks import RankProcesses
 from splitc.runtime.processes.reader import LOOK
 from splitc.runtime.processes.remote import PATIENCE
@@ -207,7 +208,7 @@ def test_files_of_nccl_are_removed(tmp_path: Path) -> None:
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0):
         assert find_nccl_files(os.getpid()) == {str(path)}
     assert find_nccl_files(os.getpid()) == set()
-    remove_nccl_files({str(path), "/dev/shm/nccl-splitc-gone"})
+    remove_files({str(path), "/dev/shm/nccl-splitc-gone"})
     assert not path.exists()
 
 
