@@ -12,6 +12,7 @@ from splitc.compiler.analysis.blocks import Partition, find_blocks
 from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.frontend.asked_shapes import AskedShapes, Shape, check_order
 from splitc.compiler.frontend.graph import Graph, open_graph
+from splitc.compiler.frontend.loading import checked_by_onnxruntime, read_model
 from splitc.compiler.frontend.optional import defaults_hidden
 from splitc.compiler.frontend.shapes import bind_shapes, infer_shapes, input_shapes, read_symbols, reconcile
 from splitc.compiler.frontend.states import find_states, growing_symbols
@@ -45,10 +46,16 @@ def analyze(
     """Open the model and find its blocks, at least `wanted_blocks` if it can be cut that finely.
 
     The inputs in `settings` become constants. With `trusts_data`, the model's external data may lie outside its folder.
-    Raises ModelError for a model that can't be used, MisuseError for shapes
-    and settings that do not fit the model.
+
+    Raises ModelError for a model that `read_model` or ONNX Runtime refuses, MisuseError for shapes and settings that do
+    not fit the model.
     """
-    graph = open_graph(path, settings, trusts_data)
+    proto, files = read_model(path, trusts_data)
+    with checked_by_onnxruntime(path, trusts_data):  # takes about as long as the analysis
+        return _analyze(open_graph(path, proto, files, settings, trusts_data), asked, wanted_blocks)
+
+
+def _analyze(graph: Graph, asked: AskedShapes, wanted_blocks: int) -> Analysis:
     read_symbols(graph.model)
     with defaults_hidden(graph.graph):
         infer_shapes(graph.model)

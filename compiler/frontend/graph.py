@@ -1,4 +1,4 @@
-"""Open a model lazily and bring it into the normal form that all passes expect."""
+"""A model's graph in the normal form that all passes expect."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import onnx
 import onnx_ir as ir
 
 from splitc.compiler.frontend.binding import Fixed, bind_inputs
 from splitc.compiler.frontend.external_data import settle_weights
-from splitc.compiler.frontend.loading import checked_by_onnxruntime, invalid_model_explained, read_model
+from splitc.compiler.frontend.loading import invalid_model_explained
 from splitc.compiler.frontend.normal_form import COMPLETE, LIFT, take_off_passed
 from splitc.compiler.frontend.optional import mark_optional, source_of
 from splitc.compiler.frontend.origins import mark_origins
@@ -107,16 +108,20 @@ class Graph:
         return {node: tuple(v for v in reads if v.is_initializer()) for node, reads in self.reads.items()}
 
 
-def open_graph(path: Path, settings: Mapping[str, Any] = MappingProxyType({}), trusts_data: bool = False) -> Graph:
-    """Open and check a model. Weights stay on disk. The inputs in `settings` become constants.
+def open_graph(
+    path: Path,
+    proto: onnx.ModelProto,
+    data_files: frozenset[Path],
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    trusts_data: bool = False,
+) -> Graph:
+    """The graph of a model that `read_model` has read from `path`. Weights stay on disk.
 
-    With `trusts_data`, the model's external data may lie outside its folder.
+    The inputs in `settings` become constants. With `trusts_data`, the model's external data may lie outside its folder.
 
-    Raises ModelError for a model that `read_model` or ONNX Runtime refuses, MisuseError for settings that do not fit
-    the model.
+    Raises ModelError for a model that is not valid, MisuseError for settings that do not fit the model.
     """
-    proto, files = read_model(path, trusts_data)
-    with checked_by_onnxruntime(path, trusts_data), invalid_model_explained(path):
+    with invalid_model_explained(path):
         lift_constants(proto.graph)
         model = ir.from_proto(proto)
         settle_weights(model, path.parent)
@@ -130,4 +135,4 @@ def open_graph(path: Path, settings: Mapping[str, Any] = MappingProxyType({}), t
     annotated = {value.name: value.shape for value in values if value.name and value.shape is not None}
     reads = {node: tuple(node_reads(node)) for node in model.graph}
     optional = tuple(value for value in optional if source_of(value) is not None)
-    return Graph(path, model, reads, annotated, passed, fixed, optional, files, trusts_data)
+    return Graph(path, model, reads, annotated, passed, fixed, optional, data_files, trusts_data)

@@ -12,7 +12,6 @@ import pytest
 from typer.testing import CliRunner
 
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.compiler.frontend.graph import open_graph
 from splitc.compiler.model_errors import ModelError
 from splitc.compiler.modes.replanning import plan_from_file
 from splitc.compiler.planning.plan_file import to_file, write_plan
@@ -22,6 +21,7 @@ from splitc.runtime.manifest_file import read_manifest
 from splitc.runtime.settings import parse_settings
 from tests.conftest import Arrays, assert_close, run_whole
 from tests.helpers.app import app
+from tests.helpers.graphs import read_graph
 
 WriteModel = Callable[[str], Path]
 
@@ -117,7 +117,7 @@ def test_choices_and_arithmetic_that_follow_are_folded(write_model: WriteModel) 
             z = Reshape (kept, shape)
         }"""
     )
-    graph = open_graph(path, {"rate": 16000, "flag": True})
+    graph = read_graph(path, {"rate": 16000, "flag": True})
     assert [value.name for value in graph.graph.inputs] == ["x"]
     assert "Where" not in [node.op_type for node in graph.nodes]
     assert {each.input.name for each in graph.fixed} == {"rate", "flag", "other"}
@@ -128,7 +128,7 @@ def test_choice_that_may_make_its_result_larger_stays(write_model: WriteModel) -
         """<ir_version: 8, opset_import: ["" : 17]>
         wide (float[1, 4] x, float[n, 4] other, bool flag) => (float[n, 4] y) { y = Where (flag, x, other) }"""
     )
-    graph = open_graph(path, {"flag": True})
+    graph = read_graph(path, {"flag": True})
     assert [node.op_type for node in graph.nodes] == ["Where"]
     assert [value.name for value in graph.graph.inputs] == ["x", "other"]
 
@@ -150,7 +150,7 @@ def test_branch_that_is_a_value_from_outside(write_model: WriteModel) -> None:
     branch.outputs[1] = branch.outputs[0]
     branch.remove(branch[1])
     ir.save(model, path)
-    graph = open_graph(path, {"c": True})
+    graph = read_graph(path, {"c": True})
     assert [value.name for value in graph.outputs] == ["y", "z"]
     assert [node.op_type for node in graph.nodes] == ["Relu", "Identity"]
 
@@ -167,7 +167,7 @@ def test_branch_that_is_a_value_from_outside(write_model: WriteModel) -> None:
 )
 def test_settings_that_are_refused(settings: dict[str, Any], message: str, merged: Path) -> None:
     with pytest.raises(MisuseError, match=message):
-        open_graph(merged, settings)
+        read_graph(merged, settings)
 
 
 def test_settings_as_the_command_line_takes_them() -> None:

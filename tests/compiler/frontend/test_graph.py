@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from splitc.compiler.frontend.graph import open_graph
 from splitc.compiler.model_errors import ModelError
+from tests.helpers.graphs import read_graph
 
 WriteModel = Callable[[str], Path]
 
@@ -19,7 +19,7 @@ def test_functions_are_inlined(write_model: WriteModel) -> None:
         g (float[2] x) => (float[2] y) { y = local.twice(x) }
         <opset_import: ["" : 17], domain: "local"> twice (a) => (b) { b = Add(a, a) }"""
     )
-    assert [node.op_type for node in open_graph(path).nodes] == ["Add"]
+    assert [node.op_type for node in read_graph(path).nodes] == ["Add"]
 
 
 def test_constants_and_overridable_initializers_become_weights(write_model: WriteModel) -> None:
@@ -30,7 +30,7 @@ def test_constants_and_overridable_initializers_become_weights(write_model: Writ
           a = Add(x, w)
           y = Mul(a, c) }"""
     )
-    graph = open_graph(path)
+    graph = read_graph(path)
     assert [node.op_type for node in graph.nodes] == ["Add", "Mul"]
     assert [value.name for value in graph.graph.inputs] == ["x"]
     assert {value.name for node in graph.nodes for value in graph.weights(node)} == {"w", "c"}
@@ -41,7 +41,7 @@ def test_outputs_that_are_inputs_or_weights_keep_their_names(write_model: WriteM
         """<ir_version: 8, opset_import: ["" : 17]>
         g (float[2] x) => (float[2] x, float[2] w, float[2] y) <float[2] w = {1, 2}> { y = Add(x, w) }"""
     )
-    graph = open_graph(path)
+    graph = read_graph(path)
     assert [value.name for value in graph.graph.inputs] == ["x"]
     assert [value.name for value in graph.outputs] == ["x", "w", "y"]
     assert [value.name for value in graph.graph.outputs] == ["w", "y"]
@@ -51,7 +51,7 @@ def test_outputs_that_are_inputs_or_weights_keep_their_names(write_model: WriteM
 def test_model_that_computes_nothing(write_model: WriteModel) -> None:
     path = write_model('<ir_version: 8, opset_import: ["" : 17]> g (float[2] x) => (float[2] x) { }')
     with pytest.raises(ModelError, match="all its outputs are inputs"):
-        open_graph(path)
+        read_graph(path)
 
 
 def test_captured_values_are_read(write_model: WriteModel) -> None:
@@ -63,5 +63,5 @@ def test_captured_values_are_read(write_model: WriteModel) -> None:
             then_branch = t () => (float[2] u) { u = Add(a, w) },
             else_branch = e () => (float[2] v) { v = Identity(a) } > }"""
     )
-    graph = open_graph(path)
+    graph = read_graph(path)
     assert {value.name for value in graph.reads[graph.nodes[-1]]} == {"a", "w", "c"}

@@ -12,13 +12,13 @@ from models.llama import Size
 from models.llama_fused import build as build_fused
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.compiler.frontend.graph import open_graph
 from splitc.compiler.frontend.made_up import choose_fill
 from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.frontend.shapes import infer_shapes
 from splitc.runtime import Session
 from splitc.runtime.manifest import Fill, Role
 from tests.helpers.blocks import FLOAT, INT, Block
+from tests.helpers.graphs import read_graph
 
 HEADS, HEAD, HIDDEN, VOCABULARY = 2, 8, 16, 40
 SMALL = Size(layers=2, hidden=64, heads=4, kv_heads=2, feed_forward=160, vocabulary=96)
@@ -53,7 +53,7 @@ def roles_of(block: Block, folder: Path) -> dict[str, Role]:
 
 
 def roles_in(model: Path) -> dict[str, Role]:
-    graph = open_graph(model)
+    graph = read_graph(model)
     infer_shapes(graph.model)
     return {value.name or "": role for value, role in find_roles(graph).items()}
 

@@ -8,11 +8,11 @@ import pytest
 
 from splitc.compiler.analysis.facts import analyze
 from splitc.compiler.frontend.asked_shapes import AskedShapes, parse_shapes
-from splitc.compiler.frontend.graph import open_graph
 from splitc.compiler.frontend.shapes import bind_shapes, infer_shapes, input_shapes
 from splitc.compiler.frontend.states import find_states, growing_symbols
 from splitc.runtime.errors import MisuseError
 from tests.helpers.command import splitc
+from tests.helpers.graphs import read_graph
 
 WriteModel = Callable[[str], Path]
 
@@ -29,13 +29,13 @@ def test_other_shapes_are_refused(text: str) -> None:
 
 def test_shape_of_an_input_that_is_not_there(decoder: Path) -> None:
     with pytest.raises(MisuseError, match="names 'idz', and the model has no such input: it has input_ids"):
-        input_shapes(open_graph(decoder).model, {"idz": (1, 2)}, frozenset())
+        input_shapes(read_graph(decoder).model, {"idz": (1, 2)}, frozenset())
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 3), (1, 3, 5, 16)])
 def test_shape_that_contradicts_the_model(decoder: Path, shape: tuple[int, ...]) -> None:
     with pytest.raises(MisuseError, match="the model takes batch x 2 x past x 16"):
-        input_shapes(open_graph(decoder).model, {"past_key_values.0.key": shape}, frozenset())
+        input_shapes(read_graph(decoder).model, {"past_key_values.0.key": shape}, frozenset())
 
 
 @pytest.mark.parametrize(
@@ -48,13 +48,13 @@ def test_shape_that_contradicts_the_model(decoder: Path, shape: tuple[int, ...])
 )
 def test_shapes_that_contradict_each_other(decoder: Path, given: dict[str, tuple[int, ...]], said: str) -> None:
     with pytest.raises(MisuseError, match=f"the shapes contradict: the model's size {said}"):
-        input_shapes(open_graph(decoder).model, given, frozenset({"past"}))
+        input_shapes(read_graph(decoder).model, given, frozenset({"past"}))
 
 
 def test_sizes_that_broadcast_do_not_contradict(decoder: Path) -> None:
     """Some exporters give one name to a size and to one that may be 1 instead."""
     for given in ({"input_ids": (1, 3), "position_ids": (4, 3)}, {"input_ids": (4, 3), "position_ids": (1, 3)}):
-        shapes = input_shapes(open_graph(decoder).model, given, frozenset({"past"}))
+        shapes = input_shapes(read_graph(decoder).model, given, frozenset({"past"}))
         assert {name: shapes[name] for name in given} == given
         assert shapes["attention_mask"] == (4, 3)
 
@@ -73,7 +73,7 @@ def test_what_is_said_twice(decoder: Path, arguments: tuple[str, ...]) -> None:
 
 
 def test_shapes_given_bind_what_other_inputs_share(decoder: Path) -> None:
-    graph = open_graph(decoder)
+    graph = read_graph(decoder)
     infer_shapes(graph.model)
     past = growing_symbols(graph, find_states(graph))
     assert past == {"past"}
@@ -86,7 +86,7 @@ def test_shapes_given_bind_what_other_inputs_share(decoder: Path) -> None:
 
 
 def test_every_value_of_the_decoder_gets_its_shape(decoder: Path) -> None:
-    graph = open_graph(decoder)
+    graph = read_graph(decoder)
     infer_shapes(graph.model)
     bound = bind_shapes(graph.model, input_shapes(graph.model, {"input_ids": (2, 3)}, frozenset({"past"})))
     assert not bound.uncertain
@@ -106,7 +106,7 @@ def test_shape_arithmetic_is_computed_where_inference_gives_up(write_model: Writ
           shape = Where(same, ones, target)
           y = Expand(x, shape) }"""
     )
-    graph = open_graph(path)
+    graph = read_graph(path)
     infer_shapes(graph.model)
     bound = bind_shapes(graph.model, {"x": (3, 1), "like": (3, 2)})
     assert bound.shapes["y"] == (3, 4)
@@ -126,7 +126,7 @@ def test_branch_that_is_not_taken_does_not_matter(write_model: WriteModel) -> No
             else_branch = e () => (float[k] v) { v = Reshape(x, flat) } >
           y = Neg(z) }"""
     )
-    graph = open_graph(path)
+    graph = read_graph(path)
     infer_shapes(graph.model)
     assert bind_shapes(graph.model, {"x": (2, 3)}).shapes["y"] == (6,)
     assert bind_shapes(graph.model, {"x": (1, 3)}).shapes["y"] == (3,)
@@ -138,7 +138,7 @@ def test_sizes_that_depend_on_data_are_uncertain(write_model: WriteModel) -> Non
         g (float[4] x) => (int64[one, k] y) { i = NonZero(x)
           y = Neg(i) }"""
     )
-    graph = open_graph(path)
+    graph = read_graph(path)
     infer_shapes(graph.model)
     bound = bind_shapes(graph.model, {"x": (4,)})
     assert bound.uncertain == {"i", "y"}

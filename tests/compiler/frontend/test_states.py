@@ -3,14 +3,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from splitc.compiler.frontend.graph import open_graph
 from splitc.compiler.frontend.shapes import infer_shapes
 from splitc.compiler.frontend.states import find_states
 from splitc.runtime.manifest import State
+from tests.helpers.graphs import read_graph
 
 
 def test_each_past_finds_its_present(decoder: Path) -> None:
-    graph = open_graph(decoder)
+    graph = read_graph(decoder)
     infer_shapes(graph.model)
     states = find_states(graph)
     assert len(states) == 8
@@ -25,6 +25,6 @@ def test_recurrent_state_is_found_and_a_plain_output_is_not(write_model: Callabl
         <float[1, 2, 4] w = {1,2,3,4,5,6,7,8}, float[1, 2, 2] r = {1,2,3,4}>
         { y, hn = RNN <hidden_size = 2> (x, w, r, , , h) }"""
     )
-    graph = open_graph(path)
+    graph = read_graph(path)
     infer_shapes(graph.model)
     assert find_states(graph) == [State("h", "hn")]

@@ -10,10 +10,10 @@ import pytest
 
 from models.writer import save
 from splitc.compiler import Request, plan_model
-from splitc.compiler.frontend.graph import open_graph
 from splitc.compiler.nodes import operator_name
 from splitc.compiler.operators.generators import OPERATORS
 from tests.helpers.blocks import FLOAT, Block
+from tests.helpers.graphs import read_graph
 from tests.helpers.operators import INNER, Middle, Tiny, check_operator, number, sandwich, through
 
 
@@ -74,5 +74,5 @@ def test_random_numbers_are_drawn_once(name: str, tmp_path: Path) -> None:
     stages = [{operator_name(node) for node in rank.stage.nodes} for rank in plan.ranks]
     assert [name in stage for stage in stages] == [True, False]
     assert ["Neg" in stage for stage in stages] == [True, True]
-    constant = {node.op_type for node in open_graph(tmp_path / "model.onnx").constant}
+    constant = {node.op_type for node in read_graph(tmp_path / "model.onnx").constant}
     assert constant == {"Neg"}

@@ -18,7 +18,6 @@ from splitc.compiler.analysis.costs import Costs, Speed
 from splitc.compiler.analysis.facts import analyze
 from splitc.compiler.frontend.asked_shapes import AskedShapes
 from splitc.compiler.frontend.folding import fold_shapes
-from splitc.compiler.frontend.graph import open_graph
 from splitc.compiler.frontend.shapes import infer_shapes
 from splitc.compiler.frontend.states import find_states
 from splitc.compiler.lowering.rank_forms import COLLECTIVE
@@ -31,6 +30,7 @@ from splitc.runtime.devices import Device
 from splitc.runtime.machine import Machine
 from tests.compiler.operators import test_indexing, test_linear, test_quantized
 from tests.helpers.blocks import FLOAT, INT, Block, sharded
+from tests.helpers.graphs import read_graph
 from tests.helpers.operators import HIDDEN, Middle, having, sandwich, through
 
 
@@ -212,7 +212,7 @@ def test_weight_that_is_unpacked_is_kept_as_it_is(name: str, tmp_path: Path) -> 
     """It is computed from weights alone, and still in each run."""
     tiny = test_quantized.GRAPHS[name]
     save(tiny.build().model(), tmp_path / "model.onnx")
-    graph = open_graph(tmp_path / "model.onnx")
+    graph = read_graph(tmp_path / "model.onnx")
     nodes = set(nodes_of(graph.graph, name))
     assert nodes
     assert nodes <= graph.constant
@@ -240,7 +240,7 @@ def test_state_that_is_written_over(name: str, tmp_path: Path) -> None:
     for present, part in zip(presents, "kv"):
         b.give(present, f"present_{part}", ["n", 4, "s", head])
     save(b.model(), tmp_path / "model.onnx")
-    graph = open_graph(tmp_path / "model.onnx")
+    graph = read_graph(tmp_path / "model.onnx")
     infer_shapes(graph.model)
     states = find_states(graph)
     assert [state.input for state in states] == ["past_k", "past_v"]
