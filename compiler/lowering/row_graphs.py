@@ -6,7 +6,7 @@ send and receive, the main rank's graph is cut into segments at the exchanges. B
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import onnx_ir as ir
 
@@ -15,7 +15,7 @@ from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.origins import origin_of, stand_for
 from splitc.compiler.lowering.rank_graph import rank_graph
-from splitc.compiler.lowering.segments import Segment, cut_segments, group_joints
+from splitc.compiler.lowering.segments import Flow, Segment, cut_segments, group_joints
 from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.sharding.products import Product
 from splitc.compiler.sharding.slices import SlicedProducts
@@ -32,18 +32,15 @@ def slice_name(product: Product, rank: int) -> str:
 
 def find_rounds(graph: Graph, stage: Stage, products: Sequence[Product]) -> tuple[tuple[Product, ...], ...]:
     """The products grouped into as few rounds as possible. The products of a round are independent."""
-    main = _exchange_products(graph, stage, products, lambda _: [0])
-    return tuple(tuple(node.meta[_PRODUCT] for node in nodes) for nodes in group_joints(main, EXCHANGE) if nodes)
+    by_node = {product.node: product for product in products}
+    reads = {node: graph.reads[node] for node in stage.nodes} | {each.node: tuple(each.takes) for each in products}
+    groups = group_joints(Flow(reads, frozenset(by_node), frozenset(stage.gives)))
+    return tuple(tuple(by_node[node] for node in nodes) for nodes in groups if nodes)
 
 
 def main_segments(split: SlicedProducts, stage: Stage) -> list[Segment]:
     """The main rank's segments of a stage. Their joints are exchanges."""
     return _cut(exchange_graph(split, stage))
-
-
-def exchange_graph(split: SlicedProducts, stage: Stage) -> ir.Graph:
-    """The main rank's graph of a stage, with exchanges."""
-    return _exchange_products(split.graph, stage, list(split.products.values()), split.ranks)
 
 
 def find_exchanges(graph: ir.Graph) -> dict[Product, ir.Node]:
@@ -55,20 +52,18 @@ def _cut(graph: ir.Graph) -> list[Segment]:
     return cut_segments(graph, {value.name or "" for value in graph.outputs}, EXCHANGE)
 
 
-def _exchange_products(
-    graph: Graph, stage: Stage, products: Sequence[Product], ranks: Callable[[Product], Sequence[int]]
-) -> ir.Graph:
-    """The stage's graph with an exchange and a Concat of its columns in the place of each product."""
-    result = stage_graph(graph, stage)
+def exchange_graph(split: SlicedProducts, stage: Stage) -> ir.Graph:
+    """The main rank's graph of a stage, with an exchange and a Concat of its columns in the place of each product."""
+    result = stage_graph(split.graph, stage)
     for value in (value for node in result for value in node.outputs):  # segments declare types of inputs and outputs
         origin = origin_of(value)
         value.type = value.type or (origin.type if origin is not None else None)
-    by_node = {product.node: product for product in products}
+    by_node = {product.node: product for product in split.products.values()}
     made = {origin_of(value): value for value in result.inputs}
     for node in list(result):
         replaced = origin_of(node)
         if replaced is not None and (product := by_node.get(replaced)) is not None:
-            node = _exchange(result, node, [made[value] for value in product.takes], product, ranks(product))
+            node = _exchange(result, node, [made[value] for value in product.takes], product, split.ranks(product))
         made.update({origin_of(value): value for value in node.outputs})
     return result
 

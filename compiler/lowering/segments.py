@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -21,6 +21,19 @@ class Segment:
     joints: tuple[ir.Node, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class Flow:
+    """Nodes in order, what each reads, and the joints among them. `gives` are the values that leave it."""
+
+    reads: Mapping[ir.Node, tuple[ir.Value, ...]]
+    joints: frozenset[ir.Node]
+    gives: frozenset[ir.Value]
+
+    def is_end(self, node: ir.Node) -> bool:
+        """Whether the node makes a value that leaves."""
+        return any(value in self.gives for value in node.outputs)
+
+
 def cut_segments(graph: ir.Graph, outputs: Collection[str], joint: str) -> list[Segment]:
     """The segments of `graph` between its nodes of operator `joint`, in order. Only the named `outputs` are given.
 
@@ -28,72 +41,71 @@ def cut_segments(graph: ir.Graph, outputs: Collection[str], joint: str) -> list[
     repeated in each segment that needs it, since engines fold it. So is shape arithmetic on the sizes of the graph's
     inputs: these few numbers are on the host, and passing them between engines costs more.
     """
-    repeated = _repeated_nodes(graph, joint)
+    reads = {node: tuple(node_reads(node)) for node in graph}
+    joints = frozenset(node for node in graph if node.op_type == joint)
+    flow = Flow(reads, joints, frozenset(graph.outputs))
+    repeated = _repeated_nodes(flow)
     position = {node: number for number, node in enumerate(graph)}
-    members = _members(graph, repeated, _needed(graph, outputs, joint), joint)
     given = {value for value in graph.outputs if value.name in outputs}
+    members = _members(flow, repeated, _needed(flow, given))
     # The last segment that reads each value.
-    last = {value: level for level, nodes in enumerate(members) for node in nodes for value in node_reads(node)}
+    last = {value: level for level, nodes in enumerate(members) for node in nodes for value in reads[node]}
     segments = []
     for level, nodes in enumerate(members):
-        own = [node for node in nodes if node.op_type != joint]
-        joints = [node for node in nodes if node.op_type == joint]
-        joined = {value for node in joints for value in node.inputs}
+        own = [node for node in nodes if node not in joints]
+        following = [node for node in nodes if node in joints]
+        joined = {value for node in following for value in node.inputs}
         gives = [v for n in own for v in n.outputs if last.get(v, 0) > level or v in joined or v in given]
-        if own or joints:
-            segments.append(Segment(_extract(graph, own, gives, repeated, position), tuple(joints)))
+        if own or following:
+            segments.append(Segment(_extract(graph, own, gives, repeated, position), tuple(following)))
     return segments
 
 
-def group_joints(graph: ir.Graph, joint: str) -> list[list[ir.Node]]:
+def group_joints(flow: Flow) -> list[list[ir.Node]]:
     """The joints that follow each segment, without the segments."""
-    joints = [node for node in graph if node.op_type == joint]
-    return _members(graph, _repeated_nodes(graph, joint), joints, joint)
+    return _members(flow, _repeated_nodes(flow), flow.joints)
 
 
-def _members(
-    graph: ir.Graph, repeated: Collection[ir.Node], needed: Collection[ir.Node], joint: str
-) -> list[list[ir.Node]]:
+def _members(flow: Flow, repeated: Collection[ir.Node], needed: Collection[ir.Node]) -> list[list[ir.Node]]:
     """The needed nodes of each segment, and the joints that follow it."""
     # All ranks must have the same segments, so nodes that only this rank does not need are dropped after `_levels`.
-    levels = _levels(graph, repeated, joint)
+    levels = _levels(flow, repeated)
     members: list[list[ir.Node]] = [[] for _ in range(1 + max(levels.values(), default=0))]
-    wanted = frozenset(needed)
-    for node in graph:
-        if node in levels and node in wanted:
+    for node in flow.reads:
+        if node in levels and node in needed:
             members[levels[node]].append(node)
     return members
 
 
-def _repeated_nodes(graph: ir.Graph, joint: str) -> frozenset[ir.Node]:
+def _repeated_nodes(flow: Flow) -> frozenset[ir.Node]:
     """The nodes that compute from weights alone, and shape arithmetic on the sizes of the graph's inputs.
 
     Joints and the nodes that make their inputs are never repeated, even if they compute from weights alone.
     """
-    joined = {value.producer() for node in graph if node.op_type == joint for value in node.inputs if value}
-    ends = (node for node in graph if node.op_type == joint or any(value.is_graph_output() for value in node.outputs))
-    once = joined.union(ends)
-    inside = [node for node in graph if node not in once]
+    joined = {value.producer() for node in flow.joints for value in flow.reads[node]}
+    once = joined.union(flow.joints, filter(flow.is_end, flow.reads))
+    inside = {node: reads for node, reads in flow.reads.items() if node not in once}
     constant: set[ir.Node] = set()
-    for node in inside:
-        reads = node_reads(node)
-        if not operator_of(node).random and all(v.is_initializer() or v.producer() in constant for v in reads):
+    for node, reads in inside.items():
+        if all(v.is_initializer() or v.producer() in constant for v in reads) and not operator_of(node).random:
             constant.add(node)
     sizes: set[ir.Node] = set()
-    for node in inside:
-        if node not in constant and _is_shape_arithmetic(node, sizes, constant):
+    for node, reads in inside.items():
+        if node not in constant and _is_shape_arithmetic(node, reads, sizes, constant):
             sizes.add(node)
     return frozenset(constant | sizes)
 
 
-def _is_shape_arithmetic(node: ir.Node, sizes: Collection[ir.Node], constant: Collection[ir.Node]) -> bool:
+def _is_shape_arithmetic(
+    node: ir.Node, reads: Sequence[ir.Value], sizes: Collection[ir.Node], constant: Collection[ir.Node]
+) -> bool:
     """Whether the node is shape arithmetic on nothing but the sizes of inputs."""
     operator = operator_of(node)
     if not operator.folds or operator.expands:
         return False
     if operator.reads_shape:
-        return all(value.is_graph_input() for value in node_reads(node))
-    return all(value.producer() in sizes or _is_short_constant(value, constant) for value in node_reads(node))
+        return all(value.is_graph_input() for value in reads)
+    return all(value.producer() in sizes or _is_short_constant(value, constant) for value in reads)
 
 
 def _is_short_constant(value: ir.Value, constant: Collection[ir.Node]) -> bool:
@@ -103,20 +115,19 @@ def _is_short_constant(value: ir.Value, constant: Collection[ir.Node]) -> bool:
     return value.shape is not None and value.shape.is_static() and math.prod(value.shape.numpy()) <= LONGEST
 
 
-def _needed(graph: ir.Graph, outputs: Collection[str], joint: str) -> set[ir.Node]:
-    """The joints, the nodes that make the outputs, and the ancestors of both."""
+def _needed(flow: Flow, given: Collection[ir.Value]) -> set[ir.Node]:
+    """The joints, the nodes that make the given values, and the ancestors of both."""
     needed: set[ir.Node] = set()
-    stack = [node for node in graph if node.op_type == joint]
-    stack += [node for node in graph if any(v.is_graph_output() and v.name in outputs for v in node.outputs)]
+    stack = [*flow.joints, *(producer for value in given if (producer := value.producer()) is not None)]
     while stack:
         node = stack.pop()
         if node not in needed:
             needed.add(node)
-            stack += [producer for value in node_reads(node) if (producer := value.producer()) is not None]
+            stack += [producer for value in flow.reads[node] if (producer := value.producer()) is not None]
     return needed
 
 
-def _levels(graph: ir.Graph, repeated: Collection[ir.Node], joint: str) -> dict[ir.Node, int]:
+def _levels(flow: Flow, repeated: Collection[ir.Node]) -> dict[ir.Node, int]:
     """The segment's number for each node that is not repeated. A joint has the number of the segment before it.
 
     There are as few segments as possible. A node is as late as its readers allow, but an output is made as early as
@@ -124,19 +135,19 @@ def _levels(graph: ir.Graph, repeated: Collection[ir.Node], joint: str) -> dict[
     """
     early: dict[ir.Node, int] = {}
     readers: dict[ir.Value, list[ir.Node]] = {}
-    for node in graph:
+    for node, reads in flow.reads.items():
         if node not in repeated:
-            above = [producer for value in node_reads(node) if (producer := value.producer()) in early]
-            early[node] = max((early[p] + (p.op_type == joint) for p in above if p is not None), default=0)
-            for value in node_reads(node):
+            above = [producer for value in reads if (producer := value.producer()) in early]
+            early[node] = max((early[p] + (p in flow.joints) for p in above if p is not None), default=0)
+            for value in reads:
                 readers.setdefault(value, []).append(node)
     late: dict[ir.Node, int] = {}
     for node in reversed(list(early)):
         limits = [late[reader] for value in node.outputs for reader in readers.get(value, ()) if reader in late]
-        if node.op_type == joint:
-            late[node] = max(early[node], min(limits, default=early[node] + 1) - 1)
-        elif any(value.is_graph_output() for value in node.outputs):
+        if flow.is_end(node):
             late[node] = early[node]
+        elif node in flow.joints:
+            late[node] = max(early[node], min(limits, default=early[node] + 1) - 1)
         else:
             late[node] = min(limits, default=early[node])
     return late
