@@ -90,8 +90,14 @@ class Costs:
 
     def is_product(self, node: ir.Node) -> bool:
         """Whether a node takes more than two operations per element of its outputs, as products and convolutions do."""
-        elements = sum(math.prod(self.shapes.get(value.name or "", ())) for value in node.outputs)
-        return self.flops(node) > 2 * elements
+        return node in self._products
+
+    @cached_property
+    def _products(self) -> frozenset[ir.Node]:
+        def elements(node: ir.Node) -> int:
+            return sum(math.prod(self.shapes.get(value.name or "", ())) for value in node.outputs)
+
+        return frozenset(node for node, flops in self._flops.items() if flops > 2 * elements(node))
 
     def seconds(self, node: ir.Node, speed: Speed) -> float:
         """Estimated seconds of a node by the roofline model: the longer of computing and of moving bytes.

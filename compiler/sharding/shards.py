@@ -23,12 +23,15 @@ class Shards:
     """One rank's range of each sharded atom."""
 
     ranges: Mapping[Factor, Range]
+    _sizes: dict[Axis, int] = field(default_factory=dict, repr=False, compare=False)
     _shares: dict[Axes, float] = field(default_factory=dict, repr=False, compare=False)
     _cut: dict[tuple[int, bytes], ir.TensorProtocol] = field(default_factory=dict, repr=False, compare=False)
 
     def size(self, axis: Axis) -> int:
         """The rank's size of an axis."""
-        return math.prod(self._leaf(leaf) for leaf in ax.leaves(axis))
+        if axis not in self._sizes:
+            self._sizes[axis] = math.prod(self._leaf(leaf) for leaf in ax.leaves(axis))
+        return self._sizes[axis]
 
     def _leaf(self, leaf: Factor) -> int:
         if leaf.is_atom:
