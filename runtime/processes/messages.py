@@ -18,10 +18,10 @@ from splitc.runtime.shared_memory import Placed, Sent
 
 
 class Start(Struct, frozen=True, array_like=True, tag=True):
-    """What a rank's process needs to know. Numbers of files are descriptors that it inherits.
+    """What a rank needs to know. With it come descriptors: that of the socket to the session, and then as below.
 
-    `channels` has a socket for each other rank, `meetings` the memory where the engines of a group meet. A rank looks
-    for work for `spin` seconds before it sleeps.
+    `channels` are the other ranks, with a socket to each, and `meetings` the groups whose engines meet, with the memory
+    where they do. A rank looks for work for `spin` seconds before it sleeps.
     """
 
     package: Path
@@ -31,8 +31,8 @@ class Start(Struct, frozen=True, array_like=True, tag=True):
     threads: int
     cuda_graphs: bool
     in_flight: int
-    channels: dict[int, int]
-    meetings: dict[tuple[int, ...], int]
+    channels: tuple[int, ...]
+    meetings: tuple[tuple[int, ...], ...]
     spin: float
 
 
@@ -107,8 +107,12 @@ def _restore(kind: Any, value: Any) -> Any:
     return pickle.loads(value) if kind is BaseException else kind(os.fsdecode(value))
 
 
+class Ended(Struct, frozen=True, array_like=True, tag=True):
+    """A rank has ended, and freed what it held. Its process goes on if it has other ranks."""
+
+
 # None says that there are no more.
-Message = Start | Order | Forget | Ask | Loaded | Report | Answer | Broken | None
+Message = Start | Order | Forget | Ask | Loaded | Report | Answer | Broken | Ended | None
 _encoder = Encoder(enc_hook=_flatten)
 _decoder: Decoder[Message] = Decoder(Message, dec_hook=_restore)
 
