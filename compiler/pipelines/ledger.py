@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.rank_plan import RankPlan
@@ -19,7 +20,8 @@ from splitc.runtime.devices import Device
 class DeviceSum:
     """The bytes that all modules hold on a device; `activations` are the most that one of them needs as it runs.
 
-    While a module is loaded it may need more than when it runs, which `activations` has too.
+    While a module is loaded it may need more than when it runs, which `activations` has too. `common` are bytes that
+    several modules have and the device holds once; `weights` are without them.
     """
 
     device: str
@@ -28,6 +30,7 @@ class DeviceSum:
     cache: int = 0
     engines: int = 0
     activations: int = 0
+    common: int = 0
 
     @property
     def resident(self) -> int:
@@ -50,8 +53,10 @@ class DeviceSum:
         return 0 if self.budget is None else max(0, self.total - self.budget)
 
 
-def sum_devices(plans: Iterable[Plan], budgets: Mapping[str, Budget]) -> list[DeviceSum]:
-    """What plans hold together on each device that has a budget."""
+def sum_devices(
+    plans: Iterable[Plan], budgets: Mapping[str, Budget], spared: Mapping[str, int] = MappingProxyType({})
+) -> list[DeviceSum]:
+    """What plans hold together on each device that has a budget. `spared` are the bytes that are held once there."""
     found = {device: DeviceSum(device, budget) for device, budget in budgets.items()}
     for plan in plans:  # an edited plan may name more
         own: dict[str, list[RankPlan]] = {}
@@ -59,7 +64,11 @@ def sum_devices(plans: Iterable[Plan], budgets: Mapping[str, Budget]) -> list[De
             own.setdefault(str(rank.device), []).append(rank)
         for device, ranks in own.items():
             found[device] = _add(found.get(device, DeviceSum(device, None)), ranks)
-    return list(found.values())
+    return [_spare(each, spared.get(each.device, 0)) for each in found.values()]
+
+
+def _spare(each: DeviceSum, common: int) -> DeviceSum:
+    return replace(each, weights=each.weights - common, common=common)
 
 
 def _add(before: DeviceSum, ranks: Sequence[RankPlan]) -> DeviceSum:

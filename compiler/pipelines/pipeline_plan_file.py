@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from splitc.compiler.modes.replanning import replan
+from splitc.compiler.pipelines.common_weights import find_common
 from splitc.compiler.pipelines.ledger import DeviceSum
 from splitc.compiler.pipelines.model_facts import read_facts
 from splitc.compiler.pipelines.model_folder import FolderModule, LeftOut, ModelFolder
@@ -29,7 +30,10 @@ class ModuleEntry(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DeviceEntry(Struct, frozen=True):
-    """A device: its budget, which may be edited, and for reading what all modules hold of it together."""
+    """A device: its budget, which may be edited, and for reading what all modules hold of it together.
+
+    `common_bytes` are weights that several modules have and the device holds once.
+    """
 
     budget_bytes: int | None = None
     weights_bytes: int = 0
@@ -37,6 +41,7 @@ class DeviceEntry(Struct, frozen=True):
     engine_bytes: int = 0
     activation_bytes: int = 0
     total_bytes: int = 0
+    common_bytes: int = 0
 
 
 class PipelinePlanFile(Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,7 +67,7 @@ def to_pipeline_file(plan: PipelinePlan) -> PipelinePlanFile:
 
 
 def _device(each: DeviceSum) -> DeviceEntry:
-    return DeviceEntry(each.budget, each.weights, each.cache, each.engines, each.activations, each.total)
+    return DeviceEntry(each.budget, each.weights, each.cache, each.engines, each.activations, each.total, each.common)
 
 
 def write_pipeline_plan(plan: PipelinePlan, path: Path) -> None:
@@ -89,7 +94,9 @@ def plan_from_pipeline_file(folder: Path, path: Path, trusts_data: bool = False)
     modules = [_read_module(folder, path, name, entry, trusts_data) for name, entry in file.modules.items()]
     files = tuple(map(PurePosixPath, file.files))
     read = ModelFolder(folder, tuple(each.module for each in modules), files, tuple(file.left_out))
-    plan = PipelinePlan(read, tuple(modules), {name: each.budget_bytes for name, each in file.devices.items()})
+    budgets = {name: each.budget_bytes for name, each in file.devices.items()}
+    common = find_common({each.name: each.plan for each in modules})
+    plan = PipelinePlan(read, tuple(modules), budgets, common)
     need_fit(plan)
     return plan
 

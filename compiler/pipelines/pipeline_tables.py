@@ -28,6 +28,9 @@ def print_pipeline(plan: PipelinePlan) -> None:
         sizes = (device.weights, device.activations, device.cache)
         _add(rows, [title, device.device, ""], sizes, device.total, device.budget)
     out.print(rows)
+    for device in plan.devices:
+        if device.common:
+            out.print(f"{device.device}: {format_bytes(device.common)} of weights are held once, for several modules")
     for each in plan.modules:
         out.print(f"{each.name}: {each.why}")
     if plan.folder.files:

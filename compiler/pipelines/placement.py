@@ -9,6 +9,7 @@ from pathlib import Path
 from splitc.compiler.api import plan_model
 from splitc.compiler.model_errors import CannotSplitError
 from splitc.compiler.modes.table import AUTO
+from splitc.compiler.pipelines.common_weights import find_common
 from splitc.compiler.pipelines.config_sizes import find_sizes
 from splitc.compiler.pipelines.ledger import DeviceSum, left_for, sum_devices
 from splitc.compiler.pipelines.model_folder import read_folder
@@ -61,7 +62,8 @@ def plan_pipeline(
     splits = planner.count_splits([each.module.facts.weights_bytes for each in free])
     for number, each in enumerate(free):
         planner.place_freely(each, number < splits)
-    return PipelinePlan(read, tuple(planner.done[name] for name in read.names), planner.budgets)
+    common = find_common({name: planner.done[name].plan for name in read.names})
+    return PipelinePlan(read, tuple(planner.done[name] for name in read.names), planner.budgets, common)
 
 
 def _find_budgets(devices: Sequence[Device], request: Request) -> Mapping[str, Budget]:

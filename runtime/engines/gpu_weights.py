@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import threading
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -49,11 +52,33 @@ def can_share(weights: Sequence[Weight] | None) -> bool:
     return weights is not None and all(weight.dtype in PASSED_ON for weight in weights)
 
 
-def place_weights(gpu: GpuDevice, folder: Path, weights: Sequence[Weight]) -> Mapping[str, ort.OrtValue]:
-    """The weights in one piece of the GPU's memory, by name. Their files lie in `folder`. Waits for the copies.
+# The weights that several models have, by the GPU's number and their keys, as long as an engine of this process does.
+_common: WeakValueDictionary[tuple[int, str], ort.OrtValue] = WeakValueDictionary()
+# For each GPU, so that none of these is placed twice.
+_placing: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 
-    Raises EngineError if there is not enough memory.
+
+def place_weights(gpu: GpuDevice, folder: Path, weights: Sequence[Weight]) -> Mapping[str, ort.OrtValue]:
+    """The weights in the GPU's memory, by name. Their files lie in `folder`. Waits for the copies.
+
+    A weight with a key is placed once in this process, for all engines. Raises EngineError if there is not enough
+    memory.
     """
+    own = _place(gpu, folder, [weight for weight in weights if not weight.key])
+    with _placing[gpu.index]:
+        # Values, not only their keys: no other thread may drop the last one meanwhile.
+        there = {key: value for (index, key), value in _common.items() if index == gpu.index}
+        missing = {weight.key: weight for weight in weights if weight.key and weight.key not in there}
+        made = _place(gpu, folder, list(missing.values()))
+        there.update((weight.key, made[weight.name]) for weight in missing.values())
+        _common.update({(gpu.index, key): value for key, value in there.items()})
+    return {weight.name: there[weight.key] if weight.key else own[weight.name] for weight in weights}
+
+
+def _place(gpu: GpuDevice, folder: Path, weights: Sequence[Weight]) -> Mapping[str, ort.OrtValue]:
+    """The weights in one piece of memory."""
+    if not weights:
+        return {}
     sizes = [bytes_of(tuple(weight.shape), weight.dtype) for weight in weights]
     starts = [0, *itertools.accumulate(-(-size // ALIGNED) * ALIGNED for size in sizes)]
     memory = gpu.allocate(max(ALIGNED, starts[-1]))

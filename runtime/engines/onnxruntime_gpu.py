@@ -180,7 +180,7 @@ class OnnxRuntimeGpuBackend(GpuDevice):
     ) -> OnnxRuntimeGpuEngine:
         _load_libraries()
         shared = None
-        if self._cuda_graphs and weights is not None and can_share(weights):
+        if weights is not None and can_share(weights) and (self._cuda_graphs or any(each.key for each in weights)):
             shared = place_weights(self, path.parent, weights)
         opened = partial(self._open, path, communicator, shared or {})
         sessions, capture_blocker = self._open_sessions(path.name, opened, shared is not None)

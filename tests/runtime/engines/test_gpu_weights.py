@@ -48,6 +48,27 @@ def test_weights_are_copied_as_they_are(threads: int, tmp_path: Path, monkeypatc
         np.testing.assert_array_equal(values[name].numpy(), arrays[name])
 
 
+def test_weights_with_a_key_are_there_once(tmp_path: Path) -> None:
+    """As long as somebody has them, on each GPU, whatever their names and files."""
+    arrays = [np.arange(8, dtype=np.float32) + number for number in range(3)]
+    (tmp_path / "one.weights").write_bytes(b"".join(array.tobytes() for array in arrays))
+    (tmp_path / "other.weights").write_bytes(b"odd" + arrays[1].tobytes())
+    one = [Weight(f"w{n}", "float32", [8], "one.weights", 32 * n, key) for n, key in enumerate(("", "a", "b"))]
+    other = [Weight("v", "float32", [8], "other.weights", 3, "a"), Weight("own", "float32", [8], "one.weights", 64)]
+    gpu = GpuDevice(Device("cuda", 0))
+    gpu.attach()
+    first, second = place_weights(gpu, tmp_path, one), place_weights(gpu, tmp_path, other)
+    elsewhere = place_weights(GpuDevice(Device("cuda", 1)), tmp_path, other)
+    assert second["v"].data_ptr() == first["w1"].data_ptr() != elsewhere["v"].data_ptr()
+    assert second["own"].data_ptr() not in {value.data_ptr() for value in first.values()}
+    for values, expected in ((first, arrays), (second, arrays[1:]), (elsewhere, arrays[1:])):
+        for value, array in zip(values.values(), expected, strict=True):
+            np.testing.assert_array_equal(value.numpy(), array)
+    del first
+    np.testing.assert_array_equal(second["v"].numpy(), arrays[1])
+    assert set(gpu_weights._common) == {(0, "a"), (1, "a")}
+
+
 def test_types_that_can_not_be_passed_on_are_not_shared() -> None:
     assert not can_share(None)
     assert not can_share([Weight("weight", "float8_e4m3fn", [4], "stage0.weights", 0)])
