@@ -15,6 +15,7 @@ from splitc.runtime.pipeline_file import find_module, read_pipeline
 from splitc.runtime.processes.device_processes import DeviceProcesses
 from splitc.runtime.rank_kinds import MPI
 from splitc.runtime.session import Session, choose_devices
+from splitc.runtime.shared_ranks import SharedRanks, make_swap
 
 
 class Pipeline(Mapping[str, Session]):
@@ -27,12 +28,20 @@ class Pipeline(Mapping[str, Session]):
     are in the folder `package`, where they were in the models' folder. Raises as Session does, and MisuseError for the
     package of one model, or a module that is not there.
 
+    With `swap`, modules work in turn: those that are not at work give the memory of their weights to the one that is,
+    and its requests wait until those of others have ended. Default: as the package was planned.
+
     Where ranks are processes, a device has one process, with the ranks of all modules. If it dies, the sessions of all
     modules in it break, with an error that says why.
     """
 
     def __init__(
-        self, package: str | Path, *, own: Mapping[str, Mapping[str, Any]] = MappingProxyType({}), **options: Any
+        self,
+        package: str | Path,
+        *,
+        swap: bool | None = None,
+        own: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+        **options: Any,
     ) -> None:
         self.package = Path(package)
         read = read_pipeline(self.package)
@@ -44,19 +53,23 @@ class Pipeline(Mapping[str, Session]):
         _need_no_mpi(options.get("ranks"), len(names))
         asked = {name: {**options, **own.get(name, {})} for name in names}
         folders = {name: find_module(self.package, name) for name in names}
-        devices = [choose_devices(read_manifest(folders[name]), asked[name].get("devices")) for name in names]
-        self._processes = DeviceProcesses(each for of_module in devices for each in of_module)
+        manifests = {name: read_manifest(folder) for name, folder in folders.items()}
+        devices = {name: choose_devices(manifests[name], asked[name].get("devices")) for name in names}
+        processes = DeviceProcesses(each for of_module in devices.values() for each in of_module)
+        self.swap = read.swap if swap is None else swap
+        swapped = make_swap({name: (manifests[name], devices[name]) for name in names}) if self.swap else None
+        shared = SharedRanks(processes, swapped)
         self._stack = ExitStack()
         self._sessions: dict[str, Session] = {}
         try:
             for name in names:
-                session = Session(package, module=name, processes=self._processes, **asked[name])
+                session = Session(package, module=name, shared=shared, **asked[name])
                 self._sessions[name] = self._stack.enter_context(session)
         except BaseException:
-            self._processes.seal()  # before, so that those end that are waited for
+            processes.seal()  # before, so that those end that are waited for
             self.close()
             raise
-        self._processes.seal()
+        processes.seal()
 
     def __getitem__(self, name: str) -> Session:
         return self._sessions[name]

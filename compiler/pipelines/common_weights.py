@@ -22,8 +22,8 @@ from blake3 import blake3
 from splitc.compiler.packaging.onnx_files import SMALL
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.sharding.cut_tensor import CutTensor
-from splitc.runtime.engines.gpu_weights import PASSED_ON
 from splitc.runtime.engines.kinds import find_kind
+from splitc.runtime.engines.weight_places import PASSED_ON
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
@@ -48,11 +48,14 @@ class CommonWeights:
 NONE = CommonWeights()
 
 
-def find_common(plans: Mapping[str, Plan]) -> CommonWeights:
+def find_common(plans: Mapping[str, Plan], swap: bool = False) -> CommonWeights:
     """The weights of 64 KiB and more that several of these modules have in common, whatever their names and files.
 
     Ranks of several engines hold theirs inside these, and so do engines with a weight that sessions can't share.
+    With `swap` nothing is held beside each other.
     """
+    if swap:
+        return NONE
     tensors = {name: _large_tensors(plan) for name, plan in plans.items()}
     alike = _in_several(tensors, _glance)
     equal = _in_several({name: [each for each in own if id(each) in alike] for name, own in tensors.items()}, _hash)

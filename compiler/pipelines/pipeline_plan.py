@@ -33,18 +33,20 @@ class ModulePlan:
 class PipelinePlan:
     """The plans of all modules of a folder, in the folder's order, and the budgets of the devices by name.
 
-    `common` are the weights that modules have in common.
+    `common` are the weights that modules have in common. With `swap`, modules work in turn, and give each other the
+    memory of their weights.
     """
 
     folder: ModelFolder
     modules: tuple[ModulePlan, ...]
     budgets: Mapping[str, Budget]
     common: CommonWeights = NONE
+    swap: bool = False
 
     @property
     def devices(self) -> list[DeviceSum]:
         """What all modules hold together on each device."""
-        return sum_devices([each.plan for each in self.modules], self.budgets, self.common.spared)
+        return sum_devices([each.plan for each in self.modules], self.budgets, self.common.spared, self.swap)
 
 
 def need_fit(plan: PipelinePlan) -> None:

@@ -75,7 +75,7 @@ def compile_pipeline(
         _share_files(folder, manifests)
         files = _copy_files(plan, folder)
         modules = [Module(m.name, read_seal(folder / m.name), plan.folder.source(m.module)) for m in plan.modules]
-        write_pipeline(folder, PipelineFile(modules, files))
+        write_pipeline(folder, PipelineFile(modules, files, swap=plan.swap))
     return manifests
 
 

@@ -14,6 +14,7 @@ from splitc.runtime.channel import Channel
 from splitc.runtime.collectives.engine_meeting import shared_bytes
 from splitc.runtime.devices import Device, cores
 from splitc.runtime.engines.kinds import find_kind
+from splitc.runtime.engines.weight_places import SwapRoom
 from splitc.runtime.manifest import Manifest, State
 from splitc.runtime.processes.device_processes import DeviceProcess, DeviceProcesses, kill
 from splitc.runtime.processes.messages import Start
@@ -44,8 +45,9 @@ def launch(
     cuda_graphs: bool,
     in_flight: int,
     processes: DeviceProcesses,
+    turns: Sequence[SwapRoom | None],
 ) -> Launched:
-    """Start each rank in the process of its device, where it begins to load its engines.
+    """Start each rank in the process of its device, where it begins to load its engines. For `turns` see Worker.
 
     Raises PackageError for a GPU that this process can't see. Then none of these processes is left.
     """
@@ -69,6 +71,7 @@ def launch(
                     channels=tuple(channels),
                     meetings=tuple(own),
                     spin=SPIN if made.spins else 0.0,
+                    turns=turns[rank],
                 )
                 made.channels.append(process.host(start, [*channels.values(), *own.values()]))
         except BaseException as error:

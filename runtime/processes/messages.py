@@ -12,6 +12,7 @@ from msgspec.msgpack import Decoder, Encoder
 
 from splitc.runtime.arrays import Zeros
 from splitc.runtime.devices import Device
+from splitc.runtime.engines.weight_places import SwapRoom
 from splitc.runtime.manifest import State
 from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.shared_memory import Placed, Sent
@@ -21,7 +22,7 @@ class Start(Struct, frozen=True, array_like=True, tag=True):
     """What a rank needs to know. With it come descriptors: that of the socket to the session, and then as below.
 
     `channels` are the other ranks, with a socket to each, and `meetings` the groups whose engines meet, with the memory
-    where they do. A rank looks for work for `spin` seconds before it sleeps.
+    where they do. A rank looks for work for `spin` seconds before it sleeps. For `turns` see Worker.
     """
 
     package: Path
@@ -34,6 +35,7 @@ class Start(Struct, frozen=True, array_like=True, tag=True):
     channels: tuple[int, ...]
     meetings: tuple[tuple[int, ...], ...]
     spin: float
+    turns: SwapRoom | None
 
 
 class Order(Struct, frozen=True, array_like=True, tag=True):
@@ -57,6 +59,10 @@ class Forget(Struct, frozen=True, array_like=True, tag=True):
     """Free the states of a sequence."""
 
     sequence: int
+
+
+class BringIn(Struct, frozen=True, array_like=True, tag=True):
+    """Bring the weights in, which other models had the memory of."""
 
 
 class Ask(Struct, frozen=True, array_like=True, tag=True):
@@ -112,7 +118,7 @@ class Ended(Struct, frozen=True, array_like=True, tag=True):
 
 
 # None says that there are no more.
-Message = Start | Order | Forget | Ask | Loaded | Report | Answer | Broken | Ended | None
+Message = Start | Order | Forget | BringIn | Ask | Loaded | Report | Answer | Broken | Ended | None
 _encoder = Encoder(enc_hook=_flatten)
 _decoder: Decoder[Message] = Decoder(Message, dec_hook=_restore)
 

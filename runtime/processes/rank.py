@@ -18,6 +18,7 @@ from splitc.runtime.collectives.engine_meeting import EngineMeeting
 from splitc.runtime.collectives.process_collectives import ProcessCollectives
 from splitc.runtime.engines import Backend
 from splitc.runtime.engines.backends import make_backend
+from splitc.runtime.engines.weight_places import SwapRoom
 from splitc.runtime.failures import Failure, attempt
 from splitc.runtime.manifest import Manifest, State
 from splitc.runtime.manifest_file import read_manifest
@@ -26,6 +27,7 @@ from splitc.runtime.processes.control import Control, SocketControl
 from splitc.runtime.processes.messages import (
     Answer,
     Ask,
+    BringIn,
     Broken,
     Ended,
     Forget,
@@ -50,7 +52,7 @@ from splitc.runtime.steps import Run, Step
 class RankProcess:
     """One rank of a package, in the process of its device. `states` are those that stay on the ranks.
 
-    `control` connects it with the session, `collectives` with the other ranks.
+    `control` connects it with the session, `collectives` with the other ranks. For `turns` see Worker.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class RankProcess:
         control: Control,
         collectives: ProcessCollectives,
         cuda_graphs: bool,
+        turns: SwapRoom | None = None,
     ) -> None:
         self._control = control
         self._collectives = collectives
@@ -86,6 +89,7 @@ class RankProcess:
             self,
             self._replays,
             control.room(backend),
+            turns,
         )
         self.worker.ready.add_done_callback(self._announce)
 
@@ -118,6 +122,8 @@ class RankProcess:
             return self._read(message)
         if isinstance(message, Forget):
             return partial(self.worker.forget, message.sequence)
+        if isinstance(message, BringIn):
+            return self.worker.bring_in
         if isinstance(message, Ask):
             return self._report
         return None
@@ -164,7 +170,15 @@ def _make(
     met = {group: EngineMeeting(len(group), memory) for group, memory in memories}
     collectives = ProcessCollectives(start.number, len(start.devices), mail, met, backend)
     rank = RankProcess(
-        start.number, start.package, manifest, start.states, backend, control, collectives, start.cuda_graphs
+        start.number,
+        start.package,
+        manifest,
+        start.states,
+        backend,
+        control,
+        collectives,
+        start.cuda_graphs,
+        start.turns,
     )
     return rank, collectives
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from splitc.runtime.devices import Device
+from splitc.runtime.engines.weight_places import SwapRoom
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.manifest import Manifest, State
 from splitc.runtime.mapped_files import remove_files
@@ -25,7 +26,7 @@ from splitc.runtime.processes.wire import SocketWire
 class RankProcesses(RemoteRanks):
     """The ranks of a package in `processes`, which have loaded its engines. `states` are those that stay on the ranks.
 
-    Raises PackageError if a rank can't load its engines.
+    For `turns` see Worker. Raises PackageError if a rank can't load its engines.
     """
 
     def __init__(
@@ -39,10 +40,11 @@ class RankProcesses(RemoteRanks):
         in_flight: int,
         broken: Callable[[BaseException], None],
         processes: DeviceProcesses,
+        turns: Sequence[SwapRoom | None],
     ) -> None:
         super().__init__(manifest, devices, broken)
         self._files: set[str] = set()
-        made = launch(package, manifest, devices, states, threads, cuda_graphs, in_flight, processes)
+        made = launch(package, manifest, devices, states, threads, cuda_graphs, in_flight, processes, turns)
         self._channels, self._processes = made.channels, made.processes
         self._wire = SocketWire(self._channels, in_flight)
         self._reader = Reader(self._wire, self, made.spins)

@@ -14,7 +14,7 @@ from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.futures import first_error
 from splitc.runtime.manifest import Manifest
 from splitc.runtime.memory_use import RankMemory
-from splitc.runtime.processes.messages import Answer, Ask, Broken, Ended, Forget, Loaded, Order, Report
+from splitc.runtime.processes.messages import Answer, Ask, BringIn, Broken, Ended, Forget, Loaded, Order, Report
 from splitc.runtime.processes.reader import Reader
 from splitc.runtime.processes.wire import Wire
 from splitc.runtime.ranks.loop import Replay, Span
@@ -93,6 +93,10 @@ class RemoteRanks(ABC):
     def forget(self, sequence: int) -> None:
         """Free the states of a sequence."""
         self._wire.send(Forget(sequence))
+
+    def bring_in(self) -> None:
+        """Let all ranks bring their weights in, which other models had the memory of, before later requests."""
+        self._wire.send(BringIn())
 
     @property
     def notes(self) -> list[str]:

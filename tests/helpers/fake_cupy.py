@@ -310,5 +310,11 @@ def make(devices: int = DEVICES) -> types.SimpleNamespace:
     )
     # Arrays of CuPy's own, which are not splitc's: with numpy, at once.
     return types.SimpleNamespace(
-        cuda=cuda, ndarray=ndarray, ones=np.ones, empty_like=np.empty_like, matmul=np.matmul, copyto=np.copyto
+        cuda=cuda,
+        ndarray=ndarray,
+        ones=np.ones,
+        empty_like=np.empty_like,
+        matmul=np.matmul,
+        copyto=np.copyto,
+        get_default_memory_pool=lambda: types.SimpleNamespace(free_all_blocks=lambda: None),
     )

@@ -10,8 +10,9 @@ import pytest
 
 from splitc.runtime.devices import Device
 from splitc.runtime.engines import gpu_weights
-from splitc.runtime.engines.gpu_device import ALIGNED, GpuDevice
-from splitc.runtime.engines.gpu_weights import can_share, place_weights
+from splitc.runtime.engines.gpu_device import GpuDevice
+from splitc.runtime.engines.gpu_weights import place_weights
+from splitc.runtime.engines.weight_places import ALIGNED, can_share
 from splitc.runtime.manifest import Weight
 
 pytestmark = pytest.mark.usefixtures("gpus")
