@@ -357,6 +357,15 @@ class GpuDevice:
         pinned = self.cuda.alloc_pinned_memory(max(1, size))
         return np.frombuffer(pinned, np.uint8, size).view(dtype).reshape(shape)
 
+    def pinned_alone(self, size: int) -> npt.NDArray[np.uint8]:
+        """Pinned memory of its own, which goes back to the system when it is freed. Raises EngineError."""
+        try:
+            with self.device:
+                memory = self.cuda.PinnedMemoryPointer(self.cuda.PinnedMemory(size), 0)
+        except self.cuda.runtime.CUDARuntimeError as error:
+            raise EngineError(f"{format_bytes(size)} of the host can't be pinned for {self.name}: {error}") from error
+        return np.frombuffer(memory, np.uint8, size)
+
     def _copy(self, target: int, source: int, size: int, kind: int) -> None:
         if 0 < size <= self.profile.kernel_copy_bytes and self.tape is not None:
             copy(target, source, size)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from weakref import WeakValueDictionary, ref
 
@@ -14,7 +15,7 @@ import numpy as np
 import onnxruntime as ort
 
 from splitc.runtime.engines.gpu_device import GpuDevice
-from splitc.runtime.engines.gpu_weights import make_value
+from splitc.runtime.engines.gpu_weights import COPYING, make_value
 from splitc.runtime.engines.weight_places import SwapRoom, lay_out, size_of
 from splitc.runtime.manifest import Weight
 
@@ -47,11 +48,15 @@ class SwappedWeights:
             _rooms[key] = memory
         assert size <= memory.size, "the room is that of the largest model"
         self._gpu, self._memory = gpu, memory
-        self._pinned = gpu.pinned((size,), np.dtype(np.uint8))
+        self._pinned = gpu.pinned_alone(size)
         files = {name: np.memmap(folder / name, np.uint8, "r") for name in {weight.file for weight in weights}}
-        for weight, start in zip(weights, starts, strict=True):
+
+        def read(weight: Weight, start: int) -> None:
             length = size_of(weight)
             self._pinned[start : start + length] = files[weight.file][weight.offset : weight.offset + length]
+
+        with ThreadPoolExecutor(COPYING) as pool:
+            list(pool.map(read, weights, starts))
         with gpu.device:
             places = [gpu.cuda.MemoryPointer(memory.chunk, start) for start in starts]
             self.values: Mapping[str, ort.OrtValue] = {

@@ -305,6 +305,8 @@ def make(devices: int = DEVICES) -> types.SimpleNamespace:
         get_elapsed_time=lambda begin, end: (end.time - begin.time) / 1e3,
         memory=types.SimpleNamespace(OutOfMemoryError=MemoryError),
         alloc=Memory,
+        PinnedMemory=lambda size: np.full(size, POISON, np.uint8).view(Pinned),
+        PinnedMemoryPointer=lambda memory, offset: memory[offset:],
         alloc_pinned_memory=lambda size: np.full(size, POISON, np.uint8).view(Pinned),
         runtime=runtime,
     )
