@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import os
 import select
+import signal
 import struct
 import threading
 import time
@@ -27,6 +28,7 @@ def begin(control: int, pulse: int, parent: int, starts_cuda: bool) -> None:
     `control` is the descriptor of the socket to the caller's process, which is `parent`, `pulse` that of memory for the
     time of the last sign of life, by time.monotonic.
     """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal gives it to all, and the caller ends this one if it ends
     threading.Thread(target=_show_life, args=(control, pulse, parent), name="splitc pulse", daemon=True).start()
     if starts_cuda:
         threading.Thread(target=_make_context, name="splitc starts CUDA", daemon=True).start()

@@ -82,6 +82,15 @@ def test_request_that_fails_on_all_ranks_fails_alone(decoder: Path) -> None:
         session.run(feeds)
 
 
+def test_interrupt_of_all_processes_is_the_callers(decoder: Path) -> None:
+    """A terminal sends it to all. The caller may go on, as in a notebook."""
+    with open_processes(compile_mode(decoder, "tensor")) as session:
+        for process in processes(session):
+            process.send_signal(signal.SIGINT)
+        session.run(decoder_feeds())
+        assert [process.poll() for process in processes(session)] == [None, None]
+
+
 def test_hang_is_noticed_within_the_bound() -> None:
     assert PATIENCE + LOOK < BOUND
 
