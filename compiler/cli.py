@@ -34,6 +34,9 @@ MODEL = typer.Argument(help="The ONNX model, or a folder of several.", metavar="
 MODULES = typer.Option(
     [], "--module", help="Of a folder: take this model only, repeatable. Default: all; of a model in two forms, one."
 )
+SWAP = typer.Option(
+    False, "--swap", help="Of a folder: models work in turn, and give each other the memory of their weights."
+)
 DEVICE = typer.Option(
     [],
     "--device",
@@ -132,6 +135,7 @@ def plan(
     devices: list[str],
     model: Path = MODEL,
     module: list[str] = MODULES,
+    swap: bool = SWAP,
     output: Path | None = typer.Option(None, "--output", "-o", help="Write the plan here, to edit or compile it."),
     explain: bool = typer.Option(
         False, "--explain", help="In tensor mode: show the axes found, and why each is split or not."
@@ -147,9 +151,9 @@ def plan(
     if model.is_dir():
         from splitc.compiler.pipelines.folder_commands import plan_folder
 
-        plan_folder(model, devices, request, module, output, explain, as_json)
+        plan_folder(model, devices, request, module, swap, output, explain, as_json)
         return
-    _need_folder(model, module)
+    _need_folder(model, module, swap)
     if output:
         check_output(output, [model])
     decided = plan_model(model, devices, request)
@@ -179,6 +183,7 @@ def compile_command(
     build: BuildSettings,
     model: Path = MODEL,
     module: list[str] = MODULES,
+    swap: bool = SWAP,
     package: Path = typer.Option(..., "--output", "-o", help="The package's folder, which must not exist yet."),
     plan_path: Path | None = typer.Option(
         None, "--plan", help="A plan from 'splitc plan -o'. Options below may not say otherwise."
@@ -215,9 +220,9 @@ def compile_command(
     if model.is_dir():
         from splitc.compiler.pipelines.folder_commands import compile_folder
 
-        compile_folder(model, package, devices, request, module, plan_path, given, as_json, how)
+        compile_folder(model, package, devices, request, module, swap, plan_path, given, as_json, how)
         return
-    _need_folder(model, module)
+    _need_folder(model, module, swap)
     check_target(package, force)
     if plan_path:
         check_settled(plan_path, read_plan(plan_path), request, devices, given)
@@ -231,8 +236,10 @@ def compile_command(
     print_to_the_end(lambda: print_json(to_file(decided)) if as_json else _print_written(package, manifest))
 
 
-def _need_folder(model: Path, modules: list[str]) -> None:
-    """Raise MisuseError if modules are named of a single model."""
+def _need_folder(model: Path, modules: list[str], swap: bool) -> None:
+    """Raise MisuseError if something is asked of a single model that is for several."""
+    if swap:
+        raise MisuseError(f"--swap is for the models of a folder, and {model} is one model: leave it out")
     if modules:
         raise MisuseError(f"--module names a model of a folder, and {model} is one model: leave it out")
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from functools import partial
 
 from splitc.runtime.arrays import Array, Zeros
@@ -18,6 +19,7 @@ from splitc.runtime.ranks.workers import Workers
 from splitc.runtime.replay.recording import Recording
 from splitc.runtime.replay.recordings import Recordings
 from splitc.runtime.steps import overlap
+from splitc.runtime.turns import Turn, Turns
 
 # Seconds between two checks whether a session is broken or closed.
 CHECK_EVERY = 0.1
@@ -28,10 +30,17 @@ PATIENCE = 10.0
 class Admission:
     """Gives requests to the ranks, at most `in_flight` at a time, or replays them.
 
-    `recordings` is None if nothing is replayed.
+    `recordings` is None if nothing is replayed. In a pipeline that swaps, requests wait for their model's turn.
     """
 
-    def __init__(self, workers: Workers | RemoteRanks, manifest: Manifest, in_flight: int, replay: bool) -> None:
+    def __init__(
+        self,
+        workers: Workers | RemoteRanks,
+        manifest: Manifest,
+        in_flight: int,
+        replay: bool,
+        turns: Turns | None = None,
+    ) -> None:
         self._workers = workers
         self._places = threading.BoundedSemaphore(in_flight)
         self._overlap = overlap([rank.program for rank in manifest.ranks])
@@ -39,6 +48,7 @@ class Admission:
         self._optional = {tensor.name for tensor in manifest.optional}
         self._threads = list(workers) if isinstance(workers, Workers) else []
         self.recordings = Recordings(self._threads, self.check_usable) if replay else None
+        self._turn = None if turns is None else Turn(turns, workers.bring_in)
         self._closed = False
         self._closing = threading.Lock()
         self._failure: BaseException | None = None
@@ -73,12 +83,13 @@ class Admission:
             raise MisuseError("too many requests are in flight for a callback to submit another one: raise in_flight")
         request = InFlightRequest(arrays, len(self._workers), self._done, sequence, initial, room, after)
         future: Future[InFlightRequest] = Future()
+        self._begin()
         with self._order:
             try:
                 self.check_usable()
                 recording = self._find_recording(request)
             except BaseException:
-                self._places.release()
+                self._leave()
                 raise
             self._under_way[request] = future
             if recording is None:
@@ -94,6 +105,23 @@ class Admission:
         else:
             self._workers.watch()
         return future
+
+    def _begin(self) -> None:
+        """Wait for this model's turn, if models have turns. Raises as `submit` does, and then frees the place."""
+        if self._turn is None:
+            return
+        try:
+            self.check_usable()
+            self._turn.turns.begin(self._turn, self.check_usable)
+        except BaseException:
+            self._places.release()
+            raise
+
+    def _leave(self) -> None:
+        """A request has ended."""
+        if self._turn is not None:
+            self._turn.turns.end(self._turn)
+        self._places.release()
 
     def _find_recording(self, request: InFlightRequest) -> tuple[Recordings, Recording] | None:
         """The recording to replay the request with, or None if it runs eagerly.
@@ -127,15 +155,27 @@ class Admission:
 
     def _done(self, request: InFlightRequest) -> None:
         future = self._under_way.pop(request)
-        self._places.release()
-        before, self._delivering.now = self._in_callback, True
-        try:
+        self._leave()
+        with self._in_callbacks():
             if request.error is not None:
                 future.set_exception(explain_failure(request.error, request.feeds, self._inputs))
             else:
                 future.set_result(request)
+
+    @contextmanager
+    def _in_callbacks(self) -> Iterator[None]:
+        """Meanwhile, this thread may be in what was to be called when a request ends."""
+        turns = None if self._turn is None else self._turn.turns
+        before, self._delivering.now = self._in_callback, True
+        before_any = turns is not None and turns.in_callback
+        if turns is not None:
+            turns.in_callback = True
+        try:
+            yield
         finally:
             self._delivering.now = before
+            if turns is not None:
+                turns.in_callback = before_any
 
     @property
     def _in_callback(self) -> bool:

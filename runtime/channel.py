@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import os
 import pickle
 import select
@@ -17,6 +18,8 @@ from splitc.runtime.errors import SplitcError
 
 # Bytes of a message's length, which comes before it, and the least that is read at once.
 LENGTH, LEAST = 8, 1 << 16
+# Bytes of a descriptor, and the most of them that the system lets come with one message.
+DESCRIPTOR, MOST = 4, 253
 
 
 class Channel:
@@ -46,11 +49,11 @@ class Channel:
         """The socket's descriptor."""
         return self._socket.fileno()
 
-    def send(self, message: Any, descriptor: int | None = None) -> None:
-        """Send a message, and a descriptor with it. Raises OSError if the other end is gone."""
+    def send(self, message: Any, *descriptors: int) -> None:
+        """Send a message, and descriptors with it. Raises OSError if the other end is gone."""
         packed = self._encode(message)
         length = len(packed).to_bytes(LENGTH, "little")
-        rights = [] if descriptor is None else [_rights(descriptor)]
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         with self._lock:
             sent = self._socket.sendmsg([length, packed], rights)
             if sent < LENGTH + len(packed):
@@ -68,10 +71,11 @@ class Channel:
     def take(self) -> list[Any]:
         """Wait until something arrives, and take the messages that are complete. Raises as `receive` does."""
         missing = LENGTH + self._length() - len(self._arrived)
-        data, ancillary, _, _ = self._socket.recvmsg(max(LEAST, missing), socket.CMSG_SPACE(4))
+        data, ancillary, _, _ = self._socket.recvmsg(max(LEAST, missing), socket.CMSG_SPACE(MOST * DESCRIPTOR))
         if not data:
             raise EOFError
-        self._descriptors.extend(int.from_bytes(rights, "little") for _, _, rights in ancillary)
+        for _, _, rights in ancillary:
+            self._descriptors.extend(array.array("i", rights))
         self._arrived += data
         messages = []
         while len(self._arrived) >= LENGTH and (end := LENGTH + self._length()) <= len(self._arrived):
@@ -87,15 +91,16 @@ class Channel:
         """The descriptor that came with a message: the oldest that was not taken."""
         return self._descriptors.popleft()
 
+    def finish(self) -> None:
+        """Send no more. The other end gets what was sent before, and then EOFError."""
+        with contextlib.suppress(OSError):  # it is gone
+            self._socket.shutdown(socket.SHUT_WR)
+
     def close(self) -> None:
         """Close this end, and the descriptors that nobody has taken."""
         self._socket.close()
         while self._descriptors:
             os.close(self._descriptors.popleft())
-
-
-def _rights(descriptor: int) -> tuple[int, int, array.array[int]]:
-    return socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor])
 
 
 def portable(error: BaseException) -> BaseException:

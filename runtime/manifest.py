@@ -119,13 +119,17 @@ class Sizes(Struct, frozen=True):
 
 
 class Weight(Struct, frozen=True, array_like=True):
-    """A weight of an engine, in a file beside it, from the byte `offset` on. `dtype` is numpy's name."""
+    """A weight of an engine, in a file beside it, from the byte `offset` on. `dtype` is numpy's name.
+
+    `key` says which weights of a pipeline's modules have the same content, and so may be held once; "" for others.
+    """
 
     name: str
     dtype: str
     shape: list[int]
     file: str
     offset: int
+    key: str = ""
 
 
 class EngineFile(Struct, frozen=True):

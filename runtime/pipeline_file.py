@@ -28,11 +28,12 @@ class Module(Struct, frozen=True):
 
 
 class PipelineFile(Struct, frozen=True):
-    """The modules of a package, and the files beside them."""
+    """The modules of a package, and the files beside them. `swap` says that they were planned to work in turn."""
 
     modules: list[Module]
     files: list[File]
     schema: int = SCHEMA
+    swap: bool = False
 
     def find(self, name: str) -> Module | None:
         """The module of this name; None if there is none."""

@@ -33,6 +33,7 @@ from splitc.runtime.mpi.mpi_ranks import MpiRanks
 from splitc.runtime.mpi.world import World
 from splitc.runtime.outputs import OutputJoiner
 from splitc.runtime.pipeline_file import find_module
+from splitc.runtime.processes.device_processes import DeviceProcesses
 from splitc.runtime.processes.ranks import RankProcesses
 from splitc.runtime.processes.remote import RemoteRanks
 from splitc.runtime.rank_kinds import MPI, PROCESSES, choose_ranks
@@ -40,6 +41,7 @@ from splitc.runtime.ranks.request import InFlightRequest, Served
 from splitc.runtime.ranks.workers import Workers
 from splitc.runtime.replay.rank_replays import not_replayed
 from splitc.runtime.sequence import StateSequence, find_resident
+from splitc.runtime.shared_ranks import SharedRanks
 from splitc.runtime.verification import NEVER, ONCE, Verification, check_word, engine_files
 
 # The most requests in flight. Each has its feeds, activations and outputs in memory.
@@ -61,7 +63,7 @@ class Session:
     `cuda_graphs` is False. At most `in_flight` requests are in flight at a time (default: two for each rank), which
     bounds the memory of their feeds, activations and outputs. `ranks` says what ranks are: `threads` of this process or
     `processes` of their own (default: processes on several GPUs, threads otherwise). A process that crashes takes
-    nothing with it but its session.
+    nothing with it but its session, and those that share it. `shared` is what the modules of a Pipeline share.
 
     Any number of threads may use one session. Raises PackageError for a package that is damaged or that an engine
     can't load, MisuseError for devices that do not fit the package.
@@ -78,14 +80,15 @@ class Session:
         devices: Sequence[str] | None = None,
         cuda_graphs: bool = True,
         ranks: str | None = None,
+        shared: SharedRanks | None = None,
     ) -> None:
         self.package = find_module(Path(package), module)
         if in_flight is not None and (not isinstance(in_flight, int) or not 1 <= in_flight <= MOST_IN_FLIGHT):
             raise MisuseError(f"in_flight={in_flight}: it is a number from 1 to {MOST_IN_FLIGHT:,}")
         world = begin() if ranks in (None, MPI) else None
         self.manifest: Manifest = read_manifest(self.package)
-        self.devices = _choose_devices(self.manifest, devices)
-        kind = choose_ranks(ranks, self.devices, world)
+        self.devices = choose_devices(self.manifest, devices)
+        kind = choose_ranks(ranks, self.devices, world, shared.processes.devices if shared else ())
         check_word(verify)
         if kind != MPI:  # where each rank does so for itself
             check_built_here(self.package, self.manifest, self.devices)
@@ -101,12 +104,13 @@ class Session:
             if world is not None and kind == MPI:
                 self._workers: Workers | RemoteRanks = self._join(world, threads, verify, cuda_graphs)
             else:
-                self._workers = self._load(cuda_graphs, kind == PROCESSES)
+                self._workers = self._load(cuda_graphs, kind == PROCESSES, shared)
         except BaseException:
             verification.stop()
             raise
         replay = cuda_graphs and self._workers.capturable
-        self._admission = Admission(self._workers, self.manifest, self.in_flight, replay)
+        turns = shared.swap.turns if shared and shared.swap else None
+        self._admission = Admission(self._workers, self.manifest, self.in_flight, replay, turns)
         # Of sequences that were dropped without being closed.
         self._dropped: deque[int] = deque()
         # When the session is dropped without being closed, and when Python ends.
@@ -122,14 +126,20 @@ class Session:
         """Whether requests of previously seen shapes are replayed as CUDA graphs."""
         return self._cuda_graphs and all(device.kind == "cuda" for device in self.devices)
 
-    def _load(self, cuda_graphs: bool, as_processes: bool) -> Workers | RankProcesses:
+    def _load(self, cuda_graphs: bool, as_processes: bool, shared: SharedRanks | None) -> Workers | RankProcesses:
         """The ranks, with their engines loaded."""
         package, manifest, states, devices = self.package, self.manifest, self.resident_states, self.devices
         broken = partial(_fail, weakref.ref(self))
+        rooms = shared.swap.rooms if shared and shared.swap else {}
+        turns = [rooms.get(device) for device in devices]
         if as_processes:
-            return RankProcesses(package, manifest, states, devices, self.threads, cuda_graphs, self.in_flight, broken)
+            own, threads, limit = shared.processes if shared else DeviceProcesses(), self.threads, self.in_flight
+            ranks = RankProcesses(package, manifest, states, devices, threads, cuda_graphs, limit, broken, own, turns)
+            if shared is None:
+                own.seal()
+            return ranks
         backends = [make_backend(manifest.engine, each, self.threads, manifest.build, cuda_graphs) for each in devices]
-        return Workers(package, manifest, states, devices, backends, broken)
+        return Workers(package, manifest, states, devices, backends, broken, turns)
 
     def _join(self, world: World, threads: int | None, verify: str, cuda_graphs: bool) -> MpiRanks:
         """The processes that MPI has started, as ranks, with their engines loaded."""
@@ -286,7 +296,7 @@ def _fail(session: weakref.ref[Session], error: BaseException) -> None:
         found._admission.fail(error)
 
 
-def _choose_devices(manifest: Manifest, asked: Sequence[str] | None) -> list[Device]:
+def choose_devices(manifest: Manifest, asked: Sequence[str] | None) -> list[Device]:
     """The device of each rank. Raises MisuseError unless there is one for each, of a kind that the engines run on."""
     devices = parse_devices(asked or [rank.device for rank in manifest.ranks])
     if len(devices) != len(manifest.ranks):

@@ -28,6 +28,7 @@ def plan_folder(
     devices: Sequence[str],
     request: Request,
     wanted: Sequence[str],
+    swap: bool,
     output: Path | None,
     explain: bool,
     as_json: bool,
@@ -37,7 +38,7 @@ def plan_folder(
         raise MisuseError(f"--explain is for one model, and {folder} is a folder: name the ONNX file in it")
     if output:
         check_output(output, [folder])
-    plan = plan_pipeline(folder, devices, request, wanted)
+    plan = plan_pipeline(folder, devices, request, wanted, swap)
     plan = replace(plan, modules=tuple(replace(each, plan=with_refusals(each.plan)) for each in plan.modules))
     if output:
         write_pipeline_plan(plan, output)
@@ -55,6 +56,7 @@ def compile_folder(
     devices: Sequence[str],
     request: Request,
     wanted: Sequence[str],
+    swap: bool,
     plan_path: Path | None,
     given: Callable[[str], bool],
     as_json: bool,
@@ -63,9 +65,9 @@ def compile_folder(
     """Write the package of a folder. `options` are those of `compile_pipeline`. `given` tells what the user gave."""
     check_target(package, bool(options["force"]))
     if plan_path is None:
-        plan = plan_pipeline(folder, devices, request, wanted)
+        plan = plan_pipeline(folder, devices, request, wanted, swap)
     else:
-        flags = {"-d": bool(devices), "--module": bool(wanted)}
+        flags = {"-d": bool(devices), "--module": bool(wanted), "--swap": swap}
         need_nothing_given(plan_path, request, given, [flag for flag, there in flags.items() if there])
         plan = plan_from_pipeline_file(folder, plan_path, request.trust_external_data)
     if not as_json:

@@ -7,19 +7,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.rank_plan import RankPlan
 from splitc.compiler.planning.resources import Budget
 from splitc.runtime.devices import Device
+from splitc.runtime.engines.kinds import find_kind, has_collectives
+from splitc.runtime.engines.weight_places import PASSED_ON
 
 
 @dataclass(frozen=True)
 class DeviceSum:
     """The bytes that all modules hold on a device; `activations` are the most that one of them needs as it runs.
 
-    While a module is loaded it may need more than when it runs, which `activations` has too.
+    While a module is loaded it may need more than when it runs, which `activations` has too. `common` are bytes that
+    several modules have and the device holds once; `weights` are without them. Of weights that modules have memory for
+    in turn, `weights` has those of one module: the most, which are `swapped`.
     """
 
     device: str
@@ -28,6 +33,8 @@ class DeviceSum:
     cache: int = 0
     engines: int = 0
     activations: int = 0
+    common: int = 0
+    swapped: int = 0
 
     @property
     def resident(self) -> int:
@@ -50,41 +57,67 @@ class DeviceSum:
         return 0 if self.budget is None else max(0, self.total - self.budget)
 
 
-def sum_devices(plans: Iterable[Plan], budgets: Mapping[str, Budget]) -> list[DeviceSum]:
-    """What plans hold together on each device that has a budget."""
+def sum_devices(
+    plans: Iterable[Plan],
+    budgets: Mapping[str, Budget],
+    spared: Mapping[str, int] = MappingProxyType({}),
+    swap: bool = False,
+) -> list[DeviceSum]:
+    """What plans hold together on each device that has a budget. `spared` are the bytes that are held once there.
+
+    With `swap`, modules work in turn, and have memory for their weights then.
+    """
     found = {device: DeviceSum(device, budget) for device, budget in budgets.items()}
     for plan in plans:  # an edited plan may name more
         own: dict[str, list[RankPlan]] = {}
         for rank in plan.ranks:
             own.setdefault(str(rank.device), []).append(rank)
         for device, ranks in own.items():
-            found[device] = _add(found.get(device, DeviceSum(device, None)), ranks)
-    return list(found.values())
+            moved = sum(rank.memory.weights for rank in ranks if swap and can_swap(plan, rank))
+            found[device] = _add(found.get(device, DeviceSum(device, None)), ranks, moved)
+    return [_spare(each, spared.get(each.device, 0)) for each in found.values()]
 
 
-def _add(before: DeviceSum, ranks: Sequence[RankPlan]) -> DeviceSum:
-    """The sum with the ranks that one module has on the device."""
+def _spare(each: DeviceSum, common: int) -> DeviceSum:
+    return replace(each, weights=each.weights - common, common=common)
+
+
+def can_swap(plan: Plan, rank: RankPlan) -> bool:
+    """Whether a rank's weights can be moved in and out: on GPUs those of one engine, of types that can be passed on."""
+    kind, device = find_kind(plan.engine), rank.device
+    if device.kind not in kind.swaps_weights or device.kind == "cpu":
+        return device.kind in kind.swaps_weights
+    inside = has_collectives(plan.engine, [each.device for each in plan.ranks])
+    weights = plan.analysis.costs.weights(rank.stage.nodes)
+    types = {str(value.const_value.dtype.numpy()) for value in weights if value.const_value is not None}
+    return not plan.split.more_sessions(rank, inside) and types <= PASSED_ON
+
+
+def _add(before: DeviceSum, ranks: Sequence[RankPlan], moved: int) -> DeviceSum:
+    """The sum with the ranks that one module has on the device, of whose weights so many bytes are there in turn."""
     memory = [rank.memory for rank in ranks]
     weights, cache, engines = (sum(getattr(each, of) for each in memory) for of in ("weights", "cache", "engines"))
     running = sum(each.total for each in memory) - weights - cache - engines
-    return DeviceSum(
-        before.device,
-        before.budget,
-        before.weights + weights,
-        before.cache + cache,
-        before.engines + engines,
-        max(before.activations, running),
+    swapped = max(before.swapped, moved)
+    return replace(
+        before,
+        weights=before.weights - before.swapped + weights - moved + swapped,
+        cache=before.cache + cache,
+        engines=before.engines + engines,
+        activations=max(before.activations, running),
+        swapped=swapped,
     )
 
 
-def left_for(devices: Sequence[Device], sums: Sequence[DeviceSum], running: bool) -> list[str]:
+def left_for(devices: Sequence[Device], sums: Sequence[DeviceSum], running: bool, swapped: bool) -> list[str]:
     """The budgets of one more module as `--memory` has them: what the others leave on its devices.
 
-    With `running`, the others' activations are kept free too, for a module that holds more than it needs as it runs.
+    With `running`, the others' activations are kept free too, for a module that holds more than it needs as it runs;
+    with `swapped`, the weights that others swap, for one that needs more as it runs.
     """
     count = Counter(map(str, devices))
-    return [
-        f"{each.device}={max(0, each.room - running * each.activations) // count[each.device]}"
-        for each in sums
-        if each.device in count and each.room is not None
-    ]
+
+    def left(each: DeviceSum, room: int) -> int:
+        return max(0, room - running * each.activations + (not swapped) * each.swapped) // count[each.device]
+
+    return [f"{each.device}={left(each, each.room)}" for each in sums if each.device in count and each.room is not None]

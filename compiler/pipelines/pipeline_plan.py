@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from splitc.compiler.pipelines.common_weights import NONE, CommonWeights
 from splitc.compiler.pipelines.ledger import DeviceSum, sum_devices
 from splitc.compiler.pipelines.model_folder import FolderModule, ModelFolder
 from splitc.compiler.planning.plan import Plan
@@ -30,16 +31,22 @@ class ModulePlan:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """The plans of all modules of a folder, in the folder's order, and the budgets of the devices by name."""
+    """The plans of all modules of a folder, in the folder's order, and the budgets of the devices by name.
+
+    `common` are the weights that modules have in common. With `swap`, modules work in turn, and give each other the
+    memory of their weights.
+    """
 
     folder: ModelFolder
     modules: tuple[ModulePlan, ...]
     budgets: Mapping[str, Budget]
+    common: CommonWeights = NONE
+    swap: bool = False
 
     @property
     def devices(self) -> list[DeviceSum]:
         """What all modules hold together on each device."""
-        return sum_devices([each.plan for each in self.modules], self.budgets)
+        return sum_devices([each.plan for each in self.modules], self.budgets, self.common.spared, self.swap)
 
 
 def need_fit(plan: PipelinePlan) -> None:

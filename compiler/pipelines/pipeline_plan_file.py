@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from splitc.compiler.modes.replanning import replan
+from splitc.compiler.pipelines.common_weights import find_common
 from splitc.compiler.pipelines.ledger import DeviceSum
 from splitc.compiler.pipelines.model_facts import read_facts
 from splitc.compiler.pipelines.model_folder import FolderModule, LeftOut, ModelFolder
@@ -29,7 +30,11 @@ class ModuleEntry(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DeviceEntry(Struct, frozen=True):
-    """A device: its budget, which may be edited, and for reading what all modules hold of it together."""
+    """A device: its budget, which may be edited, and for reading what all modules hold of it together.
+
+    `common_bytes` are weights that several modules have and the device holds once. Of weights that modules swap, those
+    of the largest count, which are `swapped_bytes`.
+    """
 
     budget_bytes: int | None = None
     weights_bytes: int = 0
@@ -37,16 +42,22 @@ class DeviceEntry(Struct, frozen=True):
     engine_bytes: int = 0
     activation_bytes: int = 0
     total_bytes: int = 0
+    common_bytes: int = 0
+    swapped_bytes: int = 0
 
 
 class PipelinePlanFile(Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of a folder's plan.json. `files` travel with the models, and may be edited. `left_out` is to read."""
+    """The content of a folder's plan.json. `files` travel with the models, and may be edited. `left_out` is to read.
+
+    With `swap`, modules work in turn. It may be edited.
+    """
 
     schema: int
     modules: dict[str, ModuleEntry]
     devices: dict[str, DeviceEntry]
     files: list[str] = []
     left_out: list[LeftOut] = []
+    swap: bool = False
 
 
 def to_pipeline_file(plan: PipelinePlan) -> PipelinePlanFile:
@@ -58,11 +69,21 @@ def to_pipeline_file(plan: PipelinePlan) -> PipelinePlanFile:
         devices={each.device: _device(each) for each in plan.devices},
         files=[each.as_posix() for each in folder.files],
         left_out=list(folder.left_out),
+        swap=plan.swap,
     )
 
 
 def _device(each: DeviceSum) -> DeviceEntry:
-    return DeviceEntry(each.budget, each.weights, each.cache, each.engines, each.activations, each.total)
+    return DeviceEntry(
+        budget_bytes=each.budget,
+        weights_bytes=each.weights,
+        cache_bytes=each.cache,
+        engine_bytes=each.engines,
+        activation_bytes=each.activations,
+        total_bytes=each.total,
+        common_bytes=each.common,
+        swapped_bytes=each.swapped,
+    )
 
 
 def write_pipeline_plan(plan: PipelinePlan, path: Path) -> None:
@@ -89,7 +110,9 @@ def plan_from_pipeline_file(folder: Path, path: Path, trusts_data: bool = False)
     modules = [_read_module(folder, path, name, entry, trusts_data) for name, entry in file.modules.items()]
     files = tuple(map(PurePosixPath, file.files))
     read = ModelFolder(folder, tuple(each.module for each in modules), files, tuple(file.left_out))
-    plan = PipelinePlan(read, tuple(modules), {name: each.budget_bytes for name, each in file.devices.items()})
+    budgets = {name: each.budget_bytes for name, each in file.devices.items()}
+    common = find_common({each.name: each.plan for each in modules}, file.swap)
+    plan = PipelinePlan(read, tuple(modules), budgets, common, file.swap)
     need_fit(plan)
     return plan
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.bar import Bar
 from rich.table import Table
 
+from splitc.compiler.pipelines.ledger import can_swap
 from splitc.compiler.pipelines.pipeline_plan import PipelinePlan
 from splitc.compiler.planning.resources import Budget
 from splitc.runtime.cli.tables import RANK_SIZES, block_range, module_title
@@ -28,6 +29,14 @@ def print_pipeline(plan: PipelinePlan) -> None:
         sizes = (device.weights, device.activations, device.cache)
         _add(rows, [title, device.device, ""], sizes, device.total, device.budget)
     out.print(rows)
+    for device in plan.devices:
+        if device.common:
+            out.print(f"{device.device}: {format_bytes(device.common)} of weights are held once, for several modules")
+    if plan.swap:
+        out.print("modules work in turn: of the weights that they swap, each device has room for the largest module's")
+        for each in plan.modules:
+            if stay := [str(rank.device) for rank in each.plan.ranks if not can_swap(each.plan, rank)]:
+                out.print(f"{each.name}: its weights stay on {first_few(stay)}, since its engines hold them inside")
     for each in plan.modules:
         out.print(f"{each.name}: {each.why}")
     if plan.folder.files:

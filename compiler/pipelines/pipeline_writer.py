@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
+
+import msgspec
 
 from splitc.compiler.packaging.builder import Building
 from splitc.compiler.packaging.building import BuildSettings, timing_cache_beside
@@ -18,8 +20,8 @@ from splitc.compiler.pipelines.module_requests import divide_by_input
 from splitc.compiler.pipelines.pipeline_plan import PipelinePlan, module_named
 from splitc.runtime.engines.kinds import TENSORRT
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.manifest import File, Fill, Manifest
-from splitc.runtime.manifest_file import FILE_NAME, read_seal
+from splitc.runtime.manifest import EngineFile, File, Fill, Manifest
+from splitc.runtime.manifest_file import FILE_NAME, encode, read_seal
 from splitc.runtime.pipeline_file import FILE_NAME as PIPELINE
 from splitc.runtime.pipeline_file import Module, PipelineFile, write_pipeline
 
@@ -67,10 +69,13 @@ def compile_pipeline(
                     warn=lambda text, name=each.name: warn(f"{name}: {text}"),  # type: ignore[misc]
                     say=lambda text, name=each.name: say(f"{name}: {text}"),  # type: ignore[misc]
                 )
+        for name, keys in plan.common.keys.items():
+            manifests[name] = _with_keys(manifests[name], keys)
+            (folder / name / FILE_NAME).write_bytes(encode(manifests[name]))
         _share_files(folder, manifests)
         files = _copy_files(plan, folder)
         modules = [Module(m.name, read_seal(folder / m.name), plan.folder.source(m.module)) for m in plan.modules]
-        write_pipeline(folder, PipelineFile(modules, files))
+        write_pipeline(folder, PipelineFile(modules, files, swap=plan.swap))
     return manifests
 
 
@@ -79,6 +84,22 @@ def _build_settings(build: BuildSettings, engine: str, target: Path) -> BuildSet
     if engine != TENSORRT or build.later or build.timing_cache is not None:
         return build
     return replace(build, timing_cache=timing_cache_beside(target))
+
+
+def _with_keys(manifest: Manifest, keys: Sequence[Mapping[str, str]]) -> Manifest:
+    """The manifest with the keys of weights that other modules have too, by rank and name."""
+    ranks = list(manifest.ranks)
+    for number, own in enumerate(keys):
+        engines = [_engine_with_keys(each, own) for each in ranks[number].engines]
+        ranks[number] = msgspec.structs.replace(ranks[number], engines=engines)
+    return msgspec.structs.replace(manifest, ranks=ranks)
+
+
+def _engine_with_keys(engine: EngineFile, keys: Mapping[str, str]) -> EngineFile:
+    if engine.weights is None:
+        return engine
+    weights = [msgspec.structs.replace(each, key=keys.get(each.name, "")) for each in engine.weights]
+    return msgspec.structs.replace(engine, weights=weights)
 
 
 def _share_files(folder: Path, manifests: Mapping[str, Manifest]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from splitc.compiler.api import plan_model
 from splitc.compiler.model_errors import CannotSplitError
 from splitc.compiler.modes.table import AUTO
+from splitc.compiler.pipelines.common_weights import find_common
 from splitc.compiler.pipelines.config_sizes import find_sizes
 from splitc.compiler.pipelines.ledger import DeviceSum, left_for, sum_devices
 from splitc.compiler.pipelines.model_folder import read_folder
@@ -37,13 +38,17 @@ SMALL, LARGE, MISFIT, UNSPLIT = (
 
 
 def plan_pipeline(
-    folder: str | Path, devices: Sequence[str], request: Request = Request(), wanted: Sequence[str] = ()
+    folder: str | Path,
+    devices: Sequence[str],
+    request: Request = Request(),
+    wanted: Sequence[str] = (),
+    swap: bool = False,
 ) -> PipelinePlan:
     """Decide which part of which module of a folder each device holds.
 
     `devices` and the request's mode, shapes and settings may name modules, as on the command line. `wanted` are the
     modules to take; by default all, of a model in two forms one. Modules with devices of their own come first, then
-    the largest.
+    the largest. With `swap`, modules work in turn, and give each other the memory of their weights.
 
     Raises as `plan_model` does, with the module's name; ModelError for a folder without models, MisuseError for a
     module that is not there.
@@ -52,7 +57,7 @@ def plan_pipeline(
     asked = divide_request(read, devices, request)
     stated = [replace(each.request, stated=find_sizes(read, each.module)) for each in asked.modules]
     modules = [replace(each, request=known) for each, known in zip(asked.modules, stated, strict=True)]
-    planner = Planner(asked, _find_budgets(asked.devices, request))
+    planner = Planner(asked, _find_budgets(asked.devices, request), swap)
     modules = sorted(modules, key=lambda each: -each.module.facts.weights_bytes)
     named = [each for each in modules if each.devices is not None]
     free = [each for each in modules if each.devices is None]
@@ -61,7 +66,8 @@ def plan_pipeline(
     splits = planner.count_splits([each.module.facts.weights_bytes for each in free])
     for number, each in enumerate(free):
         planner.place_freely(each, number < splits)
-    return PipelinePlan(read, tuple(planner.done[name] for name in read.names), planner.budgets)
+    common = find_common({name: planner.done[name].plan for name in read.names}, swap)
+    return PipelinePlan(read, tuple(planner.done[name] for name in read.names), planner.budgets, common, swap)
 
 
 def _find_budgets(devices: Sequence[Device], request: Request) -> Mapping[str, Budget]:
@@ -72,8 +78,9 @@ def _find_budgets(devices: Sequence[Device], request: Request) -> Mapping[str, B
 class Planner:
     """Plans modules one after the other. `done` are their plans by name."""
 
-    def __init__(self, pipeline: PipelineRequest, budgets: Mapping[str, Budget]) -> None:
+    def __init__(self, pipeline: PipelineRequest, budgets: Mapping[str, Budget], swap: bool = False) -> None:
         self.budgets = budgets
+        self._swap = swap
         self.done: dict[str, ModulePlan] = {}
         self._shared = pipeline.shared
         self._alone = len(pipeline.modules) == 1
@@ -81,7 +88,7 @@ class Planner:
     @property
     def sums(self) -> list[DeviceSum]:
         """What the devices hold so far."""
-        return sum_devices([each.plan for each in self.done.values()], self.budgets)
+        return sum_devices([each.plan for each in self.done.values()], self.budgets, swap=self._swap)
 
     def place(self, asked: ModuleRequest, devices: Sequence[Device], why: str) -> None:
         """Put a module on these devices. On one of them it is whole, unless its own mode was asked for."""
@@ -142,11 +149,11 @@ class Planner:
     def _plan(self, asked: ModuleRequest, devices: Sequence[Device]) -> Plan:
         """The module's plan in the room that is left; in less if it would crowd out the others' activations."""
         before, plans = self.sums, [each.plan for each in self.done.values()]
-        for running in (False, True):
+        for running, swapped in ((False, False), (True, False), (True, True)):
             # The budgets leave the headroom free already.
-            memory = left_for(devices, before, running)
+            memory = left_for(devices, before, running, swapped)
             request = replace(asked.request, memory=memory, headroom=DEFAULT_HEADROOM)
             plan = plan_model(asked.module.facts.path, [str(device) for device in devices], request)
-            if not any(each.missing for each in sum_devices([*plans, plan], self.budgets)):
+            if not any(each.missing for each in sum_devices([*plans, plan], self.budgets, swap=self._swap)):
                 break
         return plan

@@ -50,7 +50,7 @@ def all_gather(mail: Mail, rank: int, ranks: Sequence[int], value: Any) -> Any:
 
 
 class ChannelMail:
-    """Mail by channels, by the number of the other rank."""
+    """Mail by channels, by the number of the other rank. They are closed when both ends have nothing more to tell."""
 
     def __init__(self, channels: Mapping[int, Channel]) -> None:
         self._channels = channels
@@ -69,6 +69,12 @@ class ChannelMail:
                         self._arrived[source].put(message)
                 except (EOFError, OSError):  # the session notices that the rank is gone
                     del sources[descriptor]
+                    self._channels[source].close()
+
+    def finish(self) -> None:
+        """Tell nothing more."""
+        for channel in self._channels.values():
+            channel.finish()
 
     def tell(self, target: int, name: str | None, value: Any) -> None:
         try:

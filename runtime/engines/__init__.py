@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from splitc.runtime.arrays import Zeros
+from splitc.runtime.engines.weight_places import SwapRoom
 from splitc.runtime.manifest import Weight
 
 # Gives arrays of these shapes and types, by name.
@@ -159,6 +160,12 @@ class Backend(Protocol):
 
     def reserve(self, size: int) -> None:
         """Reserve this many bytes beside the engines' own."""
+
+    def take_turns(self, room: SwapRoom) -> None:
+        """Let weights of engines that are loaded from now on have this room, in turn with those of other models."""
+
+    def bring_in(self) -> None:
+        """Bring these weights in, if they are not there. Until then, engines must not run. Waits for that."""
 
     def stop(self) -> None:
         """Make running engines fail at once. They can't be run again."""

@@ -24,6 +24,8 @@ class EngineKind:
       engines are the ONNX files themselves.
     - `priority`: the installed kind with the highest priority is the default; None if it is never the default.
     - `collectives_since`: the first version that supports collectives inside engines; () for all, None for none.
+    - `shares_weights`: the kinds of devices on which equal weights of a pipeline's modules are held once.
+    - `swaps_weights`: the kinds of devices on which modules may have memory for their weights in turn.
     - `uses_operators`: whether these collectives are operators of splitc's own C library.
     """
 
@@ -36,6 +38,8 @@ class EngineKind:
     builder: str | None = None
     priority: int | None = None
     collectives_since: tuple[int, ...] | None = None
+    shares_weights: frozenset[str] = frozenset()
+    swaps_weights: frozenset[str] = frozenset()
     uses_operators: bool = False
 
     @property

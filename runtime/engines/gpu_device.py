@@ -8,7 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from splitc.runtime.devices import Device
 from splitc.runtime.engines import Room
 from splitc.runtime.engines.gpu_array import GpuArray, Tape
 from splitc.runtime.engines.kernels import combine, copy
+from splitc.runtime.engines.weight_places import ALIGNED, SwapRoom
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.gpus import need_cupy
 from splitc.runtime.units import format_bytes
@@ -39,10 +40,19 @@ CLOSING = 5.0
 _STUCK: list[GpuDevice] = []
 # cudaErrorNotReady.
 NOT_READY = 600
-# Arrays begin at multiples of this many bytes, as in memory that CUDA gives.
-ALIGNED = 512
 # Sizes of allocations from this many bytes on are rounded up.
 LARGE = 1 << 20
+
+
+class Swapped(Protocol):
+    """Weights that have the memory of a GPU in turn with others."""
+
+    @property
+    def is_in(self) -> bool:
+        """Whether they are there."""
+
+    def bring_in(self) -> None:
+        """Bring them in, and wait for that."""
 
 
 class GpuDevice:
@@ -70,6 +80,8 @@ class GpuDevice:
             raise PackageError(f"{self.name} can't be used: {error}") from error
         if index >= count:
             raise PackageError(f"there is no {self.name}: this machine has {count} GPUs (see 'splitc devices')")
+        # The weights that are only there while their model is at work.
+        self.swapped: Swapped | None = None
         self.interrupted: Callable[[], BaseException | None] = lambda: None
         self.notes: list[str] = []
         properties = self.cuda.runtime.getDeviceProperties(index)
@@ -263,6 +275,21 @@ class GpuDevice:
         """
         self.cuda.alloc(max(1, size))
 
+    def take_turns(self, room: SwapRoom) -> None:
+        """See Backend. Here no engine's weights can be moved."""
+        self.notes.append(f"weights stay on {self.name} while other modules work: these engines hold them inside")
+
+    def bring_in(self) -> None:
+        """See Backend."""
+        if self.swapped is not None and not self.swapped.is_in:
+            self.free_unused()
+            self.swapped.bring_in()
+
+    def free_unused(self) -> None:
+        """Give memory of the pool that nobody has back to the GPU."""
+        with self.device:
+            self.cupy.get_default_memory_pool().free_all_blocks()
+
     def prepare(self) -> None:
         """Load the copy kernel, which is impossible during a capture, and wait for the stream."""
         here = self.empty((1,), "uint8")
@@ -329,6 +356,15 @@ class GpuDevice:
         size = math.prod(shape) * np.dtype(dtype).itemsize
         pinned = self.cuda.alloc_pinned_memory(max(1, size))
         return np.frombuffer(pinned, np.uint8, size).view(dtype).reshape(shape)
+
+    def pinned_alone(self, size: int) -> npt.NDArray[np.uint8]:
+        """Pinned memory of its own, which goes back to the system when it is freed. Raises EngineError."""
+        try:
+            with self.device:
+                memory = self.cuda.PinnedMemoryPointer(self.cuda.PinnedMemory(size), 0)
+        except self.cuda.runtime.CUDARuntimeError as error:
+            raise EngineError(f"{format_bytes(size)} of the host can't be pinned for {self.name}: {error}") from error
+        return np.frombuffer(memory, np.uint8, size)
 
     def _copy(self, target: int, source: int, size: int, kind: int) -> None:
         if 0 < size <= self.profile.kernel_copy_bytes and self.tape is not None:

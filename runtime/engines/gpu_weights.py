@@ -4,38 +4,25 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import threading
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from splitc.runtime.arrays import bytes_of
-from splitc.runtime.engines.gpu_device import ALIGNED, GpuDevice
+from splitc.runtime.engines.gpu_device import GpuDevice
+from splitc.runtime.engines.weight_places import lay_out, size_of
 from splitc.runtime.manifest import Weight
 
 Bytes = npt.NDArray[np.uint8]
-# Number types that CuPy passes on by DLPack, and bfloat16, which DLPack has, but not CuPy: its code and CuPy's type.
-PASSED_ON = frozenset(
-    [
-        "float16",
-        "float32",
-        "float64",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "uint8",
-        "uint16",
-        "uint32",
-        "uint64",
-        "bfloat16",
-    ]
-)
+# bfloat16, which DLPack has, but not CuPy: its code and CuPy's type.
 BFLOAT, BITS = 4, "uint16"
 # Where the code of the number type is in DLPack's DLManagedTensor (dlpack.h: after a pointer and three int32).
 CODE_AT = 20
@@ -44,20 +31,37 @@ CODE_AT = 20
 COPYING, PIECE = 4, 8 << 20
 
 
-def can_share(weights: Sequence[Weight] | None) -> bool:
-    """Whether sessions can share an engine's weights: they are known, and of types that can be passed on."""
-    return weights is not None and all(weight.dtype in PASSED_ON for weight in weights)
+# The weights that several models have, by the GPU's number and their keys, as long as an engine of this process does.
+_common: WeakValueDictionary[tuple[int, str], ort.OrtValue] = WeakValueDictionary()
+# For each GPU, so that none of these is placed twice.
+_placing: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 
 
 def place_weights(gpu: GpuDevice, folder: Path, weights: Sequence[Weight]) -> Mapping[str, ort.OrtValue]:
-    """The weights in one piece of the GPU's memory, by name. Their files lie in `folder`. Waits for the copies.
+    """The weights in the GPU's memory, by name. Their files lie in `folder`. Waits for the copies.
 
-    Raises EngineError if there is not enough memory.
+    A weight with a key is placed once in this process, for all engines. Raises EngineError if there is not enough
+    memory.
     """
-    sizes = [bytes_of(tuple(weight.shape), weight.dtype) for weight in weights]
-    starts = [0, *itertools.accumulate(-(-size // ALIGNED) * ALIGNED for size in sizes)]
-    memory = gpu.allocate(max(ALIGNED, starts[-1]))
-    places = [gpu.cuda.MemoryPointer(memory, start) for start in starts[:-1]]
+    own = _place(gpu, folder, [weight for weight in weights if not weight.key])
+    with _placing[gpu.index]:
+        # Values, not only their keys: no other thread may drop the last one meanwhile.
+        there = {key: value for (index, key), value in _common.items() if index == gpu.index}
+        missing = {weight.key: weight for weight in weights if weight.key and weight.key not in there}
+        made = _place(gpu, folder, list(missing.values()))
+        there.update((weight.key, made[weight.name]) for weight in missing.values())
+        _common.update({(gpu.index, key): value for key, value in there.items()})
+    return {weight.name: there[weight.key] if weight.key else own[weight.name] for weight in weights}
+
+
+def _place(gpu: GpuDevice, folder: Path, weights: Sequence[Weight]) -> Mapping[str, ort.OrtValue]:
+    """The weights in one piece of memory."""
+    if not weights:
+        return {}
+    sizes = list(map(size_of, weights))
+    starts, whole = lay_out(weights)
+    memory = gpu.allocate(whole)
+    places = [gpu.cuda.MemoryPointer(memory, start) for start in starts]
     files = {name: np.memmap(folder / name, np.uint8, "r") for name in {weight.file for weight in weights}}
     pieces = [
         (place.ptr + start, files[weight.file][weight.offset + start : weight.offset + min(size, start + PIECE)])
@@ -67,7 +71,7 @@ def place_weights(gpu: GpuDevice, folder: Path, weights: Sequence[Weight]) -> Ma
     with ThreadPoolExecutor(COPYING) as pool:
         list(pool.map(partial(_copy, gpu, pieces), range(COPYING)))
     with gpu.device:
-        return {weight.name: _value(gpu, weight, place) for weight, place in zip(weights, places, strict=True)}
+        return {weight.name: make_value(gpu, weight, place) for weight, place in zip(weights, places, strict=True)}
 
 
 def _copy(gpu: GpuDevice, pieces: Sequence[tuple[int, Bytes]], first: int) -> None:
@@ -85,7 +89,8 @@ def _copy(gpu: GpuDevice, pieces: Sequence[tuple[int, Bytes]], first: int) -> No
         stream.synchronize()
 
 
-def _value(gpu: GpuDevice, weight: Weight, place: Any) -> ort.OrtValue:
+def make_value(gpu: GpuDevice, weight: Weight, place: Any) -> ort.OrtValue:
+    """The weight at a place in the GPU's memory, a pointer of CuPy's, as a value that keeps this memory."""
     is_bfloat = weight.dtype == "bfloat16"
     array = gpu.cupy.ndarray(tuple(weight.shape), BITS if is_bfloat else weight.dtype, place)
     return ort.OrtValue.from_dlpack(_as_bfloat(array.__dlpack__()) if is_bfloat else array)

@@ -24,6 +24,8 @@ _TABLE = (
         },
         priority=0,
         collectives_since=(),
+        swaps_weights=frozenset({"cpu", "cuda"}),
+        shares_weights=frozenset({"cuda"}),  # on CPUs each session packs them anew, for its matmuls
         uses_operators=True,
     ),
     EngineKind(

@@ -20,6 +20,7 @@ from splitc.runtime.arrays import Zeros, accumulate_arrays, bytes_of, number_typ
 from splitc.runtime.engines import Communicator, Room
 from splitc.runtime.engines.engine_kind import BackendOptions
 from splitc.runtime.engines.onnx_session import open_onnx
+from splitc.runtime.engines.weight_places import SwapRoom
 from splitc.runtime.errors import EngineError, FollowingError, PackageError
 from splitc.runtime.manifest import Weight
 from splitc.runtime.onnx_types import CODES, NAMES
@@ -46,15 +47,23 @@ def failed(message: str) -> EngineError:
 
 
 def open_session(
-    path: Path, threads: int, communicator: Communicator | None = None, trusts_data: bool = False
+    path: Path,
+    threads: int,
+    communicator: Communicator | None = None,
+    trusts_data: bool = False,
+    stays_mapped: bool = False,
 ) -> ort.InferenceSession:
-    """An ONNX Runtime session on the CPU with `threads` threads. Raises PackageError if the file can't be loaded."""
+    """An ONNX Runtime session on the CPU with `threads` threads. Raises PackageError if the file can't be loaded.
+
+    With `stays_mapped`, it takes weights from their mapped files, rather than from a copy that is packed for matmuls.
+    """
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 4  # errors are raised as exceptions, and warnings are about its optimizer
     # The stages of one process take turns: threads of a finished stage must not keep spinning on the next one's cores.
     options.add_session_config_entry("session.force_spinning_stop", "1")
+    options.add_session_config_entry("session.disable_prepacking", str(int(stays_mapped)))
     register_operators(options, communicator)
     try:
         return open_onnx(path, options, ["CPUExecutionProvider"], trusts_data)
@@ -140,6 +149,7 @@ class OnnxRuntimeBackend:
         self.notes: list[str] = []
         self._threads = threads
         self._trusts_data = trusts_data
+        self._stays_mapped = False
         self._options = ort.RunOptions()
         # Without this entry, ONNX Runtime 1.31 looks for it and raises an exception inside: 40 microseconds per run.
         self._options.add_run_config_entry("gpu_graph_id", "-1")
@@ -163,7 +173,7 @@ class OnnxRuntimeBackend:
         communicator: Communicator | None = None,
         weights: Sequence[Weight] | None = None,
     ) -> OnnxRuntimeEngine:
-        session = open_session(path, self._threads, communicator, self._trusts_data)
+        session = open_session(path, self._threads, communicator, self._trusts_data, self._stays_mapped)
         return OnnxRuntimeEngine(path.name, session, self._options, communicator)
 
     def fetch(
@@ -181,6 +191,13 @@ class OnnxRuntimeBackend:
         return None
 
     def reserve(self, size: int) -> None:
+        pass
+
+    def take_turns(self, room: SwapRoom) -> None:
+        """See Backend. Weights in mapped files need no moving: the system drops and reads their pages as it must."""
+        self._stays_mapped = True
+
+    def bring_in(self) -> None:
         pass
 
     def stop(self) -> None:

@@ -25,7 +25,7 @@ from splitc.runtime.engines.attention_kernels import attention_for
 from splitc.runtime.engines.engine_kind import BackendOptions
 from splitc.runtime.engines.gpu_array import GpuArray
 from splitc.runtime.engines.gpu_device import GpuDevice
-from splitc.runtime.engines.gpu_weights import can_share, place_weights
+from splitc.runtime.engines.gpu_weights import place_weights
 from splitc.runtime.engines.kept_binding import KeptBinding
 from splitc.runtime.engines.onnx_session import open_onnx
 from splitc.runtime.engines.onnxruntime_cpu import (
@@ -36,6 +36,8 @@ from splitc.runtime.engines.onnxruntime_cpu import (
     register_operators,
     run_overridden,
 )
+from splitc.runtime.engines.swapped_weights import SwappedWeights
+from splitc.runtime.engines.weight_places import SwapRoom, can_share
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.manifest import Weight
 from splitc.runtime.onnx_types import CODES, read_type
@@ -160,6 +162,7 @@ class OnnxRuntimeGpuBackend(GpuDevice):
         super().__init__(device)
         self._cuda_graphs = cuda_graphs
         self._trusts_data = trusts_data
+        self._room: SwapRoom | None = None
         self._options = ort.RunOptions()
         # Later work on the stream waits on the GPU, so the host need not wait.
         self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
@@ -179,9 +182,7 @@ class OnnxRuntimeGpuBackend(GpuDevice):
         weights: Sequence[Weight] | None = None,
     ) -> OnnxRuntimeGpuEngine:
         _load_libraries()
-        shared = None
-        if self._cuda_graphs and weights is not None and can_share(weights):
-            shared = place_weights(self, path.parent, weights)
+        shared = self._place(path, weights)
         opened = partial(self._open, path, communicator, shared or {})
         sessions, capture_blocker = self._open_sessions(path.name, opened, shared is not None)
         if communicator is not None and not communicator.capturable:
@@ -193,6 +194,21 @@ class OnnxRuntimeGpuBackend(GpuDevice):
                 "onnxruntime-gpu must not both be installed"
             )
         return OnnxRuntimeGpuEngine(path.name, sessions, self, self._options, sizes_only, capture_blocker, shared or {})
+
+    def _place(self, path: Path, weights: Sequence[Weight] | None) -> Mapping[str, ort.OrtValue] | None:
+        """The weights that the engine's sessions share with each other, or with other engines; None if they do not."""
+        if self._room is not None and weights and can_share(weights):
+            self.free_unused()
+            self.swapped = made = SwappedWeights(self, self._room, path.parent, weights)
+            return made.values
+        if self._room is not None:
+            self.notes.append(f"{path.name}: its weights stay on {self.name} while other modules work")
+        if weights is not None and can_share(weights) and (self._cuda_graphs or any(each.key for each in weights)):
+            return place_weights(self, path.parent, weights)
+        return None
+
+    def take_turns(self, room: SwapRoom) -> None:
+        self._room = room
 
     def _open_sessions(
         self, name: str, opened: Callable[[bool, bool], ort.InferenceSession], shares: bool

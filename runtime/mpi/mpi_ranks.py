@@ -105,8 +105,7 @@ class MpiRanks(RemoteRanks):
         self._wire.send(Stop())
 
     def join(self, patience: float) -> bool:
-        self._reader.join(0.0 if self._world.broken.is_set() else patience)
-        return not self._wire.alive
+        return self._reader.join(0.0 if self._world.broken.is_set() else patience)
 
     def clear(self) -> None:
         if not self.join(PATIENCE):

@@ -1,4 +1,4 @@
-"""The beginning of a rank's process: signs of life, and CUDA starts, while Python imports the rest.
+"""The beginning of a process of ranks: signs of life, and CUDA starts, while Python imports the rest.
 
 This imports almost nothing itself.
 """
@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import os
 import select
+import signal
 import struct
 import threading
 import time
@@ -21,25 +22,26 @@ from splitc.runtime.processes.nccl_files import find_nccl_files
 BEAT = 0.5
 
 
-def begin(control: int, pulse: int, number: int, parent: int, starts_cuda: bool) -> None:
-    """Begin the process of a rank, which goes on on this thread.
+def begin(control: int, pulse: int, parent: int, starts_cuda: bool) -> None:
+    """Begin the process of a device's ranks, which goes on on this thread.
 
-    `control` is the descriptor of the socket to the session, whose process is `parent`, `pulse` that of memory for the
-    time of each rank's last sign of life, by time.monotonic.
+    `control` is the descriptor of the socket to the caller's process, which is `parent`, `pulse` that of memory for the
+    time of the last sign of life, by time.monotonic.
     """
-    threading.Thread(target=_show_life, args=(control, pulse, number, parent), name="splitc pulse", daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal gives it to all, and the caller ends this one if it ends
+    threading.Thread(target=_show_life, args=(control, pulse, parent), name="splitc pulse", daemon=True).start()
     if starts_cuda:
         threading.Thread(target=_make_context, name="splitc starts CUDA", daemon=True).start()
 
 
-def _show_life(control: int, pulse: int, number: int, parent: int) -> None:
-    """Say again and again that the process is alive, and end it when the session's process has ended."""
+def _show_life(control: int, pulse: int, parent: int) -> None:
+    """Say again and again that the process is alive, and end it when the caller's process has ended."""
     times = mmap.mmap(pulse, os.fstat(pulse).st_size)
     os.close(pulse)
     hangup = select.poll()
     hangup.register(control, select.POLLHUP)  # which is always reported, and nothing else
     while True:
-        struct.pack_into("d", times, 8 * number, time.monotonic())
+        struct.pack_into("d", times, 0, time.monotonic())
         if any(event & (select.POLLHUP | select.POLLERR) for _, event in hangup.poll(1e3 * BEAT)):
             break
         if os.getppid() != parent:  # a copy of the caller may still hold the other end of the socket

@@ -39,7 +39,12 @@ class Control(Protocol):
 
 
 class SocketControl:
-    """A control by a channel. Arrays are in shared memory. A rank looks for work for `spin` seconds, if it may."""
+    """A control by a channel. Arrays are in shared memory. A rank looks for work for `spin` seconds, if it may.
+
+    `closed` says whether the session was closed, after all requests.
+    """
+
+    closed = False
 
     def __init__(self, channel: Channel, number: int, in_flight: int, spin: float) -> None:
         self._channel = channel
@@ -51,6 +56,7 @@ class SocketControl:
     def receive(self, spins: bool) -> Message:
         self._channel.spin = self._spin if spins else 0.0
         message: Message = self._channel.receive()
+        self.closed = message is None
         return message
 
     def arrays(self, order: Order) -> tuple[dict[str, Array], dict[str, Array]]:
@@ -64,8 +70,11 @@ class SocketControl:
 
     def answer(self, answer: Answer, outputs: Mapping[str, Array]) -> None:
         sent, descriptor = self._outputs.send(outputs)
-        self._channel.send(replace(answer, outputs=sent), descriptor)
-        if descriptor is not None:
+        whole = replace(answer, outputs=sent)
+        if descriptor is None:
+            self._channel.send(whole)
+        else:
+            self._channel.send(whole, descriptor)
             os.close(descriptor)
 
     def room(self, backend: Backend) -> Room | None:

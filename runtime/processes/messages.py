@@ -12,16 +12,17 @@ from msgspec.msgpack import Decoder, Encoder
 
 from splitc.runtime.arrays import Zeros
 from splitc.runtime.devices import Device
+from splitc.runtime.engines.weight_places import SwapRoom
 from splitc.runtime.manifest import State
 from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.shared_memory import Placed, Sent
 
 
 class Start(Struct, frozen=True, array_like=True, tag=True):
-    """What a rank's process needs to know. Numbers of files are descriptors that it inherits.
+    """What a rank needs to know. With it come descriptors: that of the socket to the session, and then as below.
 
-    `channels` has a socket for each other rank, `meetings` the memory where the engines of a group meet. A rank looks
-    for work for `spin` seconds before it sleeps.
+    `channels` are the other ranks, with a socket to each, and `meetings` the groups whose engines meet, with the memory
+    where they do. A rank looks for work for `spin` seconds before it sleeps. For `turns` see Worker.
     """
 
     package: Path
@@ -31,9 +32,10 @@ class Start(Struct, frozen=True, array_like=True, tag=True):
     threads: int
     cuda_graphs: bool
     in_flight: int
-    channels: dict[int, int]
-    meetings: dict[tuple[int, ...], int]
+    channels: tuple[int, ...]
+    meetings: tuple[tuple[int, ...], ...]
     spin: float
+    turns: SwapRoom | None
 
 
 class Order(Struct, frozen=True, array_like=True, tag=True):
@@ -57,6 +59,10 @@ class Forget(Struct, frozen=True, array_like=True, tag=True):
     """Free the states of a sequence."""
 
     sequence: int
+
+
+class BringIn(Struct, frozen=True, array_like=True, tag=True):
+    """Bring the weights in, which other models had the memory of."""
 
 
 class Ask(Struct, frozen=True, array_like=True, tag=True):
@@ -107,8 +113,12 @@ def _restore(kind: Any, value: Any) -> Any:
     return pickle.loads(value) if kind is BaseException else kind(os.fsdecode(value))
 
 
+class Ended(Struct, frozen=True, array_like=True, tag=True):
+    """A rank has ended, and freed what it held. Its process goes on if it has other ranks."""
+
+
 # None says that there are no more.
-Message = Start | Order | Forget | Ask | Loaded | Report | Answer | Broken | None
+Message = Start | Order | Forget | BringIn | Ask | Loaded | Report | Answer | Broken | Ended | None
 _encoder = Encoder(enc_hook=_flatten)
 _decoder: Decoder[Message] = Decoder(Message, dec_hook=_restore)
 

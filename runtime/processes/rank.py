@@ -1,8 +1,11 @@
-"""The process of one rank, after its beginning: it runs the same loop as a rank's thread does, on its main thread."""
+"""The process of a device's ranks, after its beginning: each runs the same loop as elsewhere, on its own thread."""
 
 from __future__ import annotations
 
 import os
+import sys
+import threading
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -13,15 +16,28 @@ from splitc.runtime.channel import Channel, portable
 from splitc.runtime.collectives.channel_mail import ChannelMail
 from splitc.runtime.collectives.engine_meeting import EngineMeeting
 from splitc.runtime.collectives.process_collectives import ProcessCollectives
-from splitc.runtime.devices import Device
 from splitc.runtime.engines import Backend
 from splitc.runtime.engines.backends import make_backend
+from splitc.runtime.engines.weight_places import SwapRoom
 from splitc.runtime.failures import Failure, attempt
 from splitc.runtime.manifest import Manifest, State
 from splitc.runtime.manifest_file import read_manifest
 from splitc.runtime.mapped_files import remove_files
 from splitc.runtime.processes.control import Control, SocketControl
-from splitc.runtime.processes.messages import Answer, Ask, Broken, Forget, Loaded, Order, Report, Start, pack, unpack
+from splitc.runtime.processes.messages import (
+    Answer,
+    Ask,
+    BringIn,
+    Broken,
+    Ended,
+    Forget,
+    Loaded,
+    Order,
+    Report,
+    Start,
+    pack,
+    unpack,
+)
 from splitc.runtime.processes.nccl_files import find_nccl_files
 from splitc.runtime.ranks.loop import Span
 from splitc.runtime.ranks.request import InFlightRequest
@@ -34,9 +50,9 @@ from splitc.runtime.steps import Run, Step
 
 
 class RankProcess:
-    """One rank of a package, in a process of its own. `states` are those that stay on the ranks.
+    """One rank of a package, in the process of its device. `states` are those that stay on the ranks.
 
-    `control` connects it with the session, `collectives` with the other ranks.
+    `control` connects it with the session, `collectives` with the other ranks. For `turns` see Worker.
     """
 
     def __init__(
@@ -49,6 +65,7 @@ class RankProcess:
         control: Control,
         collectives: ProcessCollectives,
         cuda_graphs: bool,
+        turns: SwapRoom | None = None,
     ) -> None:
         self._control = control
         self._collectives = collectives
@@ -72,6 +89,7 @@ class RankProcess:
             self,
             self._replays,
             control.room(backend),
+            turns,
         )
         self.worker.ready.add_done_callback(self._announce)
 
@@ -104,6 +122,8 @@ class RankProcess:
             return self._read(message)
         if isinstance(message, Forget):
             return partial(self.worker.forget, message.sequence)
+        if isinstance(message, BringIn):
+            return self.worker.bring_in
         if isinstance(message, Ask):
             return self._report
         return None
@@ -140,31 +160,67 @@ def _exchanges(manifest: Manifest) -> bool:
     return any(not isinstance(step, Run) for step in steps)
 
 
-def _make(start: Start, channel: Channel) -> RankProcess:
-    """The rank of this process, which the session has started."""
-    manifest = read_manifest(start.package)
-    device: Device = start.devices[start.number]
+def _make(
+    start: Start, meetings: Sequence[int], mail: ChannelMail, control: SocketControl
+) -> tuple[RankProcess, ProcessCollectives]:
+    """A rank that the session has started, and its collectives. Descriptors are those of the memory of meetings."""
+    manifest, device = read_manifest(start.package), start.devices[start.number]
     backend = make_backend(manifest.engine, device, start.threads, manifest.build, start.cuda_graphs)
-    meetings = {g: EngineMeeting(len(g), map_memory(memory)) for g, memory in start.meetings.items()}
-    mail = ChannelMail({other: Channel(descriptor) for other, descriptor in start.channels.items()})
-    collectives = ProcessCollectives(start.number, len(start.devices), mail, meetings, backend)
-    control = SocketControl(channel, start.number, start.in_flight, start.spin)
-    return RankProcess(
-        start.number, start.package, manifest, start.states, backend, control, collectives, start.cuda_graphs
+    memories = zip(start.meetings, map(map_memory, meetings), strict=True)
+    met = {group: EngineMeeting(len(group), memory) for group, memory in memories}
+    collectives = ProcessCollectives(start.number, len(start.devices), mail, met, backend)
+    rank = RankProcess(
+        start.number,
+        start.package,
+        manifest,
+        start.states,
+        backend,
+        control,
+        collectives,
+        start.cuda_graphs,
+        start.turns,
     )
+    return rank, collectives
 
 
-def main(descriptor: int) -> None:
-    """Run the rank until the session ends it. The descriptor is that of the socket to the session."""
-    channel = Channel(descriptor, pack, unpack)
-    start: Start = channel.receive()
+def _host(start: Start, descriptors: Sequence[int]) -> None:
+    """Run a rank until its session ends it. If the session is gone, or this fails, the whole process ends."""
     try:
-        worker = _make(start, channel).worker
-    except Exception as error:  # of a library or the device: the session's caller gets it
-        channel.send(Loaded(portable(error)))
-        return
-    try:
-        worker.run()
+        channel = Channel(descriptors[0], pack, unpack)
+        mailed = descriptors[1 : 1 + len(start.channels)]
+        mail = ChannelMail(dict(zip(start.channels, map(Channel, mailed), strict=True)))
+        control = SocketControl(channel, start.number, start.in_flight, start.spin)
+        made = attempt(partial(_make, start, descriptors[1 + len(mailed) :], mail, control))
+        if isinstance(made, Failure):  # of a library or the device: the session's caller gets it
+            channel.send(Loaded(portable(made.error)))
+        else:
+            rank, collectives = made
+            rank.worker.run()
+            if control.closed:
+                collectives.release()
+        mail.finish()
+        channel.send(Ended())
+        channel.close()
     except (EOFError, OSError):  # the session is gone
         remove_files(find_nccl_files(os.getpid()))
         os._exit(1)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def main(descriptor: int) -> None:
+    """Host ranks until there will be no more, and the last one has ended.
+
+    The descriptor is that of the socket to the process that starts them.
+    """
+    home = Channel(descriptor, pack, unpack)
+    ranks: list[threading.Thread] = []
+    while (start := home.receive()) is not None:
+        descriptors = [home.receive_descriptor() for _ in (None, *start.channels, *start.meetings)]
+        name = f"splitc rank {start.number} ({start.devices[start.number]}) of {start.package.name}"
+        ranks.append(threading.Thread(target=_host, args=(start, descriptors), name=name))
+        ranks[-1].start()
+    for rank in ranks:
+        rank.join()

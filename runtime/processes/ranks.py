@@ -1,4 +1,4 @@
-"""The ranks of a session as processes that it starts.
+"""The ranks of a session in processes that were started for their devices, and may have ranks of other sessions too.
 
 The session's process has no CUDA context. A rank that dies, hangs or can't go on ends the session with an error that
 names it; the other ranks' processes are ended too, since they may wait for it.
@@ -6,28 +6,27 @@ names it; the other ranks' processes are ended too, since they may wait for it.
 
 from __future__ import annotations
 
-import signal
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from splitc.runtime.devices import Device
+from splitc.runtime.engines.weight_places import SwapRoom
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.manifest import Manifest, State
 from splitc.runtime.mapped_files import remove_files
+from splitc.runtime.processes.device_processes import DeviceProcesses, kill
 from splitc.runtime.processes.launch import launch
 from splitc.runtime.processes.messages import Loaded
-from splitc.runtime.processes.nccl_files import find_nccl_files
 from splitc.runtime.processes.reader import Reader
 from splitc.runtime.processes.remote import FIRST_PATIENCE, PATIENCE, RemoteRanks
 from splitc.runtime.processes.wire import SocketWire
 
 
 class RankProcesses(RemoteRanks):
-    """The ranks of a package, each a process that has loaded its engines. `states` are those that stay on the ranks.
+    """The ranks of a package in `processes`, which have loaded its engines. `states` are those that stay on the ranks.
 
-    Raises PackageError if a rank can't load its engines.
+    For `turns` see Worker. Raises PackageError if a rank can't load its engines.
     """
 
     def __init__(
@@ -40,12 +39,13 @@ class RankProcesses(RemoteRanks):
         cuda_graphs: bool,
         in_flight: int,
         broken: Callable[[BaseException], None],
+        processes: DeviceProcesses,
+        turns: Sequence[SwapRoom | None],
     ) -> None:
         super().__init__(manifest, devices, broken)
         self._files: set[str] = set()
-        self._began = time.monotonic()
-        made = launch(package, manifest, devices, states, threads, cuda_graphs, in_flight)
-        self._pulse, self._channels, self._processes = made.pulse, made.channels, made.processes
+        made = launch(package, manifest, devices, states, threads, cuda_graphs, in_flight, processes, turns)
+        self._channels, self._processes = made.channels, made.processes
         self._wire = SocketWire(self._channels, in_flight)
         self._reader = Reader(self._wire, self, made.spins)
         self._wait_loaded()
@@ -55,37 +55,36 @@ class RankProcesses(RemoteRanks):
         super()._rank_loaded(rank, message)
 
     def _silent(self, rank: int, now: float) -> tuple[float, float]:
-        return now - (self._pulse[rank] or self._began), PATIENCE if self._pulse[rank] else FIRST_PATIENCE
+        sign, lived = self._processes[rank].last_sign
+        return now - sign, PATIENCE if lived else FIRST_PATIENCE
 
     def lost(self, rank: int) -> None:
-        code = self._processes[rank].wait()
-        if self._stopped or (self._closing and code == 0):
+        process = self._processes[rank]
+        process.leave(self._channels[rank])
+        if self._stopped or (self._closing and rank in self._ended):
             return
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        error = EngineError(f"the process of {self._name(rank)} {how}")
+        error = self._why_it_ended(rank) if rank in self._ended else None
+        error = error or EngineError(f"the process of {self._name(rank)} {process.how_it_ended()}")
         if not self._loaded[rank].done():
             self._loaded[rank].set_exception(PackageError(str(error)))
         self._break(error)
 
+    def _why_it_ended(self, rank: int) -> BaseException:
+        """Why a rank has ended before the session, while its process goes on."""
+        loaded = self._loaded[rank]
+        if loaded.done() and (error := loaded.exception()) is not None:
+            return error
+        return self._suspect[2] if self._suspect is not None else EngineError(f"{self._name(rank)} has ended")
+
     def stop(self) -> None:
         self._stopped = True
-        running = [process for process in self._processes if process.poll() is None]
-        for process in running:
-            self._files |= find_nccl_files(process.pid)
-        for process in running:
-            process.kill()
-        for process in running:
-            process.wait()
-        remove_files(self._files)
+        kill(self._processes, self._why, self._files)
 
     def join(self, patience: float) -> bool:
         deadline = time.monotonic() + patience
-        for process in self._processes:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                return False
-        return True
+        if not self._reader.join(patience):
+            return False
+        return all(process.join(max(0.0, deadline - time.monotonic())) for process in self._processes)
 
     def clear(self) -> None:
         self._reader.join()

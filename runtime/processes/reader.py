@@ -81,10 +81,12 @@ class Reader:
                 pass
             self._receive(LOOK)
 
-    def join(self, patience: float = 2 * LOOK) -> None:
-        """Wait until no more messages are read, for at most so many seconds: until all ranks have ended."""
+    def join(self, patience: float = 2 * LOOK) -> bool:
+        """Wait until all ranks have ended, for at most so many seconds. Returns whether they have."""
         self._wake.set()
-        self._thread.join(patience)
+        if threading.current_thread() is not self._thread:  # it may close a session that nobody has any more
+            self._thread.join(patience)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         """Read what no caller does, and look after ranks that nobody waits for."""

@@ -14,7 +14,7 @@ from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.futures import first_error
 from splitc.runtime.manifest import Manifest
 from splitc.runtime.memory_use import RankMemory
-from splitc.runtime.processes.messages import Answer, Ask, Broken, Forget, Loaded, Order, Report
+from splitc.runtime.processes.messages import Answer, Ask, BringIn, Broken, Ended, Forget, Loaded, Order, Report
 from splitc.runtime.processes.reader import Reader
 from splitc.runtime.processes.wire import Wire
 from splitc.runtime.ranks.loop import Replay, Span
@@ -51,7 +51,10 @@ class RemoteRanks(ABC):
         self._closing = self._stopped = False
         # When a rank said that it can't go on, the request that others may fail in too, and the error.
         self._suspect: tuple[float, int | None, BaseException] | None = None
+        # Why all ranks are ended, when they are.
+        self._why: BaseException = EngineError("its session was closed while a request ran")
         self._loaded: list[Future[None]] = [Future() for _ in devices]
+        self._ended: set[int] = set()
         self._reports: list[Future[Report]] = []
 
     def __len__(self) -> int:
@@ -62,7 +65,7 @@ class RemoteRanks(ABC):
         self._reader.wake()
         error = first_error(self._loaded)
         if error is not None:
-            self.stop()
+            self.abort(error)
             self.clear()
             raise error
 
@@ -90,6 +93,10 @@ class RemoteRanks(ABC):
     def forget(self, sequence: int) -> None:
         """Free the states of a sequence."""
         self._wire.send(Forget(sequence))
+
+    def bring_in(self) -> None:
+        """Let all ranks bring their weights in, which other models had the memory of, before later requests."""
+        self._wire.send(BringIn())
 
     @property
     def notes(self) -> list[str]:
@@ -138,6 +145,8 @@ class RemoteRanks(ABC):
         elif isinstance(message, Broken):
             error = EngineError(f"{self._name(rank)} failed: {message.error}")
             self._suspect = self._suspect or (time.monotonic(), message.request, error)
+        elif isinstance(message, Ended):
+            self._ended.add(rank)
 
     def _rank_loaded(self, rank: int, message: Loaded) -> None:
         if message.error is None:
@@ -178,7 +187,7 @@ class RemoteRanks(ABC):
     def _break(self, error: BaseException) -> None:
         """End all ranks, and the session with this error."""
         if not self._stopped:
-            self.stop()
+            self.abort(error)
             for report in self._reports:
                 if not report.done():
                     report.set_exception(EngineError(str(error)))
@@ -193,6 +202,7 @@ class RemoteRanks(ABC):
 
     def abort(self, error: BaseException) -> None:
         """End all ranks, which may wait for each other."""
+        self._why = error
         self.stop()
 
     @abstractmethod

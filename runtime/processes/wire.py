@@ -61,18 +61,20 @@ class SocketWire:
         unused = tuple(tuple(each.unused()) for each in self._outputs)
         first, rest = tuple(placed[: len(feeds)]), tuple(placed[len(feeds) :])
         whole = replace(order, feeds=first, initial=rest, renewed=descriptor is not None, unused=unused)
-        self._send(whole, descriptor)
-        if descriptor is not None:
+        if descriptor is None:
+            self._send(whole)
+        else:
+            self._send(whole, descriptor)
             os.close(descriptor)
 
     def send(self, message: Message) -> None:
         self._send(message)
 
-    def _send(self, message: Message, descriptor: int | None = None) -> None:
+    def _send(self, message: Message, *descriptors: int) -> None:
         packed = pack(message)
         for channel in self._channels:
             with contextlib.suppress(OSError):
-                channel.send(packed, descriptor)
+                channel.send(packed, *descriptors)
 
     def outputs(self, rank: int, sent: Sent | None) -> dict[str, Array]:
         if sent is None:

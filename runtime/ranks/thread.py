@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from splitc.runtime.arrays import Array, Zeros
 from splitc.runtime.collectives import Collectives
 from splitc.runtime.engines import Backend, Communicator, Room
+from splitc.runtime.engines.weight_places import SwapRoom
 from splitc.runtime.failures import Failure, attempt
 from splitc.runtime.manifest import Rank, State
 from splitc.runtime.memory_use import RankMemory
@@ -48,7 +49,8 @@ class Worker(threading.Thread):
     The queue `requests` has requests, functions to call on the thread, and None to end it, which are taken in order.
     `broken` is called if the thread itself fails, not just a request. `resident` maps each input that is a state to its
     output. `sequences` hold the states. `capture_blocker`, set after loading, says why the rank's work can't be
-    captured as a CUDA graph, or is None. `room` is where a GPU puts the outputs, if that matters.
+    captured as a CUDA graph, or is None. `room` is where a GPU puts the outputs, if that matters. `turns` is the room
+    that its weights have in turn with those of other models, if they do.
     """
 
     def __init__(
@@ -63,12 +65,14 @@ class Worker(threading.Thread):
         requests: Requests | None = None,
         replays: Replays | None = None,
         room: Room | None = None,
+        turns: SwapRoom | None = None,
     ) -> None:
         super().__init__(name=f"splitc rank {number} ({rank.device})", daemon=True)
         self.requests: SimpleQueue[InFlightRequest | Callable[[], None] | None] = SimpleQueue()
         self._inbox: Requests = requests or self.requests
         self._replays = replays
         self.room = room
+        self._turns = turns
         self.backend = backend
         self.number = number
         self._rank = rank
@@ -126,6 +130,8 @@ class Worker(threading.Thread):
     def _load(self) -> Program:
         """Load the engines, and connect those with collectives inside."""
         self.backend.attach()
+        if self._turns is not None:
+            self.backend.take_turns(self._turns)
         self._before = self.backend.used_bytes()
         engines = []
         is_whole = len(self._rank.engines) == 1  # segments are too many to have two sessions each
@@ -140,6 +146,11 @@ class Worker(threading.Thread):
         self.capture_blocker = next((why for engine in engines if (why := engine.capture_blocker)), None)
         self._loaded = self.backend.used_bytes()
         return Program(self._rank.program, engines, [*self._rank.outputs, *self._rank.keeps])
+
+    def bring_in(self) -> None:
+        """Bring the weights in, which other models had the memory of. They may have taken more."""
+        self.backend.bring_in()
+        self.backend.reserve(self._rank.activation_bytes + 2 * self._rank.cache_bytes)
 
     def communicator(self, group: tuple[int, ...]) -> Communicator:
         """The communicator of engines with collectives inside: one for each group that the rank is in."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 
 from splitc.runtime.collectives.connect import connect_devices
 from splitc.runtime.devices import Device
 from splitc.runtime.engines import Backend
+from splitc.runtime.engines.weight_places import SwapRoom
+from splitc.runtime.errors import EngineError
+from splitc.runtime.failures import Failure, attempt
 from splitc.runtime.futures import first_error
 from splitc.runtime.manifest import Manifest, State
 from splitc.runtime.memory_use import RankMemory
@@ -24,7 +27,8 @@ PATIENCE = 10.0
 class Workers:
     """The ranks of a package, each on its device, with loaded engines. `states` are those that stay on the ranks.
 
-    `broken` is called if a rank's thread fails. Raises PackageError if a rank can't load its engines.
+    `broken` is called if a rank's thread fails. For `turns` see Worker. Raises PackageError if a rank can't load its
+    engines.
     """
 
     def __init__(
@@ -35,12 +39,13 @@ class Workers:
         devices: Sequence[Device],
         backends: Sequence[Backend],
         broken: Callable[[BaseException], None],
+        turns: Sequence[SwapRoom | None],
     ) -> None:
         self._collectives = connect_devices(devices, backends)
-        ends = zip(manifest.ranks, backends, self._collectives, strict=True)
+        ends = zip(manifest.ranks, backends, self._collectives, turns, strict=True)
         self._workers = [
-            Worker(number, rank, states, package, backend, collectives, broken)
-            for number, (rank, backend, collectives) in enumerate(ends)
+            Worker(number, rank, states, package, backend, collectives, broken, turns=room)
+            for number, (rank, backend, collectives, room) in enumerate(ends)
         ]
         try:
             for worker in self._workers:
@@ -97,6 +102,21 @@ class Workers:
         for worker in self._workers:
             worker.requests.put(request)
 
+    def bring_in(self) -> None:
+        """Bring the weights in, which other models had the memory of. Waits for that, since a replay would not.
+
+        Raises the error of a rank that can't.
+        """
+        brought: list[Future[None]] = []
+        for worker in self._workers:
+            brought.append(Future())
+            worker.requests.put(partial(_complete, brought[-1], worker.bring_in))
+        while wait(brought, 1.0).not_done:
+            if not all(worker.is_alive() for worker in self._workers):
+                raise EngineError("a rank has ended")
+        if (error := first_error(brought)) is not None:
+            raise error
+
     def read_until(self, future: Future[InFlightRequest]) -> None:
         """Threads give their answers without help."""
 
@@ -127,3 +147,12 @@ class Workers:
     def clear(self) -> None:
         """Release the ranks after they have ended."""
         self._workers = []
+
+
+def _complete(future: Future[None], work: Callable[[], None]) -> None:
+    """Do the work, and give the future its error, or say that it is done."""
+    done = attempt(work)
+    if isinstance(done, Failure):
+        future.set_exception(done.error)
+    else:
+        future.set_result(None)

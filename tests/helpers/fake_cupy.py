@@ -305,10 +305,18 @@ def make(devices: int = DEVICES) -> types.SimpleNamespace:
         get_elapsed_time=lambda begin, end: (end.time - begin.time) / 1e3,
         memory=types.SimpleNamespace(OutOfMemoryError=MemoryError),
         alloc=Memory,
+        PinnedMemory=lambda size: np.full(size, POISON, np.uint8).view(Pinned),
+        PinnedMemoryPointer=lambda memory, offset: memory[offset:],
         alloc_pinned_memory=lambda size: np.full(size, POISON, np.uint8).view(Pinned),
         runtime=runtime,
     )
     # Arrays of CuPy's own, which are not splitc's: with numpy, at once.
     return types.SimpleNamespace(
-        cuda=cuda, ndarray=ndarray, ones=np.ones, empty_like=np.empty_like, matmul=np.matmul, copyto=np.copyto
+        cuda=cuda,
+        ndarray=ndarray,
+        ones=np.ones,
+        empty_like=np.empty_like,
+        matmul=np.matmul,
+        copyto=np.copyto,
+        get_default_memory_pool=lambda: types.SimpleNamespace(free_all_blocks=lambda: None),
     )

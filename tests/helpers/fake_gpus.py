@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 
 from splitc.compiler import Request, compile_model, plan_model
@@ -20,9 +21,21 @@ from splitc.runtime.engines import Communicator
 from splitc.runtime.engines.gpu_array import GpuArray
 from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
+from splitc.runtime.engines.swapped_weights import SwappedWeights
+from splitc.runtime.engines.weight_places import SwapRoom, size_of
 from splitc.runtime.errors import EngineError
 from splitc.runtime.manifest import Weight
 from tests.helpers import fake_cupy
+
+# A weight on the GPU, the folder of its file, and the weight.
+Needed = tuple[ort.OrtValue, Path, Weight]
+
+
+def _is_there(needed: Needed) -> bool:
+    """Whether the weight is on the GPU as it is in its file."""
+    held, folder, weight = needed
+    content = np.memmap(folder / weight.file, np.uint8, "r", weight.offset, (size_of(weight),))
+    return ctypes.string_at(held.data_ptr(), content.size) == content.tobytes()
 
 
 class HostEngine:
@@ -36,6 +49,8 @@ class HostEngine:
         self._backend = OnnxRuntimeBackend(1)
         self._engine = self._backend.load(path)
         self.inputs, self.outputs = self._engine.inputs, self._engine.outputs
+        # Weights that it does not look at. If they are not there while it works, its outputs are wrong.
+        self.needed: list[Needed] = []
 
     def run(self, values: Mapping[str, Any], into: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
         shapes = self._shapes(values)
@@ -57,7 +72,9 @@ class HostEngine:
             value = values[name]
             raw = np.ctypeslib.as_array((ctypes.c_uint8 * max(1, value.nbytes)).from_address(value.pointer))
             feeds[name] = self._backend.upload(raw[: value.nbytes].copy().view(value.dtype).reshape(value.shape))
-        return {n: np.ascontiguousarray(a) for n, a in self._backend.download(self._engine.run(feeds)).items()}
+        made = {n: np.ascontiguousarray(a) for n, a in self._backend.download(self._engine.run(feeds)).items()}
+        wrong = not all(map(_is_there, self.needed))
+        return {name: ~array.view(np.uint8) for name, array in made.items()} if wrong else made
 
     def _shapes(self, values: Mapping[str, GpuArray]) -> dict[str, tuple[tuple[int, ...], str]]:
         """What TensorRT's shape inference would say; ids are 1, which is in bounds."""
@@ -70,6 +87,10 @@ class FakeBackend(GpuDevice):
     """Loads HostEngines on a GPU that is not there. The engine of `failing` fails in the run of that number."""
 
     failing: tuple[int, int] | None = None
+    _room: SwapRoom | None = None
+
+    def take_turns(self, room: SwapRoom) -> None:
+        self._room = room
 
     def load(
         self,
@@ -80,6 +101,9 @@ class FakeBackend(GpuDevice):
         weights: Sequence[Weight] | None = None,
     ) -> HostEngine:
         engine = HostEngine(self, path)
+        if self._room is not None and weights:
+            self.swapped = SwappedWeights(self, self._room, path.parent, weights)
+            engine.needed = [(self.swapped.values[each.name], path.parent, each) for each in weights]
         if self.failing and self.failing[0] == self.index and path.name.endswith(("stage0.1.onnx", "stage1.onnx")):
             _fail_in(engine, self.failing[1])
         return engine

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
 from splitc.compiler import Request, compile_model, plan_model
+from splitc.runtime.manifest_file import read_seal
+from splitc.runtime.pipeline_file import Module, PipelineFile, write_pipeline
 
 MODES = {
     "layer": ("3xcpu", Request()),
@@ -24,3 +28,12 @@ def compile_mode(model: Path, mode: str) -> Path:
     package = model.with_name(f"{model.stem}-{mode.replace(' ', '-')}-{devices}")
     compile_model(plan_model(model, [devices], request), package)
     return package
+
+
+def write_modules(folder: Path, packages: Mapping[str, Path]) -> Path:
+    """A package with these packages as its modules."""
+    for name, package in packages.items():
+        shutil.copytree(package, folder / name)
+    modules = [Module(name, read_seal(folder / name), f"{name}/model.onnx") for name in packages]
+    write_pipeline(folder, PipelineFile(modules, []))
+    return folder

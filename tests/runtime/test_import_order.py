@@ -21,6 +21,7 @@ ORDER = (
     "outputs",
     "admission",
     "sequence",
+    "shared_ranks",
     "generate",
     "session",
     "modules",

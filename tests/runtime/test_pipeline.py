@@ -13,10 +13,9 @@ from typer.testing import CliRunner
 
 from splitc.runtime import MisuseError, PackageError, Pipeline, Session
 from splitc.runtime.cli.commands import app
-from splitc.runtime.manifest_file import read_seal
-from splitc.runtime.pipeline_file import FILE_NAME, Module, PipelineFile, write_pipeline
+from splitc.runtime.pipeline_file import FILE_NAME
 from tests.conftest import assert_close, decoder_feeds, run_whole
-from tests.helpers.packages import compile_mode
+from tests.helpers.packages import compile_mode, write_modules
 
 MODES = {"first": "layer", "second": "tensor"}
 
@@ -24,12 +23,7 @@ MODES = {"first": "layer", "second": "tensor"}
 @pytest.fixture
 def pipeline(decoder: Path, tmp_path: Path) -> Path:
     """The same model in two modes."""
-    folder = tmp_path / "pipeline"
-    for name, mode in MODES.items():
-        shutil.copytree(compile_mode(decoder, mode), folder / name)
-    modules = [Module(name, read_seal(folder / name), f"{name}/model.onnx") for name in MODES]
-    write_pipeline(folder, PipelineFile(modules, []))
-    return folder
+    return write_modules(tmp_path / "pipeline", {name: compile_mode(decoder, mode) for name, mode in MODES.items()})
 
 
 def test_modules_give_what_their_models_give(decoder: Path, pipeline: Path) -> None:
@@ -68,6 +62,13 @@ def test_module_of_another_pipeline_is_refused(decoder: Path, pipeline: Path) ->
     (pipeline / FILE_NAME).write_text((pipeline / FILE_NAME).read_text().replace("first", "thirst"))
     with pytest.raises(PackageError, match="was changed since it was compiled"):
         Session(pipeline, module="first")
+
+
+def test_modules_are_not_opened_together_under_mpi(pipeline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("splitc.runtime.modules.begin", object)
+    with pytest.raises(MisuseError, match="serve one module at a time"):
+        Pipeline(pipeline)
+    Pipeline(pipeline, ranks="threads").close()
 
 
 def test_inspect_sums_modules_by_device(pipeline: Path) -> None:

@@ -10,8 +10,9 @@ import pytest
 
 from splitc.runtime.devices import Device
 from splitc.runtime.engines import gpu_weights
-from splitc.runtime.engines.gpu_device import ALIGNED, GpuDevice
-from splitc.runtime.engines.gpu_weights import can_share, place_weights
+from splitc.runtime.engines.gpu_device import GpuDevice
+from splitc.runtime.engines.gpu_weights import place_weights
+from splitc.runtime.engines.weight_places import ALIGNED, can_share
 from splitc.runtime.manifest import Weight
 
 pytestmark = pytest.mark.usefixtures("gpus")
@@ -46,6 +47,27 @@ def test_weights_are_copied_as_they_are(threads: int, tmp_path: Path, monkeypatc
     assert values["brain"].data_type() == "tensor(bfloat16)"
     for name in ("half", "whole"):
         np.testing.assert_array_equal(values[name].numpy(), arrays[name])
+
+
+def test_weights_with_a_key_are_there_once(tmp_path: Path) -> None:
+    """As long as somebody has them, on each GPU, whatever their names and files."""
+    arrays = [np.arange(8, dtype=np.float32) + number for number in range(3)]
+    (tmp_path / "one.weights").write_bytes(b"".join(array.tobytes() for array in arrays))
+    (tmp_path / "other.weights").write_bytes(b"odd" + arrays[1].tobytes())
+    one = [Weight(f"w{n}", "float32", [8], "one.weights", 32 * n, key) for n, key in enumerate(("", "a", "b"))]
+    other = [Weight("v", "float32", [8], "other.weights", 3, "a"), Weight("own", "float32", [8], "one.weights", 64)]
+    gpu = GpuDevice(Device("cuda", 0))
+    gpu.attach()
+    first, second = place_weights(gpu, tmp_path, one), place_weights(gpu, tmp_path, other)
+    elsewhere = place_weights(GpuDevice(Device("cuda", 1)), tmp_path, other)
+    assert second["v"].data_ptr() == first["w1"].data_ptr() != elsewhere["v"].data_ptr()
+    assert second["own"].data_ptr() not in {value.data_ptr() for value in first.values()}
+    for values, expected in ((first, arrays), (second, arrays[1:]), (elsewhere, arrays[1:])):
+        for value, array in zip(values.values(), expected, strict=True):
+            np.testing.assert_array_equal(value.numpy(), array)
+    del first
+    np.testing.assert_array_equal(second["v"].numpy(), arrays[1])
+    assert set(gpu_weights._common) == {(0, "a"), (1, "a")}
 
 
 def test_types_that_can_not_be_passed_on_are_not_shared() -> None:

@@ -6,14 +6,19 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnxruntime as ort
 import pytest
 
+from splitc.runtime.devices import Device
 from splitc.runtime.engines import onnxruntime_gpu
 from splitc.runtime.engines.onnxruntime_gpu import OnnxRuntimeGpuBackend
+from splitc.runtime.engines.weight_places import SwapRoom
 from splitc.runtime.errors import PackageError
+from splitc.runtime.manifest import Weight
 
 
 @pytest.fixture
@@ -79,3 +84,26 @@ def test_shapes_that_come_again_have_a_session_of_their_own(shares: bool, expect
     backend._cuda_graphs = True
     sessions, why = backend._open_sessions("stage0.onnx", lambda *asked: asked, shares)  # type: ignore[arg-type,return-value]
     assert (sessions, why) == (expected, None)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_weights_that_can_be_moved_take_turns(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(np.arange(8, dtype=np.float32).tobytes())
+    weights = [Weight("w", "float32", [8], "file", 0)]
+    backends = [OnnxRuntimeGpuBackend(Device("cuda", 0)) for _ in range(3)]
+    values = []
+    for number, backend in enumerate(backends):
+        backend.attach()
+        backend.take_turns(SwapRoom(-2, 512))
+        values.append(backend._place(tmp_path / "engine.onnx", None if number == 2 else weights))
+    one, other, none = values
+    assert one is not None and other is not None and none is None
+    assert one["w"].data_ptr() == other["w"].data_ptr()
+    assert [backend.swapped is not None and backend.swapped.is_in for backend in backends] == [False, True, False]
+    backends[0].bring_in()
+    np.testing.assert_array_equal(one["w"].numpy(), np.arange(8, dtype=np.float32))
+    assert [backend.notes for backend in backends] == [
+        [],
+        [],
+        ["engine.onnx: its weights stay on cuda0 while other modules work"],
+    ]

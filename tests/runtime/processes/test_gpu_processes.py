@@ -16,7 +16,7 @@ from tests.helpers.fake_gpus import package
 
 @pytest.fixture(autouse=True)
 def fake_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("splitc.runtime.processes.launch.MAIN", "tests.helpers.fake_rank")
+    monkeypatch.setattr("splitc.runtime.processes.device_processes.MAIN", "tests.helpers.fake_rank")
 
 
 @pytest.mark.parametrize(("mode", "options"), [("tensor", {}), ("row", {"row_min": 16})])

@@ -20,7 +20,7 @@ from splitc.runtime import Session
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import EngineError, MisuseError, PackageError, SplitcError
 from splitc.runtime.mapped_files import remove_files
-from splitc.runtime.processes.launch import visible
+from splitc.runtime.processes.device_processes import visible
 from splitc.runtime.processes.messages import Loaded, Report
 from splitc.runtime.processes.nccl_files import find_nccl_files
 from splitc.runtime.processes.ranks import RankProcesses
@@ -47,7 +47,7 @@ def open_processes(package: Path, in_flight: int | None = None) -> Session:
 
 def processes(session: Session) -> list[subprocess.Popen[bytes]]:
     assert isinstance(session._workers, RankProcesses)
-    return session._workers._processes
+    return [each._process for each in session._workers._processes]
 
 
 def test_outputs_are_the_models(package_of: Path, decoder: Path) -> None:
@@ -80,6 +80,15 @@ def test_request_that_fails_on_all_ranks_fails_alone(decoder: Path) -> None:
         with pytest.raises(EngineError):
             session.run(wrong)
         session.run(feeds)
+
+
+def test_interrupt_of_all_processes_is_the_callers(decoder: Path) -> None:
+    """A terminal sends it to all. The caller may go on, as in a notebook."""
+    with open_processes(compile_mode(decoder, "tensor")) as session:
+        for process in processes(session):
+            process.send_signal(signal.SIGINT)
+        session.run(decoder_feeds())
+        assert [process.poll() for process in processes(session)] == [None, None]
 
 
 def test_hang_is_noticed_within_the_bound() -> None:
@@ -226,7 +235,7 @@ def test_rank_that_dies_while_the_session_closes_ends_its_requests(decoder: Path
 
 
 def test_rank_that_hangs_before_its_first_sign_of_life_is_named(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("splitc.runtime.processes.launch.BEGIN", "tests.helpers.stopped_rank")
+    monkeypatch.setattr("splitc.runtime.processes.device_processes.BEGIN", "tests.helpers.stopped_rank")
     monkeypatch.setattr("splitc.runtime.processes.ranks.FIRST_PATIENCE", 1.0)
     with pytest.raises(PackageError, match=r"rank 0 \(cpu0\) hangs: its process gave no sign of life for \d s"):
         open_processes(compile_mode(decoder, "layer"))

@@ -1,0 +1,164 @@
+"""The processes of ranks: one for each device, which hosts this device's ranks of all models that share it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from splitc.runtime.channel import Channel
+from splitc.runtime.child_python import python_command
+from splitc.runtime.devices import Device
+from splitc.runtime.errors import PackageError
+from splitc.runtime.mapped_files import remove_files
+from splitc.runtime.processes.messages import Start, pack, unpack
+from splitc.runtime.processes.nccl_files import find_nccl_files
+from splitc.runtime.shared_memory import create_memory, map_memory
+
+# What a process of ranks runs, the beginning first.
+BEGIN, MAIN = "splitc.runtime.processes.begin", "splitc.runtime.processes.rank"
+
+
+class DeviceProcess:
+    """The process of a device, with this process's import path, whatever the caller's main module is.
+
+    Raises PackageError for a GPU that this process can't see.
+    """
+
+    def __init__(self, device: Device) -> None:
+        environment = {**os.environ, **visible(device, os.environ)}
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours.detach(), pack, unpack)
+        self._began = time.monotonic()
+        pulse = create_memory(8)
+        self._pulse = map_memory(os.dup(pulse)).view(np.float64)
+        control = theirs.fileno()
+        beginning = f"{control}, {pulse}, {os.getpid()}, {device.kind == 'cuda'}"
+        program = f"from {BEGIN} import begin; begin({beginning}); from {MAIN} import main; main({control})"
+        try:
+            self._process = subprocess.Popen(
+                python_command(program), stdin=subprocess.DEVNULL, pass_fds=[control, pulse], env=environment
+            )
+        finally:
+            theirs.close()
+            os.close(pulse)
+        self.pid = self._process.pid
+        # Ranks that have not ended; whether there will be no more.
+        self._ranks: set[Channel] = set()
+        self._sealed = False
+        # Why the caller has ended it.
+        self._why: BaseException | None = None
+
+    def host(self, start: Start, descriptors: Sequence[int]) -> Channel:
+        """Start a rank, which begins to load its engines. Returns the channel to it.
+
+        If the process is gone, so is the channel's other end.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs, contextlib.suppress(OSError):
+            self._channel.send(start, theirs.fileno(), *descriptors)
+        self._ranks.add(made := Channel(ours.detach(), pack, unpack))
+        return made
+
+    def leave(self, rank: Channel) -> None:
+        """The rank with this channel has ended."""
+        self._ranks.discard(rank)
+
+    def seal(self) -> None:
+        """Let it end with its last rank: there will be no more."""
+        if not self._sealed:
+            self._sealed = True
+            with contextlib.suppress(OSError):
+                self._channel.send(None)
+
+    @property
+    def last_sign(self) -> tuple[float, bool]:
+        """When it gave the last sign of life, by time.monotonic, or when it was started; whether it ever gave one."""
+        return float(self._pulse[0]) or self._began, bool(self._pulse[0])
+
+    def kill(self, why: BaseException) -> set[str]:
+        """End it at once. Returns the files that NCCL leaves behind."""
+        if self._process.poll() is not None:
+            return set()
+        files = find_nccl_files(self.pid)
+        self._why = self._why or why
+        self._process.kill()
+        return files
+
+    def wait(self) -> None:
+        """Wait until it has been ended."""
+        self._process.wait()
+        self._channel.close()
+
+    def join(self, patience: float) -> bool:
+        """Wait until it has ended, if its ranks were its last ones, for so many seconds. Returns whether it has."""
+        if not self._sealed or self._ranks:
+            return True  # it goes on
+        try:
+            self._process.wait(patience)
+        except subprocess.TimeoutExpired:
+            return False
+        self._channel.close()
+        return True
+
+    def how_it_ended(self) -> str:
+        """How it ended, which it is about to."""
+        code = self._process.wait()
+        if self._why is not None:
+            return f"was ended, since another model's ranks in it broke: {self._why}"
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+class DeviceProcesses:
+    """The processes of all devices that a session uses, or several sessions that share them: one for each device.
+
+    `devices` are those of all these sessions.
+    """
+
+    def __init__(self, devices: Iterable[Device] = ()) -> None:
+        self.devices = tuple(dict.fromkeys(devices))
+        self._processes: dict[Device, DeviceProcess] = {}
+        self._starting = threading.Lock()
+
+    def find(self, device: Device) -> DeviceProcess:
+        """The process of a device, which is started if there is none. Raises PackageError as DeviceProcess does."""
+        with self._starting:
+            if device not in self._processes:
+                self._processes[device] = DeviceProcess(device)
+            return self._processes[device]
+
+    def running(self, devices: Iterable[Device]) -> list[DeviceProcess]:
+        """The processes of these devices that were started."""
+        return [self._processes[device] for device in dict.fromkeys(devices) if device in self._processes]
+
+    def seal(self) -> None:
+        """Let each process end with its last rank: no more will be started."""
+        for process in self._processes.values():
+            process.seal()
+
+
+def kill(processes: Iterable[DeviceProcess], why: BaseException, files: Iterable[str] = ()) -> None:
+    """End processes at once, and remove what NCCL leaves behind: these files, and others that are found."""
+    each_once = list(dict.fromkeys(processes))
+    left = set(files).union(*(process.kill(why) for process in each_once))
+    for process in each_once:
+        process.wait()
+    remove_files(left)
+
+
+def visible(device: Device, environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that let a process see this GPU alone. Raises PackageError if it is none that this one sees."""
+    if device.kind == "cpu":
+        return {}
+    seen = environment.get("CUDA_VISIBLE_DEVICES")
+    names = None if seen is None else [name.strip() for name in seen.split(",") if name.strip()]
+    if names is not None and device.index >= len(names):
+        raise PackageError(f"there is no {device}: CUDA_VISIBLE_DEVICES names {len(names)} GPUs")
+    return {"CUDA_VISIBLE_DEVICES": str(device.index) if names is None else names[device.index]}

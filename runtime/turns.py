@@ -1,0 +1,76 @@
+"""Turns of the models of a pipeline which have the memory of their devices one after the other."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from splitc.runtime.errors import MisuseError
+
+# Seconds between two checks whether a session that waits for its turn is broken or closed.
+CHECK_EVERY = 0.1
+
+
+class Turns:
+    """Gives one model at a time the turn, in the order in which they ask for it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: deque[object] = deque()
+        self._owner: Turn | None = None
+        # Whether a thread is in a callback of a request: requests in flight may wait for it to return.
+        self._callbacks = threading.local()
+
+    def begin(self, turn: Turn, check: Callable[[], None]) -> None:
+        """Count a request of a model, once it has the turn. `check` raises an error if it needs no turn any more."""
+        ticket = object()
+        with self._changed:
+            self._waiting.append(ticket)
+            try:
+                while not self._may_begin(turn, ticket):
+                    if self.in_callback:
+                        raise MisuseError(
+                            "in a callback of a request, no request of another module can begin as long as some are in "
+                            "flight, since these modules swap their memory: submit it elsewhere"
+                        )
+                    self._changed.wait(CHECK_EVERY)
+                    check()
+                if self._owner is not turn:
+                    self._owner = None  # if this fails
+                    turn.bring_in()
+                    self._owner = turn
+                turn.requests += 1
+            finally:
+                self._waiting.remove(ticket)
+                self._changed.notify_all()
+
+    def _may_begin(self, turn: Turn, ticket: object) -> bool:
+        """Whether nobody else is at work, and nobody has asked before, for whom a callback does not wait."""
+        if self._owner is not turn and self._owner is not None and self._owner.requests:
+            return False
+        return self.in_callback or self._waiting[0] is ticket
+
+    def end(self, turn: Turn) -> None:
+        """A request of a model has ended."""
+        with self._changed:
+            turn.requests -= 1
+            self._changed.notify_all()
+
+    @property
+    def in_callback(self) -> bool:
+        """Whether this thread is in a callback of a request."""
+        return getattr(self._callbacks, "now", False)
+
+    @in_callback.setter
+    def in_callback(self, now: bool) -> None:
+        self._callbacks.now = now
+
+
+class Turn:
+    """A model's part in `turns`. `requests` are those at work, `bring_in` is called when it gets the turn."""
+
+    def __init__(self, turns: Turns, bring_in: Callable[[], None]) -> None:
+        self.turns = turns
+        self.bring_in = bring_in
+        self.requests = 0

@@ -1,0 +1,116 @@
+"""The modules of a pipeline in one process for each device: on CPU devices, and on GPUs that are not there."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from splitc.runtime import Pipeline, Session
+from splitc.runtime.devices import parse_devices
+from splitc.runtime.errors import MisuseError, PackageError, SplitcError
+from splitc.runtime.processes.ranks import RankProcesses
+from splitc.runtime.rank_kinds import PROCESSES, THREADS, choose_ranks
+from tests.conftest import assert_close, decoder_feeds, run_whole, until
+from tests.helpers import fake_gpus
+from tests.helpers.packages import compile_mode, write_modules
+
+# Seconds within which a request ends with an error.
+BOUND = 10.0
+MODES = {"first": "layer", "second": "tensor", "third": "one device"}
+
+
+@pytest.fixture
+def pipeline(decoder: Path, tmp_path: Path) -> Path:
+    """One model as three modules, on three devices, two, and one."""
+    return write_modules(tmp_path / "pipeline", {name: compile_mode(decoder, mode) for name, mode in MODES.items()})
+
+
+def pids(session: Session) -> list[int]:
+    """The process of each rank."""
+    assert isinstance(session._workers, RankProcesses)
+    return [each.pid for each in session._workers._processes]
+
+
+def own_children() -> set[int]:
+    return {child.pid for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE}
+
+
+def test_each_device_has_one_process(pipeline: Path, decoder: Path) -> None:
+    feeds, before = decoder_feeds(), own_children()
+    expected = run_whole(decoder, feeds)
+    with Pipeline(pipeline, threads=1, ranks="processes") as opened:
+        started = own_children() - before
+        assert len(started) == 3
+        all_of = pids(opened["first"])
+        assert [pids(session) for session in opened.values()] == [all_of, all_of[:2], all_of[:1]]
+        futures = [session.submit(feeds) for _ in range(3) for session in opened.values()]  # at the same time
+        for future in futures:
+            assert_close(future.result(), expected)
+        opened["first"].close()
+        for name in ("second", "third"):
+            assert_close(opened[name].run(feeds), expected)
+        until(lambda: own_children() - before == set(all_of[:2]))  # the third device has no ranks any more
+    assert own_children() == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_process_that_dies_or_hangs_breaks_all_modules_in_it(
+    pipeline: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("splitc.runtime.processes.ranks.PATIENCE", 2.0)  # for a shorter test
+    feeds = decoder_feeds()
+    with Pipeline(pipeline, threads=1, ranks="processes") as opened:
+        psutil.Process(pids(opened["first"])[1]).send_signal(number)
+        start = time.monotonic()
+        for name in ("first", "second"):
+            with pytest.raises(SplitcError, match=r"the session is broken: .*rank 1 \(cpu1\)"):
+                while time.monotonic() < start + BOUND:
+                    opened[name].run(feeds)
+        # It had no rank there, but one in a process that had to be ended.
+        with pytest.raises(SplitcError, match=r"another model's ranks in it broke: .*rank 1 \(cpu1\)"):
+            while time.monotonic() < start + BOUND:
+                opened["third"].run(feeds)
+        assert time.monotonic() < start + BOUND
+
+
+def test_pipeline_that_can_not_load_leaves_nothing(pipeline: Path) -> None:
+    before = own_children()
+    (file,) = (pipeline / "third" / "rank0").glob("*.onnx")
+    file.write_bytes(b"damaged")
+    with pytest.raises(PackageError, match=file.name):
+        Pipeline(pipeline, ranks="processes", verify="never")
+    assert own_children() == before
+
+
+def test_gpus_have_one_process_each(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for a module that is on one of them alone."""
+    monkeypatch.setattr("splitc.runtime.processes.device_processes.MAIN", "tests.helpers.fake_rank")
+    packages = {"both": fake_gpus.package(decoder, "tensor", 2), "alone": compile_mode(decoder, "one device")}
+    folder = write_modules(tmp_path / "pipeline", packages)
+    feeds, own = decoder_feeds(), {"both": {"devices": ["2xcuda"]}, "alone": {"devices": ["cuda1"]}}
+    with Pipeline(folder, own=own) as opened:
+        assert pids(opened["both"])[1:] == pids(opened["alone"])
+        expected = run_whole(decoder, feeds)
+        for _ in range(6):  # the last ones are replayed
+            for session in opened.values():
+                assert_close(session.run(feeds), expected, 1e-4)
+
+
+def test_what_ranks_of_several_models_are_by_default() -> None:
+    shared = parse_devices(["cuda0", "cuda1", "cpu0"])
+    for devices, kind in (
+        (["cuda1"], PROCESSES),
+        (["cuda0", "cuda1"], PROCESSES),
+        (["cpu0"], THREADS),
+        (["cuda0", "cuda0"], THREADS),
+        (["cuda0", "cpu0"], THREADS),
+    ):
+        assert choose_ranks(None, parse_devices(devices), None, shared) == kind
+    assert choose_ranks(None, parse_devices(["cuda1"]), None, parse_devices(["cuda1", "cpu0"])) == THREADS
+    assert choose_ranks("processes", parse_devices(["cuda1"]), None) == PROCESSES
+    with pytest.raises(MisuseError, match="need a GPU each"):
+        choose_ranks("processes", parse_devices(["cuda0", "cuda0"]), None)
