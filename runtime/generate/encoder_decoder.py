@@ -15,7 +15,7 @@ from splitc.runtime.generate.given import Given
 from splitc.runtime.generate.signature import find_signature
 from splitc.runtime.generate.tokens import generate
 from splitc.runtime.generate.wiring import Wiring, find_links, find_masks, find_wanted, find_wiring
-from splitc.runtime.manifest import Manifest
+from splitc.runtime.manifest import Manifest, Tensor
 
 
 class EncoderDecoder:
@@ -103,13 +103,16 @@ class EncoderDecoder:
         return {**given, **{name: np.ones((1, length), number_type(types[name])) for name in masks}}
 
 
-def find_features(encoder: Manifest | None) -> Any:
-    """The input of an encoder that takes a sound's features: numbers, [batch, bins, frames].
-
-    Raises MisuseError for a model that takes something else.
-    """
+def reads_sound(encoder: Manifest | None) -> bool:
+    """Whether an encoder takes a sound's features: numbers, [batch, bins, frames]."""
     inputs = [] if encoder is None else encoder.inputs
-    if encoder is None or len(inputs) != 1 or "float" not in inputs[0].dtype or len(inputs[0].shape or ()) != 3:
+    return len(inputs) == 1 and "float" in inputs[0].dtype and len(inputs[0].shape or ()) == 3
+
+
+def find_features(encoder: Manifest | None) -> Tensor:
+    """The input of an encoder that takes a sound's features. Raises MisuseError for one that takes something else."""
+    inputs = [] if encoder is None else encoder.inputs
+    if not reads_sound(encoder):
         taken = ", ".join(tensor.name for tensor in inputs) or "no encoder is there"
         raise MisuseError(f"can't read a sound with this package: its encoder takes {taken}; give a --prompt instead")
     return inputs[0]
