@@ -23,6 +23,8 @@ BINS, RATE, SAMPLES, HOP = 8, 16000, 3200, 160
 FRAMES = SAMPLES // HOP
 START, END, ENGLISH, GERMAN, TRANSCRIBE, TRANSLATE, PLAIN = 50, 51, 52, 53, 54, 55, 56
 EVERY = "encoder_sequence_length"
+# Keys and values.
+Pair = tuple[ir.Value, ir.Value]
 
 
 def speech_folder(folder: Path) -> Path:
@@ -110,18 +112,15 @@ def _decoder(masked: bool, past: bool) -> ir.Model:
             name = f"decoder.{layer}"
             own = _keys_values(block, value, f"{name}.self")
             if past:
-                own = tuple(
-                    block.op("Concat", _cache(block, f"past_key_values.{layer}.decoder.{kind}", "past"), each, axis=2)
-                    for kind, each in zip(("key", "value"), own)
-                )
+                before = _caches(block, f"past_key_values.{layer}.decoder", "past")
+                own = (block.op("Concat", before[0], own[0], axis=2), block.op("Concat", before[1], own[1], axis=2))
             made += [(f"{layer}.decoder.{kind}", each, "total") for kind, each in zip(("key", "value"), own)]
             value = _attend(block, value, *own, causal, f"{name}.self")
             if states is not None:
                 cross = _keys_values(block, states, f"{name}.cross")
                 made += [(f"{layer}.encoder.{kind}", each, EVERY) for kind, each in zip(("key", "value"), cross)]
             else:
-                names = (f"past_key_values.{layer}.encoder.{kind}" for kind in ("key", "value"))
-                cross = tuple(_cache(block, each, EVERY) for each in names)
+                cross = _caches(block, f"past_key_values.{layer}.encoder", EVERY)
             value = _attend(block, value, *cross, bias, f"{name}.cross")
             value = _feed_forward(block, value, name)
     block.give(block.op("MatMul", value, block.w("head", WIDTH, VOCABULARY)), "logits", ["batch_size", new, VOCABULARY])
@@ -130,8 +129,9 @@ def _decoder(masked: bool, past: bool) -> ir.Model:
     return block.model()
 
 
-def _cache(block: Block, name: str, length: str) -> ir.Value:
-    return block.input(name, FLOAT, ["batch_size", HEADS, length, HEAD])
+def _caches(block: Block, name: str, length: str) -> Pair:
+    shape = ["batch_size", HEADS, length, HEAD]
+    return block.input(f"{name}.key", FLOAT, shape), block.input(f"{name}.value", FLOAT, shape)
 
 
 def _heads(block: Block, value: ir.Value, weight: str) -> ir.Value:
@@ -140,8 +140,8 @@ def _heads(block: Block, value: ir.Value, weight: str) -> ir.Value:
     return block.op("Transpose", block.op("Reshape", made, block.ints(0, -1, HEADS, HEAD)), perm=[0, 2, 1, 3])
 
 
-def _keys_values(block: Block, value: ir.Value, name: str) -> tuple[ir.Value, ...]:
-    return tuple(_heads(block, value, f"{name}.{each}") for each in ("key", "value"))
+def _keys_values(block: Block, value: ir.Value, name: str) -> Pair:
+    return _heads(block, value, f"{name}.key"), _heads(block, value, f"{name}.value")
 
 
 def _attend(
