@@ -20,8 +20,9 @@ from splitc.runtime.generate.sampling import Sampling
 from splitc.runtime.generate.signature import find_signature
 from splitc.runtime.generate.text import Text, read_prompt
 from splitc.runtime.generate.tokens import PROMPT_CHUNK
+from splitc.runtime.manifest_file import read_manifest
 from splitc.runtime.modules import Pipeline
-from splitc.runtime.pipeline_file import read_pipeline
+from splitc.runtime.pipeline_file import find_module, read_pipeline
 
 
 @with_options("load", loading)
@@ -73,6 +74,7 @@ def generate_command(
             made.print_rates()
         return
     if audio is not None:
+        read_manifest(find_module(package, module))  # which says so if there is no package
         raise MisuseError("--audio is for a package with an encoder and a decoder, and this is one model")
     text = made.text
     ids = read_prompt(text, prompt, prompt_ids)

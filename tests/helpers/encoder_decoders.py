@@ -130,7 +130,7 @@ def _decoder(masked: bool, past: bool) -> ir.Model:
 
 
 def _caches(block: Block, name: str, length: str) -> Pair:
-    shape = ["batch_size", HEADS, length, HEAD]
+    shape: list[int | str] = ["batch_size", HEADS, length, HEAD]
     return block.input(f"{name}.key", FLOAT, shape), block.input(f"{name}.value", FLOAT, shape)
 
 
