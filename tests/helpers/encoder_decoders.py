@@ -63,6 +63,23 @@ def text_folder(folder: Path) -> Path:
     return folder
 
 
+def genai_folder(folder: Path) -> Path:
+    """The text folder in the form of onnxruntime-genai: the encoder makes the caches of the cross attention."""
+    text_folder(folder)
+    (folder / "decoder_model.onnx").unlink()
+    encoder = Block()
+    ids = encoder.input("input_ids", INT, ["batch_size", EVERY])
+    mask = encoder.input("attention_mask", INT, ["batch_size", EVERY])
+    states = _encode(encoder, encoder.op("Gather", encoder.w("shared", VOCABULARY, WIDTH), ids), mask)
+    for layer in range(LAYERS):
+        for kind, each in zip(("key", "value"), _keys_values(encoder, states, f"decoder.{layer}.cross")):
+            encoder.give(each, f"present.{layer}.encoder.{kind}", ["batch_size", HEADS, EVERY, HEAD])
+    save(encoder.model(), folder / "encoder_model.onnx")
+    roles = {"encoder": "encoder_model.onnx", "decoder": "decoder_with_past_model.onnx"}
+    write_json(folder / "genai_config.json", {"model": {role: {"filename": file} for role, file in roles.items()}})
+    return folder
+
+
 def write_tokenizer(folder: Path) -> None:
     """A word for each token."""
     made = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0"))
@@ -88,7 +105,7 @@ def _save_decoders(folder: Path, masked: bool) -> None:
     save(_decoder(masked, past=True), folder / "decoder_with_past_model.onnx")
 
 
-def _encode(block: Block, value: ir.Value, mask: ir.Value | None = None) -> None:
+def _encode(block: Block, value: ir.Value, mask: ir.Value | None = None) -> ir.Value:
     bias = None if mask is None else _bias(block, mask)
     for layer in range(2):
         with block.scope(f"encoder.{layer}"):
@@ -96,6 +113,7 @@ def _encode(block: Block, value: ir.Value, mask: ir.Value | None = None) -> None
             value = _attend(block, value, keys, values, bias, f"encoder.{layer}")
             value = _feed_forward(block, value, f"encoder.{layer}")
     block.give(value, "last_hidden_state", ["batch_size", EVERY, WIDTH])
+    return value
 
 
 def _decoder(masked: bool, past: bool) -> ir.Model:

@@ -158,6 +158,13 @@ def test_decoder_without_caches_reads_all_again(text: Path, tmp_path: Path) -> N
     assert run(package, "--prompt", WORDS, "-n", 12)["tokens"] == expected_text(text, 12)
 
 
+def test_encoder_that_makes_the_caches_itself(text: Path, tmp_path: Path) -> None:
+    """As in folders of onnxruntime-genai."""
+    folder = made.genai_folder(tmp_path / "folder")
+    package = compiled(folder, tmp_path / "package", "tensor", ("encoder", "decoder"))
+    assert run(package, "--prompt", WORDS, "-n", 12)["tokens"] == expected_text(text, 12)
+
+
 def test_ranks_that_are_processes_hold_caches_too(text: Path, tmp_path: Path) -> None:
     package = tmp_path / "package"
     compile_pipeline(plan_pipeline(text, ["cpu0"]), package, verify=False)
