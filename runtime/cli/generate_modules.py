@@ -58,7 +58,9 @@ def generate_with_modules(pipeline: Pipeline, asked: Asked, made: Generated, as_
                 asked.task,
                 lambda tokens, of=encoded: model.logits_after(of, tokens),  # type: ignore[misc]
             )
-            most = _most_tokens(config, len(prompt), asked.most)
+            # A length that configs state is that of an answer, which a user's own prompt may exceed.
+            stated = {key: each for key, each in config.items() if key != "max_length"} if given else config
+            most = _most_tokens(stated, len(prompt), asked.most)
             ends = asked.stops or _ends(config) or (made.text.find_endings() if made.text else [])
             timings = Timings()
             stream = model.generate(

@@ -113,8 +113,8 @@ def find_features(encoder: Manifest | None) -> Tensor:
     """The input of an encoder that takes a sound's features. Raises MisuseError for one that takes something else."""
     inputs = [] if encoder is None else encoder.inputs
     if not reads_sound(encoder):
-        taken = ", ".join(tensor.name for tensor in inputs) or "no encoder is there"
-        raise MisuseError(f"can't read a sound with this package: its encoder takes {taken}; give a --prompt instead")
+        taken = f"its encoder takes {', '.join(tensor.name for tensor in inputs)}" if inputs else "it has no encoder"
+        raise MisuseError(f"can't read a sound with this package: {taken}; give a --prompt instead")
     return inputs[0]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 
 from splitc.compiler import Request, compile_pipeline, plan_pipeline
@@ -19,8 +20,10 @@ from splitc.runtime.errors import FeedError, SplitcError
 from splitc.runtime.generate.encoder_decoder import EncoderDecoder
 from splitc.runtime.generate.log_mel import LogMel
 from splitc.runtime.generate.sound import read_sound
+from tests.conftest import DECODER
 from tests.helpers import encoder_decoders as made
 from tests.helpers.command import splitc
+from tests.helpers.greedy import plain_loop
 
 MODES = {"layer": ("2xcpu", {}), "tensor": ("3xcpu", {}), "row": ("2xcpu", {"row_min": 16}), "auto": ("3xcpu", {})}
 TEXT = [7, 21, 5, 33, 40, 2]
@@ -158,6 +161,18 @@ def test_decoder_without_caches_reads_all_again(text: Path, tmp_path: Path) -> N
     assert run(package, "--prompt", WORDS, "-n", 12)["tokens"] == expected_text(text, 12)
 
 
+@pytest.mark.usefixtures("gpus")
+def test_gpus_hold_caches_too(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs that are not there; a second text has states of the same sizes."""
+    monkeypatch.setattr("splitc.compiler.lowering.engine_segments.has_collectives", lambda engine, devices: False)
+    package = compiled(text, tmp_path / "package", "tensor")
+    with Pipeline(package, devices=["cuda0", "cuda1", "cuda2"]) as pipeline:
+        model = EncoderDecoder(pipeline)
+        for prompt in (TEXT, TEXT[::-1]):
+            found = list(model.generate(model.encode_tokens(prompt), [0], max_new_tokens=10))
+            assert found == made.plain_tokens(text, text_feeds(prompt), [0], 10)
+
+
 def test_encoder_that_makes_the_caches_itself(text: Path, tmp_path: Path) -> None:
     """As in folders of onnxruntime-genai."""
     folder = made.genai_folder(tmp_path / "folder")
@@ -200,6 +215,26 @@ def test_what_speech_can_not_be_made_of(
     sound = str(made.write_sound(tmp_path / "sound.wav", 1))
     result = splitc("generate", whole_speech, *(sound if each == "SOUND" else each for each in options), code=2)
     assert re.search(message, result.stderr), result.stderr
+
+
+def test_decoder_in_two_uses_without_an_encoder(decoder: Path, tmp_path: Path) -> None:
+    """As exporters write decoders that have no caches yet, and those that have."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    whole = ir.load(decoder)
+    ir.save(whole, folder / "decoder_with_past_model.onnx", external_data="weights.data")
+    states = [value for value in whole.graph.inputs if (value.name or "").startswith("past")]
+    for value in states:
+        empty = ir.tensor(np.zeros((1, DECODER.kv_heads, 0, DECODER.head), np.float32), name=value.name)
+        whole.graph.inputs.remove(value)
+        value.const_value, value.shape = empty, ir.Shape(empty.shape.numpy())
+        whole.graph.register_initializer(value)
+    ir.save(whole, folder / "decoder_model.onnx", external_data="more.data")
+    package = compiled(folder, tmp_path / "package", "layer", ("decoder_model", "decoder_with_past_model"))
+    found = run(package, "--prompt-ids", "5,17,33", "-n", 10)
+    assert found["tokens"] == plain_loop(decoder, [5, 17, 33], 10)
+    sound = made.write_sound(tmp_path / "sound.wav", 1)
+    assert "it has no encoder" in splitc("generate", package, "--audio", sound, code=2).stderr
 
 
 def test_modules_that_are_missing_are_said(text: Path, tmp_path: Path) -> None:
