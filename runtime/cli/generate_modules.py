@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.decoder_prompt import find_prompt
 from splitc.runtime.generate.encoder_decoder import EncoderDecoder, find_features, reads_sound
 from splitc.runtime.generate.log_mel import read_log_mel
-from splitc.runtime.generate.package_configs import find_beside, generation_config, read_beside
+from splitc.runtime.generate.package_configs import find_beside, generation_config, read_beside, understood
 from splitc.runtime.generate.room import USUAL
 from splitc.runtime.generate.sampling import Sampling
 from splitc.runtime.generate.sound import read_sound
@@ -52,16 +53,14 @@ def generate_with_modules(pipeline: Pipeline, asked: Asked, made: Generated, as_
         print_warning(f"the generation config asks for {beams} beams; splitc goes for the likeliest token each time")
     with made.printed(as_json):
         for encoded, given in _encode(pipeline, model, asked, made):
-            prompt = given or find_prompt(
-                config,
-                asked.language,
-                asked.task,
-                lambda tokens, of=encoded: model.logits_after(of, tokens),  # type: ignore[misc]
-            )
-            # A length that configs state is that of an answer, which a user's own prompt may exceed.
-            stated = {key: each for key, each in config.items() if key != "max_length"} if given else config
-            most = _most_tokens(stated, len(prompt), asked.most)
-            ends = asked.stops or _ends(config) or (made.text.find_endings() if made.text else [])
+            with understood(f"the generation config of {decoder}"):
+                after = partial(model.logits_after, encoded)
+                prompt = given or find_prompt(config, asked.language, asked.task, after)
+                # A length that configs state is that of an answer, which a user's own prompt may exceed.
+                stated = {key: each for key, each in config.items() if key != "max_length"} if given else config
+                most = _most_tokens(stated, len(prompt), asked.most)
+                ends = asked.stops or _ends(config) or (made.text.find_endings() if made.text else [])
+                rules = read_rules(config, len(prompt), most, ends)
             timings = Timings()
             stream = model.generate(
                 encoded,
@@ -70,7 +69,7 @@ def generate_with_modules(pipeline: Pipeline, asked: Asked, made: Generated, as_
                 sampling=asked.sampling,
                 stop_tokens=ends,
                 timings=timings,
-                rules=read_rules(config, len(prompt), most, ends),
+                rules=rules,
             )
             count = made.take(stream, as_json)
             made.timings.add(timings)

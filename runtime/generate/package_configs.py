@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +55,12 @@ def generation_config(package: Path, module: str) -> dict[str, Any]:
     model = read_beside(package, module, "config.json")
     stated = read_beside(package, module, "generation_config.json")
     return {**model, **{key: value for key, value in stated.items() if value is not None}}
+
+
+@contextmanager
+def understood(what: str) -> Iterator[None]:
+    """Raise MisuseError where a config, which `what` names, has something else than it should."""
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise MisuseError(f"can't understand {what}: {type(error).__name__}: {error}") from error

@@ -72,13 +72,14 @@ def read_rules(config: Mapping[str, Any], prompt: int, most: int, ends: Sequence
     last = config.get("forced_eos_token_id")
     if last is not None:
         forced[most - 1] = int(last[0] if isinstance(last, list) else last)
-    suppressed = [[token] for token in config.get("suppress_tokens") or ()]
+    suppressed = [[int(token)] for token in config.get("suppress_tokens") or ()]
+    bad = [[int(token) for token in each] for each in config.get("bad_words_ids") or () if each]
     least = max(int(config.get("min_length") or 0), prompt + int(config.get("min_new_tokens") or 0))
     return TokenRules(
         begin=prompt,
         forced=forced,
-        never=[*suppressed, *(config.get("bad_words_ids") or ())],
-        suppressed_first=config.get("begin_suppress_tokens") or (),
+        never=[*suppressed, *bad],
+        suppressed_first=[int(token) for token in config.get("begin_suppress_tokens") or ()],
         ends=ends,
         least=least,
         repeats=int(config.get("no_repeat_ngram_size") or 0),

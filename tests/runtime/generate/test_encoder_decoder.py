@@ -243,6 +243,26 @@ def test_modules_that_are_missing_are_said(text: Path, tmp_path: Path) -> None:
     assert "none makes 'past_key_values.0.encoder.key', which decoder_with_past_model reads" in said
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"suppress_tokens": ["one"]},
+        {"lang_to_id": [1]},
+        {"forced_decoder_ids": [3]},
+        {"bad_words_ids": 5},
+        {"forced_eos_token_id": {}},
+    ],
+)
+def test_damaged_configs_are_said(whole_speech: Path, tmp_path: Path, wrong: dict[str, Any]) -> None:
+    package = tmp_path / "package"
+    shutil.copytree(whole_speech, package)
+    file = package / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **wrong}))
+    sound = made.write_sound(tmp_path / "sound.wav", 1)
+    said = splitc("generate", package, "--audio", sound, code=2).stderr
+    assert "can't understand the generation config of decoder_with_past_model" in said
+
+
 def test_sounds_need_their_preprocessor(whole_speech: Path, tmp_path: Path) -> None:
     package = tmp_path / "package"
     shutil.copytree(whole_speech, package)
