@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         PackageError,
         SplitcError,
     )
+    from splitc.runtime.generate.encoder_decoder import EncoderDecoder
     from splitc.runtime.generate.sampling import Sampling
     from splitc.runtime.modules import Pipeline
     from splitc.runtime.sequence import StateSequence
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DoesNotFitError",
+    "EncoderDecoder",
     "EngineError",
     "FeedError",
     "MisuseError",
@@ -35,6 +37,7 @@ __all__ = [
 ]
 # Names are imported when they are used: ranks' processes and the command line begin sooner.
 _PLACES = {
+    "EncoderDecoder": "generate.encoder_decoder",
     "Pipeline": "modules",
     "Sampling": "generate.sampling",
     "Session": "session",

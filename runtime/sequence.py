@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from splitc.runtime.arrays import Array, Zeros
+from splitc.runtime.arrays import Array, Zeros, number_type
 from splitc.runtime.errors import MisuseError, SplitcError
 from splitc.runtime.feeds import check_feeds
 from splitc.runtime.manifest import Manifest, State, Tensor
@@ -85,6 +85,7 @@ class StateSequence:
         self._outputs = {state.output for state in session.manifest.states}
         self._carried: dict[str, Array] = {}
         self._loaded: dict[str, Array] = {}
+        self._given: dict[str, Array] = {}
         self._begun = False
         # The number that the ranks know the sequence by, if a request has begun, and the one before it grew.
         self._held: list[int] = []
@@ -104,7 +105,7 @@ class StateSequence:
             if self._failed:
                 raise SplitcError("a run of this sequence failed, so its states are lost: start another one")
             arrays = check_feeds(feeds, self._fed, self._session.manifest.optional)
-            initial: Mapping[str, Array | Zeros] = {} if self._begun else self._loaded or self._zeros(arrays)
+            initial: Mapping[str, Array | Zeros] = {} if self._begun else self._begin(arrays)
             before = None
             if self._grows and (initial := self._lengthen(self._zeros(arrays))):
                 # To the ranks, this is another sequence: a failure leaves the one before as it was.
@@ -131,6 +132,20 @@ class StateSequence:
                 raise SplitcError("states can be loaded before the first run only, into a sequence without a capacity")
             self._loaded = check_feeds(states, self._states, copy=True)
 
+    def hold(self, feeds: Mapping[str, npt.ArrayLike]) -> None:
+        """Give the ranks feeds that are the same in all requests, such as what a decoder reads of its encoder.
+
+        They go with the first request and stay on the ranks: no `run` is given them again. Raises FeedError for feeds
+        that do not fit the model, MisuseError while another thread uses the sequence, SplitcError after a run or
+        after `close`.
+        """
+        with self._alone():
+            if self._begun:
+                raise SplitcError("what a sequence holds is given before its first run")
+            held = [tensor for tensor in self._fed if tensor.name in feeds]
+            self._given.update(check_feeds(feeds, held))
+            self._fed = [tensor for tensor in self._fed if tensor.name not in feeds]
+
     def grow(self, capacity: int) -> None:
         """Give the caches room for so many tokens, with the next run, which copies them once.
 
@@ -149,6 +164,17 @@ class StateSequence:
         longer = {state.input: zeros[state.input] for state in self._session.manifest.states if state.in_place}
         self._carried = {n: _lengthened(a, longer[n]) if n in longer else a for n, a in self._carried.items()}
         return {name: each for name, each in longer.items() if name not in self._carried}
+
+    def _begin(self, feeds: Mapping[str, Array]) -> dict[str, Array | Zeros]:
+        """What the sequence begins with on the ranks. States that are carried begin here."""
+        begun: Mapping[str, Array | Zeros] = self._loaded or self._zeros({**feeds, **self._given})
+        for state in self._carries:
+            first = begun[state.input]
+            self._carried[state.input] = (
+                np.zeros(first.shape, number_type(first.dtype)) if isinstance(first, Zeros) else first
+            )
+        given, self._given, self._loaded = self._given, {}, {}
+        return {**{name: each for name, each in begun.items() if name not in self._carried}, **given}
 
     def _zeros(self, feeds: Mapping[str, Array]) -> dict[str, Zeros]:
         """Zeros for each state. Sizes of symbols are those in the feeds."""
@@ -194,7 +220,7 @@ class StateSequence:
     def _free_if_closed(self) -> None:
         if self._closed and self._busy.acquire(blocking=False):
             try:
-                self._carried, self._loaded = {}, {}
+                self._carried, self._loaded, self._given = {}, {}, {}
                 while self._held:
                     self._session.forget(self._held.pop())
             finally:

@@ -36,6 +36,10 @@ RULES = (
     Rule("--explain", bars="--json", why="--explain prints tables, and --json no table"),
     Rule("--hosts", bars="--device", why="both name the devices"),
     Rule("--prompt", bars="--prompt-ids", why="both give the prompt"),
+    Rule("--audio", bars="--prompt", why="an encoder reads a sound or a text"),
+    Rule("--audio", bars="--prompt-ids", why="an encoder reads a sound or a text"),
+    Rule("--language", needs="--audio"),
+    Rule("--task", needs="--audio"),
 )
 
 

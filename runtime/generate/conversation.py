@@ -104,7 +104,7 @@ class Conversation:
     def read_prompt_with(self, prefill: ModelRunner, prompt: Sequence[int]) -> Logits:
         """Read a prompt with another package, which makes the caches. Raises MisuseError if it does not make all."""
         self._feeder.chunk(len(prompt), len(prompt))  # raises for a model that can't go on token by token
-        manifest, signature = self._session.manifest, find_signature(prefill.manifest)
+        manifest, signature, handed = self._session.manifest, find_signature(prefill.manifest), self._signature.handed
         outputs = prefill.run(Feeder(prefill.manifest, signature).feeds(prompt, len(prompt)))
         if missing := [state.output for state in manifest.states if state.output not in outputs]:
             raise MisuseError(
@@ -112,6 +112,7 @@ class Conversation:
                 f"{manifest.source.name} wants to go on from"
             )
         if self._sequence is not None:
+            self._sequence.hold({name: outputs[output] for name, output in handed.items()})
             self._sequence.load({state.input: outputs[state.output] for state in manifest.states})
         self._tokens.extend(prompt)
         logits: Logits = outputs[signature.logits][0, -1]

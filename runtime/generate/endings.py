@@ -13,8 +13,13 @@ from splitc.runtime.files import check_regular, parse_json
 from splitc.runtime.units import shortened
 
 # The files that say it, the first of them that does, and the keys in them.
-CONFIGS = ("generation_config.json", "config.json", "tokenizer_config.json", "special_tokens_map.json")
+CONFIGS = (
+    *("genai_config.json", "generation_config.json", "config.json"),
+    *("tokenizer_config.json", "special_tokens_map.json"),
+)
 KEYS = ("eos_token_id", "eos_token")
+# Where onnxruntime-genai has them in its file.
+INSIDE = "model"
 # What Python may write, beside tokens that were added to a tokenizer later.
 ADDED = "added_tokens_decoder"
 
@@ -28,8 +33,10 @@ def find_endings(folder: Path, lookup: Lookup) -> list[int]:
         if not os.path.lexists(file := folder / name):
             continue
         config = _read(file)
+        inside = config.get(INSIDE)
         for key in KEYS:
-            if found := _tokens(file, key, config.get(key), _with_added(config, lookup)):
+            value = config.get(key, inside.get(key) if isinstance(inside, dict) else None)
+            if found := _tokens(file, key, value, _with_added(config, lookup)):
                 return found
     return []
 

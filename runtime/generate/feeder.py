@@ -23,6 +23,8 @@ class Feeder:
         # size changes from token to token, and requests can be replayed.
         self._in_place = bool(manifest.states) and all(state.in_place for state in manifest.states)
         self.room = room
+        shape = self._inputs[signature.positions].shape if signature.positions is not None else None
+        self._is_vector = shape is not None and len(shape) == 1
 
     def chunk(self, prompt: int, wanted: int) -> int:
         """The number of tokens in one run of the prompt. Raises MisuseError if `wanted` is none.
@@ -44,7 +46,8 @@ class Feeder:
         if self.signature.mask is not None:
             made[self.signature.mask] = self._mask(self._inputs[self.signature.mask], len(new), total)
         if self.signature.positions is not None:
-            made[self.signature.positions] = np.arange(total - len(new), total)[None]
+            places = np.arange(total - len(new), total)
+            made[self.signature.positions] = places if self._is_vector else places[None]
         return {name: array.astype(self._inputs[name].dtype) for name, array in made.items()}
 
     def _mask(self, tensor: Tensor, new: int, total: int) -> Array:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.manifest import Manifest, Tensor
@@ -11,22 +11,28 @@ from splitc.runtime.manifest import Manifest, Tensor
 
 @dataclass(frozen=True)
 class LanguageSignature:
-    """The names of a language model's inputs and of its logits. Some models have no mask or positions."""
+    """The names of a language model's inputs and of its logits. Some models have no mask or positions.
+
+    `handed` are further inputs, which stay as another package made them when it read the prompt, with its outputs.
+    """
 
     ids: str
     mask: str | None
     positions: str | None
     logits: str
+    handed: Mapping[str, str] = field(default_factory=dict)
 
 
-def find_signature(manifest: Manifest) -> LanguageSignature:
+def find_signature(manifest: Manifest, prefill: Manifest | None = None) -> LanguageSignature:
     """Find the inputs of a language model and its logits, by their roles: token ids are the indices.
 
-    Raises MisuseError for a model with other inputs.
+    `prefill` is the package that reads the prompt, if it is another one. Raises MisuseError for a model with other
+    inputs.
     """
+    handed = {} if prefill is None else find_handed(manifest, {tensor.name for tensor in prefill.outputs})
     states = {state.input for state in manifest.states}
     given = {state.output for state in manifest.states}
-    inputs = [tensor for tensor in manifest.inputs if tensor.name not in states]
+    inputs = [tensor for tensor in manifest.inputs if tensor.name not in states | handed.keys()]
     masks, positions, ids = (_of_role(inputs, role) for role in ("mask", "positions", "indices"))
     rest = [tensor for tensor in inputs if tensor not in (*masks, *positions)]
     ids = ids or [tensor for tensor in rest if "ids" in tensor.name.lower()]
@@ -39,7 +45,30 @@ def find_signature(manifest: Manifest) -> LanguageSignature:
     named = [tensor for tensor in outputs if "logits" in tensor.name.lower()] or outputs
     if not named:
         raise MisuseError(f"can't generate with {manifest.source.name}: it has no output of logits")
-    return LanguageSignature(ids[0].name, _one(masks), _one(positions), named[0].name)
+    return LanguageSignature(ids[0].name, _one(masks), _one(positions), named[0].name, handed)
+
+
+def find_handed(manifest: Manifest, made: Collection[str]) -> dict[str, str]:
+    """The inputs that are no states and that outputs of another model, `made`, are for: of the same name, or named
+    as the model's own states are. If past.0.self becomes present.0.self, then present.0.cross is for past.0.cross.
+    """
+    renamed = {_without_end(state.input, state.output) for state in manifest.states} | {("", "")}
+    states = {state.input for state in manifest.states}
+    return {
+        tensor.name: output
+        for tensor in manifest.inputs
+        for past, present in sorted(renamed)
+        if tensor.name not in states
+        and tensor.name.startswith(past)
+        and (output := present + tensor.name.removeprefix(past)) in made
+    }
+
+
+def _without_end(first: str, second: str) -> tuple[str, str]:
+    """Two names without the end that they have in common."""
+    while first and second and first[-1] == second[-1]:
+        first, second = first[:-1], second[:-1]
+    return first, second
 
 
 def _of_role(inputs: Sequence[Tensor], role: str) -> list[Tensor]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import reprlib
 import time
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, fields
 from numbers import Integral
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,18 +20,30 @@ from splitc.runtime.generate.sampling import Sampling, choose_token
 from splitc.runtime.generate.signature import LanguageSignature, find_signature
 from splitc.runtime.manifest import Manifest
 
+# Logits of the next token, [vocabulary], as they shall be after these tokens, the prompt's among them.
+Rule = Callable[[npt.NDArray[Any], Sequence[int]], npt.NDArray[Any]]
+
 # Default number of tokens of a prompt in one run.
 PROMPT_CHUNK = 512
 
 
 @dataclass
 class Timings:
-    """Numbers of tokens and seconds, of the prompt and of the generated tokens after the first."""
+    """Numbers of tokens and seconds, of the prompt and of the generated tokens after the first.
+
+    `encoder_seconds` are those of an encoder before that.
+    """
 
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0
     tokens: int = 0
     seconds: float = 0.0
+    encoder_seconds: float = 0.0
+
+    def add(self, more: Timings) -> None:
+        """Add those of another text."""
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(more, each.name))
 
 
 def generate(
@@ -43,22 +56,24 @@ def generate(
     prompt_chunk: int = PROMPT_CHUNK,
     prefill: ModelRunner | None = None,
     timings: Timings | None = None,
+    rules: Rule | None = None,
 ) -> Iterator[int]:
     """Generate tokens after those of the prompt, one by one, up to a stop token, which is not given.
 
     Without `max_new_tokens` they are 100, or fewer if the model has no room for more. The caches stay on the ranks. A
     long prompt is run in chunks, or by the package `prefill`: a model that makes caches but takes none, which exporters
     write beside the decoder. A model without states gets all tokens again for each new one. `timings` is filled
-    meanwhile. Raises MisuseError for an empty prompt, for more tokens than the model has room for, and for a model that
-    is no language model.
+    meanwhile. `rules` change the logits before a token is chosen. Raises MisuseError for an empty prompt, for more
+    tokens than the model has room for, and for a model that is no language model.
     """
-    signature = find_signature(session.manifest)
+    signature = find_signature(session.manifest, None if prefill is None else prefill.manifest)
     if prefill is not None and not session.manifest.states:
         raise MisuseError(
             f"{session.manifest.source.name} has no caches, so it reads all tokens each time: leave out the package "
             "for the prompt (--prefill)"
         )
     prompt = _check_prompt(session.manifest, signature, prompt)
+    tokens = list(prompt)
     count = count_tokens(session.manifest, signature, len(prompt), max_new_tokens)
     timings = timings if timings is not None else Timings()
     generator = np.random.default_rng(sampling.seed)
@@ -72,10 +87,11 @@ def generate(
             logits = conversation.read_prompt(prompt, prompt_chunk)
         timings.prompt_tokens, timings.prompt_seconds = len(prompt), time.perf_counter() - start
         for number in range(count):
-            token = choose_token(logits, sampling, generator)
+            token = choose_token(logits if rules is None else rules(logits, tokens), sampling, generator)
             if token in stop_tokens:
                 return
             yield token
+            tokens.append(token)
             if number + 1 < count:
                 start = time.perf_counter()
                 logits = conversation.read([token])

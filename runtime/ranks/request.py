@@ -33,7 +33,8 @@ def closed_before() -> SplitcError:
 class InFlightRequest:
     """A request in flight. Each rank adds its outputs, and the last one calls `done`.
 
-    `sequence` is the number of the request's sequence, `initial` the states that the sequence begins with. With `room`,
+    `sequence` is the number of the request's sequence, `initial` what the sequence begins with on the ranks: the states
+    that stay there, and feeds that are the same in all its requests. With `room`,
     the states have room for all later tokens, and are written in place. With `after`, the sequence goes on from that
     one: its states are copied into the beginning of `initial`, which are longer. `waiting` is the number of ranks that
     have not finished. `outputs` and `served` are by rank.

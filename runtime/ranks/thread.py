@@ -218,16 +218,22 @@ class Worker(threading.Thread):
         values, spans = self.execute(request, states, partial(self._upload, request))
         if request.sequence is not None:
             kept = {n: self.backend.persist_state(values[output], states.get(n)) for n, output in self.resident.items()}
+            kept.update({name: each for name, each in states.items() if name not in self.resident})
             changed = before is None or any(kept[name] is not before[name] for name in kept)
             if changed:  # recordings go by this dict's id
                 self.sequences[request.sequence] = kept
         return self.backend.fetch({name: values[name] for name in self.given(request)}, self.room), spans
 
     def _begin_states(self, request: InFlightRequest) -> dict[str, Any]:
-        """The states that a sequence begins with on this rank: zeros, or those of the one that it goes on from."""
+        """What a sequence begins with on this rank: states that are zeros, and feeds that it holds.
+
+        Or what the one has that it goes on from.
+        """
         made = self.backend.zeros(self.zeros_of(request))
         if request.after is None:
-            return made
+            held = [n for n in self._rank.inputs if n in request.initial and n not in self.resident]
+            # A copy, since the memory of a request's arrays may be another one's later.
+            return {**made, **{name: self.backend.upload(self.cut_feed(name, request).copy()) for name in held}}
         known = self.sequences.get(request.after, {})
         for name, longer in made.items():
             axis = self._in_place[name].grows

@@ -1,0 +1,129 @@
+"""Text from an encoder and a decoder that are modules of one package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from splitc.runtime.arrays import Array, number_type
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.generate.conversation import Conversation, ModelRunner
+from splitc.runtime.generate.feeder import Feeder
+from splitc.runtime.generate.given import Given
+from splitc.runtime.generate.signature import find_signature
+from splitc.runtime.generate.tokens import generate
+from splitc.runtime.generate.wiring import Wiring, find_links, find_masks, find_wanted, find_wiring
+from splitc.runtime.manifest import Manifest, Tensor
+
+
+class EncoderDecoder:
+    """The modules of a package that generate together, by name.
+
+        made = model.encode_tokens([13, 7, 1])
+        tokens = list(model.generate(made, [0], max_new_tokens=20, stop_tokens=[1]))
+
+    What the decoder reads of the encoder is computed once, and stays on the ranks. Raises MisuseError for modules that
+    are no encoder and decoder.
+    """
+
+    def __init__(self, sessions: Mapping[str, ModelRunner]) -> None:
+        self.wiring: Wiring = find_wiring({name: session.manifest for name, session in sessions.items()})
+        self._sessions = sessions
+
+    @property
+    def decoder(self) -> Manifest:
+        """The manifest of the decoder that reads the newest token."""
+        return self._sessions[self.wiring.decoders[-1]].manifest
+
+    @property
+    def encoder(self) -> Manifest | None:
+        """The manifest of the encoder; None if there is none."""
+        return None if self.wiring.encoder is None else self._sessions[self.wiring.encoder].manifest
+
+    def encode(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Run the encoder on its feeds."""
+        if self.wiring.encoder is None:
+            return {}
+        return self._sessions[self.wiring.encoder].run(feeds)
+
+    def encode_tokens(self, tokens: Sequence[int]) -> Mapping[str, Array]:
+        """Run the encoder on a text. Raises MisuseError if it takes something else."""
+        if self.encoder is None:
+            return {}
+        return self.encode(_feeds_of_tokens(self.encoder, tokens))
+
+    def encode_features(self, features: Array) -> Mapping[str, Array]:
+        """Run the encoder on the features of a sound, [1, bins, frames]. Raises MisuseError for other encoders."""
+        tensor = find_features(self.encoder)
+        return self.encode({tensor.name: features.astype(number_type(tensor.dtype))})
+
+    def generate(self, made: Mapping[str, Array], prompt: Sequence[int], **options: Any) -> Iterator[int]:
+        """Generate tokens after those of the decoder's prompt. `made` are the encoder's outputs.
+
+        For the options, and errors, see `generate.tokens.generate`.
+        """
+        first, step = self.parts(made)
+        if step is None:
+            assert first is not None
+            return generate(first, prompt, **options)
+        return generate(step, prompt, prefill=first, **options)
+
+    def logits_after(self, made: Mapping[str, Array], tokens: Sequence[int]) -> Array:
+        """The logits of the decoder's next token after these, [vocabulary]."""
+        first, step = self.parts(made)
+        session = step or first
+        assert session is not None
+        signature = find_signature(session.manifest, None if first is None else first.manifest)
+        conversation = Conversation(session, signature, len(tokens), None)
+        try:
+            if first is not None and step is not None:
+                return conversation.read_prompt_with(first, tokens)
+            return conversation.read_prompt(tokens, len(tokens))
+        finally:
+            conversation.close()
+
+    def parts(self, made: Mapping[str, Array]) -> tuple[Given | None, Given | None]:
+        """The decoder's two uses, with what they read of the encoder. One may be missing."""
+        first, step = (
+            None if name is None else Given(self._sessions[name], self._given(self._sessions[name].manifest, made))
+            for name in (self.wiring.first, self.wiring.step)
+        )
+        return first, step
+
+    def _given(self, decoder: Manifest, made: Mapping[str, Array]) -> dict[str, Array]:
+        """What a decoder reads of its encoder, and masks of it: none of its positions is padding."""
+        given: dict[str, Array] = {}
+        if self.encoder is not None:
+            given = {name: made[output] for name, output in find_links(decoder, self.encoder).items()}
+        types = {tensor.name: tensor.dtype for tensor in decoder.inputs}
+        length = next((each.shape[1] for each in made.values() if each.ndim == 3), 0)
+        masks = find_masks(decoder, find_wanted(decoder)) if made else {}
+        return {**given, **{name: np.ones((1, length), number_type(types[name])) for name in masks}}
+
+
+def reads_sound(encoder: Manifest | None) -> bool:
+    """Whether an encoder takes a sound's features: numbers, [batch, bins, frames]."""
+    inputs = [] if encoder is None else encoder.inputs
+    return len(inputs) == 1 and "float" in inputs[0].dtype and len(inputs[0].shape or ()) == 3
+
+
+def find_features(encoder: Manifest | None) -> Tensor:
+    """The input of an encoder that takes a sound's features. Raises MisuseError for one that takes something else."""
+    inputs = [] if encoder is None else encoder.inputs
+    if not reads_sound(encoder):
+        taken = f"its encoder takes {', '.join(tensor.name for tensor in inputs)}" if inputs else "it has no encoder"
+        raise MisuseError(f"can't read a sound with this package: {taken}; give a --prompt instead")
+    return inputs[0]
+
+
+def _feeds_of_tokens(encoder: Manifest, tokens: Sequence[int]) -> dict[str, Array]:
+    """The feeds of an encoder of text. Raises MisuseError if it takes something else."""
+    roles = {tensor.role.kind for tensor in encoder.inputs if tensor.role is not None}
+    if "indices" not in roles:
+        taken = ", ".join(tensor.name for tensor in encoder.inputs)
+        raise MisuseError(f"can't read a text with this package: its encoder takes {taken}; give --audio speech.wav")
+    if not tokens:
+        raise MisuseError("the prompt has no tokens")
+    return Feeder(encoder, find_signature(encoder)).feeds(tokens, len(tokens))

@@ -1,0 +1,43 @@
+"""A session that some of its inputs are given to once, so that others need not know of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+import numpy.typing as npt
+
+from splitc.runtime.arrays import Array
+from splitc.runtime.generate.conversation import ModelRunner
+from splitc.runtime.manifest import Manifest
+from splitc.runtime.sequence import StateSequence
+
+
+class Given:
+    """A model without the inputs `feeds`, which it gets by itself: in each request, and in a sequence once."""
+
+    def __init__(self, session: ModelRunner, feeds: Mapping[str, npt.ArrayLike]) -> None:
+        self._session = session
+        self._feeds = feeds
+        left = [tensor for tensor in session.manifest.inputs if tensor.name not in feeds]
+        self._manifest = msgspec.structs.replace(session.manifest, inputs=left)
+
+    @property
+    def manifest(self) -> Manifest:
+        """The package's manifest, without the inputs that are given."""
+        return self._manifest
+
+    @property
+    def replays(self) -> bool:
+        """See ModelRunner."""
+        return self._session.replays
+
+    def run(self, feeds: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
+        """See ModelRunner."""
+        return self._session.run({**feeds, **self._feeds})
+
+    def start(self, capacity: int | None = None) -> StateSequence:
+        """See ModelRunner. What is given stays on the ranks."""
+        sequence = self._session.start(capacity)
+        sequence.hold(self._feeds)
+        return sequence

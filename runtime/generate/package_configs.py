@@ -1,0 +1,66 @@
+"""Configs that travel with the models of a package: beside a module's model, or in a folder above it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.files import check_regular, parse_json
+from splitc.runtime.pipeline_file import read_pipeline
+
+# Where folders have it.
+TOKENIZERS = ("tokenizer.json", "tokenizer/tokenizer.json")
+
+
+def find_beside(package: Path, module: str, name: str) -> Path | None:
+    """A file of this name: beside the module's model in the models' folder, or as near above it as there is one."""
+    pipeline = read_pipeline(package)
+    found = None if pipeline is None else pipeline.find(module)
+    if found is None:
+        return None
+    place = (package / found.source).parent
+    while True:
+        if (place / name).is_file():
+            return place / name
+        if place == package:
+            return None
+        place = place.parent
+
+
+def find_tokenizer(package: Path, module: str | None) -> Path | None:
+    """The tokenizer.json that travels with a module's model; without a name, with any of them. None if none does."""
+    pipeline = read_pipeline(package)
+    names = [each.name for each in pipeline.modules if module in (None, each.name)] if pipeline else []
+    found = (find_beside(package, name, each) for name in names for each in TOKENIZERS)
+    return next((file for file in found if file is not None), None)
+
+
+def read_beside(package: Path, module: str, name: str) -> dict[str, Any]:
+    """The JSON object of a file, as `find_beside` finds it; empty if there is none. Raises MisuseError for others."""
+    path = find_beside(package, module, name)
+    if path is None:
+        return {}
+    check_regular(path)
+    content = parse_json(path.read_bytes(), f"{path} is no JSON")
+    if not isinstance(content, dict):
+        raise MisuseError(f"{path} is no JSON object")
+    return content
+
+
+def generation_config(package: Path, module: str) -> dict[str, Any]:
+    """What a module's configs say of generation; generation_config.json goes before config.json."""
+    model = read_beside(package, module, "config.json")
+    stated = read_beside(package, module, "generation_config.json")
+    return {**model, **{key: value for key, value in stated.items() if value is not None}}
+
+
+@contextmanager
+def understood(what: str) -> Iterator[None]:
+    """Raise MisuseError where a config, which `what` names, has something else than it should."""
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise MisuseError(f"can't understand {what}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,87 @@
+"""What a model's generation config permits: logits are changed before a token is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Logits = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class TokenRules:
+    """Rules of a generation config, for a prompt of `begin` tokens and at most `most` tokens with it.
+
+    `forced` are the only tokens permitted at a place, counted from the first of the prompt. `never` are lists of tokens
+    that must not follow each other. `suppressed_first` are not permitted right after the prompt. Before there are
+    `least` tokens, none that `ends` a text is permitted. No `repeats` tokens may occur twice in the same order. The
+    logits of tokens that have occurred are divided by `penalty` if they are positive, and multiplied if not.
+    """
+
+    begin: int
+    forced: Mapping[int, int]
+    never: Sequence[Sequence[int]]
+    suppressed_first: Sequence[int]
+    ends: Sequence[int]
+    least: int = 0
+    repeats: int = 0
+    penalty: float = 1.0
+
+    def __call__(self, logits: Logits, tokens: Sequence[int]) -> Logits:
+        """The logits of the next token after `tokens`; those that are not permitted have minus infinity."""
+        changed = logits.astype(np.float32)
+        place = len(tokens)
+        if place in self.forced:
+            return _only(changed, self.forced[place])
+        if self.penalty != 1.0:
+            seen = np.unique(tokens)
+            changed[seen] = np.where(changed[seen] > 0, changed[seen] / self.penalty, changed[seen] * self.penalty)
+        banned = {each[-1] for each in self.never if list(tokens[place - len(each) + 1 :]) == list(each[:-1])}
+        if self.repeats:
+            banned |= _would_repeat(tokens, self.repeats)
+        if place < self.least:
+            banned |= set(self.ends)
+        if place == self.begin:
+            banned |= set(self.suppressed_first)
+        changed[[each for each in banned if 0 <= each < len(changed)]] = -np.inf
+        return changed
+
+
+def _only(logits: Logits, token: int) -> Logits:
+    only = np.full_like(logits, -np.inf)
+    only[token] = 0
+    return only
+
+
+def _would_repeat(tokens: Sequence[int], size: int) -> set[int]:
+    """The tokens that would make the last `size` tokens ones that have occurred before in this order."""
+    last = list(tokens[len(tokens) - size + 1 :])
+    places = range(len(tokens) - size + 1)
+    return {tokens[place + size - 1] for place in places if list(tokens[place : place + size - 1]) == last}
+
+
+def read_rules(config: Mapping[str, Any], prompt: int, most: int, ends: Sequence[int]) -> TokenRules:
+    """The rules that a generation config has, for a prompt of so many tokens and at most `most` with it."""
+    forced: dict[int, int] = {}
+    if (first := config.get("forced_bos_token_id")) is not None and prompt == 1:
+        forced[1] = int(first)
+    last = config.get("forced_eos_token_id")
+    if last is not None:
+        forced[most - 1] = int(last[0] if isinstance(last, list) else last)
+    suppressed = [[int(token)] for token in config.get("suppress_tokens") or ()]
+    bad = [[int(token) for token in each] for each in config.get("bad_words_ids") or () if each]
+    least = max(int(config.get("min_length") or 0), prompt + int(config.get("min_new_tokens") or 0))
+    return TokenRules(
+        begin=prompt,
+        forced=forced,
+        never=[*suppressed, *bad],
+        suppressed_first=[int(token) for token in config.get("begin_suppress_tokens") or ()],
+        ends=ends,
+        least=least,
+        repeats=int(config.get("no_repeat_ngram_size") or 0),
+        penalty=float(config.get("repetition_penalty") or 1.0),
+    )

@@ -1,0 +1,126 @@
+"""Which module of a package does what when text is generated, by what they take and give."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.generate.signature import find_handed, may_have
+from splitc.runtime.manifest import Manifest, Tensor
+
+# The number of axes of an encoder's states: batch, positions, width.
+STATES_AXES = 3
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """The modules that take part. `first` reads the prompt and makes the caches that `step` goes on with.
+
+    One of the two may be missing: `first` alone reads all tokens again for each new one, `step` alone begins with empty
+    caches. `encoder` makes what these two read besides tokens; None if they read nothing else.
+    """
+
+    encoder: str | None
+    first: str | None
+    step: str | None
+
+    @property
+    def decoders(self) -> list[str]:
+        """The modules that make logits."""
+        return [name for name in (self.first, self.step) if name is not None]
+
+
+def find_wiring(manifests: Mapping[str, Manifest]) -> Wiring:
+    """Find an encoder and its decoder, or a decoder in two uses, among modules.
+
+    Raises MisuseError if the modules are something else, or some are missing.
+    """
+    there = f"the modules {', '.join(manifests)}"
+    decoders = [name for name, manifest in manifests.items() if is_decoder(manifest)]
+    steps = [name for name in decoders if manifests[name].states]
+    firsts = [name for name in decoders if name not in steps]
+    if not decoders or len(steps) > 1 or len(firsts) > 1:
+        raise MisuseError(
+            f"can't generate with {there}: splitc knows an encoder and its decoder, or a decoder in two uses (without "
+            "caches, and with them). Name the one to generate with by --module"
+        )
+    first, step = (each[0] if each else None for each in (firsts, steps))
+    wanting = {name: find_wanted(manifests[name]) for name in decoders}
+    encoders = [
+        name
+        for name, manifest in manifests.items()
+        if name not in decoders and any(find_links(manifests[each], manifest) for each in decoders)
+    ]
+    if len(encoders) > 1:
+        raise MisuseError(f"can't generate with {there}: {' and '.join(encoders)} both make what the decoder reads")
+    encoder = encoders[0] if encoders else None
+    makers = [manifests[name] for name in (encoder, first) if name is not None]
+    for name, wanted in wanting.items():
+        known = {key for maker in makers for key in find_links(manifests[name], maker)}
+        if missing := [each for each in wanted if each not in known]:
+            raise MisuseError(
+                f"can't generate with {there}: none makes '{missing[0]}', which {name} reads. Compile the folder with "
+                "the encoder and all uses of the decoder"
+            )
+    return Wiring(encoder, first, step)
+
+
+def is_decoder(manifest: Manifest) -> bool:
+    """Whether a model takes tokens and gives logits: as many columns as it knows tokens, or a name that says so."""
+    ids = [tensor for tensor in manifest.inputs if tensor.role is not None and tensor.role.kind == "indices"]
+    rows = {tensor.role.rows for tensor in ids if tensor.role is not None}
+    outputs = [tensor for tensor in manifest.outputs if may_have(tensor, STATES_AXES)]
+    return bool(ids) and any(
+        "logits" in tensor.name.lower() or (tensor.shape is not None and tensor.shape[-1] in rows) for tensor in outputs
+    )
+
+
+def find_wanted(manifest: Manifest) -> list[str]:
+    """The inputs that another model must make: neither states nor whole numbers, which all are made of the tokens."""
+    states = {state.input for state in manifest.states}
+    return [
+        tensor.name
+        for tensor in manifest.inputs
+        if tensor.name not in states and "float" in tensor.dtype and tensor.role is None
+    ]
+
+
+def find_links(reader: Manifest, maker: Manifest) -> dict[str, str]:
+    """The inputs of a model that outputs of another one are for: by their names, or if only one has the shape."""
+    wanted = set(find_wanted(reader))
+    handed = find_handed(reader, {tensor.name for tensor in maker.outputs})
+    links = {name: output for name, output in handed.items() if name in wanted}
+    free = [tensor for tensor in maker.outputs if tensor.name not in links.values()]
+    for tensor in reader.inputs:
+        fitting = [each.name for each in free if _fits(tensor, each)]
+        if tensor.name in wanted and tensor.name not in links and len(fitting) == 1:
+            links[tensor.name] = fitting[0]
+    return links
+
+
+def _fits(taken: Tensor, made: Tensor) -> bool:
+    """Whether they are states of an encoder, of one width."""
+    if taken.dtype != made.dtype or taken.shape is None or made.shape is None:
+        return False
+    return len(taken.shape) == len(made.shape) == STATES_AXES and taken.shape[-1] == made.shape[-1]
+
+
+def find_masks(reader: Manifest, read: Collection[str]) -> dict[str, str]:
+    """The masks that are as long as one of the inputs `read`, which is named: those of an encoder's positions."""
+    lengths = {
+        size: tensor.name
+        for tensor in reader.inputs
+        if tensor.name in read and tensor.shape is not None
+        for size in tensor.shape[1:]
+        if isinstance(size, str)
+    }
+    return {
+        tensor.name: lengths[str(tensor.shape[1])]
+        for tensor in reader.inputs
+        if tensor.role is not None
+        and tensor.role.kind == "mask"
+        and tensor.shape is not None
+        and len(tensor.shape) == 2
+        and tensor.shape[1] in lengths
+    }
