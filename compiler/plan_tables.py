@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from rich.bar import Bar
 from rich.text import Text
 
-from splitc.runtime.cli.mode_words import words_of
-from splitc.runtime.cli.tables import RANK_SIZES, block_range, print_cuts, print_whole
+from splitc.runtime.cli.tables import RANK_SIZES, print_cuts, print_whole
 from splitc.runtime.cli.terminal import out, print_warning, table
 from splitc.runtime.engines.kinds import describe_engine
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.units import format_bytes, format_seconds
+from splitc.runtime.mode_words import words_of
+from splitc.runtime.units import block_range, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from splitc.compiler.planning.plan import Plan

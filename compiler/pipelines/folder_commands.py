@@ -9,6 +9,7 @@ from typing import Any
 
 from splitc.compiler.packaging.refusals import with_refusals
 from splitc.compiler.packaging.staging import check_target
+from splitc.compiler.pipelines.pipeline_page import pipeline_page
 from splitc.compiler.pipelines.pipeline_plan_file import plan_from_pipeline_file, to_pipeline_file, write_pipeline_plan
 from splitc.compiler.pipelines.pipeline_tables import print_pipeline
 from splitc.compiler.pipelines.pipeline_writer import compile_pipeline
@@ -20,6 +21,7 @@ from splitc.runtime.cli.terminal import out, print_json, print_to_the_end
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files import check_output
 from splitc.runtime.manifest import Manifest
+from splitc.runtime.reports.page_writer import write_page
 from splitc.runtime.units import format_bytes
 
 
@@ -30,6 +32,7 @@ def plan_folder(
     wanted: Sequence[str],
     output: Path | None,
     explain: bool,
+    report: Path | None,
     as_json: bool,
 ) -> None:
     """Show what each module of a folder would hold on each device. See `plan_pipeline` for errors."""
@@ -41,6 +44,8 @@ def plan_folder(
     plan = replace(plan, modules=tuple(replace(each, plan=with_refusals(each.plan)) for each in plan.modules))
     if output:
         write_pipeline_plan(plan, output)
+    if report:
+        write_page(report, pipeline_page(plan))
     if as_json:
         print_json(to_pipeline_file(plan))
         return

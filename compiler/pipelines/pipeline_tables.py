@@ -7,9 +7,9 @@ from rich.table import Table
 
 from splitc.compiler.pipelines.pipeline_plan import PipelinePlan
 from splitc.compiler.planning.resources import Budget
-from splitc.runtime.cli.tables import RANK_SIZES, block_range, module_title
+from splitc.runtime.cli.tables import RANK_SIZES, module_title
 from splitc.runtime.cli.terminal import out, print_warning, table
-from splitc.runtime.units import first_few, format_bytes
+from splitc.runtime.units import block_range, first_few, format_bytes
 
 
 def print_pipeline(plan: PipelinePlan) -> None:

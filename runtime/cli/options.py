@@ -34,6 +34,7 @@ RULES = (
     Rule("--seed", bars="--inputs", why="--seed is for inputs that are made up, and --inputs gives them"),
     Rule("--prompt-chunk", bars="--prefill", why="--prefill reads the prompt at once"),
     Rule("--explain", bars="--json", why="--explain prints tables, and --json no table"),
+    Rule("--report", bars="--rank", why="--rank lists files, and a page shows all the rest"),
     Rule("--hosts", bars="--device", why="both name the devices"),
     Rule("--prompt", bars="--prompt-ids", why="both give the prompt"),
 )

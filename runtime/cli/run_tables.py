@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from splitc.runtime.cli.mode_words import words_of
 from splitc.runtime.cli.terminal import out, table
 from splitc.runtime.memory_use import RankMemory
+from splitc.runtime.mode_words import words_of
 from splitc.runtime.tools.bench import BenchResult
 from splitc.runtime.tools.compare import Difference
 from splitc.runtime.tools.trace import draw_timeline

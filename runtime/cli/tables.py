@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from splitc.runtime.cli.collective_words import describe_collectives
-from splitc.runtime.cli.mode_words import words_of
 from splitc.runtime.cli.terminal import out, table
 from splitc.runtime.manifest import Build, Built, Manifest, Role
+from splitc.runtime.mode_words import words_of
+from splitc.runtime.module_sums import sum_modules
 from splitc.runtime.pipeline_file import PipelineFile
-from splitc.runtime.units import format_bytes, format_shape
+from splitc.runtime.units import block_range, format_bytes, format_shape
 
 
 def print_manifest(manifest: Manifest, routes: Mapping[str, Sequence[str]]) -> None:
@@ -51,16 +52,13 @@ def print_modules(manifests: Mapping[str, Manifest], pipeline: PipelineFile) -> 
     """Print the modules of a package, what each holds on its devices, and the sum of each device."""
     columns = ("module", "device", *RANK_SIZES)
     rows = table(*columns, right=RANK_SIZES)
-    sums: dict[str, list[int]] = {}
     for name, manifest in manifests.items():
         for number, rank in enumerate(manifest.ranks):
             sizes = [rank.weights_bytes, rank.activation_bytes, rank.cache_bytes]
             title = module_title(name, manifest.split_mode, len(manifest.ranks))
             rows.add_row("" if number else title, rank.device, *map(format_bytes, sizes))
-            weights, activations, cache = sums.get(rank.device, [0, 0, 0])
-            # Modules run one after the other, so that their activations do not add up.
-            sums[rank.device] = [weights + sizes[0], max(activations, sizes[1]), cache + sizes[2]]
-    for number, (device, sizes) in enumerate(sums.items()):
+    for number, (device, held) in enumerate(sum_modules(manifests).items()):
+        sizes = [held.weights, held.activations, held.cache]
         rows.add_row("" if number else "all", device, *map(format_bytes, sizes))
     out.print(rows)
     if pipeline.files:
@@ -113,8 +111,3 @@ def print_cuts(cuts: Sequence[tuple[Sequence[str], int]], from_main: bool) -> No
         listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         first = 0 if from_main else number
         out.print(f"cut {first}-{number + 1}: {format_bytes(size)} a run ({listed or 'nothing'})")
-
-
-def block_range(blocks: list[str]) -> str:
-    """The blocks of a rank in short: `layers.0..layers.5 (6)`."""
-    return blocks[0] if len(blocks) == 1 else f"{blocks[0]}..{blocks[-1]} ({len(blocks)})"

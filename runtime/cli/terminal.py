@@ -23,24 +23,14 @@ from typer.core import TyperGroup
 
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.explained import Interrupted, explained
+from splitc.runtime.visible_text import VISIBLE, visible
 
 # The width of output to a file or another program.
 WIDE = 200
 
 
-# What is shown of characters that control a terminal, or that turn the order of others around: not newlines and tabs.
-_VISIBLE = {
-    **{code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"},
-    127: 0x2421,
-    **dict.fromkeys([*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD),
-}
 # In JSON, which escapes those below 32 itself.
-_ESCAPED = {code: f"\\u{code:04x}" for code in _VISIBLE if code > 32}
-
-
-def visible(text: str) -> str:
-    """The text without power over a terminal: names in models and files may have any characters."""
-    return text.translate(_VISIBLE)
+_ESCAPED = {code: f"\\u{code:04x}" for code in VISIBLE if code > 32}
 
 
 class _Console(Console):

@@ -25,6 +25,7 @@ ORDER = (
     "session",
     "modules",
     "tools",
+    "reports",
     "cli",
     "__main__",
 )
