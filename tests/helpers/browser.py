@@ -56,7 +56,7 @@ def open_browser() -> Iterator[Any]:
 def show(driver: Any, page: Path, look: Look = LOOKS["light"]) -> None:
     """Open a page and wait until it has drawn all charts. Raises AssertionError for what went wrong in it."""
     wait = pytest.importorskip("selenium.webdriver.support.ui").WebDriverWait(driver, 30)
-    size = {"width": look.width, "height": 900, "deviceScaleFactor": 2, "mobile": look.width < 500}
+    size = {"width": look.width, "height": 900, "deviceScaleFactor": 1.5, "mobile": look.width < 500}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     scheme = [{"name": "prefers-color-scheme", "value": look.scheme}]
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": look.media, "features": scheme})
