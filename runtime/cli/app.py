@@ -29,7 +29,6 @@ app = typer.Typer(
     cls=Commands,
     help="Split one ONNX model over several devices, offline, and run the ranks as one model.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from typer.core import TyperCommand
 
+from splitc.runtime.cli.help import print_help
+from splitc.runtime.cli.terminal import out
 from splitc.runtime.errors import MisuseError
 
 Function = Callable[..., None]
@@ -41,7 +43,10 @@ RULES = (
 
 
 class Command(TyperCommand):
-    """A command that refuses options that would have no effect."""
+    """A command that refuses options that would have no effect, and whose help has topics and an example."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        print_help(out, self, ctx)
 
     def invoke(self, ctx: Any) -> Any:
         flags = {name: parameter for parameter in self.params for name in parameter.opts}

@@ -61,7 +61,7 @@ def bench_command(
     ),
     trusts_data: bool = TRUST_DATA,
     inputs: Path | None = INPUTS,
-    in_flight: int = typer.Option(1, "--in-flight", min=1, help="Requests in flight at the same time."),
+    in_flight: int = typer.Option(1, "--in-flight", min=1, metavar="N", help="Requests in flight at the same time."),
     report: Path | None = REPORT,
     trace: Path | None = typer.Option(None, "--trace", help="Write a timeline here, for Perfetto or Chrome."),
     runs: int = typer.Option(50, "--runs", min=1, help="Timed runs."),
