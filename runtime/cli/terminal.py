@@ -23,10 +23,13 @@ from typer.core import TyperGroup
 
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.explained import Interrupted, explained
+from splitc.runtime.units import shortened_middle
 from splitc.runtime.visible_text import VISIBLE, visible
 
 # The width of output to a file or another program.
 WIDE = 200
+# The characters of a name that are always shown.
+LEAST_ROOM = 20
 
 
 # In JSON, which escapes those below 32 itself.
@@ -52,6 +55,11 @@ def _console(*, stderr: bool) -> Console:
 # Results go to standard output, everything else to standard error.
 out = _console(stderr=False)
 err = _console(stderr=True)
+
+
+def fitted(name: str, room: int) -> str:
+    """A name for a line or a table, shortened in the middle if it is longer than the room, which is at least a few."""
+    return shortened_middle(name, max(LEAST_ROOM, room))
 
 
 def table(*columns: str, right: Sequence[str] = ()) -> Table:
