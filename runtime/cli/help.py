@@ -42,6 +42,7 @@ EXAMPLES = {
     "bench": "splitc bench package --in-flight 4 --baseline model.onnx --report bench.html",
     "generate": 'splitc generate package --prompt "Once upon a time" --tokenizer tokenizer.json',
     "inspect": "splitc inspect package",
+    "help": "splitc help planning#budgets",
     "plan": "splitc plan model.onnx -d 2xcuda --memory 20GiB --shapes input_ids:1x512 --report plan.html",
     "compile": "splitc compile model.onnx -o package -d cuda0 -d cuda1 --shapes input_ids:1x512",
     "build": "splitc build package --jobs 2",

@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
+from splitc.runtime.cli.pages import page_for
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.explained import Interrupted, explained
 from splitc.runtime.units import shortened_middle
@@ -166,6 +167,8 @@ def run_app(app: typer.Typer) -> NoReturn:
         if isinstance(error, OSError):  # or Python would try again when it ends
             _discard_output()
         err.print(Text.assemble(("error: ", "bold red"), str(known)), soft_wrap=True)
+        if (page := page_for(known, next(iter(sys.argv[1:]), None))) is not None:
+            err.print(Text(f"see: splitc help {page}", "dim"), soft_wrap=True)
         code = known.exit_code
     gc.freeze()  # or Python would search all that is left for garbage as it ends
     sys.exit(code)  # type: ignore[arg-type]
