@@ -11,6 +11,7 @@ import typer
 
 from splitc.compiler.modes.table import describe_modes
 from splitc.compiler.planning.plan_request import Request, request_reader
+from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.collective_words import describe_collectives
 from splitc.runtime.cli.options import is_given, with_options
 from splitc.runtime.cli.shared_options import FILL, JSON, REPORT
@@ -155,7 +156,8 @@ def plan(
     _need_folder(model, module)
     if output:
         check_output(output, [model])
-    decided = plan_model(model, devices, request)
+    with shown_bars():
+        decided = plan_model(model, devices, request)
     if explain:
         check_axes(decided)
     decided = with_refusals(decided)
@@ -231,7 +233,8 @@ def compile_command(
         check_settled(plan_path, read_plan(plan_path), request, devices, given)
         decided = plan_from_file(model, plan_path, request.trust_external_data)
     else:
-        decided = plan_model(model, devices, request)
+        with shown_bars():
+            decided = plan_model(model, devices, request)
     if not as_json:
         print_to_the_end(lambda: print_plan(decided))
     with shown_progress() as (progress, building):

@@ -17,6 +17,7 @@ from splitc.compiler.pipelines.placement import plan_pipeline
 from splitc.compiler.planning.plan_request import Request
 from splitc.compiler.planning.settled import need_nothing_given
 from splitc.compiler.progress import shown_progress
+from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.terminal import out, print_json, print_to_the_end
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files import check_output
@@ -40,7 +41,8 @@ def plan_folder(
         raise MisuseError(f"--explain is for one model, and {folder} is a folder: name the ONNX file in it")
     if output:
         check_output(output, [folder])
-    plan = plan_pipeline(folder, devices, request, wanted)
+    with shown_bars():
+        plan = plan_pipeline(folder, devices, request, wanted)
     plan = replace(plan, modules=tuple(replace(each, plan=with_refusals(each.plan)) for each in plan.modules))
     if output:
         write_pipeline_plan(plan, output)
@@ -68,7 +70,8 @@ def compile_folder(
     """Write the package of a folder. `options` are those of `compile_pipeline`. `given` tells what the user gave."""
     check_target(package, bool(options["force"]))
     if plan_path is None:
-        plan = plan_pipeline(folder, devices, request, wanted)
+        with shown_bars():
+            plan = plan_pipeline(folder, devices, request, wanted)
     else:
         flags = {"-d": bool(devices), "--module": bool(wanted)}
         need_nothing_given(plan_path, request, given, [flag for flag, there in flags.items() if there])

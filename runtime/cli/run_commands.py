@@ -8,6 +8,7 @@ from pathlib import Path
 import typer
 
 from splitc.runtime import array_files
+from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.options import with_options
 from splitc.runtime.cli.run_options import Load, loading, measure_ranks, open_feeds
 from splitc.runtime.cli.run_tables import print_bench, print_memory
@@ -78,7 +79,8 @@ def bench_command(
     check_report(report, reads)
     if trace:
         check_output(trace, reads)
-    with load(package, in_flight=in_flight) as session, open_feeds(session, inputs, seed, fill) as feeds:
+    opened = load(package, in_flight=in_flight)
+    with opened as session, open_feeds(session, inputs, seed, fill) as feeds, shown_bars():
         result = bench(
             session,
             feeds,

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from splitc.runtime.counted import counted
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.feeds import check_feeds
 from splitc.runtime.futures import in_order
@@ -111,7 +112,7 @@ def bench(
     streams = []
     single: list[_Stream] = []
     times: dict[int, list[float]] = {number: [] for number in others}
-    for _ in range(rounds):
+    for _ in counted("timing", range(rounds)):
         streams.append(_stream(session, feeds, count, in_flight))
         single.append(streams[-1] if in_flight == 1 else _stream(session, feeds, count, 1))
         for number, run in others.items():
