@@ -58,11 +58,12 @@ def _chart(plan: Plan, possible: list[Alternative]) -> Chart:
         }
         for each, took, peak in zip(possible, seconds, peaks, strict=True)
     ]
-    kind = "log" if max(seconds) > SPREAD * min(seconds) > 0 else "linear"
+    is_log = max(seconds) > SPREAD * min(seconds) > 0
+    times = alt.Scale(type="log", padding=36) if is_log else alt.Scale(zero=False, padding=36)
     title = f"{'a request' if is_latency else 'between requests of a stream'}, {time}"
     tips = {"candidate": "candidate", "request": "a request", "stream": "in a stream", "fullest": "fullest device"}
     base = alt.Chart(alt.Data(values=rows)).encode(
-        x=alt.X("time:Q", title=title, scale=alt.Scale(type=kind, zero=False, padding=36)),
+        x=alt.X("time:Q", title=title, scale=times),
         y=alt.Y("peak:Q", title=f"fullest device, {size}", scale=alt.Scale(domain=[0, 1.1 * max(peaks) / byte])),
         tooltip=[alt.Tooltip(f"{field}:N", title=said) for field, said in tips.items()],
     )

@@ -32,6 +32,8 @@ def memory_section(labels: Sequence[str], ranks: Sequence[ShownRank], budget: st
     notes = [f"The pale bar is {budget}."] if known else []
     if known and max(known) > end:
         notes = [f"The pale bar is {budget}, which goes on beyond the chart."]
+    if any(bar.is_over for bar in bars):
+        notes.append("A red line is the budget of a device that needs more.")
     is_measured = any(rank.measured for rank in ranks)
     colours = PREDICTED | (MEASURED if is_measured else {})
     return Section("Memory", notes, legend=colours, chart=_chart(bars, end, colours), tables=[_table(labels, ranks)])
@@ -45,6 +47,11 @@ class _Bar:
     lines: tuple[str, str]
     parts: Mapping[str, int]
     budget: int | None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is longer than the budget."""
+        return self.budget is not None and sum(self.parts.values()) > self.budget
 
     @property
     def key(self) -> str:
@@ -93,7 +100,7 @@ def _chart(bars: Sequence[_Bar], end: float, colours: Mapping[str, str]) -> Char
         )
     )
     limits = [
-        {"bar": bar.key, "budget": bar.budget / worth, "said": format_bytes(bar.budget)}
+        {"bar": bar.key, "budget": bar.budget / worth, "said": format_bytes(bar.budget), "over": bar.is_over}
         for bar in bars
         if bar.budget is not None
     ]
@@ -101,7 +108,10 @@ def _chart(bars: Sequence[_Bar], end: float, colours: Mapping[str, str]) -> Char
         y=y, x=alt.X("budget:Q", scale=sizes, title=unit), tooltip=alt.Tooltip("said:N", title="budget")
     )
     track = base.mark_bar(color="var(--track)", clip=True)
-    return finished(alt.layer(track, shown) if limits else shown, height=44 * len(bars))
+    # On top of a bar that is longer.
+    limit = base.mark_tick(color="var(--bad)", thickness=3, bandSize=36, clip=True).transform_filter("datum.over")
+    layers = [track, shown, limit] if any(row["over"] for row in limits) else [track, shown]
+    return finished(alt.layer(*layers) if limits else shown, height=44 * len(bars))
 
 
 def _table(labels: Sequence[str], ranks: Sequence[ShownRank]) -> Table:

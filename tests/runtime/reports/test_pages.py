@@ -16,6 +16,8 @@ import pytest
 from models.writer import Writer, save
 from splitc.runtime.reports import page_writer
 from splitc.runtime.reports.errors_chart import LEAST, errors_section
+from splitc.runtime.reports.memory_chart import memory_section
+from splitc.runtime.reports.strips import ShownRank
 from splitc.runtime.tools.compare import compare
 from tests.helpers.command import splitc
 from tests.helpers.folders import diffusers_folder
@@ -66,6 +68,14 @@ def test_page_of_a_plan_has_what_json_has(decoder: Path, tmp_path: Path) -> None
     for each in plan["candidates"]:
         assert each["name"] in said
         assert (each["refused"] or "") in said
+
+
+def test_a_budget_that_is_too_small_is_marked() -> None:
+    ranks = [ShownRank("cpu0", (), 6, 2, 1, 10, 8), ShownRank("cpu1", (), 6, 2, 1, 10, 100)]
+    section = memory_section(["0 cpu0", "1 cpu1"], ranks, "the budget")
+    assert section is not None and section.chart is not None
+    assert [row["over"] for row in rows(dict(section.chart)) if "over" in row][:2] == [True, False]
+    assert any("red line" in note for note in section.notes)
 
 
 def test_page_of_a_package_has_its_blocks_and_cuts(package: Path, tmp_path: Path) -> None:
