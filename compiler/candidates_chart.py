@@ -15,6 +15,8 @@ PAINT = {"layer": "var(--d0)", "row": "var(--d1)", "tensor": "var(--d2)"}
 REST = "var(--d7)"
 # Times are on a scale of powers of ten if the slowest takes more times as long as the fastest.
 SPREAD = 20
+# What is left at both sides of the chart, as a share of it.
+ROOM = 0.2
 
 
 def candidates_section(plan: Plan) -> Section | None:
@@ -58,8 +60,13 @@ def _chart(plan: Plan, possible: list[Alternative]) -> Chart:
         }
         for each, took, peak in zip(possible, seconds, peaks, strict=True)
     ]
-    is_log = max(seconds) > SPREAD * min(seconds) > 0
-    times = alt.Scale(type="log", padding=36) if is_log else alt.Scale(zero=False, padding=36)
+    low, high = min(seconds) / second, max(seconds) / second
+    if is_log := high > SPREAD * low > 0:
+        ends = [low / 2, high * 2]
+    else:  # room for names, but not below no time at all
+        room = ROOM * (high - low or high)
+        ends = [max(0.0, low - room), high + room]
+    times = alt.Scale(type="log" if is_log else "linear", domain=ends, nice=False)
     title = f"{'a request' if is_latency else 'between requests of a stream'}, {time}"
     tips = {"candidate": "candidate", "request": "a request", "stream": "in a stream", "fullest": "fullest device"}
     base = alt.Chart(alt.Data(values=rows)).encode(
