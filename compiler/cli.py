@@ -11,9 +11,10 @@ import typer
 
 from splitc.compiler.modes.table import describe_modes
 from splitc.compiler.planning.plan_request import Request, request_reader
+from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.collective_words import describe_collectives
 from splitc.runtime.cli.options import is_given, with_options
-from splitc.runtime.cli.shared_options import FILL, JSON
+from splitc.runtime.cli.shared_options import FILL, JSON, REPORT
 from splitc.runtime.cli.tables import describe_built
 from splitc.runtime.cli.terminal import out, print_json, print_to_the_end, print_warning
 from splitc.runtime.devices import parse_hosts
@@ -22,6 +23,7 @@ from splitc.runtime.files import check_output
 from splitc.runtime.fills import parse_fills
 from splitc.runtime.manifest import BuildOptions, Manifest
 from splitc.runtime.pipeline_file import read_pipeline
+from splitc.runtime.reports.page_writer import check_report, write_page
 from splitc.runtime.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -140,6 +142,7 @@ def plan(
     explain: bool = typer.Option(
         False, "--explain", help="In tensor mode: show the axes found, and why each is split or not."
     ),
+    report: Path | None = REPORT,
     as_json: bool = JSON,
 ) -> None:
     """Show what each device would hold, against its budget. Nothing is built."""
@@ -148,21 +151,28 @@ def plan(
     from splitc.compiler.plan_tables import check_axes, print_axes, print_plan
     from splitc.compiler.planning.plan_file import to_file, write_plan
 
+    check_report(report, [model])
     if model.is_dir():
         from splitc.compiler.pipelines.folder_commands import plan_folder
 
-        plan_folder(model, devices, request, module, swap, output, explain, as_json)
+        plan_folder(model, devices, request, module, swap, output, explain, report, as_json)
         return
     _need_folder(model, module, swap)
     if output:
         check_output(output, [model])
-    decided = plan_model(model, devices, request)
+    with shown_bars():
+        decided = plan_model(model, devices, request)
     if explain:
         check_axes(decided)
     decided = with_refusals(decided)
     if output:
         check_output(output, decided.analysis.graph.data_files)
         write_plan(decided, output)
+    if report:
+        from splitc.compiler.plan_pages import plan_page
+
+        check_report(report, decided.analysis.graph.data_files)
+        write_page(report, plan_page(decided))
     if as_json:
         print_json(to_file(decided))
         return
@@ -228,7 +238,8 @@ def compile_command(
         check_settled(plan_path, read_plan(plan_path), request, devices, given)
         decided = plan_from_file(model, plan_path, request.trust_external_data)
     else:
-        decided = plan_model(model, devices, request)
+        with shown_bars():
+            decided = plan_model(model, devices, request)
     if not as_json:
         print_to_the_end(lambda: print_plan(decided))
     with shown_progress() as (progress, building):

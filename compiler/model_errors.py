@@ -8,6 +8,10 @@ from splitc.runtime.errors import SplitcError
 class ModelError(SplitcError):
     """The model file is missing or damaged, or splitc or the engine does not support it."""
 
+    page = "shapes"
+
 
 class CannotSplitError(ModelError):
     """The chosen split mode can't split the model; another mode may."""
+
+    page = "split-modes"

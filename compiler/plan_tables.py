@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from rich.bar import Bar
 from rich.text import Text
 
-from splitc.runtime.cli.mode_words import words_of
-from splitc.runtime.cli.tables import RANK_SIZES, block_range, print_cuts, print_whole
-from splitc.runtime.cli.terminal import out, print_warning, table
+from splitc.runtime.cli.tables import RANK_SIZES, print_cuts, print_whole
+from splitc.runtime.cli.terminal import fitted, out, print_warning, table
 from splitc.runtime.engines.kinds import describe_engine
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.units import format_bytes, format_seconds
+from splitc.runtime.mode_words import words_of
+from splitc.runtime.units import block_range, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from splitc.compiler.planning.plan import Plan
@@ -28,7 +28,7 @@ def print_plan(plan: Plan) -> None:
         memory, budget = rank.memory, max(1, rank.budget or 0)
         rows.add_row(
             f"{number} {rank.device}",
-            block_range([block.name for block in rank.stage.blocks]),
+            block_range([fitted(block.name, out.width // 5) for block in rank.stage.blocks]),
             *map(format_bytes, (memory.weights, memory.activations, memory.cache)),
             Bar(size=budget, begin=0, end=memory.total, width=9) if rank.budget is not None else "",
             f"{memory.total / budget:.0%}" if rank.budget is not None else "?",
@@ -65,13 +65,16 @@ def _print_alternatives(plan: Plan) -> None:
     numbers = ("a request", "in a stream", "fullest device")
     hosts = any(each.placement for each in plan.alternatives)
     rows = table("candidate", *numbers, "hosts" if hosts else "", right=numbers)
+    refused: dict[str, list[str]] = {}
     for each in plan.alternatives:
         if each.refused is not None:
-            rows.add_row(each.name, "", "", "", Text(each.refused, "dim"))
+            refused.setdefault(each.refused, []).append(each.name)
             continue
         seconds = map(format_seconds, (each.latency, each.interval))
         rows.add_row(each.name, *seconds, format_bytes(max(each.peaks)), each.placement)
     out.print(rows)
+    for why, names in refused.items():
+        out.print(Text(f"not {', '.join(names)}: {why}", "dim"))
     out.print(f"chosen: {plan.choice}")
 
 
@@ -87,9 +90,9 @@ def _print_split(plan: Plan) -> None:
     for what, weights in (("the blocks", inside), ("all", plan.weights)):
         held, divided = sum(each.bytes for each in weights), sum(each.split for each in weights)
         shares.append(f"{divided / max(1, held):.1%} of {what} ({format_bytes(held)})")
-    out.print(f"weights split: {', '.join(shares)}; ", end="")
     size = format_bytes(plan.split.exchanged_bytes(plan.cuts))
-    out.print(f"{plan.split.collectives} {words_of(plan.split_mode).exchanges}, {size} a run")
+    exchanged = f"{plan.split.collectives} {words_of(plan.split_mode).exchanges}, {size} a run"
+    out.print(f"weights split: {', '.join(shares)}; {exchanged}")
     whole = [(each.name, each.bytes - each.split, each.reason) for each in plan.weights if each.reason]
     print_whole(whole, plan.split_mode)
 
@@ -109,5 +112,6 @@ def print_axes(plan: Plan) -> None:
         units = ",".join(map(str, each.units))
         fate = Text(units, "green") if units else each.reason or ""
         sums = "" if each.sums is None else str(each.sums)
-        rows.add_row(str(each.size), str(each.weights), format_bytes(each.bytes), sums, fate, each.first)
+        first = fitted(each.first, out.width // 4)
+        rows.add_row(str(each.size), str(each.weights), format_bytes(each.bytes), sums, fate, first)
     out.print(rows)

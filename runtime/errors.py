@@ -4,9 +4,13 @@ from __future__ import annotations
 
 
 class SplitcError(Exception):
-    """A failure that its message explains. The command line prints it without a traceback, and exits with 1."""
+    """A failure that its message explains. The command line prints it without a traceback, and exits with 1.
+
+    `page` is the page of the documentation, and its section, that helps; None if nothing is to be learned.
+    """
 
     exit_code = 1
+    page: str | None = "errors"
 
 
 class MisuseError(SplitcError):
@@ -19,20 +23,26 @@ class DoesNotFitError(SplitcError):
     """The model does not fit the devices' memory."""
 
     exit_code = 3
+    page = "planning#budgets"
 
 
 class OutputsDifferError(SplitcError):
     """A package's outputs differ from the unsplit model's."""
 
     exit_code = 4
+    page = "checking"
 
 
 class PackageError(SplitcError):
     """A package is damaged, incomplete, or of a schema that this version can't read."""
 
+    page = "package-format#the-package"
+
 
 class EngineError(SplitcError):
     """An engine failed on a request: sizes do not fit together, or it ran out of memory."""
+
+    page = "errors#while-a-session-runs"
 
 
 class FollowingError(EngineError):
@@ -41,6 +51,8 @@ class FollowingError(EngineError):
 
 class FeedError(MisuseError):
     """Feeds that do not fit the model: a missing or unknown name, a wrong number type, a wrong shape."""
+
+    page = "checking#files-of-arrays"
 
 
 class SizesError(FeedError, EngineError):

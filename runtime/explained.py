@@ -16,6 +16,7 @@ class Interrupted(SplitcError):
     """The user pressed Ctrl-C."""
 
     exit_code = 128 + signal.SIGINT
+    page = None
 
 
 def explained(error: BaseException) -> SplitcError | None:

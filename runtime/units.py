@@ -52,6 +52,19 @@ def shortened(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
+def shortened_middle(text: str, most: int) -> str:
+    """A name of at most `most` characters: its beginning and its end, which tell names of one model apart."""
+    if len(text) <= most:
+        return text
+    last = (most - 1) * 2 // 3
+    return f"{text[: most - 1 - last]}…{text[len(text) - last :]}"
+
+
+def block_range(blocks: Sequence[str]) -> str:
+    """Blocks in short: `layers.0..layers.5 (6)`."""
+    return blocks[0] if len(blocks) == 1 else f"{blocks[0]}..{blocks[-1]} ({len(blocks)})"
+
+
 def first_few(names: Sequence[str]) -> str:
     """Names for a message, the first three if there are more than four: `a, b, c and 9 more`."""
     return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"

@@ -22,7 +22,9 @@ VALUES = [
     *("input_ids:1x1e3", "input_ids=nan", "input_ids=[[[", "input_ids=randint:5:1", "input_ids=randint:-1:nan"),
 ]
 # Options that write to a file or read one, of which other tests know more.
-FILES = {"--output", "--trace", "--timing-cache", "--model", "--baseline", "--inputs", "--plan", "--prefill"}
+FILES = {
+    *("--output", "--report", "--trace", "--timing-cache", "--model", "--baseline", "--inputs", "--plan", "--prefill")
+}
 # Seconds that no command takes.
 BOUND = 30.0
 

@@ -44,12 +44,12 @@ def test_package_is_run_however_the_command_starts(
     assert_close(dict(np.load(tmp_path / "out.npz")), run_whole(decoder, feeds))
 
 
-def test_every_command_of_the_runtime_runs(alone: dict[str, str], decoder: Path, package: Path) -> None:
+def test_every_command_of_the_runtime_runs(alone: dict[str, str], decoder: Path, package: Path, tmp_path: Path) -> None:
     commands: list[list[object]] = [
         ["check", package, "--model", decoder],
         ["bench", package, "--runs", 2, "--no-memory"],
         ["generate", package, "--prompt-ids", "1,2", "-n", 3],
-        ["inspect", package],
+        ["inspect", package, "--report", tmp_path / "page.html"],
         ["devices", "--json"],
         ["--help"],
     ]

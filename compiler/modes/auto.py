@@ -18,6 +18,7 @@ from splitc.compiler.planning.host_groups import count_hosts, describe_hosts, gr
 from splitc.compiler.planning.plan import Alternative, Plan
 from splitc.compiler.planning.plan_request import Request
 from splitc.compiler.planning.resources import Resources
+from splitc.runtime.counted import counted
 from splitc.runtime.devices import threads_for
 from splitc.runtime.errors import DoesNotFitError, MisuseError
 from splitc.runtime.machine import Machine
@@ -87,7 +88,8 @@ def _on_fewest_hosts(alternatives: Sequence[Alternative]) -> list[Alternative]:
 def plan_alternatives(model: Path, resources: Resources, request: Request) -> list[tuple[Alternative, Plan | None]]:
     """All alternatives that are tried, each with its plan, or None if it is refused."""
     analyses = _Analyses(model, request)
-    return [_try(option, analyses, resources, request) for option in _options(resources, request)]
+    options = counted("planning candidates", _options(resources, request))
+    return [_try(option, analyses, resources, request) for option in options]
 
 
 class _Analyses:

@@ -22,6 +22,8 @@ Building = Callable[[float, int], None]
 class BuildError(SplitcError):
     """An engine can't be built, or its builder does not support a node of the model."""
 
+    page = "engines"
+
 
 class Job(Struct, frozen=True):
     """One engine to build for a GPU: from the ONNX file `source` to the file `engine` (None: only parse the source).

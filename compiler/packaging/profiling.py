@@ -27,6 +27,7 @@ from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.packaging.onnx_files import write_model_files
 from splitc.compiler.packaging.package_writer import PackageWriter
 from splitc.runtime.cache import read_cache, write_cache
+from splitc.runtime.counted import counted
 from splitc.runtime.devices import Device, threads_for
 from splitc.runtime.engines.backends import make_backend
 from splitc.runtime.engines.kinds import ONNXRUNTIME
@@ -55,7 +56,7 @@ def measure_blocks(analysis: Analysis, devices: Sequence[Device], threads: int |
         known = {}
     known.update(_MEASURED)
     keys = [_content(analysis, stage, devices[0], count) for stage in stages]
-    for key, stage in zip(keys, stages, strict=True):
+    for key, stage in counted("timing blocks", list(zip(keys, stages, strict=True))):
         if key not in known:
             known[key] = _MEASURED[key] = _measure(analysis, stage, devices[0], count)
             with suppress(MisuseError):  # then other processes measure again, and this plan is as good

@@ -17,8 +17,8 @@ from splitc.compiler.packaging.builder import Job, Refusal, find_builder
 from splitc.compiler.packaging.onnx_files import write_model_files
 from splitc.compiler.packaging.package_writer import PackageWriter
 from splitc.compiler.planning.plan import Plan
-from splitc.runtime.cli.tables import block_range
 from splitc.runtime.engines.kinds import PACKAGES, find_kind, is_installed
+from splitc.runtime.units import block_range
 
 
 def with_refusals(plan: Plan) -> Plan:

@@ -9,6 +9,7 @@ from typing import Any
 
 from splitc.compiler.packaging.refusals import with_refusals
 from splitc.compiler.packaging.staging import check_target
+from splitc.compiler.pipelines.pipeline_page import pipeline_page
 from splitc.compiler.pipelines.pipeline_plan_file import plan_from_pipeline_file, to_pipeline_file, write_pipeline_plan
 from splitc.compiler.pipelines.pipeline_tables import print_pipeline
 from splitc.compiler.pipelines.pipeline_writer import compile_pipeline
@@ -16,10 +17,12 @@ from splitc.compiler.pipelines.placement import plan_pipeline
 from splitc.compiler.planning.plan_request import Request
 from splitc.compiler.planning.settled import need_nothing_given
 from splitc.compiler.progress import shown_progress
+from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.terminal import out, print_json, print_to_the_end
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files import check_output
 from splitc.runtime.manifest import Manifest
+from splitc.runtime.reports.page_writer import write_page
 from splitc.runtime.units import format_bytes
 
 
@@ -31,6 +34,7 @@ def plan_folder(
     swap: bool,
     output: Path | None,
     explain: bool,
+    report: Path | None,
     as_json: bool,
 ) -> None:
     """Show what each module of a folder would hold on each device. See `plan_pipeline` for errors."""
@@ -38,10 +42,13 @@ def plan_folder(
         raise MisuseError(f"--explain is for one model, and {folder} is a folder: name the ONNX file in it")
     if output:
         check_output(output, [folder])
-    plan = plan_pipeline(folder, devices, request, wanted, swap)
+    with shown_bars():
+        plan = plan_pipeline(folder, devices, request, wanted, swap)
     plan = replace(plan, modules=tuple(replace(each, plan=with_refusals(each.plan)) for each in plan.modules))
     if output:
         write_pipeline_plan(plan, output)
+    if report:
+        write_page(report, pipeline_page(plan))
     if as_json:
         print_json(to_pipeline_file(plan))
         return
@@ -65,7 +72,8 @@ def compile_folder(
     """Write the package of a folder. `options` are those of `compile_pipeline`. `given` tells what the user gave."""
     check_target(package, bool(options["force"]))
     if plan_path is None:
-        plan = plan_pipeline(folder, devices, request, wanted, swap)
+        with shown_bars():
+            plan = plan_pipeline(folder, devices, request, wanted, swap)
     else:
         flags = {"-d": bool(devices), "--module": bool(wanted), "--swap": swap}
         need_nothing_given(plan_path, request, given, [flag for flag, there in flags.items() if there])

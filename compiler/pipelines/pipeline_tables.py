@@ -8,9 +8,9 @@ from rich.table import Table
 from splitc.compiler.pipelines.ledger import can_swap
 from splitc.compiler.pipelines.pipeline_plan import PipelinePlan
 from splitc.compiler.planning.resources import Budget
-from splitc.runtime.cli.tables import RANK_SIZES, block_range, module_title
-from splitc.runtime.cli.terminal import out, print_warning, table
-from splitc.runtime.units import first_few, format_bytes
+from splitc.runtime.cli.tables import RANK_SIZES, module_title
+from splitc.runtime.cli.terminal import fitted, out, print_warning, table
+from splitc.runtime.units import block_range, first_few, format_bytes
 
 
 def print_pipeline(plan: PipelinePlan) -> None:
@@ -21,7 +21,7 @@ def print_pipeline(plan: PipelinePlan) -> None:
             memory = rank.memory
             title = "" if number else module_title(each.name, each.plan.split_mode, len(each.plan.ranks))
             sizes = (memory.weights, memory.activations, memory.cache)
-            blocks = block_range([block.name for block in rank.stage.blocks])
+            blocks = block_range([fitted(block.name, out.width // 5) for block in rank.stage.blocks])
             _add(rows, [title, str(rank.device), blocks], sizes, memory.total, plan.budgets.get(str(rank.device)))
         rows.add_section()
     for number, device in enumerate(plan.devices):

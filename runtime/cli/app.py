@@ -19,6 +19,7 @@ COMMANDS = {
     "bench": "runtime.cli.run_commands:bench_command",
     "generate": "runtime.cli.generate_command:generate_command",
     "inspect": "runtime.cli.inspect_command:inspect",
+    "help": "runtime.cli.help_command:help_command",
     "plan": "compiler.cli:plan",
     "compile": "compiler.cli:compile_command",
     "build": "compiler.cli:build_command",
@@ -29,7 +30,6 @@ app = typer.Typer(
     cls=Commands,
     help="Split one ONNX model over several devices, offline, and run the ranks as one model.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,12 +12,13 @@ from rich.text import Text
 from splitc.runtime.cli.options import with_options
 from splitc.runtime.cli.run_options import Load, loading, measure_ranks, open_feeds
 from splitc.runtime.cli.run_tables import differences_table, modules_table, print_memory
-from splitc.runtime.cli.shared_options import FILL, INPUTS, JSON, MEASURE, PACKAGE, SEED, TRUST_DATA
+from splitc.runtime.cli.shared_options import FILL, INPUTS, JSON, MEASURE, PACKAGE, REPORT, SEED, TRUST_DATA
 from splitc.runtime.cli.terminal import out, print_json
 from splitc.runtime.errors import MisuseError, OutputsDifferError
 from splitc.runtime.manifest_file import read_manifest
 from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.pipeline_file import PipelineFile, find_module, read_pipeline
+from splitc.runtime.reports.page_writer import check_report, write_page
 from splitc.runtime.session import Session
 from splitc.runtime.settings import parse_settings
 from splitc.runtime.tools.compare import Difference, compare
@@ -64,6 +65,7 @@ def check(
     seed: int = SEED,
     fill: list[str] = FILL,
     memory: bool = MEASURE,
+    report: Path | None = REPORT,
     as_json: bool = JSON,
 ) -> None:
     """Compare a package with the unsplit model on the same inputs. Exits with 4 if an output differs."""
@@ -85,15 +87,18 @@ def check(
             found = compare(expected, actual, number_type=session.manifest.number_type, rtol=rtol, atol=atol)
             return Checked(found, str(whole.device), whole.why, measure_ranks(session, feeds) if memory else [])
 
+    check_report(report, [path for path in (package, model, inputs) if path])
     module = load.keywords["module"]
     pipeline = read_pipeline(package)
     if pipeline is not None and module is None and model.is_dir():
         if given := [flag for flag, value in (("--inputs", inputs), ("--set", settings), ("--fill", fill)) if value]:
             raise MisuseError(f"{given[0]} is for one model: name it, with --module")
-        _check_modules(load, check_one, package, pipeline, model, as_json)
+        _check_modules(load, check_one, package, pipeline, model, report, as_json)
         return
     source = _find_model(package, pipeline, module, model)
     found = check_one(load(package), source)
+    if report:
+        _write_report(report, package, {module or "": found})
     if as_json:
         print_json(found)
     else:
@@ -123,11 +128,14 @@ def _check_modules(
     package: Path,
     pipeline: PipelineFile,
     folder: Path,
+    report: Path | None,
     as_json: bool,
 ) -> None:
     """Compare each module of a package with its own model, one after the other."""
     sources = {module.name: _find_model(package, pipeline, module.name, folder) for module in pipeline.modules}
     found = {name: check_one(load(package, module=name), source) for name, source in sources.items()}
+    if report:
+        _write_report(report, package, found)
     if as_json:
         print_json({"modules": found})
     else:
@@ -138,6 +146,16 @@ def _check_modules(
                 print_memory(each.memory)
     failed = [f"{name}.{output}" for name, each in found.items() for output in each.failed]
     _conclude(failed, sum(len(each.outputs) for each in found.values()), f"in {len(found)} modules", as_json)
+
+
+def _write_report(path: Path, package: Path, found: Mapping[str, Checked]) -> None:
+    from splitc.runtime.reports.package_pages import check_page
+
+    checked = {
+        name: (read_manifest(find_module(package, name or None)), each.outputs, str(each), each.memory)
+        for name, each in found.items()
+    }
+    write_page(path, check_page(package.name, checked))
 
 
 def _conclude(failed: list[str], count: int, where: str, as_json: bool) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import typer
 
+from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.device_tables import print_devices, print_links, print_speeds
 from splitc.runtime.cli.shared_options import JSON
 from splitc.runtime.cli.terminal import out, print_json
@@ -49,5 +50,6 @@ def _measure(gpus: Sequence[str]) -> Machine:
 
     before, world = known_machine(), begin()
     between = None if world is None else measure_hosts(world)
-    machine = measure_machine(parse_devices(["cpu0", "cpu1", *gpus]))
+    with shown_bars():
+        machine = measure_machine(parse_devices(["cpu0", "cpu1", *gpus]))
     return msgspec.structs.replace(machine, interconnect=between or before.interconnect)

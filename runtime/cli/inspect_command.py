@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import typer
 
-from splitc.runtime.cli.shared_options import JSON, MODULE, PACKAGE
+from splitc.runtime.cli.shared_options import JSON, MODULE, PACKAGE, REPORT
 from splitc.runtime.cli.tables import print_manifest, print_modules
 from splitc.runtime.cli.terminal import out, print_json, table
 from splitc.runtime.devices import list_devices
@@ -16,6 +17,7 @@ from splitc.runtime.manifest import Manifest
 from splitc.runtime.manifest_file import FILE_NAME, read_manifest
 from splitc.runtime.package_files import files_of
 from splitc.runtime.pipeline_file import PipelineFile, find_module, read_pipeline
+from splitc.runtime.reports.page_writer import check_report, write_page
 from splitc.runtime.tools.routes import find_routes
 from splitc.runtime.units import format_bytes
 
@@ -26,14 +28,17 @@ def inspect(
     rank: int | None = typer.Option(
         None, "--rank", help="List the files that this rank's host needs, instead of all the rest."
     ),
+    report: Path | None = REPORT,
     as_json: bool = JSON,
 ) -> None:
     """Show what a package holds: ranks, blocks, memory, what crosses the cuts."""
+    check_report(report, [package])
     if module is None and (pipeline := read_pipeline(package)) is not None:
         if rank is not None:
             raise MisuseError(f"--rank needs --module: {package} has several models")
-        _inspect_modules(package, pipeline, as_json)
+        _inspect_modules(package, pipeline, report, as_json)
         return
+    name = package.name
     package = find_module(package, module)
     manifest = read_manifest(package)
     if rank is not None:
@@ -43,6 +48,8 @@ def inspect(
         else:
             print_rank_files(needed)
         return
+    if report:
+        _write_report(report, name, {module or "": manifest})
     routes = find_routes(manifest, list_devices)
     if as_json:
         print_json({**describe(manifest), "routes": routes})
@@ -50,8 +57,16 @@ def inspect(
         print_manifest(manifest, routes)
 
 
-def _inspect_modules(package: Path, pipeline: PipelineFile, as_json: bool) -> None:
+def _write_report(report: Path, name: str, manifests: Mapping[str, Manifest], files: Sequence[str] = ()) -> None:
+    from splitc.runtime.reports.package_pages import inspect_page
+
+    write_page(report, inspect_page(name, manifests, files))
+
+
+def _inspect_modules(package: Path, pipeline: PipelineFile, report: Path | None, as_json: bool) -> None:
     manifests = {module.name: read_manifest(find_module(package, module.name)) for module in pipeline.modules}
+    if report:
+        _write_report(report, package.name, manifests, [file.path for file in pipeline.files])
     if as_json:
         modules = {name: describe(manifest) for name, manifest in manifests.items()}
         print_json({"modules": modules, "files": pipeline.files})

@@ -10,6 +10,8 @@ from typing import Any
 
 from typer.core import TyperCommand
 
+from splitc.runtime.cli.help import print_help
+from splitc.runtime.cli.terminal import out
 from splitc.runtime.errors import MisuseError
 
 Function = Callable[..., None]
@@ -34,6 +36,7 @@ RULES = (
     Rule("--seed", bars="--inputs", why="--seed is for inputs that are made up, and --inputs gives them"),
     Rule("--prompt-chunk", bars="--prefill", why="--prefill reads the prompt at once"),
     Rule("--explain", bars="--json", why="--explain prints tables, and --json no table"),
+    Rule("--report", bars="--rank", why="--rank lists files, and a page shows all the rest"),
     Rule("--hosts", bars="--device", why="both name the devices"),
     Rule("--prompt", bars="--prompt-ids", why="both give the prompt"),
     Rule("--audio", bars="--prompt", why="an encoder reads a sound or a text"),
@@ -44,7 +47,10 @@ RULES = (
 
 
 class Command(TyperCommand):
-    """A command that refuses options that would have no effect."""
+    """A command that refuses options that would have no effect, and whose help has topics and an example."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        print_help(out, self, ctx)
 
     def invoke(self, ctx: Any) -> Any:
         flags = {name: parameter for parameter in self.params for name in parameter.opts}

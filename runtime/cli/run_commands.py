@@ -8,13 +8,15 @@ from pathlib import Path
 import typer
 
 from splitc.runtime import array_files
+from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.options import with_options
 from splitc.runtime.cli.run_options import Load, loading, measure_ranks, open_feeds
 from splitc.runtime.cli.run_tables import print_bench, print_memory
-from splitc.runtime.cli.shared_options import FILL, INPUTS, JSON, MEASURE, PACKAGE, SEED, TRUST_DATA
+from splitc.runtime.cli.shared_options import FILL, INPUTS, JSON, MEASURE, PACKAGE, REPORT, SEED, TRUST_DATA
 from splitc.runtime.cli.terminal import out, print_json, table
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files import check_output
+from splitc.runtime.reports.page_writer import check_report, write_page
 from splitc.runtime.tools.bench import bench
 from splitc.runtime.tools.trace import write_trace
 from splitc.runtime.units import format_shape
@@ -60,7 +62,8 @@ def bench_command(
     ),
     trusts_data: bool = TRUST_DATA,
     inputs: Path | None = INPUTS,
-    in_flight: int = typer.Option(1, "--in-flight", min=1, help="Requests in flight at the same time."),
+    in_flight: int = typer.Option(1, "--in-flight", min=1, metavar="N", help="Requests in flight at the same time."),
+    report: Path | None = REPORT,
     trace: Path | None = typer.Option(None, "--trace", help="Write a timeline here, for Perfetto or Chrome."),
     runs: int = typer.Option(50, "--runs", min=1, help="Timed runs."),
     warmup: int = typer.Option(5, "--warmup", min=0, help="Runs before the timed ones."),
@@ -72,9 +75,12 @@ def bench_command(
     """Time a package: latency and rate, and how long each rank was busy and waiting."""
     if baseline and not baseline.is_file():
         raise MisuseError(f"no such model file: {baseline}")
+    reads = [path for path in (package, baseline, inputs) if path]
+    check_report(report, reads)
     if trace:
-        check_output(trace, [path for path in (package, baseline, inputs) if path])
-    with load(package, in_flight=in_flight) as session, open_feeds(session, inputs, seed, fill) as feeds:
+        check_output(trace, reads)
+    opened = load(package, in_flight=in_flight)
+    with opened as session, open_feeds(session, inputs, seed, fill) as feeds, shown_bars():
         result = bench(
             session,
             feeds,
@@ -88,8 +94,12 @@ def bench_command(
         measured = measure_ranks(session, feeds) if memory else []
     if trace:
         write_trace(trace, session.manifest.ranks, result.timeline)
+    if report:
+        from splitc.runtime.reports.package_pages import bench_page
+
+        write_page(report, bench_page(package.name, session.manifest, result, measured))
     if as_json:
-        print_json({"time": replace(result, timeline=[]), "memory": measured})
+        print_json({"time": replace(result, timeline=[], alone={}), "memory": measured})
         return
     print_bench(result, session.manifest.split_mode)
     if measured:

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from splitc.runtime.cli.mode_words import words_of
-from splitc.runtime.cli.terminal import out, table
+from splitc.runtime.cli.terminal import fitted, out, table
 from splitc.runtime.memory_use import RankMemory
+from splitc.runtime.mode_words import words_of
 from splitc.runtime.tools.bench import BenchResult
 from splitc.runtime.tools.compare import Difference
 from splitc.runtime.tools.trace import draw_timeline
@@ -19,6 +19,8 @@ from splitc.runtime.units import format_bytes, format_seconds
 LISTED = 12
 
 
+# The characters of a table of differences that are not for names.
+NAMELESS = 68
 _ERRORS = ("largest error", "relative", "expected", "got")
 _COLUMNS = ("output", *_ERRORS[:2], "at", *_ERRORS[2:], "")
 
@@ -49,7 +51,8 @@ def _difference_rows(found: Sequence[Difference], most: int) -> Iterator[list[st
         verdict = Text("agrees", "green") if difference.passed else differs
         errors = (f"{difference.absolute:.2e}", f"{difference.relative:.2e}")
         values = (f"{difference.expected:.6g}", f"{difference.actual:.6g}")
-        yield [difference.name, *errors, ",".join(map(str, difference.where)), *values, verdict]
+        name, where = fitted(difference.name, out.width - NAMELESS), ",".join(map(str, difference.where))
+        yield [name, *errors, where, *values, verdict]
     if len(found) > len(listed):
         yield [f"... and {len(found) - len(listed)} more that agree"]
 

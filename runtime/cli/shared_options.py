@@ -7,6 +7,7 @@ import typer
 PACKAGE = typer.Argument(help="The package's folder.", metavar="PACKAGE")
 MODULE = typer.Option(None, "--module", help="The model to use, of a package that has several.")
 JSON = typer.Option(False, "--json", help="Print the result as JSON on standard output.")
+REPORT = typer.Option(None, "--report", metavar="PAGE.html", help="Also write a page of pictures here, for a browser.")
 THREADS = typer.Option(
     None, "--threads", min=1, help="Threads of each CPU device. Default: the package's, else the cores divided."
 )

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from splitc.runtime.cli.collective_words import describe_collectives
-from splitc.runtime.cli.mode_words import words_of
-from splitc.runtime.cli.terminal import out, table
+from splitc.runtime.cli.terminal import fitted, out, table
 from splitc.runtime.manifest import Build, Built, Manifest, Role
+from splitc.runtime.mode_words import words_of
+from splitc.runtime.module_sums import sum_modules
 from splitc.runtime.pipeline_file import PipelineFile
-from splitc.runtime.units import format_bytes, format_shape
+from splitc.runtime.units import block_range, format_bytes, format_shape
 
 
 def print_manifest(manifest: Manifest, routes: Mapping[str, Sequence[str]]) -> None:
@@ -24,7 +25,8 @@ def print_manifest(manifest: Manifest, routes: Mapping[str, Sequence[str]]) -> N
     rows = table("rank", "blocks", *RANK_SIZES, right=RANK_SIZES)
     for number, rank in enumerate(manifest.ranks):
         sizes = map(format_bytes, (rank.weights_bytes, rank.activation_bytes, rank.cache_bytes))
-        rows.add_row(f"{number} {rank.device}", block_range(rank.blocks), *sizes)
+        blocks = block_range([fitted(block, out.width // 5) for block in rank.blocks])
+        rows.add_row(f"{number} {rank.device}", blocks, *sizes)
     out.print(rows)
     print_cuts([(cut.values, cut.bytes) for cut in manifest.cuts], words.is_radial)
     if manifest.collectives:
@@ -39,7 +41,8 @@ def print_manifest(manifest: Manifest, routes: Mapping[str, Sequence[str]]) -> N
     kinds = {"input": manifest.inputs, "optional input": manifest.optional, "output": manifest.outputs}
     for kind, tensors in kinds.items():
         for tensor in tensors:
-            rows.add_row(kind, tensor.name, tensor.dtype, format_shape(tensor.shape), _describe_role(tensor.role))
+            name, role = fitted(tensor.name, out.width - NAMELESS), _describe_role(tensor.role)
+            rows.add_row(kind, name, tensor.dtype, format_shape(tensor.shape), role)
     out.print(rows)
     if manifest.states:
         out.print(
@@ -51,16 +54,13 @@ def print_modules(manifests: Mapping[str, Manifest], pipeline: PipelineFile) -> 
     """Print the modules of a package, what each holds on its devices, and the sum of each device."""
     columns = ("module", "device", *RANK_SIZES)
     rows = table(*columns, right=RANK_SIZES)
-    sums: dict[str, list[int]] = {}
     for name, manifest in manifests.items():
         for number, rank in enumerate(manifest.ranks):
             sizes = [rank.weights_bytes, rank.activation_bytes, rank.cache_bytes]
             title = module_title(name, manifest.split_mode, len(manifest.ranks))
             rows.add_row("" if number else title, rank.device, *map(format_bytes, sizes))
-            weights, activations, cache = sums.get(rank.device, [0, 0, 0])
-            # Modules run one after the other, so that their activations do not add up.
-            sums[rank.device] = [weights + sizes[0], max(activations, sizes[1]), cache + sizes[2]]
-    for number, (device, sizes) in enumerate(sums.items()):
+    for number, (device, held) in enumerate(sum_modules(manifests).items()):
+        sizes = [held.weights, held.activations, held.cache]
         rows.add_row("" if number else "all", device, *map(format_bytes, sizes))
     out.print(rows)
     if pipeline.files:
@@ -91,6 +91,8 @@ def describe_built(built: Built) -> str:
     return f"{built.version}{where}"
 
 
+# The characters of a table of tensors that are not for names.
+NAMELESS = 46
 RANK_SIZES = ("weights", "activ.", "cache")
 
 # The most unsplit weights that are listed one by one.
@@ -104,17 +106,14 @@ def print_whole(weights: Sequence[tuple[str, int, str]], split_mode: str) -> Non
     total = format_bytes(sum(size for _, size, _ in weights))
     out.print(f"whole on {words_of(split_mode).whole}: {total} in {len(weights)} weights, the largest:")
     for name, size, reason in sorted(weights, key=lambda each: -each[1])[:WHOLE]:
-        out.print(f"  {name} {format_bytes(size)}: {reason}")
+        out.print(f"  {fitted(name, out.width // 2)} {format_bytes(size)}: {reason}")
 
 
 def print_cuts(cuts: Sequence[tuple[Sequence[str], int]], from_main: bool) -> None:
     """Print what crosses each cut: between consecutive ranks, or between the main rank and each other rank."""
     for number, (names, size) in enumerate(cuts):
-        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        first = 0 if from_main else number
-        out.print(f"cut {first}-{number + 1}: {format_bytes(size)} a run ({listed or 'nothing'})")
-
-
-def block_range(blocks: list[str]) -> str:
-    """The blocks of a rank in short: `layers.0..layers.5 (6)`."""
-    return blocks[0] if len(blocks) == 1 else f"{blocks[0]}..{blocks[-1]} ({len(blocks)})"
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        start = f"cut {0 if from_main else number}-{number + 1}: {format_bytes(size)} a run ("
+        room = out.width - len(start) - len(more) - 1
+        listed = ", ".join(fitted(name, room // min(3, len(names)) - 2) for name in names[:3]) + more
+        out.print(f"{start}{listed or 'nothing'})")

@@ -21,26 +21,20 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
+from splitc.runtime.cli.pages import page_for
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.explained import Interrupted, explained
+from splitc.runtime.units import shortened_middle
+from splitc.runtime.visible_text import VISIBLE, visible
 
 # The width of output to a file or another program.
 WIDE = 200
+# The characters of a name that are always shown.
+LEAST_ROOM = 20
 
 
-# What is shown of characters that control a terminal, or that turn the order of others around: not newlines and tabs.
-_VISIBLE = {
-    **{code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"},
-    127: 0x2421,
-    **dict.fromkeys([*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD),
-}
 # In JSON, which escapes those below 32 itself.
-_ESCAPED = {code: f"\\u{code:04x}" for code in _VISIBLE if code > 32}
-
-
-def visible(text: str) -> str:
-    """The text without power over a terminal: names in models and files may have any characters."""
-    return text.translate(_VISIBLE)
+_ESCAPED = {code: f"\\u{code:04x}" for code in VISIBLE if code > 32}
 
 
 class _Console(Console):
@@ -62,6 +56,11 @@ def _console(*, stderr: bool) -> Console:
 # Results go to standard output, everything else to standard error.
 out = _console(stderr=False)
 err = _console(stderr=True)
+
+
+def fitted(name: str, room: int) -> str:
+    """A name for a line or a table, shortened in the middle if it is longer than the room, which is at least a few."""
+    return shortened_middle(name, max(LEAST_ROOM, room))
 
 
 def table(*columns: str, right: Sequence[str] = ()) -> Table:
@@ -168,6 +167,8 @@ def run_app(app: typer.Typer) -> NoReturn:
         if isinstance(error, OSError):  # or Python would try again when it ends
             _discard_output()
         err.print(Text.assemble(("error: ", "bold red"), str(known)), soft_wrap=True)
+        if (page := page_for(known, next(iter(sys.argv[1:]), None))) is not None:
+            err.print(Text(f"see: splitc help {page}", "dim"), soft_wrap=True)
         code = known.exit_code
     gc.freeze()  # or Python would search all that is left for garbage as it ends
     sys.exit(code)  # type: ignore[arg-type]

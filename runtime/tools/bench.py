@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from splitc.runtime.counted import counted
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.feeds import check_feeds
 from splitc.runtime.futures import in_order
@@ -63,6 +64,7 @@ class BenchResult:
 
     `latency` is from a request's submission to its outputs; `rate` is requests per second. `against_one` is the rate
     with several requests in flight divided by the rate with one at a time, as the median of neighbouring runs.
+    `timeline` has the last requests, and `alone` the last one that ran with no other.
     """
 
     latency: Latency
@@ -73,6 +75,7 @@ class BenchResult:
     ranks: list[RankTimes]
     baselines: list[Baseline]
     timeline: list[dict[int, Served]]
+    alone: dict[int, Served]
 
 
 # Requests in a round, for each request in flight. Package and unsplit model take turns by rounds.
@@ -107,11 +110,11 @@ def bench(
     for run in others.values():
         _repeat(run, max(1, warmup))
     streams = []
-    alone: list[float] = []
+    single: list[_Stream] = []
     times: dict[int, list[float]] = {number: [] for number in others}
-    for _ in range(rounds):
+    for _ in counted("timing", range(rounds)):
         streams.append(_stream(session, feeds, count, in_flight))
-        alone.append(streams[-1].seconds if in_flight == 1 else _stream(session, feeds, count, 1).seconds)
+        single.append(streams[-1] if in_flight == 1 else _stream(session, feeds, count, 1))
         for number, run in others.items():
             times[number].append(_repeat(run, count))
     own = np.array([stream.seconds for stream in streams])
@@ -119,11 +122,12 @@ def bench(
         _latency([each for stream in streams for each in stream.latencies]),
         count * rounds / float(own.sum()),
         in_flight,
-        float(np.median(np.array(alone) / own)),
+        float(np.median(np.array([stream.seconds for stream in single]) / own)),
         session.threads,
         [_rank_times(str(device), number, streams) for number, device in enumerate(session.devices)],
         [Baseline(n, _latency([t / count for t in took]), float(np.median(own / took))) for n, took in times.items()],
         [served for stream in streams[-TRACED:] for served in stream.timeline],
+        single[-1].timeline[-1],
     )
 
 

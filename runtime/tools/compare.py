@@ -29,7 +29,8 @@ class Difference:
     """The error of one output.
 
     `absolute` is the largest error, at the index `where`; `relative` is that divided by the largest expected value.
-    `problem` says why the arrays can't be compared: a shape, a number type, or a NaN in one of them.
+    `allowed` is the largest relative error that passes. `problem` says why the arrays can't be compared: a shape, a
+    number type, or a NaN in one of them.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Difference:
     expected: float
     actual: float
     passed: bool
+    allowed: float = 0.0
     problem: str | None = None
 
 
@@ -93,7 +95,7 @@ def _difference(
     finite = np.abs(wide_expected[np.isfinite(wide_expected)])
     largest = float(finite.max()) if finite.size else 0.0
     absolute = float(error[where])
-    exact = _is_exact(expected.dtype)
+    tolerance = 0.0 if _is_exact(expected.dtype) else atol + rtol * largest
     return Difference(
         name,
         absolute,
@@ -101,10 +103,11 @@ def _difference(
         where,
         float(wide_expected[where]),
         float(wide_actual[where]),
-        passed=absolute <= (0.0 if exact else atol + rtol * largest),
+        passed=absolute <= tolerance,
+        allowed=tolerance / largest if largest else tolerance,
         problem="NaN or infinity in one of them only" if np.isinf(absolute) else None,
     )
 
 
 def _incomparable(name: str, problem: str) -> Difference:
-    return Difference(name, np.inf, np.inf, (), np.nan, np.nan, False, problem)
+    return Difference(name, np.inf, np.inf, (), np.nan, np.nan, False, problem=problem)

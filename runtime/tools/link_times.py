@@ -15,6 +15,7 @@ import numpy as np
 
 from splitc.runtime.collectives import Collectives
 from splitc.runtime.collectives.connect import connect_devices
+from splitc.runtime.counted import counted
 from splitc.runtime.device_profiles import Link
 from splitc.runtime.devices import Device
 from splitc.runtime.engines import Backend
@@ -38,7 +39,8 @@ def measure_machine(devices: Sequence[Device]) -> Machine:
 
     Raises PackageError for a GPU that can't be used.
     """
-    measured = {pair_name(*two): _measure_pair(two) for two in combinations(devices, 2)}
+    pairs = list(combinations(devices, 2))
+    measured = {pair_name(*two): _measure_pair(two) for two in counted("measuring pairs", pairs)}
     return Machine(
         {name: fit([(each.bytes, each.copy) for each in found]) for name, found in measured.items()},
         {name: fit([(each.bytes, each.reduce) for each in found]) for name, found in measured.items()},

@@ -21,6 +21,8 @@ ORDER = (
     "modes",
     "packaging",
     "plan_tables",
+    "candidates_chart",
+    "plan_pages",
     "progress",
     "api",
     "pipelines",

@@ -26,6 +26,7 @@ ORDER = (
     "session",
     "modules",
     "tools",
+    "reports",
     "cli",
     "__main__",
 )

@@ -10,7 +10,7 @@ from splitc.runtime.tools.compare import Difference
 
 
 def difference(name: str, relative: float, passed: bool, problem: str | None = None) -> Difference:
-    return Difference(name, relative, relative, (0,), 1.0, 1.0 + relative, passed, problem)
+    return Difference(name, relative, relative, (0,), 1.0, 1.0 + relative, passed, problem=problem)
 
 
 def test_output_may_be_as_far_off_as_optimizations_move_it() -> None:

@@ -1,0 +1,113 @@
+"""What auto mode compared: time against memory, with what it chose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from splitc.compiler.planning.plan import Alternative, Plan
+from splitc.runtime.reports.contents import Chart, Section, Table
+from splitc.runtime.reports.theme import BYTES, SECONDS, altair, finished, unit_for
+from splitc.runtime.units import format_bytes, format_seconds
+
+# Modes have the colours of devices.
+PAINT = {"layer": "var(--d0)", "row": "var(--d1)", "tensor": "var(--d2)"}
+REST = "var(--d7)"
+# Times are on a scale of powers of ten if the slowest takes more times as long as the fastest.
+SPREAD = 20
+# What is left at both sides of the chart, as a share of it.
+ROOM = 0.2
+
+
+def candidates_section(plan: Plan) -> Section | None:
+    """The candidates of auto mode; None if the mode was given."""
+    if plan.choice is None:
+        return None
+    possible = [each for each in plan.alternatives if each.refused is None]
+    if len(possible) < 2:
+        return Section("What was compared", [f"Chosen: {plan.choice}."], tables=[replace(_table(plan), folded=False)])
+    return Section(
+        "What was compared",
+        [f"Chosen: {plan.choice}.", "Those with a name are beaten by no other in both time and memory."],
+        legend={mode: PAINT.get(mode, REST) for mode in _modes(possible)},
+        chart=_chart(plan, possible),
+        tables=[_table(plan)],
+    )
+
+
+def _is_chosen(plan: Plan, each: Alternative) -> bool:
+    return (plan.choice or "").startswith(f"{each.name}: ")
+
+
+def _chart(plan: Plan, possible: list[Alternative]) -> Chart:
+    alt = altair()
+    is_latency = plan.objective == "latency"
+    seconds = [each.latency if is_latency else each.interval for each in possible]
+    peaks = [max(each.peaks) for each in possible]
+    (time, second), (size, byte) = unit_for(max(seconds), SECONDS), unit_for(max(peaks), BYTES)
+    both = list(zip(seconds, peaks, strict=True))
+    rows: list[dict[str, Any]] = [
+        {
+            "candidate": each.name,
+            "mode": _mode(each),
+            "chosen": _is_chosen(plan, each),
+            "other": "" if _is_chosen(plan, each) or _is_beaten((took, peak), both) else each.name,
+            "time": took / second,
+            "peak": peak / byte,
+            "request": format_seconds(each.latency),
+            "stream": format_seconds(each.interval),
+            "fullest": format_bytes(peak),
+        }
+        for each, took, peak in zip(possible, seconds, peaks, strict=True)
+    ]
+    low, high = min(seconds) / second, max(seconds) / second
+    if is_log := high > SPREAD * low > 0:
+        ends = [low / 2, high * 2]
+    else:  # room for names, but not below no time at all
+        room = ROOM * (high - low or high)
+        ends = [max(0.0, low - room), high + room]
+    times = alt.Scale(type="log" if is_log else "linear", domain=ends, nice=False)
+    title = f"{'a request' if is_latency else 'between requests of a stream'}, {time}"
+    tips = {"candidate": "candidate", "request": "a request", "stream": "in a stream", "fullest": "fullest device"}
+    base = alt.Chart(alt.Data(values=rows)).encode(
+        x=alt.X("time:Q", title=title, scale=times),
+        y=alt.Y("peak:Q", title=f"fullest device, {size}", scale=alt.Scale(domain=[0, 1.1 * max(peaks) / byte])),
+        tooltip=[alt.Tooltip(f"{field}:N", title=said) for field, said in tips.items()],
+    )
+    modes = _modes(possible)
+    colour = alt.Color(
+        "mode:N", scale=alt.Scale(domain=modes, range=[PAINT.get(mode, REST) for mode in modes]), legend=None
+    )
+    clear = alt.condition("datum.other || datum.chosen", alt.value(1), alt.value(0.45))
+    points = base.mark_point(filled=True, size=110).encode(color=colour, opacity=clear)
+    chosen = base.transform_filter("datum.chosen")
+    ring = chosen.mark_point(size=420, strokeWidth=2.5, stroke="var(--ink)")
+    name = chosen.mark_text(dy=24, fontWeight="bold").encode(text="candidate:N")
+    others = base.mark_text(dy=-14).encode(text="other:N")
+    return finished(alt.layer(points, ring, name, others), height=320)
+
+
+def _is_beaten(one: tuple[float, int], both: list[tuple[float, int]]) -> bool:
+    """Whether some other one is no worse in both time and memory, and better in one."""
+    return any(time <= one[0] and peak <= one[1] and (time, peak) != one for time, peak in both)
+
+
+def _mode(each: Alternative) -> str:
+    return each.mode if each.devices > 1 else "one device"
+
+
+def _modes(possible: list[Alternative]) -> list[str]:
+    return list(dict.fromkeys(map(_mode, possible)))
+
+
+def _table(plan: Plan) -> Table:
+    numbers = ("a request", "in a stream", "fullest device")
+    rows = []
+    for each in plan.alternatives:
+        name = f"{each.name} (chosen)" if _is_chosen(plan, each) else each.name
+        if each.refused is not None:
+            rows.append((name, "", "", "", each.refused))
+        else:
+            times = (format_seconds(each.latency), format_seconds(each.interval))
+            rows.append((name, *times, format_bytes(max(each.peaks)), each.placement))
+    return Table("Candidates in numbers", ("candidate", *numbers, ""), rows, numbers)

@@ -1,0 +1,28 @@
+"""The page of a folder's plan: the sums of all modules first, then a chapter a module."""
+
+from __future__ import annotations
+
+from splitc.compiler.pipelines.pipeline_plan import PipelinePlan
+from splitc.compiler.plan_pages import BUDGET, plan_chapter
+from splitc.runtime.reports.contents import Chapter, Page
+from splitc.runtime.reports.memory_chart import memory_section
+from splitc.runtime.reports.strips import ShownRank
+from splitc.runtime.units import format_bytes
+
+
+def pipeline_page(plan: PipelinePlan) -> Page:
+    """The page of a folder's plan."""
+    sums = plan.devices
+    ranks = [
+        ShownRank(each.device, (), each.weights, each.activations, each.cache, each.total, each.budget) for each in sums
+    ]
+    memory = memory_section([each.device for each in sums], ranks, BUDGET)
+    notes = [f"{left.path}, {format_bytes(left.bytes)}, is left out: {left.why}" for left in plan.folder.left_out]
+    if plan.folder.files:
+        notes.append(f"Beside the modules: {', '.join(path.as_posix() for path in plan.folder.files)}")
+    together = Chapter("All modules", (), notes, [] if memory is None else [memory])
+    chapters = [together, *(plan_chapter(each.name, each.plan, [each.why]) for each in plan.modules)]
+    names = [each.name for each in plan.modules]
+    warnings = dict.fromkeys(warning for each in plan.modules for warning in each.plan.warnings)
+    subtitle = f"{len(names)} modules: {', '.join(names)}"
+    return Page(f"Plan of {plan.folder.path.name}", subtitle, chapters, list(warnings))

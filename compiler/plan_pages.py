@@ -1,0 +1,64 @@
+"""The page of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from splitc.compiler.candidates_chart import candidates_section
+from splitc.compiler.planning.plan import Plan
+from splitc.runtime.mode_words import words_of
+from splitc.runtime.reports.contents import Chapter, Page, Section
+from splitc.runtime.reports.memory_chart import memory_section
+from splitc.runtime.reports.strips import ShownCut, ShownRank, strip_section
+from splitc.runtime.reports.whole_table import whole_section
+from splitc.runtime.units import format_bytes
+
+BUDGET = "the budget"
+
+
+def plan_page(plan: Plan) -> Page:
+    """The page of one model's plan."""
+    source, count = plan.analysis.graph.source.name, len(plan.ranks)
+    devices = "one device" if count == 1 else f"{count} devices, split by {plan.split_mode}"
+    return Page(f"Plan of {source}", f"{devices}, {plan.engine} engines", [plan_chapter("", plan)], plan.warnings)
+
+
+def plan_chapter(title: str, plan: Plan, why: Sequence[str] = ()) -> Chapter:
+    """What a model's ranks hold. `why` are notes of a module."""
+    ranks = [
+        ShownRank(
+            str(rank.device),
+            [block.name for block in rank.stage.blocks],
+            rank.memory.weights,
+            rank.memory.activations,
+            rank.memory.cache,
+            rank.memory.total,
+            rank.budget,
+        )
+        for rank in plan.ranks
+    ]
+    cuts = [ShownCut([value.name or "" for value in cut.values], cut.bytes) for cut in plan.cuts]
+    words = words_of(plan.split_mode)
+    whole = [(each.name, each.bytes - each.split, each.reason) for each in plan.weights if each.reason]
+    labels = [f"{number} {rank.device}" for number, rank in enumerate(ranks)]
+    sections: list[Section | None] = [
+        strip_section(ranks, cuts, plan.split.is_radial),
+        memory_section(labels, ranks, BUDGET),
+        whole_section(whole, words.whole),
+        candidates_section(plan),
+    ]
+    return Chapter(title, _facts(plan), why, [each for each in sections if each is not None])
+
+
+def _facts(plan: Plan) -> list[tuple[str, str]]:
+    """What is said of a plan in a few words."""
+    found = [("split mode", plan.split_mode), ("engines", plan.engine), ("planned for", plan.objective)]
+    found.append(("times", "measured" if plan.profiled else "estimated"))
+    held = sum(each.bytes for each in plan.weights)
+    if held:
+        share = sum(each.split for each in plan.weights) / held
+        found.append(("weights split", f"{share:.0%} of {format_bytes(held)}"))
+    if plan.split.collectives:
+        size = format_bytes(plan.split.exchanged_bytes(plan.cuts))
+        found.append((words_of(plan.split_mode).exchanges, f"{plan.split.collectives} a run, {size}"))
+    return found

@@ -1,0 +1,39 @@
+"""A bar for each thing that is counted, with its rate and the time that is left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Column
+from rich.text import Text
+
+from splitc.runtime.cli.terminal import err
+from splitc.runtime.counted import listening
+
+
+@contextmanager
+def shown_bars() -> Iterator[None]:
+    """Bars while the block counts. They are shown on terminals only, and disappear when all is done."""
+    columns = (TextColumn("{task.description}"), BarColumn(20), _Count(Column(no_wrap=True)), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bars:
+        known: dict[str, TaskID] = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in known:
+                known[what] = bars.add_task(what, total=total)
+            bars.update(known[what], completed=done, total=total)
+            if done == total:
+                bars.remove_task(known.pop(what))
+
+        with listening(show):
+            yield
+
+
+class _Count(ProgressColumn):
+    """How many are done, and how many in a second."""
+
+    def render(self, task: Task) -> Text:
+        rate = f", {task.speed:.3g}/s" if task.speed else ""
+        return Text(f"{int(task.completed)} of {int(task.total or 0)}{rate}")

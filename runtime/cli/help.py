@@ -1,0 +1,109 @@
+"""The help of a command: short, its options by topic, and an example."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+# Lines longer than this are hard to read.
+WIDEST = 100
+# Where options stand in the help. What is not here comes after them.
+TOPICS: dict[str, Sequence[str]] = {
+    "Devices": (
+        *("--device", "--hosts", "--memory", "--headroom", "--interconnect", "--threads", "--ranks", "--reference"),
+        "--no-memory",
+    ),
+    "Split": (
+        *("--split-mode", "--objective", "--spread", "--tensor-split", "--pipeline-stages", "--main-device"),
+        *("--row-min", "--fallback", "--profile", "--explain", "--plan"),
+    ),
+    "Model and inputs": (
+        *("--module", "--model", "--shapes", "--min-shapes", "--opt-shapes", "--max-shapes", "--set", "--inputs"),
+        *("--seed", "--fill", "--trust-external-data"),
+    ),
+    "Text": (
+        *("--prompt", "--prompt-ids", "--tokenizer", "--max-new-tokens", "--temperature", "--top-k"),
+        *("--top-p", "--stop", "--prefill", "--prompt-chunk"),
+    ),
+    "Runs": ("--runs", "--warmup", "--in-flight", "--baseline", "--baseline-threads", "--measure"),
+    "Comparison": ("--rtol", "--atol"),
+    "Engines": ("--engine", "--cuda-graph", "--verify", "--weights", "--jobs"),
+    "Output": ("--output", "--outputs", "--force", "--report", "--trace", "--rank", "--json", "--help"),
+}
+EXAMPLES = {
+    "devices": "splitc devices --measure",
+    "run": "splitc run package --inputs inputs.npz --outputs outputs.npz",
+    "check": "splitc check package --model model.onnx",
+    "bench": "splitc bench package --in-flight 4 --baseline model.onnx --report bench.html",
+    "generate": 'splitc generate package --prompt "Once upon a time" --tokenizer tokenizer.json',
+    "inspect": "splitc inspect package",
+    "help": "splitc help planning#budgets",
+    "plan": "splitc plan model.onnx -d 2xcuda --memory 20GiB --shapes input_ids:1x512 --report plan.html",
+    "compile": "splitc compile model.onnx -o package -d cuda0 -d cuda1 --shapes input_ids:1x512",
+    "build": "splitc build package --jobs 2",
+}
+
+
+def print_help(console: Console, command: Any, context: Any) -> None:
+    """Print a command's help, no wider than the terminal."""
+    width = min(console.width, WIDEST)
+    parameters = [each for each in command.get_params(context) if not getattr(each, "hidden", False)]
+    arguments = [each for each in parameters if each.param_type_name == "argument"]
+    words = [each.metavar or (each.name or "").upper() for each in arguments]
+    console.print(f"Usage: {' '.join([context.command_path, '[OPTIONS]', *words])}\n", width=width)
+    console.print(f"{command.help}\n", width=width)
+    groups: dict[str, list[Any]] = {topic: [] for topic in ("", *TOPICS)}
+    for each in parameters:
+        groups.setdefault("" if each in arguments else _topic(each), []).append(each)
+    for topic, members in groups.items():
+        if members:
+            rows = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+            rows.add_column(no_wrap=True)
+            rows.add_column(overflow="fold")
+            for each in sorted(members, key=lambda each: _place(topic, each)):
+                rows.add_row(Text(_call(each), "cyan"), _say(each))
+            if topic:
+                console.print(Text(topic, "bold"))
+            console.print(Padding(rows, (0, 0, 1, 2)), width=width)
+    if (example := EXAMPLES.get(command.name)) is not None:
+        console.print(Text("Example", "bold"))
+        console.print(Text(f"  {example}"), soft_wrap=True)
+
+
+def _topic(parameter: Any) -> str:
+    """The topic of an option: its own, or that of the table."""
+    own = getattr(parameter, "rich_help_panel", None)
+    names = {*parameter.opts, *parameter.secondary_opts}
+    return own or next((topic for topic, flags in TOPICS.items() if names & {*flags}), "Others")
+
+
+def _place(topic: str, parameter: Any) -> int:
+    """The place of an option among those of its topic."""
+    known, names = TOPICS.get(topic, ()), {*parameter.opts, *parameter.secondary_opts}
+    return next((place for place, name in enumerate(known) if name in names), len(known))
+
+
+def _call(parameter: Any) -> str:
+    """How a parameter is given: `-d, --device NAME`."""
+    if parameter.param_type_name == "argument":
+        return parameter.metavar or (parameter.name or "").upper()
+    names = ", ".join(sorted(parameter.opts, key=len))
+    if parameter.is_flag:
+        return "/".join([names, *parameter.secondary_opts])
+    return f"{names} {parameter.metavar or names.rpartition('-')[2].upper()}"
+
+
+def _say(parameter: Any) -> str:
+    """What a parameter does, and its default."""
+    said, default = parameter.help or "", parameter.default
+    if parameter.required and parameter.param_type_name == "option":
+        return f"{said} [required]"
+    if getattr(parameter, "is_flag", False):
+        return f"{said} [default: on]" if default and parameter.secondary_opts else said
+    shown = default is not None and default != [] and default != () and not callable(default)
+    return f"{said} [default: {default}]" if shown and not parameter.required else said

@@ -1,0 +1,98 @@
+"""The pages of the documentation, which are installed with splitc: which one helps with an error, and their text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from splitc.runtime.errors import MisuseError, SplitcError
+
+# Beside the two packages, in the repository and where splitc is installed.
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+# The page, and its section, on options that an error may name.
+OPTION_PAGES = {
+    **dict.fromkeys(("--device", "-d"), "planning#devices"),
+    **dict.fromkeys(("--memory", "--headroom"), "planning#budgets"),
+    **dict.fromkeys(("--hosts", "--interconnect"), "planning#hosts"),
+    **dict.fromkeys(("--objective", "--tensor-split", "--spread"), "planning#objectives-and-shares"),
+    **dict.fromkeys(("--profile", "--threads"), "planning#objectives-and-shares"),
+    **dict.fromkeys(("--split-mode", "--pipeline-stages", "--main-device", "--row-min", "--fallback"), "split-modes"),
+    "--explain": "split-modes#tensor-mode",
+    "--plan": "planning#editing-the-plan",
+    "--shapes": "shapes#shapes-to-plan-for",
+    **dict.fromkeys(("--min-shapes", "--opt-shapes", "--max-shapes"), "shapes#ranges-for-engines-that-are-built"),
+    "--set": "shapes#inputs-that-are-settings",
+    "--module": "pipelines",
+    **dict.fromkeys(("--fill", "--seed"), "checking#made-up-inputs"),
+    **dict.fromkeys(("--inputs", "--outputs"), "checking#files-of-arrays"),
+    "--reference": "checking#the-reference",
+    "--trust-external-data": "errors#what-is-trusted",
+    **dict.fromkeys(("--baseline", "--baseline-threads", "--in-flight", "--runs"), "measuring#bench"),
+    "--trace": "measuring#trace",
+    "--report": "reports",
+    "--measure": "measuring#devices---measure",
+    **dict.fromkeys(("--engine", "--workspace", "--timing-cache", "--build", "--weight-streaming"), "engines"),
+    **dict.fromkeys(("--output", "--force"), "errors#what-is-written"),
+    **dict.fromkeys(("--prompt", "--prompt-ids", "--tokenizer", "--prefill", "--prompt-chunk"), "python#generating"),
+    "--ranks": "gpus#one-process-a-gpu",
+    "--rank": "planning#hosts",
+}
+# The page on what a command is for.
+COMMAND_PAGES = {
+    **dict.fromkeys(("plan", "compile"), "planning"),
+    "build": "engines",
+    "check": "checking",
+    "bench": "measuring",
+    "devices": "planning#devices",
+    "inspect": "package-format",
+    "generate": "python#generating",
+    "run": "checking#files-of-arrays",
+}
+
+
+def page_for(error: SplitcError, command: str | None) -> str | None:
+    """The page and section that help with an error of a command; None for one that needs no help.
+
+    It is that of the first option that a misuse names, else that of the error's kind, else that of the command.
+    """
+    if isinstance(error, MisuseError):
+        for option in re.findall(r"(?<![\w-])--?[a-z][a-z-]*", str(error)):
+            if option in OPTION_PAGES:
+                return OPTION_PAGES[option]
+        if type(error) is MisuseError and command in COMMAND_PAGES:
+            return COMMAND_PAGES[command]
+    return error.page
+
+
+def read_page(topic: str) -> str:
+    """The text of a page, as in `planning`, or of a section of it, as in `planning#budgets`.
+
+    Raises MisuseError if there is no such page or section.
+    """
+    name, _, section = topic.partition("#")
+    pages = {path.stem: path for path in sorted(DOCS.rglob("*.md"))}
+    if name not in pages:
+        raise MisuseError(f"there is no page '{name}': there are {', '.join(pages)}")
+    lines = pages[name].read_text(encoding="utf-8").splitlines()
+    if not section:
+        return "\n".join(lines)
+    headings = _headings(lines)
+    start = next((number for number, (_, anchor) in headings.items() if anchor == section), None)
+    if start is None:
+        known = [anchor for level, anchor in headings.values() if level > 1]
+        raise MisuseError(f"the page '{name}' has no section '{section}': there are {', '.join(known)}")
+    ends = (number for number, (level, _) in headings.items() if number > start and level <= headings[start][0])
+    return "\n".join(lines[start : next(ends, len(lines))])
+
+
+def _headings(lines: Sequence[str]) -> dict[int, tuple[int, str]]:
+    """The level and the anchor of each heading by its line. What looks like one inside code is none."""
+    found, is_code = {}, False
+    for number, line in enumerate(lines):
+        if line.startswith("```"):
+            is_code = not is_code
+        elif not is_code and (heading := re.fullmatch(r"(#+) (.+)", line)):
+            anchor = re.sub(r"[^\w\- ]", "", heading[2].lower()).replace(" ", "-")
+            found[number] = (len(heading[1]), anchor)
+    return found

@@ -1,0 +1,125 @@
+"""The pages of a package: what it holds, its times, and how it differs from the unsplit model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+
+from splitc.runtime.devices import free_bytes, parse_devices
+from splitc.runtime.manifest import Manifest
+from splitc.runtime.memory_use import RankMemory
+from splitc.runtime.mode_words import words_of
+from splitc.runtime.module_sums import sum_modules
+from splitc.runtime.reports.contents import Chapter, Page, Section, Table
+from splitc.runtime.reports.errors_chart import errors_section
+from splitc.runtime.reports.memory_chart import memory_section
+from splitc.runtime.reports.strips import ShownCut, ShownRank, strip_section
+from splitc.runtime.reports.timeline_chart import timeline_sections
+from splitc.runtime.reports.times_chart import latencies_table, times_section
+from splitc.runtime.reports.whole_table import whole_section
+from splitc.runtime.tools.bench import BenchResult
+from splitc.runtime.tools.compare import Difference
+from splitc.runtime.units import format_shape
+
+BUDGET = "what is free on this machine now"
+# The last requests of a stream that are drawn, for each request in flight.
+STREAMED = 4
+
+
+def inspect_page(name: str, manifests: Mapping[str, Manifest], files: Sequence[str] = ()) -> Page:
+    """What a package holds, by module. The only module of a package of one model has no name."""
+    chapters = [_holds(title, manifest) for title, manifest in manifests.items()]
+    if len(manifests) > 1:
+        sums = sum_modules(manifests)
+        budgets = free_bytes(parse_devices(list(sums)))
+        ranks = [
+            ShownRank(device, (), held.weights, held.activations, held.cache, held.total, budget)
+            for (device, held), budget in zip(sums.items(), budgets, strict=True)
+        ]
+        notes = [f"Beside the modules: {', '.join(files)}"] if files else []
+        chapters.insert(0, Chapter("All modules", (), notes, _some(memory_section(list(sums), ranks, BUDGET))))
+    return Page(f"Package {name}", _describe(manifests), chapters)
+
+
+def bench_page(name: str, manifest: Manifest, result: BenchResult, measured: Sequence[RankMemory]) -> Page:
+    """A package's times, with its timelines and memory."""
+    at_work = words_of(manifest.split_mode).at_work
+    streamed = result.timeline[-STREAMED * result.in_flight :] if result.in_flight > 1 else []
+    facts = [("rate", f"{result.rate:.1f} requests/s"), ("in flight", str(result.in_flight))]
+    if result.in_flight > 1:
+        facts.append(("rate beside one at a time", f"{result.against_one:.2f} times"))
+    sections = [
+        Section("Latency", tables=[latencies_table(result)]),
+        times_section(result, at_work),
+        *timeline_sections(manifest.ranks, [result.alone], streamed),
+        *_body(manifest, measured),
+    ]
+    return Page(f"Times of {name}", _describe({"": manifest}), [Chapter("", facts, (), sections)])
+
+
+def check_page(
+    name: str, checked: Mapping[str, tuple[Manifest, Sequence[Difference], str, Sequence[RankMemory]]]
+) -> Page:
+    """How outputs differ, by module: its manifest, the differences, what they were compared with, and ranks' memory."""
+    chapters = []
+    for title, (manifest, found, compared, measured) in checked.items():
+        agree = sum(each.passed for each in found)
+        facts = [("agree", f"{agree} of {len(found)} outputs"), ("compared with", compared)]
+        chapters.append(Chapter(title, facts, (), [errors_section(found), *_body(manifest, measured)]))
+    differ = sum(not each.passed for _, found, _, _ in checked.values() for each in found)
+    verdict = f"{differ} outputs differ" if differ else "all outputs agree"
+    manifests = {title: each[0] for title, each in checked.items()}
+    return Page(f"Check of {name}: {verdict}", _describe(manifests), chapters)
+
+
+def _holds(title: str, manifest: Manifest) -> Chapter:
+    """What a package of one model, or a module, holds."""
+    facts = [("split mode", manifest.split_mode), ("engines", manifest.engine), ("numbers", manifest.number_type)]
+    if manifest.collectives:
+        facts.append((words_of(manifest.split_mode).exchanges, f"{manifest.collectives} a run"))
+    kinds = {"input": manifest.inputs, "optional input": manifest.optional, "output": manifest.outputs}
+    rows = [
+        (kind, each.name, each.dtype, format_shape(each.shape)) for kind, tensors in kinds.items() for each in tensors
+    ]
+    tensors = Section("Inputs and outputs", tables=[Table("All of them", ("", "name", "type", "shape"), rows)])
+    return Chapter(title, facts, (), [*_body(manifest, (), whole=True), tensors])
+
+
+def _body(manifest: Manifest, measured: Sequence[RankMemory], whole: bool = False) -> list[Section]:
+    """Blocks and memory; and with `whole` what the split mode left whole."""
+    budgets = free_bytes(parse_devices([rank.device for rank in manifest.ranks]))
+    ranks = [
+        ShownRank(
+            rank.device,
+            rank.blocks,
+            rank.weights_bytes,
+            rank.activation_bytes,
+            rank.cache_bytes,
+            rank.total_bytes,
+            budget,
+            memory,
+        )
+        for rank, budget, memory in zip_longest(manifest.ranks, budgets, measured)
+    ]
+    words = words_of(manifest.split_mode)
+    cuts = [ShownCut(cut.values, cut.bytes) for cut in manifest.cuts]
+    weights = [(each.name, each.bytes, each.reason) for each in manifest.unsplit] if whole else []
+    labels = [f"{number} {rank.device}" for number, rank in enumerate(ranks)]
+    return [
+        strip_section(ranks, cuts, words.is_radial),
+        *_some(memory_section(labels, ranks, BUDGET)),
+        *_some(whole_section(weights, words.whole)),
+    ]
+
+
+def _describe(manifests: Mapping[str, Manifest]) -> str:
+    if len(manifests) > 1:
+        return f"{len(manifests)} modules: {', '.join(manifests)}"
+    (manifest,) = manifests.values()
+    count = len(manifest.ranks)
+    devices = "one device" if count == 1 else f"{count} devices, split by {manifest.split_mode}"
+    return f"{manifest.source.name} on {devices}, {manifest.engine} engines"
+
+
+def _some(section: Section | None) -> list[Section]:
+    return [] if section is None else [section]

@@ -1,0 +1,66 @@
+"""Write a page: one file that holds its charts, its style and the scripts that draw, and needs no network."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.files import check_output, written_whole
+from splitc.runtime.reports.contents import Chart, Page
+from splitc.runtime.reports.strips import colour_of
+from splitc.runtime.units import block_range, format_bytes
+from splitc.runtime.version import VERSION
+from splitc.runtime.visible_text import visible
+
+# What pages need beyond the rest of splitc, by the name of the module.
+LIBRARIES = {"altair": "altair", "vl_convert": "vl-convert-python", "jinja2": "jinja2"}
+# The most blocks of a stage that are drawn one by one.
+CELLS = 160
+
+
+def check_report(path: Path | None, reads: Iterable[Path]) -> None:
+    """Raise MisuseError if a page can't be written: see `check_output`, and if libraries are missing."""
+    if path is None:
+        return
+    check_output(path, reads)
+    if missing := [package for module, package in LIBRARIES.items() if find_spec(module) is None]:
+        raise MisuseError(
+            f"--report needs {', '.join(missing)}, not installed here: pip install 'splitc[report]'. The numbers are "
+            "the same without it, and --json gives all of them"
+        )
+
+
+def write_page(path: Path, page: Page) -> None:
+    """Write a page of about 1 MB, most of it the script that draws. Raises MisuseError if it can't be written."""
+    jinja2: Any = importlib.import_module("jinja2")
+    folder = Path(__file__).parent
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(folder), autoescape=True, trim_blocks=True)
+    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}  # as text is, for `visible`
+    environment.filters["bytes"] = format_bytes
+    environment.filters["range"] = block_range
+    environment.globals.update(colour=colour_of, version=VERSION, most=CELLS)
+    text = visible(environment.get_template("page.html").render(page=page, charts=_charts(page)))
+    script = _script().replace("</script", "<\\/script")
+    style, own = ((folder / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    with written_whole(path) as file:
+        for part in (text, f"<style>\n{style}</style>\n", f"<script>{script}</script>\n<script>\n{own}</script>\n"):
+            file.write(part.encode())
+
+
+def _charts(page: Page) -> list[Chart]:
+    """All charts in the order of the page: of each section first the chart, then its overview."""
+    sections = [section for chapter in page.chapters for section in chapter.sections]
+    return [chart for section in sections for chart in (section.chart, section.overview) if chart is not None]
+
+
+@cache
+def _script() -> str:
+    """Vega, Vega-Lite and what embeds them, in the version that the charts are made for."""
+    vega_lite = importlib.import_module("altair").SCHEMA_VERSION.removeprefix("v").rpartition(".")[0]
+    script: str = importlib.import_module("vl_convert").javascript_bundle(vl_version=vega_lite)
+    return script

@@ -1,0 +1,94 @@
+"""The model as a strip of blocks, coloured by device, with the cuts and the bytes that cross them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from splitc.runtime.devices import parse_devices
+from splitc.runtime.memory_use import RankMemory
+from splitc.runtime.reports.contents import Section, StripRank, StripStage, Table
+from splitc.runtime.units import first_few, format_bytes
+
+# The number of colours of devices.
+COLOURS = 8
+
+
+@dataclass(frozen=True)
+class ShownRank:
+    """What pages show of a rank: its device, blocks, predicted bytes, and its budget and measured bytes if known."""
+
+    device: str
+    blocks: Sequence[str]
+    weights: int
+    activations: int
+    cache: int
+    total: int
+    budget: int | None = None
+    measured: RankMemory | None = None
+
+
+@dataclass(frozen=True)
+class ShownCut:
+    """The names of the values that cross a cut, and their bytes in a run."""
+
+    values: Sequence[str]
+    bytes: int
+
+
+def strip_section(ranks: Sequence[ShownRank], cuts: Sequence[ShownCut], is_radial: bool) -> Section:
+    """Which rank has which blocks. With `is_radial`, values cross between rank 0 and each other rank."""
+    stages = []
+    for number, group in enumerate(groups := _share_stages(ranks)):
+        blocks = max((ranks[each].blocks for each in group), key=len)
+        shown = [
+            StripRank(each, rank.device, rank.weights, *_held(blocks, rank), _radial_bytes(cuts, each, is_radial))
+            for each, rank in ((each, ranks[each]) for each in group)
+        ]
+        is_last = is_radial or number == len(groups) - 1
+        stages.append(StripStage(blocks, shown, None if is_last else _bytes(cuts, number)))
+    rows = []
+    for number, cut in enumerate(cuts):
+        first = 0 if is_radial else number
+        rows.append((f"{first}-{number + 1}", format_bytes(cut.bytes), first_few(cut.values) or "nothing"))
+    tables = [Table("What crosses the cuts", ("cut", "a run", "values"), rows, right=("a run",))] if rows else []
+    note = _say(is_radial, any(len(group) > 1 for group in groups), len(groups) > 1)
+    return Section("Blocks", [note], strip=stages, tables=tables)
+
+
+def _say(is_radial: bool, shares: bool, cuts: bool) -> str:
+    weights = "The bytes below a rank are its weights"
+    if is_radial:
+        return f"Rank 0 runs the model, and the others have slices of it. {weights}, and ⇄ what it exchanges in a run."
+    shards = "Ranks one below the other have shards of the same blocks. " if shares else ""
+    return f"{shards}{weights}{'; those on an arrow cross in a run' if cuts else ''}."
+
+
+def colour_of(device: str) -> int:
+    """The number of a device's colour, which is the same on all pages."""
+    found = parse_devices([device])[0]
+    return (found.index + 3 * (found.host or 0) + (COLOURS // 2) * (found.kind == "cpu")) % COLOURS
+
+
+def _share_stages(ranks: Sequence[ShownRank]) -> list[list[int]]:
+    """The numbers of the ranks of each stage: consecutive ones that have blocks in common."""
+    stages: list[list[int]] = []
+    for number, rank in enumerate(ranks):
+        if stages and set(rank.blocks) & set(ranks[stages[-1][0]].blocks):
+            stages[-1].append(number)
+        else:
+            stages.append([number])
+    return stages
+
+
+def _held(blocks: Sequence[str], rank: ShownRank) -> tuple[list[bool]]:
+    own = set(rank.blocks)
+    return ([block in own for block in blocks],)
+
+
+def _bytes(cuts: Sequence[ShownCut], number: int) -> int:
+    return cuts[number].bytes if number < len(cuts) else 0
+
+
+def _radial_bytes(cuts: Sequence[ShownCut], rank: int, is_radial: bool) -> int | None:
+    return _bytes(cuts, rank - 1) if is_radial and rank else None

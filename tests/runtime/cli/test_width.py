@@ -1,0 +1,96 @@
+"""What commands show fits a terminal of 80 columns, with long names, brackets in them, and many devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from models.writer import Writer, save
+from splitc.runtime.cli import help as help_texts
+from splitc.runtime.cli import terminal
+from splitc.runtime.cli.commands import app
+from splitc.runtime.units import shortened_middle
+from tests.helpers.command import SCRIPT, splitc, splitc_process
+
+WIDTH = 80
+SCOPE = "[bold]transformer/an_encoder_with_a_long_name_as_exporters_write_them/and_its_layers."
+INPUT = "[red]an_input_with_quite_a_long_name_that_goes_on_and_on_and_on_for_ever[/red]"
+
+
+@pytest.fixture(scope="module")
+def long_names(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight blocks whose values and weights have long names."""
+    w, square = Writer(), ir.tensor(np.full((64, 64), 0.01, np.float32))
+    value = w.input(INPUT, ir.DataType.FLOAT, ["batch", 64])
+    for layer in range(8):
+        with w.scope(f"{SCOPE}{layer}"):
+            inner = w.op("Relu", w.op("MatMul", value, w.weight(f"{SCOPE}{layer}.up", square)))
+            value = w.op("Add", value, w.op("MatMul", inner, w.weight(f"{SCOPE}{layer}.down", square)))
+    w.output(value, f"{INPUT}.output", ir.DataType.FLOAT, ["batch", 64])
+    path = tmp_path_factory.mktemp("long") / "model.onnx"
+    save(w.model(), path)
+    return path
+
+
+def lines(*arguments: object) -> list[str]:
+    """What a command shows, without warnings, which a terminal breaks itself."""
+    return splitc(*arguments).stdout.splitlines()
+
+
+def test_commands_fit_a_terminal(long_names: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal.out, "_width", WIDTH)
+    package = tmp_path / "p"
+    plan = ("plan", long_names)
+    shown = [
+        lines(*plan, "-d", "8xcpu", "--spread", "--split-mode", "layer"),
+        lines(*plan, "--hosts", "2x4xcpu", "--memory", "100KiB"),
+        lines(*plan, "-d", "3xcpu", "--split-mode", "tensor", "--explain"),
+        lines(*plan, "-d", "3xcpu", "--split-mode", "row", "--row-min", 16),
+    ]
+    splitc("compile", long_names, "-d", "4xcpu", "--split-mode", "layer", "-o", package)
+    shown.append(lines("inspect", package))
+    shown.append(lines("bench", package, "--runs", 2, "--baseline", long_names))
+    shown.append(lines("check", package, "--model", long_names, "--no-memory"))
+    for each in shown:
+        assert [line for line in each if len(line) > WIDTH] == []
+    cuts = [line for line in shown[0] if line.startswith("cut ")]
+    assert len(cuts) == 7
+    assert all(line.endswith(")") and "(/[bold]transf" in line for line in cuts), "a line each"
+    assert any("[red]" in line and "[/red]" in line for line in shown[4])
+
+
+def test_names_are_whole_where_there_is_room(long_names: Path) -> None:
+    assert f"(/{SCOPE}0/Add_output_0)" in splitc("plan", long_names, "-d", "8xcpu", "--spread").stdout
+
+
+def test_names_are_shortened_in_the_middle() -> None:
+    assert shortened_middle("abcdefghij", 10) == "abcdefghij"
+    assert shortened_middle("abcdefghijk", 10) == "abc…fghijk"
+    assert {len(shortened_middle("x" * 50, most)) for most in (5, 20, 49)} == {5, 20, 49}
+
+
+@pytest.mark.parametrize("command", help_texts.EXAMPLES)
+def test_help_is_short_and_has_an_example(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal.out, "_width", WIDTH)
+    *shown, example = splitc(command, "--help").stdout.strip().splitlines()
+    assert len(shown) < 125
+    assert [line for line in shown if len(line) > WIDTH] == []
+    assert example.strip() == help_texts.EXAMPLES[command]
+    assert "Others" not in shown, "give the option a topic"
+
+
+def test_every_command_has_an_example() -> None:
+    assert {each.name for each in app.registered_commands} == set(help_texts.EXAMPLES)
+
+
+@pytest.mark.parametrize(
+    ("typed", "found"),
+    [("splitc insp", "inspect"), ("splitc inspect --re", "--report"), ("splitc plan --spl", "--split-mode")],
+)
+def test_bash_completes(typed: str, found: str) -> None:
+    place = len(typed.split()) - 1
+    program = f"COMP_WORDS='{typed}' COMP_CWORD={place} _SPLITC_COMPLETE=complete_bash {SCRIPT}"
+    assert splitc_process("-c", program, start=("bash",)).stdout.split() == [found]

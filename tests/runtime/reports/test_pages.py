@@ -1,0 +1,176 @@
+"""Pages of pictures: what they have is what the terminal shows, and names in them have no power."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from models.writer import Writer, save
+from splitc.runtime.reports import page_writer
+from splitc.runtime.reports.errors_chart import LEAST, errors_section
+from splitc.runtime.reports.memory_chart import memory_section
+from splitc.runtime.reports.strips import ShownRank
+from splitc.runtime.tools.compare import compare
+from tests.helpers.command import splitc
+from tests.helpers.folders import diffusers_folder
+
+MOST_BYTES = 1 << 20
+
+
+def content(page: Path) -> str:
+    """A page without the scripts that draw, as text."""
+    text = page.read_text(encoding="utf-8")
+    assert len(text.encode()) < MOST_BYTES
+    return text[: text.index("<style>")]
+
+
+def charts(page: Path) -> list[dict[str, Any]]:
+    found = re.search(r'<script type="application/json" id="charts">(.*?)</script>', content(page), re.DOTALL)
+    assert found
+    return list(json.loads(found[1]))
+
+
+def rows(chart: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The data of a chart and of its layers."""
+    for data in (chart, *chart.get("layer", ())):
+        yield from data.get("data", {}).get("values", ())
+    for values in chart.get("datasets", {}).values():
+        yield from values
+
+
+def words(page: Path) -> str:
+    """What stands on a page."""
+    return " ".join(unescape(re.sub(r"<[^>]*>", " ", content(page).partition('<script type="application')[0])).split())
+
+
+def test_page_of_a_plan_has_what_json_has(decoder: Path, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    asked = ("-d", "3xcpu", "--memory", "600KB", "--shapes", "input_ids:1x8", "--spread")
+    plan = json.loads(splitc("plan", decoder, *asked, "--report", page, "--json").stdout)
+    said = words(page)
+    assert plan["choice"] in said
+    for number, rank in enumerate(plan["ranks"]):
+        assert f"{number} {rank['device']}" in said
+    memory, compared = charts(page)
+    limit = {row["said"] for row in rows(memory) if "budget" in row}
+    assert limit == {"586 KiB"}
+    shown = [row for row in rows(compared) if "candidate" in row]
+    assert {row["candidate"] for row in shown} == {each["name"] for each in plan["candidates"] if not each["refused"]}
+    assert [row["candidate"] for row in shown if row["chosen"]] == [plan["choice"].partition(":")[0]]
+    for each in plan["candidates"]:
+        assert each["name"] in said
+        assert (each["refused"] or "") in said
+
+
+def test_a_budget_that_is_too_small_is_marked() -> None:
+    ranks = [ShownRank("cpu0", (), 6, 2, 1, 10, 8), ShownRank("cpu1", (), 6, 2, 1, 10, 100)]
+    section = memory_section(["0 cpu0", "1 cpu1"], ranks, "the budget")
+    assert section is not None and section.chart is not None
+    assert [row["over"] for row in rows(dict(section.chart)) if "over" in row][:2] == [True, False]
+    assert any("red line" in note for note in section.notes)
+
+
+def test_page_of_a_package_has_its_blocks_and_cuts(package: Path, tmp_path: Path) -> None:
+    page = tmp_path / "inspect.html"
+    held = json.loads(splitc("inspect", package, "--report", page, "--json").stdout)
+    text, said = content(page), words(page)
+    titles = re.findall(r'<i title="([^"]*)"', text)
+    assert titles == [block for rank in held["ranks"] for block in rank["blocks"]]
+    assert text.count('class="cut"') == len(held["cuts"]) == 2
+    for cut in held["cuts"]:
+        assert cut["values"][0] in said
+
+
+def test_page_of_a_bench_has_both_timelines(package: Path, tmp_path: Path) -> None:
+    page = tmp_path / "bench.html"
+    timed = json.loads(splitc("bench", package, "--in-flight", 2, "--runs", 16, "--report", page, "--json").stdout)
+    assert timed["time"]["alone"] == {}, "the page has it"
+    _, request, overview, stream, _, memory = charts(page)
+    for chart, requests in ((request, {"0"}), (stream, {f"{each}" for each in range(8)})):
+        bars = list(rows(chart))
+        assert {bar["rank"] for bar in bars} == {"0 cpu0", "1 cpu1", "2 cpu2"}
+        assert {bar["request"] for bar in bars} == requests
+        assert all(0 <= bar["from"] <= bar["to"] for bar in bars)
+    assert list(rows(overview)) == list(rows(request))
+    measured = {row["said"] for row in rows(memory) if row.get("kind") == "loaded, measured"}
+    assert len(measured) >= 1
+    assert len(timed["memory"]) == 3
+
+
+def test_page_of_a_check_has_every_output(package: Path, decoder: Path, tmp_path: Path) -> None:
+    page = tmp_path / "check.html"
+    arguments = ("--model", decoder, "--no-memory", "--report", page, "--json")
+    found = json.loads(splitc("check", package, *arguments).stdout)
+    assert "all outputs agree" in words(page)
+    assert {row["output"] for row in rows(charts(page)[0])} == {each["name"] for each in found["outputs"]}
+
+
+def test_errors_are_drawn_the_worst_first() -> None:
+    """What can't be compared is said; and what agrees entirely is at 0, though the axis is of powers of ten."""
+    a, wrong = np.ones(4, np.float32), np.array([1, 1, 2, 1], np.float32)
+    whole = a.astype(int)
+    found = compare({"same": a, "off": a, "int": whole, "none": a}, {"same": a, "off": wrong, "int": whole})
+    section = errors_section(found)
+    assert section.chart is not None
+    drawn = [(row["output"], row["kind"], row["value"]) for row in rows(dict(section.chart))]
+    assert drawn[0] == ("off", "differs", 1.0)
+    assert drawn[1:] == [("same", "agrees", LEAST), ("int", "agrees", LEAST)]
+    assert "none: it is missing" in section.notes
+    assert [row[0] for row in section.tables[0].rows] == ["none", "off", "same", "int"]
+
+
+def test_modules_have_a_chapter_each_and_the_sums(tmp_path: Path) -> None:
+    folder, page = diffusers_folder(tmp_path / "sd"), tmp_path / "page.html"
+    asked = (folder, "-d", "2xcpu", "--memory", "2MiB")
+    plan = json.loads(splitc("plan", *asked, "--report", page, "--json").stdout)
+    chapters = ["All modules", *plan["modules"]]
+    assert re.findall(r"<h2>(.*?)</h2>", content(page)) == chapters
+    assert all(each["why"] in words(page) for each in plan["modules"].values())
+    splitc("compile", *asked, "-o", tmp_path / "package")
+    for command in (("inspect",), ("check", "--model", folder, "--no-memory")):
+        name, *rest = command
+        splitc(name, tmp_path / "package", *rest, "--report", page)
+        found = re.findall(r"<h2>(.*?)</h2>", content(page))
+        assert found == (chapters if name == "inspect" else chapters[1:])
+
+
+def test_names_have_no_power_over_a_page(tmp_path: Path) -> None:
+    evil = "</script><script>x</script><img src=x onerror=alert(1)>[red]\N{RIGHT-TO-LEFT OVERRIDE}{{ 7 * 7 }}"
+    w = Writer()
+    square = ir.tensor(np.ones((8, 8), np.float32))
+    y = w.op("MatMul", w.input("x", ir.DataType.FLOAT, ["n", 8]), w.weight(evil, square))
+    w.output(w.op("MatMul", y, w.weight("v", square)), f"{evil}!", ir.DataType.FLOAT, ["n", 8])
+    model, page = tmp_path / "model.onnx", tmp_path / "page.html"
+    save(w.model(), model)
+    splitc("compile", model, "-d", "2xcpu", "--split-mode", "layer", "-o", tmp_path / "p")
+    for command in (("inspect",), ("check", "--model", model, "--no-memory")):
+        name, *rest = command
+        splitc(name, tmp_path / "p", *rest, "--report", page)
+        text = content(page)
+        assert "<img" not in text
+        assert "\N{RIGHT-TO-LEFT OVERRIDE}" not in text
+        assert text.count("</script>") == 1, "that of the charts' data"
+        shown = evil.replace("\N{RIGHT-TO-LEFT OVERRIDE}", "\N{REPLACEMENT CHARACTER}")
+        assert " ".join(f"{shown}!".split()) in " ".join(unescape(text).split())
+
+
+@pytest.mark.parametrize("command", ["plan", "inspect", "bench", "check"])
+def test_a_page_is_refused_before_any_work(
+    command: str, decoder: Path, package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = {"plan": [decoder, "-d", "cpu0"], "check": [package, "--model", decoder]}.get(command, [package])
+    read = decoder if command == "plan" else package / "manifest.json"
+    assert "written over" in splitc(command, *arguments, "--report", read, code=2).stderr
+    assert "there is no folder" in splitc(command, *arguments, "--report", tmp_path / "no" / "p.html", code=2).stderr
+    monkeypatch.setattr(page_writer, "LIBRARIES", {"there_is_none": "altair"})
+    said = splitc(command, *arguments, "--report", tmp_path / "page.html", code=2).stderr
+    assert "--report needs altair, not installed here: pip install 'splitc[report]'" in " ".join(said.split())
+    assert not list(tmp_path.iterdir())
