@@ -24,6 +24,8 @@ ORDER = (
     "generate",
     "session",
     "modules",
+    "diffusers_parts",
+    "diffusers",
     "tools",
     "cli",
     "__main__",
