@@ -11,9 +11,11 @@ import onnx
 import onnx_ir as ir
 import pytest
 
+from models.denoisers import save_without_weights
 from models.llama import DTYPES, Size, build
-from models.writer import save
+from models.writer import Writer, save
 from tests.conftest import run_split, run_whole
+from tests.gpu.made_weights import make_missing_weights
 
 LLAMA = str(Path(__file__).parents[1] / "models" / "llama.py")
 SMALL = [
@@ -93,3 +95,21 @@ def test_weights_are_the_same_each_time(tmp_path: Path) -> None:
         command = [sys.executable, LLAMA, "-o", str(tmp_path / name / "m.onnx"), *SMALL]
         subprocess.run(command, check=True, cwd=Path(LLAMA).parents[1])
     assert (tmp_path / "a" / "m.onnx.data").read_bytes() == (tmp_path / "b" / "m.onnx.data").read_bytes()
+
+
+def test_model_without_weights_says_where_they_go(tmp_path: Path) -> None:
+    """Weights are stored as they are used, each on a page of its own; random ones are made in their places."""
+    w = Writer()
+    x = w.input("x", ir.DataType.FLOAT, [2, 48])
+    for name, size in ("first.weight", 64), ("second.weight", 32):
+        weight = w.weight(name, ir.tensor(np.zeros((size, 48 if name[0] == "f" else 64), np.float32)))
+        x = w.op("MatMul", x, w.op("Transpose", weight, perm=[1, 0]))
+    w.output(x, "y", ir.DataType.FLOAT, [2, 32])
+    path = tmp_path / "model.onnx"
+    size = save_without_weights(w.model(), path)
+    assert not (tmp_path / "model.onnx.data").exists()
+    assert make_missing_weights(path) == size == 4096 * 3 + 64 * 32 * 4
+    graph = ir.load(path).graph
+    assert [node.op_type for node in graph] == ["MatMul", "MatMul"]
+    assert graph.initializers["second.weight"].shape == (64, 32)
+    assert np.abs(run_whole(path, {"x": np.ones((2, 48), np.float32)})["y"]).max() > 0

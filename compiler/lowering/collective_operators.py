@@ -11,6 +11,9 @@ from splitc.compiler.lowering.rank_forms import COLLECTIVE
 
 DOMAIN = "splitc"
 ALL_REDUCE = "AllReduce"
+# Put behind the names of operators for values in half precision. On CPUs, ONNX Runtime would run others in single
+# precision on some ranks: where it runs what is before and after them so.
+HALF = "Half"
 # The attribute `operation` of an all-reduce.
 _OPERATIONS = {"sum": 0, "max": 1}
 
@@ -43,7 +46,8 @@ def _replace(graph: ir.Graph, node: ir.Node, token: ir.Value | None) -> ir.Node:
     """Put the operator in the place of a collective, behind the token of another one."""
     inputs = [*node.inputs, *([] if token is None else [token])]
     operation = _OPERATIONS[node.attributes.get_string("reduce_op", "sum")]
-    operator = ir.node(ALL_REDUCE, inputs, {"operation": operation}, domain=DOMAIN, num_outputs=2, name=node.name)
+    kind = ALL_REDUCE + (HALF if node.outputs[0].dtype == ir.DataType.FLOAT16 else "")
+    operator = ir.node(kind, inputs, {"operation": operation}, domain=DOMAIN, num_outputs=2, name=node.name)
     whole, token = operator.outputs
     token.name, token.type = f"{node.outputs[0].name}/token", ir.TensorType(ir.DataType.UINT8)
     ir.convenience.replace_nodes_and_values(graph, node, [node], [operator], node.outputs, [whole])

@@ -13,14 +13,12 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from splitc.compiler.analysis.stages import Stage
-from splitc.compiler.lowering.collective_operators import DOMAIN
+from splitc.compiler.lowering.collective_operators import DOMAIN, HALF
 from splitc.compiler.lowering.row_graphs import exchange_graph, find_exchanges, slice_graph, slice_name
 from splitc.compiler.sharding.products import Product
 from splitc.compiler.sharding.slices import SlicedProducts
 
 SEND, RECEIVE, AFTER = "Send", "Receive", "After"
-# What is put behind the names of the first two for values in half precision, which have operators of their own.
-_HALF = "Half"
 
 
 def main_graph(sliced: SlicedProducts, stage: Stage) -> ir.Graph:
@@ -111,7 +109,7 @@ class _Builder:
         return graph
 
     def _transfer(self, kind: str, value: ir.Value, dtype: ir.DataType, peer: int, name: str) -> ir.Value:
-        kind += _HALF if dtype == ir.DataType.FLOAT16 else ""
+        kind += HALF if dtype == ir.DataType.FLOAT16 else ""
         inputs = [value, *([] if self._token is None else [self._token])]
         given, self._token = self._operator(kind, inputs, {"peer": peer}, [name, f"{name}/token"])
         self._last, given.type = given.producer(), ir.TensorType(dtype)

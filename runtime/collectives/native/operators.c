@@ -1,6 +1,10 @@
 /* The operators that ranks' engines meet in, for ONNX Runtime, on the CPU and on CUDA devices: splitc.AllReduce, and
  * those of transfer_operators.c.
  *
+ * Values in half precision have operators of their own, as AllReduceHalf. ONNX Runtime's CPU provider computes in single
+ * precision where it has no kernel for halves, and takes in what lies between such nodes if it takes both: then one rank
+ * would bring other numbers than another one does.
+ *
  * An engine's operators belong to one rank of one group of ranks: an `End`. ONNX Runtime asks for operators when it is given
  * this library, by `RegisterCustomOps`, on the thread that gives it; so the end is named to that thread before. */
 #include "operators.h"
@@ -151,8 +155,10 @@ static OrtStatus* create(const OrtCustomOp* op, const OrtApi* api, const OrtKern
 }
 
 static const char* name(const OrtCustomOp* op) { return (void)op, "AllReduce"; }
+static const char* half_name(const OrtCustomOp* op) { return (void)op, "AllReduceHalf"; }
 static size_t two(const OrtCustomOp* op) { return (void)op, 2; }
 static int type_of(const OrtCustomOp* op, size_t index) { return (void)op, index ? ORT_UINT8 : ORT_UNDEFINED; }
+static int half_type_of(const OrtCustomOp* op, size_t index) { return (void)op, index ? ORT_UINT8 : ORT_FLOAT16; }
 static int needed(const OrtCustomOp* op, size_t index) { return (void)op, index ? ORT_OPTIONAL : ORT_REQUIRED; }
 
 void init_value_and_token(Operator* made) {
@@ -160,6 +166,8 @@ void init_value_and_token(Operator* made) {
     made->op.GetInputTypeCount = made->op.GetOutputTypeCount = two;
     made->op.GetInputCharacteristic = made->op.GetOutputCharacteristic = needed;
 }
+
+void take_halves(Operator* made) { made->op.GetInputType = made->op.GetOutputType = half_type_of; }
 
 size_t first_is_first(int** inputs, int** outputs) {
     *inputs = calloc(1, sizeof **inputs);
@@ -173,6 +181,12 @@ static void init_all_reduce(Operator* made) {
     made->op.CreateKernelV2 = create;
     made->op.KernelComputeV2 = compute;
     made->op.GetMayInplace = first_is_first;
+}
+
+static void init_all_reduce_half(Operator* made) {
+    init_all_reduce(made);
+    made->op.GetName = half_name;
+    take_halves(made);
 }
 
 static void destroy(void* kernel) { free(kernel); }
@@ -213,8 +227,8 @@ EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase
     const OrtApi* api = base->GetApi(ORT_VERSION);
     End* end = registered ? registered : &none;
     if (end->domain) return ORT(api, AddCustomOpDomain)(options, end->domain);
-    static void (*const kinds[])(Operator*) = {init_all_reduce,  init_send,         init_receive,
-                                               init_send_half, init_receive_half, init_after};
+    static void (*const kinds[])(Operator*) = {init_all_reduce, init_all_reduce_half, init_send, init_receive,
+                                               init_send_half,  init_receive_half,    init_after};
     end->api = api;
     TRY(ORT(api, CreateCustomOpDomain)("splitc", &end->domain));
     for (int number = 0; number < OPERATORS; number++) {

@@ -8,7 +8,7 @@
 
 #define MESSAGE 256
 /* Six kinds, each on the CPU and on CUDA devices. */
-#define OPERATORS 12
+#define OPERATORS 14
 
 /* NCCL's ncclAllReduce, ncclSend and ncclRecv, which are looked up by who has loaded NCCL. */
 typedef int (*NcclAllReduce)(const void* in, void* out, size_t count, int type, int operation, void* communicator,
@@ -65,6 +65,8 @@ OrtStatus* make_room(const OrtApi* api, End* end, size_t bytes);
 
 /* Set what operators have in common that take and give a value and, optionally, a token: another one came before. */
 void init_value_and_token(Operator* made);
+/* The value is in half precision, and never in another one. */
+void take_halves(Operator* made);
 /* For ONNX Runtime: the first input and the first output may share memory. */
 size_t first_is_first(int** inputs, int** outputs);
 

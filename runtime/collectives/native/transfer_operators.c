@@ -2,10 +2,7 @@
  *
  * A rank's transfers are chained by tokens: each takes the token of the one before it. A Send gives its value on, so that
  * what reads it there comes after it. After gives a token once all of its inputs are computed.
- *
- * Values in half precision have operators of their own, SendHalf and ReceiveHalf. ONNX Runtime's CPU provider computes in
- * single precision where it has no kernel for halves, and takes in what lies between such nodes if it takes both: then one
- * rank would send other numbers than another one receives. */
+ * Values in half precision have operators of their own, SendHalf and ReceiveHalf. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -200,8 +197,6 @@ static int token(const OrtCustomOp* op, size_t index) { return (void)op, (void)i
 static int any_type(const OrtCustomOp* op, size_t index) { return (void)op, (void)index, ORT_UNDEFINED; }
 static int all(const OrtCustomOp* op, size_t index) { return (void)op, (void)index, ORT_VARIADIC; }
 static int required(const OrtCustomOp* op, size_t index) { return (void)op, (void)index, ORT_REQUIRED; }
-static int half_type_of(const OrtCustomOp* op, size_t index) { return (void)op, index ? ORT_UINT8 : ORT_FLOAT16; }
-
 
 /* The value that a Receive takes is one of the type that it makes. */
 static void init_transfer(Operator* made) {
@@ -225,13 +220,13 @@ void init_receive(Operator* made) {
 void init_send_half(Operator* made) {
     init_send(made);
     made->op.GetName = send_half_name;
-    made->op.GetInputType = made->op.GetOutputType = half_type_of;
+    take_halves(made);
 }
 
 void init_receive_half(Operator* made) {
     init_receive(made);
     made->op.GetName = receive_half_name;
-    made->op.GetInputType = made->op.GetOutputType = half_type_of;
+    take_halves(made);
 }
 
 void init_after(Operator* made) {

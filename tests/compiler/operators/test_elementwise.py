@@ -140,6 +140,20 @@ def test_bias_of_a_sum_is_added_once(tmp_path: Path) -> None:
     check_split(b, tmp_path, {"A", "B"}, whole={"bias"}, sums=1)
 
 
+def test_halves_are_summed_whether_a_rank_adds_the_bias_or_not(tmp_path: Path) -> None:
+    """On the CPU, ONNX Runtime adds a bias in half precision and takes the product without it in single precision."""
+    b = Block(opset=20)
+
+    def half(name: str, *shape: int) -> ir.Value:
+        return b.weight(name, ir.tensor(b.random(name, *shape).astype(np.float16)))
+
+    x = b.op("Cast", b.data("x", (2, 4, 16)), to=ir.DataType.FLOAT16)
+    h = b.op("Gelu", b.op("MatMul", x, half("A", 16, 32)))
+    y = b.op("Add", b.op("MatMul", h, half("B", 32, 16)), half("bias", 16))
+    b.give(b.op("Cast", b.op("Tanh", b.op("Mul", y, y)), to=FLOAT))
+    check_split(b, tmp_path, {"A", "B"}, sums=1, tolerance=2e-3)
+
+
 @pytest.mark.parametrize("kind", ["Add", "Sub", "Sum"])
 def test_partial_values_meet_before_they_are_summed(kind: str, tmp_path: Path) -> None:
     """As in blocks with parallel attention and feed-forward: one sum serves both and the residual."""
