@@ -20,14 +20,15 @@ TOPICS: dict[str, Sequence[str]] = {
     ),
     "Split": (
         *("--split-mode", "--objective", "--spread", "--tensor-split", "--pipeline-stages", "--main-device"),
-        *("--row-min", "--fallback", "--profile", "--explain", "--plan"),
+        *("--row-min", "--fallback", "--swap", "--profile", "--explain", "--plan"),
     ),
     "Model and inputs": (
         *("--module", "--model", "--shapes", "--min-shapes", "--opt-shapes", "--max-shapes", "--set", "--inputs"),
         *("--seed", "--fill", "--trust-external-data"),
     ),
     "Text": (
-        *("--prompt", "--prompt-ids", "--tokenizer", "--max-new-tokens", "--temperature", "--top-k"),
+        *("--prompt", "--prompt-ids", "--audio", "--language", "--task", "--tokenizer", "--max-new-tokens"),
+        *("--temperature", "--top-k"),
         *("--top-p", "--stop", "--prefill", "--prompt-chunk"),
     ),
     "Runs": ("--runs", "--warmup", "--in-flight", "--baseline", "--baseline-threads", "--measure"),
