@@ -112,7 +112,7 @@ def test_commands_have_their_options(page: Path) -> None:
 
 def test_commands_are_found() -> None:
     named = {words[1] for page in PAGES for words in command_lines(page)}
-    assert named == {"plan", "compile", "build", "run", "check", "bench", "generate", "inspect", "devices"}
+    assert named == {"plan", "compile", "build", "run", "check", "bench", "generate", "inspect", "devices", "export"}
 
 
 @each_page

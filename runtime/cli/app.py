@@ -19,6 +19,7 @@ COMMANDS = {
     "bench": "runtime.cli.run_commands:bench_command",
     "generate": "runtime.cli.generate_command:generate_command",
     "inspect": "runtime.cli.inspect_command:inspect",
+    "export": "runtime.cli.export_command:export",
     "plan": "compiler.cli:plan",
     "compile": "compiler.cli:compile_command",
     "build": "compiler.cli:build_command",

@@ -25,6 +25,7 @@ ORDER = (
     "session",
     "modules",
     "tools",
+    "serving",
     "cli",
     "__main__",
 )
