@@ -10,20 +10,20 @@ from splitc.runtime.cli.options import is_given
 from splitc.runtime.cli.shared_options import DEVICE, JSON, MODULE, PACKAGE, RANKS, THREADS
 from splitc.runtime.cli.terminal import out, print_json
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.serving.mlserver_folder import export_mlserver
 from splitc.runtime.serving.serving_file import Serving
 from splitc.runtime.serving.triton_repository import MOST_ROWS, export_triton
 
+_SESSION = {"name", "sequences", "capacity", "idle", "device", "threads", "ranks", "in_flight"}
 # The servers, and the options that say something to some of them only.
-SERVERS = {
-    "triton": {"name", "sequences", "capacity", "idle", "batch", "device", "threads", "ranks", "in_flight"},
-}
+SERVERS = {"triton": {*_SESSION, "batch"}, "mlserver": _SESSION}
 
 
 def export(
     context: typer.Context,
     server: str = typer.Argument(help=f"What it is for: {', '.join(SERVERS)}.", metavar="SERVER"),
     package: Path = PACKAGE,
-    output: Path = typer.Option(..., "--output", "-o", help="The folder to write. Triton's may have other models."),
+    output: Path = typer.Option(..., "--output", "-o", help="The folder to write. It may have other models."),
     module: str | None = MODULE,
     name: str | None = typer.Option(None, "--name", help="The model's name. Default: the package's folder, or module."),
     sequences: bool | None = typer.Option(
@@ -65,7 +65,10 @@ def export(
         in_flight=in_flight,
         ranks=ranks,
     )
-    folders = export_triton(package, output, serving, module=module, name=name, sequences=sequences, batch=batch)
+    if server == "triton":
+        folders = export_triton(package, output, serving, module=module, name=name, sequences=sequences, batch=batch)
+    else:
+        folders = export_mlserver(package, output, serving, module=module, name=name, sequences=sequences)
     if as_json:
         print_json({"server": server, "folders": [str(folder) for folder in folders]})
         return

@@ -8,6 +8,13 @@ from dataclasses import dataclass
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.manifest import Manifest, Tensor
 
+# Names of number types in the open inference protocol (KServe v2).
+TYPES = {
+    "bool": "BOOL",
+    **{f"{kind}{bits}": f"{kind.upper()}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
+    **{f"float{bits}": f"FP{bits}" for bits in (16, 32, 64)},
+}
+
 
 @dataclass(frozen=True)
 class Interface:
@@ -33,9 +40,19 @@ def find_interface(manifest: Manifest, sequences: bool) -> Interface:
     )
 
 
-def has_caches(manifest: Manifest) -> bool:
-    """Whether the model has states that grow. Others may just be an input and an output of one shape."""
-    return any(state.grows is not None for state in manifest.states)
+def public_form(tensor: Tensor) -> tuple[str, list[int]]:
+    """The type and the shape that clients see, -1 for a size that is free. A scalar is an array of one element.
+
+    Raises MisuseError for a tensor that clients can't send or get.
+    """
+    if tensor.dtype not in TYPES:
+        raise MisuseError(
+            f"'{tensor.name}' is {tensor.dtype}, which servers do not exchange as arrays: export a model whose inputs "
+            "and outputs are float16 or float32"
+        )
+    if tensor.shape is None:
+        raise MisuseError(f"'{tensor.name}' may have any number of dimensions, and servers want a number of them")
+    return TYPES[tensor.dtype], [size if isinstance(size, int) else -1 for size in tensor.shape] or [1]
 
 
 def find_rows(manifest: Manifest, interface: Interface) -> int | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from splitc.runtime.errors import MisuseError
@@ -15,17 +15,35 @@ from splitc.runtime.manifest_file import FILE_NAME, read_manifest
 from splitc.runtime.pipeline_file import find_module, read_pipeline
 
 
-def find_packages(package: Path, module: str | None) -> dict[str, tuple[Path, Manifest]]:
-    """The packages to export, by the names of models: one, or each module of a pipeline.
+def find_packages(package: Path, module: str | None, name: str | None = None) -> dict[str, tuple[Path, Manifest]]:
+    """The packages to export, by the names of models: one, which may be called `name`, or each module of a pipeline.
 
-    Raises PackageError and MisuseError as `find_module` does.
+    Raises PackageError and MisuseError as `find_module` does, and for a name of several.
     """
     pipeline = read_pipeline(package)
     if pipeline is None or module is not None:
         found = {module or package.resolve().name: find_module(package, module)}
     else:
         found = {each.name: find_module(package, each.name) for each in pipeline.modules}
-    return {name: (folder, read_manifest(folder)) for name, folder in found.items()}
+    if name is not None:
+        if len(found) > 1:
+            raise MisuseError(f"--name is for one model, and {package} has {len(found)}: add --module")
+        found = dict.fromkeys([name], *found.values())
+    for each in found:
+        if each != Path(each).name or each.startswith("."):
+            raise MisuseError(f"'{each}' can't be a model's name, which is that of a folder: give another --name")
+    return {each: (folder, read_manifest(folder)) for each, folder in found.items()}
+
+
+@contextmanager
+def new_models(target: Path, names: Iterable[str]) -> Iterator[list[Path]]:
+    """New folders of these names in the folder `target`, which is made if it is not there."""
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MisuseError(f"can't write into {target}: {error.strerror}") from error
+    with ExitStack() as stack:
+        yield [stack.enter_context(new_folder(target / name)) for name in names]
 
 
 @contextmanager
@@ -38,7 +56,6 @@ def new_folder(target: Path) -> Iterator[Path]:
         raise MisuseError(f"{target} exists already: remove it, or choose another name")
     if not target.absolute().parent.is_dir():
         raise MisuseError(f"there is no folder {target.absolute().parent} to write {target.name} into")
-    # Servers look for models in folders beside it, but for none in a file's hidden name.
     aside = target.with_name(f".splitc-{secrets.token_hex(8)}")
     try:
         aside.mkdir()

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.manifest import Manifest
 
 FILE_NAME = "serving.json"
 
@@ -31,6 +32,14 @@ class Serving(Struct, frozen=True, forbid_unknown_fields=True):
     ranks: str | None = None
     verify: str = "once"
     cuda_graphs: bool = True
+
+    def of(self, manifest: Manifest, sequences: bool | None) -> Serving:
+        """The same for a package. Its requests are sequences as asked, or by default (None) if it has caches.
+
+        Other states may just be an input and an output of one shape.
+        """
+        caches = any(state.grows is not None for state in manifest.states)
+        return msgspec.structs.replace(self, sequences=caches if sequences is None else sequences)
 
 
 def write_serving(folder: Path, serving: Serving) -> None:

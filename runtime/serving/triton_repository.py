@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
-
-import msgspec
 
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.manifest import Manifest
-from splitc.runtime.serving.interface import find_interface, find_rows, has_caches
-from splitc.runtime.serving.served_folders import find_packages, link_package, new_folder
+from splitc.runtime.serving.interface import find_interface, find_rows
+from splitc.runtime.serving.served_folders import find_packages, link_package, new_models
 from splitc.runtime.serving.serving_file import Serving, write_serving
 from splitc.runtime.serving.triton_config import model_config
 
@@ -40,22 +37,11 @@ def export_triton(
     requests that are joined, by default MOST_ROWS where rows do not meet; 0 joins none, and takes requests of any rows.
     All models are written, or none. Raises MisuseError for what Triton can't serve, and for a model that is there.
     """
-    found = find_packages(package, module)
-    if name is not None and len(found) > 1:
-        raise MisuseError(f"--name is for one model, and {package} has {len(found)}: add --module")
-    repository.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        targets = []
-        for known, (source, manifest) in found.items():
-            target = repository / (name or known)
-            folder = stack.enter_context(new_folder(target))
-            _write_model(folder, target.name, source, manifest, _serving_of(manifest, serving, sequences), batch)
-            targets.append(target)
-    return targets
-
-
-def _serving_of(manifest: Manifest, serving: Serving, sequences: bool | None) -> Serving:
-    return msgspec.structs.replace(serving, sequences=has_caches(manifest) if sequences is None else sequences)
+    found = find_packages(package, module, name)
+    with new_models(repository, found) as folders:
+        for folder, (known, (source, manifest)) in zip(folders, found.items(), strict=True):
+            _write_model(folder, known, source, manifest, serving.of(manifest, sequences), batch)
+    return [repository / known for known in found]
 
 
 def _write_model(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ import pytest
 from splitc.compiler import compile_model, plan_model
 from splitc.runtime.serving.serving_file import Serving
 from splitc.runtime.serving.triton_repository import export_triton
-from tests.conftest import LAYER, Array, Arrays, assert_close, decoder_feeds, run_whole
+from tests.conftest import LAYER, assert_close, decoder_feeds, run_whole
+from tests.helpers.clients import generate, infer
 from tests.helpers.greedy import plain_loop
 from tests.helpers.servers import Server, has_triton, triton_server
 
@@ -47,26 +48,6 @@ def server(package: Path, scalars: Path, tmp_path_factory: pytest.TempPathFactor
     export_triton(folder / "scalars", repository, serving)
     with triton_server(repository, folder) as running:
         yield running
-
-
-def infer(server: Server, model: str, feeds: Mapping[str, Array], protocol: str = "http", **options: Any) -> Arrays:
-    """The outputs that a client gets."""
-    from tritonclient import grpc, http
-    from tritonclient.utils import np_to_triton_dtype
-
-    library: Any = {"http": http, "grpc": grpc}[protocol]
-    inputs = [library.InferInput(name, array.shape, np_to_triton_dtype(array.dtype)) for name, array in feeds.items()]
-    for each, array in zip(inputs, feeds.values()):
-        each.set_data_from_numpy(np.ascontiguousarray(array))
-    client = library.InferenceServerClient({"http": server.http, "grpc": server.grpc}[protocol])
-    try:
-        result = client.infer(model, inputs, **options)
-        response = result.get_response()
-        outputs = response["outputs"] if protocol == "http" else [{"name": each.name} for each in response.outputs]
-        given = [each["name"] for each in outputs]
-        return {name: result.as_numpy(name) for name in given}
-    finally:
-        client.close()
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
@@ -113,29 +94,10 @@ def test_scalars_are_arrays_of_one_element(server: Server, scalars: Path) -> Non
     assert_close(found, {**expected, "total": expected["total"].reshape(1)})
 
 
-def generate(server: Server, prompt: list[int], count: int, key: int | str) -> list[int]:
-    """Tokens that a client generates in a sequence."""
-    tokens, new = [], prompt
-    total = len(prompt)
-    for number in range(count):
-        feeds = {
-            "input_ids": np.array([new]),
-            "attention_mask": np.ones((1, total), np.int64),
-            "position_ids": np.arange(total - len(new), total)[None],
-        }
-        ends: Any = {"sequence_start": number == 0, "sequence_end": number + 1 == count}
-        outputs = infer(server, "decoder", feeds, sequence_id=key, **ends)
-        assert list(outputs) == ["logits"]
-        new = [int(outputs["logits"][0, -1].argmax())]
-        tokens += new
-        total += 1
-    return tokens
-
-
 def test_sequences_keep_their_states_on_the_ranks(server: Server, decoder: Path) -> None:
     prompts = [[5, 17, 33, 2, 90, 41, 8][n % 5 :] for n in range(8)]
     with ThreadPoolExecutor(8) as clients:
-        found = list(clients.map(lambda n: generate(server, prompts[n], 12, n + 1), range(8)))
+        found = list(clients.map(lambda n: generate(server, "decoder", prompts[n], 12, n + 1, "http"), range(8)))
     assert found == [plain_loop(decoder, prompt, 12) for prompt in prompts]
 
 
