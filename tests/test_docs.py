@@ -23,7 +23,7 @@ _PATH = re.compile(r"(?:compiler|runtime|tests|models)/[\w/]*(?:\.py|/)")
 # Options of pip, Python scripts, mpirun and Slurm, which the pages name too.
 OF_OTHERS = (
     *("--extra-index-url", "--help", "--bind-to", "--hostfile", "--mpi", "--distribution", "--nodes"),
-    *("--ntasks-per-node", "--gpus-per-node", "--gpus-per-task", "--cpus-per-task"),
+    *("--ntasks-per-node", "--gpus-per-node", "--gpus-per-task", "--cpus-per-task", "--no-deps"),
 )
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

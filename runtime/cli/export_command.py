@@ -10,13 +10,14 @@ from splitc.runtime.cli.options import is_given
 from splitc.runtime.cli.shared_options import DEVICE, JSON, MODULE, PACKAGE, RANKS, THREADS
 from splitc.runtime.cli.terminal import out, print_json
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.serving.genai_folder import export_genai
 from splitc.runtime.serving.mlserver_folder import export_mlserver
 from splitc.runtime.serving.serving_file import Serving
 from splitc.runtime.serving.triton_repository import MOST_ROWS, export_triton
 
 _SESSION = {"name", "sequences", "capacity", "idle", "device", "threads", "ranks", "in_flight"}
 # The servers, and the options that say something to some of them only.
-SERVERS = {"triton": {*_SESSION, "batch"}, "mlserver": _SESSION}
+SERVERS = {"triton": {*_SESSION, "batch"}, "mlserver": _SESSION, "genai": {"tokenizer", "context_length", "stop"}}
 
 
 def export(
@@ -40,6 +41,15 @@ def export(
         "--batch",
         min=0,
         help=f"Join waiting requests to so many rows; 0: never. Default: {MOST_ROWS}, if the model's rows don't meet.",
+    ),
+    tokenizer: Path | None = typer.Option(
+        None, "--tokenizer", help="For genai: the folder of tokenizer.json, which goes with the model."
+    ),
+    context_length: int | None = typer.Option(
+        None, "--context", min=1, help="For genai: the most tokens in a sequence. Default: what the package knows."
+    ),
+    stop: list[int] = typer.Option(
+        [], "--stop", help="For genai: a token id that ends a text, repeatable. Default: the tokenizer's."
     ),
     in_flight: int | None = typer.Option(
         None, "--in-flight", min=1, help="Requests in flight at the same time. Default: two for each rank."
@@ -67,6 +77,8 @@ def export(
     )
     if server == "triton":
         folders = export_triton(package, output, serving, module=module, name=name, sequences=sequences, batch=batch)
+    elif server == "genai":
+        folders = export_genai(package, output, module=module, tokenizer=tokenizer, context=context_length, stop=stop)
     else:
         folders = export_mlserver(package, output, serving, module=module, name=name, sequences=sequences)
     if as_json:
