@@ -11,27 +11,57 @@ from splitc.runtime.arrays import Array
 from tests.helpers.servers import Server
 
 
+class Client:
+    """A client with a connection of its own. `protocol` is http, json (http without binary data) or grpc."""
+
+    def __init__(self, server: Server, protocol: str = "http", seconds: float = 60.0) -> None:
+        from tritonclient import grpc, http
+
+        self._protocol, self._seconds = protocol, seconds
+        self._library: Any = grpc if protocol == "grpc" else http
+        if protocol == "grpc":
+            self._client = grpc.InferenceServerClient(server.grpc)
+        else:
+            self._client = http.InferenceServerClient(server.http, connection_timeout=seconds, network_timeout=seconds)
+        self._outputs: dict[str, list[str]] = {}
+
+    def infer(self, model: str, feeds: Mapping[str, Array], **options: Any) -> dict[str, Array]:
+        """The outputs of a request."""
+        from tritonclient.utils import np_to_triton_dtype
+
+        plain = {"binary_data": False} if self._protocol == "json" else {}
+        inputs = []
+        for name, array in feeds.items():
+            inputs.append(self._library.InferInput(name, array.shape, np_to_triton_dtype(array.dtype)))
+            inputs[-1].set_data_from_numpy(np.ascontiguousarray(array), **plain)
+        if self._protocol == "grpc":
+            options["client_timeout"] = self._seconds
+        outputs = [self._library.InferRequestedOutput(name, **plain) for name in self._names(model)]
+        result = self._client.infer(model, inputs, outputs=outputs, **options)
+        return {name: result.as_numpy(name) for name in self._names(model)}
+
+    def _names(self, model: str) -> list[str]:
+        """The model's outputs."""
+        if model not in self._outputs:
+            found = self._client.get_model_metadata(model)
+            outputs = found.outputs if self._protocol == "grpc" else found["outputs"]
+            self._outputs[model] = [each.name if self._protocol == "grpc" else each["name"] for each in outputs]
+        return self._outputs[model]
+
+    def close(self) -> None:
+        """End the connection."""
+        self._client.close()
+
+
 def infer(
     server: Server, model: str, feeds: Mapping[str, Array], protocol: str = "http", **options: Any
 ) -> dict[str, Array]:
-    """The outputs that a client gets. `protocol` is http, json (http without binary data) or grpc."""
-    from tritonclient import grpc, http
-    from tritonclient.utils import np_to_triton_dtype
-
-    library: Any = grpc if protocol == "grpc" else http
-    inputs = [library.InferInput(name, array.shape, np_to_triton_dtype(array.dtype)) for name, array in feeds.items()]
-    plain = {"binary_data": False} if protocol == "json" else {}
-    for each, array in zip(inputs, feeds.values()):
-        each.set_data_from_numpy(np.ascontiguousarray(array), **plain)
-    with library.InferenceServerClient(server.grpc if protocol == "grpc" else server.http) as client:
-        if protocol == "json":
-            names = [each["name"] for each in client.get_model_metadata(model)["outputs"]]
-            options["outputs"] = [library.InferRequestedOutput(name, binary_data=False) for name in names]
-        result = client.infer(model, inputs, **options)
-        response = result.get_response()
-        given = response.outputs if protocol == "grpc" else response["outputs"]
-        outputs = [each.name if protocol == "grpc" else each["name"] for each in given]
-        return {name: result.as_numpy(name) for name in outputs}
+    """The outputs of one request of a client of its own."""
+    client = Client(server, protocol)
+    try:
+        return client.infer(model, feeds, **options)
+    finally:
+        client.close()
 
 
 def generate(server: Server, model: str, prompt: list[int], count: int, key: int | str, protocol: str) -> list[int]:

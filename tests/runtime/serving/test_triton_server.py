@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -46,6 +48,8 @@ def server(package: Path, scalars: Path, tmp_path_factory: pytest.TempPathFactor
     export_triton(package, repository, Serving("package", threads=1, idle_seconds=2.0), name="hasty")
     export_triton(package, repository, serving, name="stateless", sequences=False)
     export_triton(folder / "scalars", repository, serving)
+    processes = Serving("package", threads=1, ranks="processes")
+    export_triton(package, repository, processes, name="processes", sequences=False)
     with triton_server(repository, folder) as running:
         yield running
 
@@ -102,8 +106,6 @@ def test_sequences_keep_their_states_on_the_ranks(server: Server, decoder: Path)
 
 
 def test_abandoned_sequence_ends(server: Server) -> None:
-    import time
-
     from tritonclient.utils import InferenceServerException
 
     feeds = {name: array for name, array in decoder_feeds(1, 4, 0).items() if not name.startswith("past")}
@@ -115,9 +117,30 @@ def test_abandoned_sequence_ends(server: Server) -> None:
     infer(server, "hasty", feeds, sequence_id=7, sequence_start=True)
 
 
-def test_metadata_says_what_the_model_takes(server: Server) -> None:
-    import json
+def test_rank_that_dies_is_started_again(server: Server, decoder: Path) -> None:
+    import psutil
+    from tritonclient.utils import InferenceServerException
 
+    feeds = decoder_feeds()
+    expected = run_whole(decoder, feeds)
+    assert_close(infer(server, "processes", feeds), expected)
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    ranks = [each for each in children if any("splitc.runtime.processes" in word for word in each.cmdline())]
+    assert len(ranks) >= 3
+    ranks[-1].kill()
+    end = time.monotonic() + 60
+    while True:
+        try:
+            found = infer(server, "processes", feeds)
+            break
+        except InferenceServerException as error:
+            assert "rank" in str(error), "it says what happened"
+            assert time.monotonic() < end
+    assert_close(found, expected)
+    assert_close(infer(server, "stateless", feeds), expected)
+
+
+def test_metadata_says_what_the_model_takes(server: Server) -> None:
     metadata = json.loads(server.get(f"{server.http}/v2/models/decoder"))
     assert [each["name"] for each in metadata["inputs"]] == ["input_ids", "attention_mask", "position_ids"]
     assert metadata["outputs"] == [{"name": "logits", "datatype": "FP32", "shape": [-1, -1, 96]}]
