@@ -44,22 +44,25 @@ def test_package_is_run_however_the_command_starts(
     assert_close(dict(np.load(tmp_path / "out.npz")), run_whole(decoder, feeds))
 
 
-def test_every_command_of_the_runtime_runs(alone: dict[str, str], decoder: Path, package: Path) -> None:
+def test_every_command_of_the_runtime_runs(alone: dict[str, str], decoder: Path, package: Path, tmp_path: Path) -> None:
     commands: list[list[object]] = [
         ["check", package, "--model", decoder],
         ["bench", package, "--runs", 2, "--no-memory"],
         ["generate", package, "--prompt-ids", "1,2", "-n", 3],
         ["inspect", package],
+        ["export", "triton", package, "-o", tmp_path / "triton"],
+        ["export", "mlserver", package, "-o", tmp_path / "mlserver"],
         ["devices", "--json"],
         ["--help"],
     ]
     found = splitc_several(commands, alone)
     assert [(each.returncode, "Traceback" in each.stderr) for each in found] == [(0, False)] * len(commands)
-    checked, timed, generated, inspected, devices, usage = (" ".join(each.stdout.split()) for each in found)
+    checked, timed, generated, inspected, *exported, devices, usage = (" ".join(each.stdout.split()) for each in found)
     assert "9 of 9 outputs agree" in checked
     assert "package" in timed
     assert len(generated.split()) == 3
     assert "3 ranks" in inspected
+    assert all(text.startswith("wrote ") for text in exported)
     assert json.loads(devices)[0]["name"].startswith("cpu0")
     assert "generate" in usage
 

@@ -13,11 +13,16 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.serving.genai_folder import export_genai
 from splitc.runtime.serving.mlserver_folder import export_mlserver
 from splitc.runtime.serving.serving_file import Serving
+from splitc.runtime.serving.triton_ensemble import export_ensemble
 from splitc.runtime.serving.triton_repository import MOST_ROWS, export_triton
 
 _SESSION = {"name", "sequences", "capacity", "idle", "device", "threads", "ranks", "in_flight"}
 # The servers, and the options that say something to some of them only.
-SERVERS = {"triton": {*_SESSION, "batch"}, "mlserver": _SESSION, "genai": {"tokenizer", "context_length", "stop"}}
+SERVERS = {
+    "triton": {*_SESSION, "batch", "ensemble"},
+    "mlserver": _SESSION,
+    "genai": {"tokenizer", "context_length", "stop"},
+}
 
 
 def export(
@@ -41,6 +46,9 @@ def export(
         "--batch",
         min=0,
         help=f"Join waiting requests to so many rows; 0: never. Default: {MOST_ROWS}, if the model's rows don't meet.",
+    ),
+    ensemble: bool = typer.Option(
+        False, "--ensemble", help="For Triton: a model of its own ONNX Runtime backend for each stage, without splitc."
     ),
     tokenizer: Path | None = typer.Option(
         None, "--tokenizer", help="For genai: the folder of tokenizer.json, which goes with the model."
@@ -75,7 +83,12 @@ def export(
         in_flight=in_flight,
         ranks=ranks,
     )
-    if server == "triton":
+    if ensemble:
+        for parameter in context.command.params:
+            if is_given(context, parameter.name) and parameter.name in SERVERS["triton"] - {"name", "ensemble"}:
+                raise MisuseError(f"{parameter.opts[0]} has no effect with --ensemble: leave out one of them")
+        folders = export_ensemble(package, output, module=module, name=name)
+    elif server == "triton":
         folders = export_triton(package, output, serving, module=module, name=name, sequences=sequences, batch=batch)
     elif server == "genai":
         folders = export_genai(package, output, module=module, tokenizer=tokenizer, context=context_length, stop=stop)

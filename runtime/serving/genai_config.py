@@ -12,7 +12,7 @@ from splitc.runtime.generate.room import find_room
 from splitc.runtime.generate.signature import LanguageSignature, find_signature
 from splitc.runtime.manifest import EngineFile, Manifest, Rank
 from splitc.runtime.serving.cache_names import find_caches
-from splitc.runtime.steps import Reduce
+from splitc.runtime.serving.stage_engines import find_stages
 
 # Tokens in a sequence at most, where the package knows no limit.
 USUAL_CONTEXT = 4096
@@ -27,7 +27,8 @@ def genai_config(
     `context` is the most tokens in a sequence, by default what the package knows; `endings` are the tokens that end a
     text. Raises MisuseError for a package whose ranks are no stages of a decoder, or are not ONNX Runtime's.
     """
-    stages = [_stage(manifest, number) for number in range(len(manifest.ranks))]
+    engines = find_stages(manifest, "genai")
+    stages = [_stage(number, *each) for number, each in enumerate(zip(manifest.ranks, engines, strict=True))]
     if base is not None:
         config = copy.deepcopy(dict(base))
     else:
@@ -38,27 +39,13 @@ def genai_config(
     return config
 
 
-def _stage(manifest: Manifest, number: int) -> dict[str, Any]:
-    """A rank as a model of the pipeline. Raises MisuseError if it does more than run one engine."""
-    rank = manifest.ranks[number]
-    engine = _only_engine(manifest, rank)
+def _stage(number: int, rank: Rank, engine: EngineFile) -> dict[str, Any]:
+    """A rank as a model of the pipeline."""
     stage: dict[str, Any] = {"filename": engine.path, "inputs": engine.inputs, "outputs": engine.outputs}
     (device,) = parse_devices([rank.device])
     if device.kind == "cuda":
         stage["session_options"] = {"provider_options": [{"cuda": {"device_id": str(device.index)}}]}
     return {f"stage{number}": stage}
-
-
-def _only_engine(manifest: Manifest, rank: Rank) -> EngineFile:
-    if manifest.engine != "onnxruntime":
-        raise MisuseError(f"genai runs ONNX Runtime's engines, and this package has {manifest.engine}'s")
-    whole = not rank.parts and not any(isinstance(step, Reduce) for step in rank.program)
-    if not whole or len(rank.engines) != 1 or rank.engines[0].group:
-        raise MisuseError(
-            f"genai runs stages one after the other, and in a package of {manifest.split_mode} mode ranks work on a "
-            "stage together: compile with --split-mode layer"
-        )
-    return rank.engines[0]
 
 
 def _new_config(

@@ -132,8 +132,9 @@ class ServedPackage:
         self._pool.shutdown(wait=False)
 
     def close(self) -> None:
-        """End the session, in bounded time. What has begun is completed."""
+        """End the session, in bounded time. What has begun is completed, and all requests are answered."""
         self._end()
+        self._pool.shutdown()
 
 
 def is_clients_fault(error: BaseException) -> bool:

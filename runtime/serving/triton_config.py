@@ -16,13 +16,8 @@ def model_config(
     With `rows` above 0 the server joins requests to batches of so many rows. `idle_seconds` makes requests sequences,
     of which at most `most_sequences` are open. Raises MisuseError for a tensor that clients can't send or get.
     """
-    lines = [f"name: {_quoted(name)}", 'backend: "python"', f"max_batch_size: {rows}"]
-    for kind, tensors, optional in (
-        ("input", interface.inputs, False),
-        ("input", interface.optional, True),
-        ("output", interface.outputs, False),
-    ):
-        lines += [f"{kind} {{ {_tensor(each, rows > 0, optional)} }}" for each in tensors]
+    lines = [f"name: {quoted(name)}", 'backend: "python"', f"max_batch_size: {rows}"]
+    lines += tensor_lines(interface, rows > 0)
     if idle_seconds is not None:
         idle = f"max_sequence_idle_microseconds: {round(1e6 * idle_seconds)}"
         lines.append(f"sequence_batching {{ {idle} oldest {{ max_candidate_sequences: {most_sequences} }} }}")
@@ -33,13 +28,22 @@ def model_config(
     return "\n".join(lines) + "\n"
 
 
+def tensor_lines(interface: Interface, in_batch: bool = False) -> list[str]:
+    """A line for each input and output. `in_batch` says that Triton adds the first axis, that of the batch."""
+    return [
+        *(f"input {{ {_tensor(each, in_batch, False)} }}" for each in interface.inputs),
+        *(f"input {{ {_tensor(each, in_batch, True)} }}" for each in interface.optional),
+        *(f"output {{ {_tensor(each, in_batch, False)} }}" for each in interface.outputs),
+    ]
+
+
 def _tensor(tensor: Tensor, in_batch: bool, optional: bool) -> str:
     datatype, shape = public_form(tensor)
     dims = ", ".join(map(str, shape[1:] if in_batch else shape))
-    text = f"name: {_quoted(tensor.name)} data_type: TYPE_{datatype} dims: [ {dims} ]"
+    text = f"name: {quoted(tensor.name)} data_type: TYPE_{datatype} dims: [ {dims} ]"
     return f"{text} optional: true" if optional else text
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """A string of protobuf's text form, which has the escapes of JSON's (but for \\u)."""
     return json.dumps(text, ensure_ascii=False)

@@ -103,6 +103,7 @@ def triton_server(repository: Path, folder: Path) -> Iterator[Server]:
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "LD_LIBRARY_PATH": str(pytriton.parent / "nvidia_pytriton.libs"),
+        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),  # models of the tests themselves
     }
     with running(command, env, ports, folder / "triton.log") as server:
         yield server
