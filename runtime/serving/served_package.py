@@ -79,15 +79,26 @@ class ServedPackage:
                 self._session, self._sequences = self._open()
         if self._sequences is not None:
             return [self._submit_step(self._sequences, request) for request in requests]
-        feeds = [self._shaped(request.feeds) for request in requests]
         answers: list[Answer] = [Future() for _ in requests]
+        good = []
+        for number, request in enumerate(requests):
+            if request.step is None:
+                good.append(number)
+            else:
+                answers[number].set_exception(
+                    MisuseError("this model has no sequences: leave out the id, or export it with --sequences")
+                )
+        self._submit_alike([self._shaped(requests[n].feeds) for n in good], [answers[n] for n in good])
+        return answers
+
+    def _submit_alike(self, feeds: Sequence[Mapping[str, Array]], answers: Sequence[Answer]) -> None:
+        """Start requests, together if their rows can be one batch."""
         groups = group_alike(feeds) if self._joins else [[number] for number in range(len(feeds))]
         for group in groups:
             places = self._places
             places.acquire()
             work = self._pool.submit(self._serve, [feeds[n] for n in group], [answers[n] for n in group])
             work.add_done_callback(lambda _, places=places: places.release())  # type: ignore[misc]
-        return answers
 
     def _submit_step(self, sequences: KeptSequences, request: ServedRequest) -> Answer:
         try:

@@ -48,13 +48,12 @@ class TritonPythonModel:
         """The request's arrays, which are views of the server's memory."""
         found = {name: triton.get_input_tensor_by_name(request, name) for name in self._inputs}
         feeds = {name: tensor.as_numpy() for name, tensor in found.items() if tensor is not None}
+        if not (sequence := request.correlation_id()):
+            return ServedRequest(feeds)
         flags = request.flags()
-        step = SequenceStep(
-            request.correlation_id(),
-            bool(flags & triton.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START),
-            bool(flags & triton.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END),
-        )
-        return ServedRequest(feeds, step)
+        start = bool(flags & triton.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START)
+        end = bool(flags & triton.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END)
+        return ServedRequest(feeds, SequenceStep(sequence, start, end))
 
     def _answer_later(self, request: Any, answer: Answer) -> None:
         """Have another thread send the answer: the next request need not wait for the copy into the server's memory."""

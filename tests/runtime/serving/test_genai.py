@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +16,15 @@ from splitc.runtime.serving.genai_folder import export_genai
 from tests.conftest import DECODER, LAYER
 from tests.helpers.greedy import plain_loop
 
+pytestmark = pytest.mark.skipif(find_spec("onnxruntime_genai") is None, reason="needs onnxruntime-genai")
+
 PROMPT, COUNT = [5, 17, 33, 2, 90, 41, 8], 24
 
 
 def generate(folder: Path, prompt: list[int], count: int) -> list[int]:
     """Tokens that genai generates."""
-    genai: Any = pytest.importorskip("onnxruntime_genai")
+    import onnxruntime_genai as genai
+
     model = genai.Model(str(folder))
     params = genai.GeneratorParams(model)
     params.set_search_options(max_length=len(prompt) + count, do_sample=False)

@@ -57,13 +57,32 @@ def step(ids: list[int], total: int, key: int, marks: int = 0) -> InferenceReque
     return InferenceRequest(feeds, ["logits"], key, marks)
 
 
-def test_requests_run_together_and_are_answered_each(load: Callable[..., Any], decoder: Path) -> None:
+def test_requests_run_together_and_are_answered_each(
+    load: Callable[..., Any], decoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = [decoder_feeds(1 + n % 3, 2, n % 2) for n in range(6)]
     requests = [InferenceRequest(feeds, ["logits", "present.1.key"]) for feeds in asked]
-    load(sequences=False).execute(requests)
+    model = load(sequences=False)
+    session, runs = model._served._session, []
+    known = session.run
+
+    def run(feeds: Arrays) -> Any:
+        runs.append(len(feeds["input_ids"]))
+        return known(feeds)
+
+    monkeypatch.setattr(session, "run", run)
+    model.execute(requests)
     for feeds, request in zip(asked, requests):
         whole = run_whole(decoder, feeds)
         assert_close(request.result(), {name: whole[name] for name in ("logits", "present.1.key")})
+    assert sorted(runs) == [6, 6], "those of one past are one batch"
+
+
+def test_sequences_of_a_model_without_them_are_refused(load: Callable[..., Any]) -> None:
+    request = InferenceRequest(decoder_feeds(), ["logits"], 5, START)
+    load(sequences=False).execute([request])
+    with pytest.raises(TritonError, match="this model has no sequences"):
+        request.result()
 
 
 def test_bad_requests_fail_alone(load: Callable[..., Any], decoder: Path) -> None:
