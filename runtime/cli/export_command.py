@@ -19,10 +19,12 @@ from splitc.runtime.serving.triton_repository import MOST_ROWS, export_triton
 _SESSION = {"name", "sequences", "capacity", "idle", "device", "threads", "ranks", "in_flight"}
 # The servers, and the options that say something to some of them only.
 SERVERS = {
-    "triton": {*_SESSION, "batch", "ensemble"},
+    "triton": {*_SESSION, "batch"},
     "mlserver": _SESSION,
     "genai": {"tokenizer", "context_length", "stop"},
 }
+# And those that say something to an ensemble for Triton.
+ENSEMBLE = {"name", "ensemble"}
 
 
 def export(
@@ -68,12 +70,7 @@ def export(
     as_json: bool = JSON,
 ) -> None:
     """Write a package as a server of another project wants it. Its files are hard links."""
-    if server not in SERVERS:
-        raise MisuseError(f"can't export for '{server}': there are {', '.join(SERVERS)}")
-    general = {"context", "server", "package", "output", "module", "as_json"}
-    for parameter in context.command.params:
-        if is_given(context, parameter.name) and parameter.name not in general | SERVERS[server]:
-            raise MisuseError(f"{parameter.opts[0]} has no effect with '{server}': leave it out")
+    _check_options(context, server, ensemble)
     serving = Serving(
         "package",
         idle_seconds=idle,
@@ -84,9 +81,6 @@ def export(
         ranks=ranks,
     )
     if ensemble:
-        for parameter in context.command.params:
-            if is_given(context, parameter.name) and parameter.name in SERVERS["triton"] - {"name", "ensemble"}:
-                raise MisuseError(f"{parameter.opts[0]} has no effect with --ensemble: leave out one of them")
         folders = export_ensemble(package, output, module=module, name=name)
     elif server == "triton":
         folders = export_triton(package, output, serving, module=module, name=name, sequences=sequences, batch=batch)
@@ -99,3 +93,15 @@ def export(
         return
     for folder in folders:
         out.print(f"wrote {folder}")
+
+
+def _check_options(context: typer.Context, server: str, ensemble: bool) -> None:
+    """Raise MisuseError for a server that is not known, and for options that would have no effect with it."""
+    if server not in SERVERS:
+        raise MisuseError(f"can't export for '{server}': there are {', '.join(SERVERS)}")
+    of_ensemble = ensemble and server == "triton"
+    own, what = (ENSEMBLE, "--ensemble") if of_ensemble else (SERVERS[server], f"'{server}'")
+    allowed = own | {"context", "server", "package", "output", "module", "as_json"}
+    for parameter in context.command.params:
+        if is_given(context, parameter.name) and parameter.name not in allowed:
+            raise MisuseError(f"{parameter.opts[0]} has no effect with {what}: leave it out")
