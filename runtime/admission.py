@@ -184,8 +184,13 @@ class Admission:
 
     def check_usable(self) -> None:
         """Raise SplitcError if the session is broken or closed."""
-        if self._closed or self._failure is not None:
+        if not self.usable:
             raise self._unusable()
+
+    @property
+    def usable(self) -> bool:
+        """Whether the session is neither broken nor closed."""
+        return not self._closed and self._failure is None
 
     def _unusable(self) -> SplitcError:
         if self._failure is not None:

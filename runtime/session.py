@@ -272,6 +272,11 @@ class Session:
         """Join the ranks' outputs of a request: whole ones, sharded ones, and outputs that are inputs."""
         return self._joiner.join(request)
 
+    @property
+    def usable(self) -> bool:
+        """Whether requests can be run: the session is not closed, and none of its ranks has died."""
+        return self._admission.usable
+
     def close(self) -> None:
         """End the ranks' threads and free their engines, in bounded time.
 

@@ -23,7 +23,7 @@ _PATH = re.compile(r"(?:compiler|runtime|tests|models)/[\w/]*(?:\.py|/)")
 # Options of pip, Python scripts, mpirun and Slurm, which the pages name too.
 OF_OTHERS = (
     *("--extra-index-url", "--help", "--install-completion", "--bind-to", "--hostfile", "--mpi", "--distribution"),
-    *("--nodes", "--ntasks-per-node", "--gpus-per-node", "--gpus-per-task", "--cpus-per-task"),
+    *("--nodes", "--ntasks-per-node", "--gpus-per-node", "--gpus-per-task", "--cpus-per-task", "--no-deps"),
 )
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -112,7 +112,9 @@ def test_commands_have_their_options(page: Path) -> None:
 
 def test_commands_are_found() -> None:
     named = {words[1] for page in PAGES for words in command_lines(page)}
-    assert named == {"plan", "compile", "build", "run", "check", "bench", "generate", "inspect", "devices", "help"}
+    assert named == {
+        *("plan", "compile", "build", "run", "check", "bench", "generate", "inspect", "devices", "help", "export")
+    }
 
 
 @each_page

@@ -50,16 +50,19 @@ def test_every_command_of_the_runtime_runs(alone: dict[str, str], decoder: Path,
         ["bench", package, "--runs", 2, "--no-memory"],
         ["generate", package, "--prompt-ids", "1,2", "-n", 3],
         ["inspect", package, "--report", tmp_path / "page.html"],
+        ["export", "triton", package, "-o", tmp_path / "triton"],
+        ["export", "mlserver", package, "-o", tmp_path / "mlserver"],
         ["devices", "--json"],
         ["--help"],
     ]
     found = splitc_several(commands, alone)
     assert [(each.returncode, "Traceback" in each.stderr) for each in found] == [(0, False)] * len(commands)
-    checked, timed, generated, inspected, devices, usage = (" ".join(each.stdout.split()) for each in found)
+    checked, timed, generated, inspected, *exported, devices, usage = (" ".join(each.stdout.split()) for each in found)
     assert "9 of 9 outputs agree" in checked
     assert "package" in timed
     assert len(generated.split()) == 3
     assert "3 ranks" in inspected
+    assert all(text.startswith("wrote ") for text in exported)
     assert json.loads(devices)[0]["name"].startswith("cpu0")
     assert "generate" in usage
 

@@ -20,6 +20,7 @@ COMMANDS = {
     "generate": "runtime.cli.generate_command:generate_command",
     "inspect": "runtime.cli.inspect_command:inspect",
     "help": "runtime.cli.help_command:help_command",
+    "export": "runtime.cli.export_command:export",
     "plan": "compiler.cli:plan",
     "compile": "compiler.cli:compile_command",
     "build": "compiler.cli:build_command",

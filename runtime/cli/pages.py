@@ -34,6 +34,9 @@ OPTION_PAGES = {
     "--measure": "measuring#devices---measure",
     **dict.fromkeys(("--engine", "--workspace", "--timing-cache", "--build", "--weight-streaming"), "engines"),
     **dict.fromkeys(("--output", "--force"), "errors#what-is-written"),
+    **dict.fromkeys(("--audio", "--language", "--task"), "speech"),
+    "--swap": "pipelines",
+    **dict.fromkeys(("--sequences", "--batch", "--ensemble", "--idle", "--capacity"), "serving"),
     **dict.fromkeys(("--prompt", "--prompt-ids", "--tokenizer", "--prefill", "--prompt-chunk"), "python#generating"),
     "--ranks": "gpus#one-process-a-gpu",
     "--rank": "planning#hosts",
@@ -48,6 +51,7 @@ COMMAND_PAGES = {
     "inspect": "package-format",
     "generate": "python#generating",
     "run": "checking#files-of-arrays",
+    "export": "serving",
 }
 
 

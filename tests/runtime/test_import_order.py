@@ -29,6 +29,7 @@ ORDER = (
     "diffusers",
     "tools",
     "reports",
+    "serving",
     "cli",
     "__main__",
 )

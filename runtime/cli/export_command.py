@@ -1,0 +1,107 @@
+"""The command export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from splitc.runtime.cli.options import is_given
+from splitc.runtime.cli.shared_options import DEVICE, JSON, MODULE, PACKAGE, RANKS, THREADS
+from splitc.runtime.cli.terminal import out, print_json
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.serving.genai_folder import export_genai
+from splitc.runtime.serving.mlserver_folder import export_mlserver
+from splitc.runtime.serving.serving_file import Serving
+from splitc.runtime.serving.triton_ensemble import export_ensemble
+from splitc.runtime.serving.triton_repository import MOST_ROWS, export_triton
+
+_SESSION = {"name", "sequences", "capacity", "idle", "device", "threads", "ranks", "in_flight"}
+# The servers, and the options that say something to some of them only.
+SERVERS = {
+    "triton": {*_SESSION, "batch"},
+    "mlserver": _SESSION,
+    "genai": {"tokenizer", "context_length", "stop"},
+}
+# And those that say something to an ensemble for Triton.
+ENSEMBLE = {"name", "ensemble"}
+
+
+def export(
+    context: typer.Context,
+    server: str = typer.Argument(help=f"What it is for: {', '.join(SERVERS)}.", metavar="SERVER"),
+    package: Path = PACKAGE,
+    output: Path = typer.Option(..., "--output", "-o", help="The folder to write. It may have other models."),
+    module: str | None = MODULE,
+    name: str | None = typer.Option(None, "--name", help="The model's name. Default: the package's folder, or module."),
+    sequences: bool | None = typer.Option(
+        None,
+        "--sequences/--no-sequences",
+        help="Keep states on the ranks from request to request, by sequence ids. Default: if the model has caches.",
+    ),
+    capacity: int | None = typer.Option(
+        None, "--capacity", min=1, help="Room of a sequence's caches that are written in place, in tokens."
+    ),
+    idle: float = typer.Option(300.0, "--idle", min=1.0, help="Seconds without a request after which a sequence ends."),
+    batch: int | None = typer.Option(
+        None,
+        "--batch",
+        min=0,
+        help=f"Join waiting requests to so many rows; 0: never. Default: {MOST_ROWS}, if the model's rows don't meet.",
+    ),
+    ensemble: bool = typer.Option(
+        False, "--ensemble", help="For Triton: a model of its own ONNX Runtime backend for each stage, without splitc."
+    ),
+    tokenizer: Path | None = typer.Option(
+        None, "--tokenizer", help="For genai: the folder of tokenizer.json, which goes with the model."
+    ),
+    context_length: int | None = typer.Option(
+        None, "--context", min=1, help="For genai: the most tokens in a sequence. Default: what the package knows."
+    ),
+    stop: list[int] = typer.Option(
+        [], "--stop", help="For genai: a token id that ends a text, repeatable. Default: the tokenizer's."
+    ),
+    in_flight: int | None = typer.Option(
+        None, "--in-flight", min=1, help="Requests in flight at the same time. Default: two for each rank."
+    ),
+    device: list[str] = DEVICE,
+    threads: int | None = THREADS,
+    ranks: str | None = RANKS,
+    as_json: bool = JSON,
+) -> None:
+    """Write a package as a server of another project wants it. Its files are hard links."""
+    _check_options(context, server, ensemble)
+    serving = Serving(
+        "package",
+        idle_seconds=idle,
+        capacity=capacity,
+        devices=device,
+        threads=threads,
+        in_flight=in_flight,
+        ranks=ranks,
+    )
+    if ensemble:
+        folders = export_ensemble(package, output, module=module, name=name)
+    elif server == "triton":
+        folders = export_triton(package, output, serving, module=module, name=name, sequences=sequences, batch=batch)
+    elif server == "genai":
+        folders = export_genai(package, output, module=module, tokenizer=tokenizer, context=context_length, stop=stop)
+    else:
+        folders = export_mlserver(package, output, serving, module=module, name=name, sequences=sequences)
+    if as_json:
+        print_json({"server": server, "folders": [str(folder) for folder in folders]})
+        return
+    for folder in folders:
+        out.print(f"wrote {folder}")
+
+
+def _check_options(context: typer.Context, server: str, ensemble: bool) -> None:
+    """Raise MisuseError for a server that is not known, and for options that would have no effect with it."""
+    if server not in SERVERS:
+        raise MisuseError(f"can't export for '{server}': there are {', '.join(SERVERS)}")
+    of_ensemble = ensemble and server == "triton"
+    own, what = (ENSEMBLE, "--ensemble") if of_ensemble else (SERVERS[server], f"'{server}'")
+    allowed = own | {"context", "server", "package", "output", "module", "as_json"}
+    for parameter in context.command.params:
+        if is_given(context, parameter.name) and parameter.name not in allowed:
+            raise MisuseError(f"{parameter.opts[0]} has no effect with {what}: leave it out")

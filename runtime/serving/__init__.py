@@ -1,0 +1,1 @@
+"""Packages in servers of other projects: what is written for a server, and what it imports then."""

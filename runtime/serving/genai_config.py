@@ -1,0 +1,89 @@
+"""The `genai_config.json` of a package: its stages as onnxruntime-genai's decoder pipeline."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from splitc.runtime.devices import parse_devices
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.generate.room import find_room
+from splitc.runtime.generate.signature import LanguageSignature, find_signature
+from splitc.runtime.manifest import EngineFile, Manifest, Rank
+from splitc.runtime.serving.cache_names import find_caches
+from splitc.runtime.serving.stage_engines import find_stages
+
+# Tokens in a sequence at most, where the package knows no limit.
+USUAL_CONTEXT = 4096
+TYPE = "decoder-pipeline"
+
+
+def genai_config(
+    manifest: Manifest, base: Mapping[str, Any] | None, context: int | None, endings: Sequence[int]
+) -> dict[str, Any]:
+    """The config. With `base`, the unsplit model's own, the stages take its model's place and all else stays.
+
+    `context` is the most tokens in a sequence, by default what the package knows; `endings` are the tokens that end a
+    text. Raises MisuseError for a package whose ranks are no stages of a decoder, or are not ONNX Runtime's.
+    """
+    engines = find_stages(manifest, "genai")
+    stages = [_stage(number, *each) for number, each in enumerate(zip(manifest.ranks, engines, strict=True))]
+    if base is not None:
+        config = copy.deepcopy(dict(base))
+    else:
+        config = _new_config(manifest, find_signature(manifest), context, endings)
+    config["model"]["type"] = TYPE
+    config["model"]["decoder"].pop("filename", None)
+    config["model"]["decoder"]["pipeline"] = stages
+    return config
+
+
+def _stage(number: int, rank: Rank, engine: EngineFile) -> dict[str, Any]:
+    """A rank as a model of the pipeline."""
+    stage: dict[str, Any] = {"filename": engine.path, "inputs": engine.inputs, "outputs": engine.outputs}
+    (device,) = parse_devices([rank.device])
+    if device.kind == "cuda":
+        stage["session_options"] = {"provider_options": [{"cuda": {"device_id": str(device.index)}}]}
+    return {f"stage{number}": stage}
+
+
+def _new_config(
+    manifest: Manifest, signature: LanguageSignature, context: int | None, endings: Sequence[int]
+) -> dict[str, Any]:
+    if not endings:
+        raise MisuseError("genai must know the token that ends a text: name it with --stop, or give its --tokenizer")
+    caches = find_caches(manifest)
+    logits = next(tensor for tensor in manifest.outputs if tensor.name == signature.logits)
+    vocabulary = None if logits.shape is None else logits.shape[-1]
+    if not isinstance(vocabulary, int):
+        raise MisuseError(f"the output '{logits.name}' has no fixed number of tokens, which genai must know")
+    if strange := [token for token in endings if not 0 <= token < vocabulary]:
+        raise MisuseError(f"the end token {strange[0]} is none of the model's {vocabulary} tokens")
+    room = find_room(manifest, signature)
+    if context is not None and room is not None and context > room:
+        raise MisuseError(f"--context {context}: the model has room for {room} tokens")
+    longest = context or room or USUAL_CONTEXT
+    named = {"input_ids": signature.ids, "attention_mask": signature.mask, "position_ids": signature.positions}
+    return {
+        "model": {
+            "eos_token_id": list(endings),
+            "pad_token_id": endings[0],
+            "context_length": longest,
+            "vocab_size": vocabulary,
+            "decoder": {
+                "head_size": caches.head,
+                "num_hidden_layers": caches.layers,
+                "num_key_value_heads": caches.heads,
+                "inputs": {
+                    **{key: name for key, name in named.items() if name is not None},
+                    **dict(zip(("past_key_names", "past_value_names"), caches.inputs, strict=True)),
+                },
+                "outputs": {
+                    "logits": signature.logits,
+                    **dict(zip(("present_key_names", "present_value_names"), caches.outputs, strict=True)),
+                },
+            },
+        },
+        "search": {"max_length": longest, "do_sample": False, "past_present_share_buffer": False},
+    }

@@ -1,0 +1,36 @@
+"""Requests that run as one: their rows are one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from splitc.runtime.arrays import Array
+
+Feeds = Mapping[str, Array]
+
+
+def group_alike(requests: Sequence[Feeds]) -> list[list[int]]:
+    """The numbers of the requests, those together that differ in the number of rows only."""
+    groups: dict[Any, list[int]] = {}
+    for number, feeds in enumerate(requests):
+        rows = {array.shape[:1] for array in feeds.values()}
+        alike = tuple(sorted((name, str(array.dtype), array.shape[1:]) for name, array in feeds.items()))
+        # One whose own arrays differ in their rows is for itself: its error is not that of others.
+        groups.setdefault((alike, None if len(rows) == 1 and () not in rows else number), []).append(number)
+    return list(groups.values())
+
+
+def join_rows(requests: Sequence[Feeds]) -> tuple[dict[str, Array], list[int]]:
+    """One batch of the rows of all requests, and the row that each of them but the first begins at."""
+    joined = {name: np.concatenate([feeds[name] for feeds in requests]) for name in requests[0]}
+    counts = [len(next(iter(feeds.values()))) for feeds in requests]
+    return joined, [int(row) for row in np.cumsum(counts)[:-1]]
+
+
+def part_rows(outputs: Feeds, starts: Sequence[int]) -> list[dict[str, Array]]:
+    """The outputs of each request."""
+    parts = {name: np.split(array, starts) for name, array in outputs.items()}
+    return [{name: each[number] for name, each in parts.items()} for number in range(len(starts) + 1)]

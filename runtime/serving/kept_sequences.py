@@ -1,0 +1,138 @@
+"""Sequences of a served package, by the ids that clients give them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+
+from splitc.runtime.arrays import Array
+from splitc.runtime.errors import EngineError, FeedError, MisuseError
+from splitc.runtime.sequence import StateSequence
+from splitc.runtime.session import Session
+
+Answer = Future[dict[str, Array]]
+
+
+@dataclass(frozen=True)
+class SequenceStep:
+    """Which sequence a request belongs to, and whether it is the first or the last of it."""
+
+    id: int | str
+    start: bool = False
+    end: bool = False
+
+
+@dataclass
+class _Kept:
+    """A sequence, its requests that wait, and when the last one ended. `working` says that one of them runs."""
+
+    sequence: StateSequence
+    waiting: deque[tuple[Mapping[str, Array], bool, Answer]] = field(default_factory=deque)
+    working: bool = False
+    used: float = field(default_factory=time.monotonic)
+
+
+class KeptSequences:
+    """The open sequences of a session. Requests of one run in their order, and those of several at the same time.
+
+    A sequence is closed with its last request, when it starts again, when its engine fails, and when it was idle for
+    `idle_seconds`. With `most`, so many are open at a time.
+    """
+
+    def __init__(
+        self, session: Session, pool: Executor, capacity: int | None, idle_seconds: float, most: int | None
+    ) -> None:
+        self._session, self._pool = session, pool
+        self._capacity, self._idle, self._most = capacity, idle_seconds, most
+        self._kept: dict[int | str, _Kept] = {}
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        threading.Thread(target=self._watch, name="splitc ends sequences", daemon=True).start()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def submit(self, step: SequenceStep, feeds: Mapping[str, Array]) -> Answer:
+        """Run a request of a sequence after those before it. The arrays must not change meanwhile.
+
+        Raises FeedError for a sequence that has not begun, MisuseError if too many are open.
+        """
+        answer: Answer = Future()
+        with self._lock:
+            kept = self._begin(step.id) if step.start else self._kept.get(step.id)
+            if kept is None:
+                raise FeedError(
+                    f"sequence {step.id} is not open: mark its first request as the start. It may have ended by a "
+                    f"failure, or after {self._idle:g} s without a request"
+                )
+            kept.waiting.append((feeds, step.end, answer))
+            if step.end:
+                del self._kept[step.id]
+            if not kept.working:
+                kept.working = True
+                self._pool.submit(self._work, step.id, kept)
+        return answer
+
+    def _begin(self, key: int | str) -> _Kept:
+        """A new sequence, in the place of one with the same id."""
+        if (before := self._kept.pop(key, None)) is not None:
+            self._drop(before)
+        if self._most is not None and len(self._kept) >= self._most:
+            raise MisuseError(f"{self._most} sequences are open, which is the most (most_sequences): end one of them")
+        kept = self._kept[key] = _Kept(self._session.start(self._capacity))
+        return kept
+
+    def _drop(self, kept: _Kept) -> None:
+        """Close a sequence. Its requests that wait fail; one that runs ends first."""
+        kept.sequence.close()
+
+    def _work(self, key: int | str, kept: _Kept) -> None:
+        """Run the requests of a sequence until none waits."""
+        while True:
+            with self._lock:
+                kept.used = time.monotonic()
+                if not kept.waiting:
+                    kept.working = False
+                    return
+                feeds, last, answer = kept.waiting.popleft()
+            answer.set_running_or_notify_cancel()
+            try:
+                outputs = kept.sequence.run(feeds)
+            except BaseException as error:  # whoever waits for the answer gets it
+                if isinstance(error, EngineError) or not isinstance(error, FeedError):
+                    self._fail(key, kept)
+                answer.set_exception(error)
+            else:
+                answer.set_result(outputs)
+            if last:
+                kept.sequence.close()
+
+    def _fail(self, key: int | str, kept: _Kept) -> None:
+        """Free a sequence whose states are lost."""
+        with self._lock:
+            if self._kept.get(key) is kept:
+                del self._kept[key]
+        self._drop(kept)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(min(self._idle / 4, 1.0)):
+            self._end_idle(time.monotonic())
+
+    def _end_idle(self, now: float) -> None:
+        """Close the sequences that nobody goes on with."""
+        with self._lock:
+            idle = [key for key, kept in self._kept.items() if not kept.working and now - kept.used >= self._idle]
+            for key in idle:
+                self._drop(self._kept.pop(key))
+
+    def close(self) -> None:
+        """Close all sequences."""
+        self._ended.set()
+        with self._lock:
+            for kept in self._kept.values():
+                self._drop(kept)
+            self._kept.clear()

@@ -1,0 +1,67 @@
+"""Write a folder of models for MLServer: one for a package, or for each module of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from splitc.runtime.files import written_whole
+from splitc.runtime.manifest import Manifest, Tensor
+from splitc.runtime.serving.interface import find_interface, public_form
+from splitc.runtime.serving.served_folders import find_packages, link_package, new_models
+from splitc.runtime.serving.serving_file import FILE_NAME, Serving, write_serving
+
+MODEL = "splitc.runtime.serving.mlserver_model.SplitcModel"
+# Models run in the server's own process: a session has its own threads, or processes.
+SETTINGS = {"parallel_workers": 0}
+
+
+def export_mlserver(
+    package: Path,
+    folder: Path,
+    serving: Serving,
+    *,
+    module: str | None = None,
+    name: str | None = None,
+    sequences: bool | None = None,
+) -> list[Path]:
+    """Write a model for the package, or each of its modules, into the folder. Returns the models' folders.
+
+    The server's `settings.json` is written if there is none. `sequences` is as in `export_triton`. Raises MisuseError
+    for what clients can't send or get, and for a model that is there.
+    """
+    found = find_packages(package, module, name)
+    with new_models(folder, found) as folders:
+        for own, (known, (source, manifest)) in zip(folders, found.items(), strict=True):
+            _write_model(own, known, source, manifest, serving.of(manifest, sequences))
+    if not (folder / "settings.json").exists():
+        _write_json(folder / "settings.json", SETTINGS)
+    return [folder / known for known in found]
+
+
+def _write_model(folder: Path, name: str, package: Path, manifest: Manifest, serving: Serving) -> None:
+    interface = find_interface(manifest, serving.sequences)
+    settings = {
+        "name": name,
+        "implementation": MODEL,
+        "inputs": list(_describe([*interface.inputs, *interface.optional])),
+        "outputs": list(_describe(interface.outputs)),
+        "parameters": {"uri": f"./{FILE_NAME}"},
+    }
+    link_package(package, manifest, folder / serving.package)
+    write_serving(folder, serving)
+    _write_json(folder / "model-settings.json", settings)
+
+
+def _describe(tensors: Sequence[Tensor]) -> Iterator[dict[str, Any]]:
+    for tensor in tensors:
+        datatype, shape = public_form(tensor)
+        yield {"name": tensor.name, "datatype": datatype, "shape": shape}
+
+
+def _write_json(path: Path, content: Any) -> None:
+    with written_whole(path) as file:
+        file.write(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")

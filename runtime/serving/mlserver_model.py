@@ -1,0 +1,85 @@
+"""The model that MLServer loads. Its `model-settings.json` names the class."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from mlserver import MLModel, types
+from mlserver.codecs import NumpyCodec
+from mlserver.errors import MLServerError
+from mlserver.utils import get_model_uri
+
+from splitc.runtime.arrays import Array
+from splitc.runtime.explained import explained
+from splitc.runtime.serving.interface import TYPES
+from splitc.runtime.serving.kept_sequences import SequenceStep
+from splitc.runtime.serving.served_package import ServedPackage, ServedRequest, is_clients_fault
+
+
+class SplitcModel(MLModel):  # type: ignore[misc]  # MLServer is not there when types are checked
+    """A package, behind the interface of MLServer."""
+
+    async def load(self) -> bool:
+        """Load the package."""
+        file = Path(await get_model_uri(self._settings))
+        loop = asyncio.get_running_loop()
+        try:
+            self._served = await loop.run_in_executor(None, ServedPackage, file)
+        except Exception as error:
+            if (known := explained(error)) is None:
+                raise
+            raise MLServerError(str(known), 500) from None
+        # One thread gives requests to the session. It waits where too many are in flight, and the server does not.
+        self._submits = ThreadPoolExecutor(1, "splitc takes requests")
+        return True
+
+    async def predict(self, payload: types.InferenceRequest) -> types.InferenceResponse:
+        """Answer a request."""
+        request = ServedRequest({each.name: _read(each) for each in payload.inputs}, _find_step(payload.parameters))
+        loop = asyncio.get_running_loop()
+        try:
+            (answer,) = await loop.run_in_executor(self._submits, self._served.submit, [request])
+            outputs = await asyncio.wrap_future(answer)
+        except Exception as error:
+            status = 400 if is_clients_fault(error) else 500
+            raise MLServerError(str(explained(error) or repr(error)), status) from error
+        wanted = {each.name for each in payload.outputs or ()} or outputs.keys()
+        return types.InferenceResponse(
+            id=payload.id,
+            model_name=self.name,
+            model_version=self.version,
+            outputs=[_write(name, array) for name, array in outputs.items() if name in wanted],
+        )
+
+    async def unload(self) -> bool:
+        """End the session, when what is in flight has been answered."""
+        await asyncio.get_running_loop().run_in_executor(None, self._served.close)
+        self._submits.shutdown(wait=False)
+        return True
+
+
+def _read(given: types.RequestInput) -> Array:
+    """The array of an input. Raises MLServerError if its data do not fit its type and shape."""
+    try:
+        array: Array = NumpyCodec.decode_input(given)
+    except (TypeError, ValueError, OverflowError) as error:
+        message = f"the data of the input '{given.name}' are no {given.datatype} array of shape {given.shape}: {error}"
+        raise MLServerError(message, 400) from error
+    return array
+
+
+def _write(name: str, array: Array) -> types.ResponseOutput:
+    shape = list(array.shape) or [1]
+    return types.ResponseOutput(name=name, datatype=TYPES[array.dtype.name], shape=shape, data=array.ravel().tolist())
+
+
+def _find_step(parameters: Any) -> SequenceStep | None:
+    """The sequence that a request belongs to, by the names that Triton's clients give."""
+    found = getattr(parameters, "sequence_id", None)
+    if not found:
+        return None
+    start, end = (bool(getattr(parameters, f"sequence_{word}", False)) for word in ("start", "end"))
+    return SequenceStep(found, start, end)

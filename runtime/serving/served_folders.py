@@ -1,0 +1,82 @@
+"""Folders for servers: written whole or not at all, with packages' files as hard links where they can be."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.manifest import Manifest
+from splitc.runtime.manifest_file import FILE_NAME, read_manifest
+from splitc.runtime.pipeline_file import find_module, read_pipeline
+
+
+def find_packages(package: Path, module: str | None, name: str | None = None) -> dict[str, tuple[Path, Manifest]]:
+    """The packages to export, by the names of models: one, which may be called `name`, or each module of a pipeline.
+
+    Raises PackageError and MisuseError as `find_module` does, and for a name of several.
+    """
+    pipeline = read_pipeline(package)
+    if pipeline is None or module is not None:
+        found = {module or package.resolve().name: find_module(package, module)}
+    else:
+        found = {each.name: find_module(package, each.name) for each in pipeline.modules}
+    if name is not None:
+        if len(found) > 1:
+            raise MisuseError(f"--name is for one model, and {package} has {len(found)}: add --module")
+        found = dict.fromkeys([name], *found.values())
+    for each in found:
+        if each != Path(each).name or each.startswith("."):
+            raise MisuseError(f"'{each}' can't be a model's name, which is that of a folder: give another --name")
+    return {each: (folder, read_manifest(folder)) for each, folder in found.items()}
+
+
+@contextmanager
+def new_models(target: Path, names: Iterable[str]) -> Iterator[list[Path]]:
+    """New folders of these names in the folder `target`, which is made if it is not there."""
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MisuseError(f"can't write into {target}: {error.strerror}") from error
+    with ExitStack() as stack:
+        yield [stack.enter_context(new_folder(target / name)) for name in names]
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder that becomes `target` if the block succeeds, and is removed if it fails.
+
+    Raises MisuseError if there is something at `target`, or no folder to write it into.
+    """
+    if os.path.lexists(target):
+        raise MisuseError(f"{target} exists already: remove it, or choose another name")
+    if not target.absolute().parent.is_dir():
+        raise MisuseError(f"there is no folder {target.absolute().parent} to write {target.name} into")
+    aside = target.with_name(f".splitc-{secrets.token_hex(8)}")
+    try:
+        aside.mkdir()
+        yield aside
+        aside.rename(target)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def link_package(package: Path, manifest: Manifest, target: Path) -> None:
+    """Make `target` the same package. Its files are hard links, or copies on another file system."""
+    for name in (FILE_NAME, *(file.path for file in manifest.files)):
+        place = target / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        link_file(package / name, place)
+
+
+def link_file(source: Path, target: Path) -> None:
+    """Make `target` a hard link to the file, or a copy if that can't be."""
+    try:
+        os.link(source.resolve(), target)
+    except OSError:
+        shutil.copyfile(source, target)

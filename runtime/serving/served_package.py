@@ -1,0 +1,153 @@
+"""A package as servers run it: requests from many clients, each answered for itself."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from splitc.runtime.arrays import Array
+from splitc.runtime.errors import FeedError, MisuseError
+from splitc.runtime.serving.interface import Interface, find_interface, find_rows
+from splitc.runtime.serving.joined_rows import group_alike, join_rows, part_rows
+from splitc.runtime.serving.kept_sequences import Answer, KeptSequences, SequenceStep
+from splitc.runtime.serving.serving_file import Serving, read_serving
+from splitc.runtime.session import Session
+
+
+@dataclass(frozen=True)
+class ServedRequest:
+    """A client's request: arrays by name, which do not change meanwhile, and the sequence that it belongs to."""
+
+    feeds: Mapping[str, Array]
+    step: SequenceStep | None = None
+
+
+class ServedPackage:
+    """A package that is loaded as its `serving.json` says, and answers requests of any number of threads.
+
+    A scalar is an array of one element to clients, since Triton has no scalars. A session that breaks, since a rank
+    died, is opened again with the next request: those in flight fail, and sequences are lost. `counts_sequences` says
+    that the server itself bounds the number of sequences. Raises as `Session` does, and MisuseError for a wrong file.
+    """
+
+    def __init__(self, file: Path, *, counts_sequences: bool = False) -> None:
+        self._folder, self._serving = file.parent, read_serving(file)
+        self._most = None if counts_sequences else self._serving.most_sequences
+        self._opening = threading.Lock()
+        self._session, self._sequences = self._open()
+        self.interface: Interface = find_interface(self._session.manifest, self._serving.sequences)
+        self._joins = find_rows(self._session.manifest, self.interface) is not None and not self._serving.sequences
+        fed = (*self.interface.inputs, *self.interface.optional)
+        self._scalars = {tensor.name for tensor in fed if tensor.shape == []}
+
+    def _open(self) -> tuple[Session, KeptSequences | None]:
+        serving: Serving = self._serving
+        session = Session(
+            self._folder / serving.package,
+            devices=serving.devices or None,
+            threads=serving.threads,
+            in_flight=serving.in_flight,
+            ranks=serving.ranks,
+            verify=serving.verify,
+            cuda_graphs=serving.cuda_graphs,
+        )
+        # As many threads as requests can be in flight. Each waits for its request, and hands the answer over.
+        self._pool = ThreadPoolExecutor(session.in_flight, "splitc serves")
+        self._places = threading.BoundedSemaphore(session.in_flight)
+        if not serving.sequences:
+            return session, None
+        kept = KeptSequences(session, self._pool, serving.capacity, serving.idle_seconds, self._most)
+        return session, kept
+
+    @property
+    def open_sequences(self) -> int:
+        """The number of sequences whose states are on the ranks."""
+        return 0 if self._sequences is None else len(self._sequences)
+
+    def submit(self, requests: Sequence[ServedRequest]) -> list[Answer]:
+        """Start requests, and return a future of each one's outputs. A request that fails, fails alone.
+
+        Those whose rows can be one batch run together. Waits while as many requests are in flight as the session
+        takes, so that a server's queue grows meanwhile, and with it the next batch; not for requests of sequences.
+        """
+        with self._opening:
+            if not self._session.usable:
+                self._end()
+                self._session, self._sequences = self._open()
+        if self._sequences is not None:
+            return [self._submit_step(self._sequences, request) for request in requests]
+        answers: list[Answer] = [Future() for _ in requests]
+        good = []
+        for number, request in enumerate(requests):
+            if request.step is None:
+                good.append(number)
+            else:
+                answers[number].set_exception(
+                    MisuseError("this model has no sequences: leave out the id, or export it with --sequences")
+                )
+        self._submit_alike([self._shaped(requests[n].feeds) for n in good], [answers[n] for n in good])
+        return answers
+
+    def _submit_alike(self, feeds: Sequence[Mapping[str, Array]], answers: Sequence[Answer]) -> None:
+        """Start requests, together if their rows can be one batch."""
+        groups = group_alike(feeds) if self._joins else [[number] for number in range(len(feeds))]
+        for group in groups:
+            places = self._places
+            places.acquire()
+            work = self._pool.submit(self._serve, [feeds[n] for n in group], [answers[n] for n in group])
+            work.add_done_callback(lambda _, places=places: places.release())  # type: ignore[misc]
+
+    def _submit_step(self, sequences: KeptSequences, request: ServedRequest) -> Answer:
+        try:
+            if request.step is None:
+                raise MisuseError("this model's requests are sequences: give each an id, and mark its first request")
+            return sequences.submit(request.step, self._shaped(request.feeds))
+        except Exception as error:  # whoever waits for the answer gets it
+            failed: Answer = Future()
+            failed.set_exception(error)
+            return failed
+
+    def _serve(self, feeds: Sequence[Mapping[str, Array]], answers: Sequence[Answer]) -> None:
+        """Run requests, together if they are several, and if that fails one by one: the fault is one request's."""
+        for answer in answers:
+            answer.set_running_or_notify_cancel()
+        if len(feeds) > 1:
+            joined, starts = join_rows(feeds)
+            try:
+                parts = part_rows(self._session.run(joined), starts)
+            except Exception:  # each finds its own error below
+                pass
+            else:
+                for answer, outputs in zip(answers, parts, strict=True):
+                    answer.set_result(outputs)
+                return
+        for each, answer in zip(feeds, answers, strict=True):
+            try:
+                outputs = self._session.run(each)
+            except BaseException as error:  # whoever waits for the answer gets it
+                answer.set_exception(error)
+            else:
+                answer.set_result(outputs)
+
+    def _shaped(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """The feeds, with scalars that clients give as one element."""
+        return {n: a.reshape(()) if n in self._scalars and a.shape == (1,) else a for n, a in feeds.items()}
+
+    def _end(self) -> None:
+        if self._sequences is not None:
+            self._sequences.close()
+        self._session.close()
+        self._pool.shutdown(wait=False)
+
+    def close(self) -> None:
+        """End the session, in bounded time. What has begun is completed, and all requests are answered."""
+        self._end()
+        self._pool.shutdown()
+
+
+def is_clients_fault(error: BaseException) -> bool:
+    """Whether a request failed by what the client asked for."""
+    return isinstance(error, (FeedError, MisuseError))

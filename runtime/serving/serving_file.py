@@ -1,0 +1,57 @@
+"""The file that tells a server how to open a package. An export writes it, and users may edit it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.manifest import Manifest
+
+FILE_NAME = "serving.json"
+
+
+class Serving(Struct, frozen=True, forbid_unknown_fields=True):
+    """How a server opens a package, and keeps its sequences.
+
+    `package` is the folder, relative to the file. With `sequences` states stay on the ranks: they are neither fed nor
+    given. A sequence ends when it was idle for `idle_seconds`; where the server does not count them, at most
+    `most_sequences` are open. `capacity` is that of `Session.start`. The others are those of `Session`.
+    """
+
+    package: str
+    sequences: bool = False
+    idle_seconds: float = 300.0
+    most_sequences: int = 64
+    capacity: int | None = None
+    devices: list[str] = []
+    threads: int | None = None
+    in_flight: int | None = None
+    ranks: str | None = None
+    verify: str = "once"
+    cuda_graphs: bool = True
+
+    def of(self, manifest: Manifest, sequences: bool | None) -> Serving:
+        """The same for a package. Its requests are sequences as asked, or by default (None) if it has caches.
+
+        Other states may just be an input and an output of one shape.
+        """
+        caches = any(state.grows is not None for state in manifest.states)
+        return msgspec.structs.replace(self, sequences=caches if sequences is None else sequences)
+
+
+def write_serving(folder: Path, serving: Serving) -> None:
+    """Write the file into the folder."""
+    (folder / FILE_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(serving), indent=2) + b"\n")
+
+
+def read_serving(path: Path) -> Serving:
+    """Read the file. Raises MisuseError if it can't be read, with the field that is wrong."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Serving)
+    except OSError as error:
+        raise MisuseError(f"can't read {path}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise MisuseError(f"{path}: {error}: correct it, or export the package again") from error

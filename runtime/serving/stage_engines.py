@@ -1,0 +1,28 @@
+"""A package whose ranks are stages: other programs can run them, one after the other."""
+
+from __future__ import annotations
+
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.manifest import EngineFile, Manifest, Rank
+from splitc.runtime.steps import Reduce
+
+
+def find_stages(manifest: Manifest, runner: str) -> list[EngineFile]:
+    """The engines of the ranks, in their order. What one needs of others, those before it make, under the same name.
+
+    Raises MisuseError, with the name of who would run them, for engines that are not ONNX Runtime's, and for ranks that
+    do more than run one engine.
+    """
+    if manifest.engine != "onnxruntime":
+        raise MisuseError(f"{runner} runs ONNX Runtime's engines, and this package has {manifest.engine}'s")
+    return [_only_engine(manifest, rank, runner) for rank in manifest.ranks]
+
+
+def _only_engine(manifest: Manifest, rank: Rank, runner: str) -> EngineFile:
+    whole = not rank.parts and not any(isinstance(step, Reduce) for step in rank.program)
+    if not whole or len(rank.engines) != 1 or rank.engines[0].group:
+        raise MisuseError(
+            f"{runner} runs stages one after the other, and in a package of {manifest.split_mode} mode ranks work on a "
+            "stage together: compile with --split-mode layer"
+        )
+    return rank.engines[0]

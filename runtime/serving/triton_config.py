@@ -1,0 +1,49 @@
+"""A model's `config.pbtxt`, from a package's manifest."""
+
+from __future__ import annotations
+
+import json
+
+from splitc.runtime.manifest import Tensor
+from splitc.runtime.serving.interface import Interface, public_form
+
+
+def model_config(
+    name: str, interface: Interface, *, rows: int = 0, idle_seconds: float | None = None, most_sequences: int = 0
+) -> str:
+    """The text of `config.pbtxt`.
+
+    With `rows` above 0 the server joins requests to batches of so many rows. `idle_seconds` makes requests sequences,
+    of which at most `most_sequences` are open. Raises MisuseError for a tensor that clients can't send or get.
+    """
+    lines = [f"name: {quoted(name)}", 'backend: "python"', f"max_batch_size: {rows}"]
+    lines += tensor_lines(interface, rows > 0)
+    if idle_seconds is not None:
+        idle = f"max_sequence_idle_microseconds: {round(1e6 * idle_seconds)}"
+        lines.append(f"sequence_batching {{ {idle} oldest {{ max_candidate_sequences: {most_sequences} }} }}")
+    elif rows:
+        lines.append("dynamic_batching { }")
+    # One instance: a session has its own ranks on all devices, and takes many requests at a time.
+    lines.append("instance_group { kind: KIND_CPU count: 1 }")
+    return "\n".join(lines) + "\n"
+
+
+def tensor_lines(interface: Interface, in_batch: bool = False) -> list[str]:
+    """A line for each input and output. `in_batch` says that Triton adds the first axis, that of the batch."""
+    return [
+        *(f"input {{ {_tensor(each, in_batch, False)} }}" for each in interface.inputs),
+        *(f"input {{ {_tensor(each, in_batch, True)} }}" for each in interface.optional),
+        *(f"output {{ {_tensor(each, in_batch, False)} }}" for each in interface.outputs),
+    ]
+
+
+def _tensor(tensor: Tensor, in_batch: bool, optional: bool) -> str:
+    datatype, shape = public_form(tensor)
+    dims = ", ".join(map(str, shape[1:] if in_batch else shape))
+    text = f"name: {quoted(tensor.name)} data_type: TYPE_{datatype} dims: [ {dims} ]"
+    return f"{text} optional: true" if optional else text
+
+
+def quoted(text: str) -> str:
+    """A string of protobuf's text form, which has the escapes of JSON's (but for \\u)."""
+    return json.dumps(text, ensure_ascii=False)

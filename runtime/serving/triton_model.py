@@ -1,0 +1,90 @@
+"""The model that Triton's Python backend loads. Its repository has a `model.py` that imports it.
+
+Triton hands requests over one after the other. Each is answered later, by its own response sender, so that many are in
+flight, and a client needs no streaming protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as triton  # of the server, in whose process this is
+
+from splitc.runtime.explained import explained
+from splitc.runtime.serving.kept_sequences import Answer, SequenceStep
+from splitc.runtime.serving.served_package import ServedPackage, ServedRequest, is_clients_fault
+from splitc.runtime.serving.serving_file import FILE_NAME
+
+
+class TritonPythonModel:
+    """A package, behind the interface of Triton's Python backend."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load the package. `args` say where the model is in its repository."""
+        folder = Path(args["model_repository"]) / args["model_version"]
+        try:
+            self._served = ServedPackage(folder / FILE_NAME, counts_sequences=True)
+        except Exception as error:
+            if (known := explained(error)) is None:
+                raise
+            raise triton.TritonModelException(str(known)) from None
+        interface = self._served.interface
+        self._inputs = [tensor.name for tensor in (*interface.inputs, *interface.optional)]
+        self._outputs = [tensor.name for tensor in interface.outputs]
+        self._senders = ThreadPoolExecutor(2, "splitc answers")
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        """Start the requests. They are answered later, by their senders."""
+        answers = self._served.submit([self._read(request) for request in requests])
+        for request, answer in zip(requests, answers, strict=True):
+            answer.add_done_callback(partial(self._answer_later, request))
+
+    def _read(self, request: Any) -> ServedRequest:
+        """The request's arrays, which are views of the server's memory."""
+        found = {name: triton.get_input_tensor_by_name(request, name) for name in self._inputs}
+        feeds = {name: tensor.as_numpy() for name, tensor in found.items() if tensor is not None}
+        if not (sequence := request.correlation_id()):
+            return ServedRequest(feeds)
+        flags = request.flags()
+        start = bool(flags & triton.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START)
+        end = bool(flags & triton.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END)
+        return ServedRequest(feeds, SequenceStep(sequence, start, end))
+
+    def _answer_later(self, request: Any, answer: Answer) -> None:
+        """Have another thread send the answer: the next request need not wait for the copy into the server's memory."""
+        self._senders.submit(self._answer, request, answer)
+
+    def _answer(self, request: Any, answer: Answer) -> None:
+        try:
+            response = self._response(request, answer)
+        except Exception as error:  # of the server's library: the client waits for some answer
+            response = _failure(error)
+        request.get_response_sender().send(response, flags=triton.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    def _response(self, request: Any, answer: Answer) -> Any:
+        if (error := answer.exception()) is not None:
+            return _failure(error)
+        outputs, wanted = answer.result(), request.requested_output_names()
+        return triton.InferenceResponse(
+            [
+                triton.Tensor(name, np.ascontiguousarray(np.atleast_1d(outputs[name])))
+                for name in self._outputs
+                if name in wanted
+            ]
+        )
+
+    def finalize(self) -> None:
+        """Unload the package, when what is in flight has been answered."""
+        self._served.close()
+        self._senders.shutdown()
+
+
+def _failure(error: BaseException) -> Any:
+    """The response to a request that failed."""
+    kind = triton.TritonError.INVALID_ARG if is_clients_fault(error) else triton.TritonError.INTERNAL
+    return triton.InferenceResponse(error=triton.TritonError(str(explained(error) or repr(error)), kind))

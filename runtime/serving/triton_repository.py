@@ -1,0 +1,78 @@
+"""Write a model repository of Triton: one model for a package, or for each module of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.manifest import Manifest
+from splitc.runtime.serving.interface import find_interface, find_rows
+from splitc.runtime.serving.served_folders import find_packages, link_package, new_models
+from splitc.runtime.serving.serving_file import Serving, write_serving
+from splitc.runtime.serving.triton_config import model_config
+
+# The most rows of a joined batch, unless the engines take fewer.
+MOST_ROWS = 32
+MODEL = '''"""A package of splitc. Triton's Python must have splitc: pip install splitc."""
+
+from splitc.runtime.serving.triton_model import TritonPythonModel
+
+__all__ = ["TritonPythonModel"]
+'''
+
+
+def export_triton(
+    package: Path,
+    repository: Path,
+    serving: Serving,
+    *,
+    module: str | None = None,
+    name: str | None = None,
+    sequences: bool | None = None,
+    batch: int | None = None,
+) -> list[Path]:
+    """Write a model for the package, or each of its modules, into the repository. Returns the models' folders.
+
+    `sequences` keeps states on the ranks, by default (None) those of models with caches. `batch` is the most rows of
+    requests that are joined, by default MOST_ROWS where rows do not meet; 0 joins none, and takes requests of any rows.
+    All models are written, or none. Raises MisuseError for what Triton can't serve, and for a model that is there.
+    """
+    found = find_packages(package, module, name)
+    with new_models(repository, found) as folders:
+        for folder, (known, (source, manifest)) in zip(folders, found.items(), strict=True):
+            _write_model(folder, known, source, manifest, serving.of(manifest, sequences), batch)
+    return [repository / known for known in found]
+
+
+def _write_model(
+    folder: Path, name: str, package: Path, manifest: Manifest, serving: Serving, batch: int | None
+) -> None:
+    interface = find_interface(manifest, serving.sequences)
+    if serving.sequences:
+        idle, most = serving.idle_seconds, serving.most_sequences
+        config = model_config(name, interface, idle_seconds=idle, most_sequences=most)
+    else:
+        config = model_config(name, interface, rows=choose_rows(find_rows(manifest, interface), batch, name))
+    version = folder / "1"
+    version.mkdir()
+    link_package(package, manifest, version / serving.package)
+    write_serving(version, serving)
+    (version / "model.py").write_text(MODEL, encoding="utf-8")
+    (folder / "config.pbtxt").write_text(config, encoding="utf-8")
+
+
+def choose_rows(most: int | None, asked: int | None, name: str) -> int:
+    """The rows that requests are joined to; 0 for none. `most` is what `find_rows` gives.
+
+    Raises MisuseError for more than the engines take, and where rows can't be joined.
+    """
+    if asked and most is None:
+        raise MisuseError(
+            f"--batch {asked}: the rows of {name}'s requests can't be joined, since they meet in the model, or the "
+            "batch is not the free first of several axes of all inputs and outputs"
+        )
+    if asked and most and asked > most:
+        raise MisuseError(f"--batch {asked}: the engines of {name} were built for {most} rows at most")
+    if asked is not None:
+        return asked
+    return 0 if most is None else min(most or MOST_ROWS, MOST_ROWS)

@@ -1,0 +1,95 @@
+"""A stand-in for `triton_python_backend_utils`, which only Triton's own process has."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from splitc.runtime.arrays import Array
+
+TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
+TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
+TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
+
+
+class TritonModelException(Exception):
+    """What a model raises that can't be loaded."""
+
+
+class TritonError(Exception):
+    """The error of a response."""
+
+    INVALID_ARG, INTERNAL = 3, 1
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A named array."""
+
+    name: str
+    array: Array
+
+    def as_numpy(self) -> Array:
+        """The array."""
+        return self.array
+
+
+@dataclass(frozen=True)
+class InferenceResponse:
+    """What a client gets: tensors, or an error."""
+
+    output_tensors: Sequence[Tensor] = ()
+    error: TritonError | None = None
+
+
+@dataclass
+class InferenceRequest:
+    """A client's request, which is its own response sender."""
+
+    feeds: Mapping[str, Array]
+    wanted: Sequence[str]
+    id: int = 0
+    marks: int = 0
+    responses: list[InferenceResponse] = field(default_factory=list)
+    answered: threading.Event = field(default_factory=threading.Event)
+
+    def correlation_id(self) -> int:
+        """The sequence's id."""
+        return self.id
+
+    def flags(self) -> int:
+        """Whether it begins or ends a sequence."""
+        return self.marks
+
+    def requested_output_names(self) -> Sequence[str]:
+        """The outputs that the client wants."""
+        return self.wanted
+
+    def get_response_sender(self) -> InferenceRequest:
+        """What takes the response."""
+        return self
+
+    def send(self, response: InferenceResponse, flags: int) -> None:
+        """Take the response, which must be the only one."""
+        assert flags == TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        self.responses.append(response)
+        self.answered.set()
+
+    def result(self) -> dict[str, Array]:
+        """The outputs. Raises the response's error."""
+        assert self.answered.wait(20)
+        (response,) = self.responses
+        if response.error is not None:
+            raise response.error
+        return {each.name: each.array for each in response.output_tensors}
+
+
+def get_input_tensor_by_name(request: InferenceRequest, name: str) -> Any:
+    """An input of the request, None if it has none of this name."""
+    return Tensor(name, request.feeds[name]) if name in request.feeds else None

@@ -1,0 +1,41 @@
+"""Folders of models for MLServer, as they are written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from splitc.runtime.serving.serving_file import read_serving
+from tests.helpers.command import splitc
+
+
+def test_package_becomes_a_model(package: Path, tmp_path: Path) -> None:
+    splitc("export", "mlserver", package, "-o", tmp_path / "models", "--threads", 1, "--in-flight", 3)
+    folder = tmp_path / "models" / package.name
+    assert json.loads((tmp_path / "models" / "settings.json").read_text()) == {"parallel_workers": 0}
+    settings = json.loads((folder / "model-settings.json").read_text())
+    assert settings["implementation"] == "splitc.runtime.serving.mlserver_model.SplitcModel"
+    assert settings["outputs"] == [{"name": "logits", "datatype": "FP32", "shape": [-1, -1, 96]}]
+    serving = read_serving(folder / settings["parameters"]["uri"])
+    assert (serving.sequences, serving.threads, serving.in_flight) == (True, 1, 3)
+    linked = folder / serving.package / "manifest.json"
+    assert linked.stat().st_ino == (package / "manifest.json").stat().st_ino
+
+
+def test_settings_that_are_there_stay(package: Path, tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_text('{"debug": true}')
+    splitc("export", "mlserver", package, "-o", tmp_path, "--name", "other", "--no-sequences")
+    assert (tmp_path / "settings.json").read_text() == '{"debug": true}'
+    assert len(json.loads((tmp_path / "other" / "model-settings.json").read_text())["inputs"]) == 11
+
+
+def test_options_of_triton_are_refused(package: Path, tmp_path: Path) -> None:
+    found = splitc("export", "mlserver", package, "-o", tmp_path / "models", "--batch", 4, code=2)
+    assert "--batch has no effect with 'mlserver'" in found.stderr
+    assert not (tmp_path / "models").exists()
+
+
+def test_names_are_those_of_folders(package: Path, tmp_path: Path) -> None:
+    for name in ("a/b", "..", ".hidden"):
+        found = splitc("export", "mlserver", package, "-o", tmp_path, "--name", name, code=2)
+        assert f"'{name}' can't be a model's name" in found.stderr
