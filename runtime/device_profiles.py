@@ -86,6 +86,7 @@ CPU = DeviceProfile(
     copy=Link(3e-5, 0.0),
     sum=Link(6e-5, 2e-10),
     engine_start=4e-5,
+    kernel=5e-6,
 )
 # A data center's GPU of 2022, in half precision, with PCI Express 4 and replayed requests. Measured on H200s with ONNX
 # Runtime 1.31: `kernel`, `cold_link`, `engine_bytes` (at the peak of a decoder in tensor mode; 20 MiB after loading),
@@ -126,6 +127,7 @@ class HostCosts:
     - `array`: to feed an array to an engine, or to take an output. `part`: to cut or join a sharded array.
     - `thread_gain`, `bandwidth_gain`: what another thread, or another core's bandwidth, adds to an operator, as a share
       of the first one: threads wait for each other, and cores share the memory.
+    - `cached`: bytes per second that a core reads or writes in its cache.
     - `single_thread`: operators that take less than this are not spread over threads.
     - `crowded`: the share of their speed that CPU devices keep if they wait for memory at the same time.
     - `jitter`: the time that ranks wait for the slowest one at a collective, as a share of the time between two.
@@ -135,6 +137,7 @@ class HostCosts:
     part: float = 1e-5
     thread_gain: float = 0.9
     bandwidth_gain: float = 0.15
+    cached: float = 5e10
     single_thread: float = 2e-5
     crowded: float = 0.9
     jitter: float = 0.1

@@ -24,11 +24,13 @@ class MeasuredLink(Struct, frozen=True):
 class MeasuredSpeed(Struct, frozen=True):
     """A device's measured floating point operations per second, and bytes read or written per second.
 
-    For a CPU these are of all cores together in float32, for a GPU in float16. None if they can't be measured.
+    For a GPU the operations are in float16. For a CPU they are in float32 and of all cores together, the bytes are of
+    one core, and `cached` are those that it reads or writes in its cache. None if they can't be measured.
     """
 
     flops: float | None = None
     bytes: float | None = None
+    cached: float | None = None
 
 
 class Machine(Struct, frozen=True):

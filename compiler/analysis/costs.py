@@ -19,10 +19,15 @@ from splitc.runtime.device_profiles import find_profile
 
 @dataclass(frozen=True)
 class Speed:
-    """A device's floating point operations per second, and bytes per second to and from its memory."""
+    """A device's floating point operations per second, and bytes per second to and from its memory.
+
+    Computed values of at most `cache` bytes are still in its cache when they are read, at `cached` bytes per second.
+    """
 
     flops: float
     bytes: float
+    cached: float = 0.0
+    cache: int = 0
 
     @property
     def name(self) -> str:
@@ -104,19 +109,28 @@ class Costs:
 
         A lookup reads as many bytes of its table as it writes.
         """
-        return max(self._flops[node] / speed.flops, self._moved[node] / speed.bytes)
+        stored, computed = self._moved[node]
+        far = stored + sum([size for size in computed if size > speed.cache])
+        near = sum([size for size in computed if size <= speed.cache])
+        moving = far / speed.bytes + (near / speed.cached if near else 0.0)
+        return max(self._flops[node] / speed.flops, moving)
 
     @cached_property
     def _flops(self) -> dict[ir.Node, int]:
         return {node: node_flops(node, self.shapes) for node in self.graph.nodes}
 
     @cached_property
-    def _moved(self) -> dict[ir.Node, int]:
-        """The bytes that each node reads and writes."""
+    def _moved(self) -> dict[ir.Node, tuple[int, tuple[int, ...]]]:
+        """The bytes of weights and inputs that each node reads, and of each computed value that it reads or makes."""
         moved = {}
         for node, reads in self.graph.reads.items():
-            given = sum(map(self.value_bytes, node.outputs))
-            moved[node] = given + (given if operator_of(node).reads_part else sum(map(self.value_bytes, reads)))
+            given = tuple(map(self.value_bytes, node.outputs))
+            if operator_of(node).reads_part:
+                moved[node] = (sum(given), given)
+            else:
+                computed = (*given, *(self.value_bytes(value) for value in reads if value.producer() is not None))
+                stored = sum(self.value_bytes(value) for value in reads if value.producer() is None)
+                moved[node] = (stored, computed)
         return moved
 
 

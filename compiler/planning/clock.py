@@ -138,7 +138,7 @@ def _most_on_a_host(ranks: Sequence[RankPlan]) -> int:
 def rank_speed(device: Device, threads: int, at_once: int, machine: Machine, cached: bool = False) -> Speed:
     """The speed of one rank while `at_once` ranks work: measured on the machine, or else from the device profile.
 
-    CPU devices share the cores. They share the memory's bandwidth too, unless what they read is `cached`.
+    CPU devices share the cores. They share the memory's bandwidth too, unless all that they read is `cached`.
     """
     one = _unshared_speed(device, machine)
     if device.kind != "cpu":
@@ -146,11 +146,12 @@ def rank_speed(device: Device, threads: int, at_once: int, machine: Machine, cac
     threads = min(threads, cores())
     at_once = min(at_once, cores() // threads)
     computing = _gain(HOST.thread_gain, threads)
+    near = one.cached * computing
     if cached:
-        return Speed(one.flops * computing, one.bytes * computing)
+        return Speed(one.flops * computing, near, near, one.cache)
     crowded = HOST.crowded if at_once > 1 else 1.0
     reading = _gain(HOST.bandwidth_gain, threads * at_once) / at_once
-    return Speed(one.flops * computing * crowded, one.bytes * reading)
+    return Speed(one.flops * computing * crowded, one.bytes * reading, near, one.cache // at_once)
 
 
 def _gain(share: float, count: int) -> float:
@@ -159,8 +160,9 @@ def _gain(share: float, count: int) -> float:
 
 
 def _unshared_speed(device: Device, machine: Machine) -> Speed:
-    """The speed of a GPU, or of one CPU core. Measurements of a CPU are of all its cores together."""
+    """The speed of a GPU, or of one CPU core."""
     nominal, measured = nominal_speed(device.kind), machine.speed(device)
-    count = cores() if device.kind == "cpu" else 1
-    flops = measured.flops / _gain(HOST.thread_gain, count) if measured.flops else nominal.flops
-    return Speed(flops, measured.bytes / _gain(HOST.bandwidth_gain, count) if measured.bytes else nominal.bytes)
+    if device.kind != "cpu":
+        return Speed(measured.flops or nominal.flops, measured.bytes or nominal.bytes)
+    flops = measured.flops / _gain(HOST.thread_gain, cores()) if measured.flops else nominal.flops
+    return Speed(flops, measured.bytes or nominal.bytes, measured.cached or HOST.cached, cache_bytes())

@@ -12,11 +12,11 @@ from splitc.runtime.devices import Device
 from splitc.runtime.gpus import need_cupy
 from splitc.runtime.machine import MeasuredSpeed, link_end
 
-# Rows and columns of the matrices, and bytes of the copied arrays: many times the size of a cache.
+# Rows and columns of the matrices.
 CPU_SIDE, GPU_SIDE = 512, 8192
-CPU_BYTES, GPU_BYTES = 1 << 27, 1 << 30
-# The best of this many runs counts, since other load can only make a run slower.
-RUNS = 5
+# Bytes of the copied arrays: many times the size of a cache, and few enough for one.
+CPU_BYTES, GPU_BYTES, CACHED_BYTES = 1 << 27, 1 << 30, 1 << 20
+RUNS = 10
 
 
 def measure_speeds(devices: Sequence[Device]) -> dict[str, MeasuredSpeed]:
@@ -28,17 +28,19 @@ def measure_speeds(devices: Sequence[Device]) -> dict[str, MeasuredSpeed]:
 def _cpu_speed() -> MeasuredSpeed:
     matrix = np.ones((CPU_SIDE, CPU_SIDE), np.float32)
     product = np.empty_like(matrix)
-    source = np.ones(CPU_BYTES, np.uint8)
-    target = np.empty_like(source)
 
     def seconds(work: Callable[[], Any]) -> float:
         start = time.perf_counter()
         work()
         return time.perf_counter() - start
 
-    return _speed(
-        seconds, lambda: np.matmul(matrix, matrix, out=product), CPU_SIDE, lambda: np.copyto(target, source), CPU_BYTES
-    )
+    def copied(size: int) -> float:
+        source = np.ones(size, np.uint8)
+        target = np.empty_like(source)
+        return 2 * size / _best(seconds, lambda: np.copyto(target, source))
+
+    multiplying = _best(seconds, lambda: np.matmul(matrix, matrix, out=product))
+    return MeasuredSpeed(2 * CPU_SIDE**3 / multiplying, copied(CPU_BYTES), copied(CACHED_BYTES))
 
 
 def _gpu_speed(index: int) -> MeasuredSpeed:
@@ -59,22 +61,14 @@ def _gpu_speed(index: int) -> MeasuredSpeed:
             end.synchronize()
             return float(cupy.cuda.get_elapsed_time(begin, end)) / 1e3
 
-        return _speed(
-            seconds, lambda: cupy.matmul(matrix, matrix), GPU_SIDE, lambda: cupy.copyto(target, source), GPU_BYTES
-        )
+        copying = _best(seconds, lambda: cupy.copyto(target, source))
+        try:
+            multiplying = _best(seconds, lambda: cupy.matmul(matrix, matrix))
+        except Exception:  # of any kind, if CuPy finds no cuBLAS
+            return MeasuredSpeed(None, 2 * GPU_BYTES / copying)
+        return MeasuredSpeed(2 * GPU_SIDE**3 / multiplying, 2 * GPU_BYTES / copying)
 
 
-def _speed(
-    seconds: Callable[[Callable[[], Any]], float],
-    multiply: Callable[[], Any],
-    side: int,
-    copy: Callable[[], Any],
-    size: int,
-) -> MeasuredSpeed:
-    """The speed from the seconds of a product of square matrices, and of a copy of `size` bytes."""
-    copying = min(seconds(copy) for _ in range(RUNS))
-    try:
-        multiplying = min(seconds(multiply) for _ in range(RUNS))
-    except Exception:  # of any kind, if CuPy finds no cuBLAS
-        return MeasuredSpeed(None, 2 * size / copying)
-    return MeasuredSpeed(2 * side**3 / multiplying, 2 * size / copying)
+def _best(seconds: Callable[[Callable[[], Any]], float], work: Callable[[], Any]) -> float:
+    """The seconds of the best of several runs, since other load can only make a run slower."""
+    return min(seconds(work) for _ in range(RUNS))
