@@ -144,9 +144,15 @@ def attention_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
 
 
 OPERATORS = (
-    Operator("Attention", attention, attention_flops, masks=(3,), multiplies=True),
-    Operator("com.microsoft.Attention", fused_attention, attention_flops, masks=(3, 5), multiplies=True),
-    Operator("com.microsoft.DecoderMaskedMultiHeadAttention", flops=attention_flops, masks=(3, 4), multiplies=True),
+    Operator("Attention", attention, attention_flops, masks=(3,), multiplies=True, attends=True),
+    Operator("com.microsoft.Attention", fused_attention, attention_flops, masks=(3, 5), multiplies=True, attends=True),
+    Operator(
+        "com.microsoft.DecoderMaskedMultiHeadAttention",
+        flops=attention_flops,
+        masks=(3, 4),
+        multiplies=True,
+        attends=True,
+    ),
     Operator(
         "com.microsoft.GroupQueryAttention",
         group_query_attention,
@@ -154,10 +160,18 @@ OPERATORS = (
         masks=(5, 6, 10),
         positions=(9,),
         multiplies=True,
+        attends=True,
         in_place=True,
     ),
-    Operator("com.microsoft.MultiHeadAttention", multi_head_attention, attention_flops, masks=(4, 5), multiplies=True),
-    Operator("com.microsoft.QAttention", masks=(5,), multiplies=True),
+    Operator(
+        "com.microsoft.MultiHeadAttention",
+        multi_head_attention,
+        attention_flops,
+        masks=(4, 5),
+        multiplies=True,
+        attends=True,
+    ),
+    Operator("com.microsoft.QAttention", masks=(5,), multiplies=True, attends=True),
     Operator("RotaryEmbedding", rotary_embedding, positions=(3,)),
     Operator("com.microsoft.RotaryEmbedding", rotary_embedding, positions=(1,)),
 )

@@ -50,6 +50,9 @@ class Operator:
     scales: it may come between attention scores and their softmax.
     rotates: it may come between positions and the sines of their angles.
 
+    Engines:
+    attends: it is attention, for which ONNX Runtime chooses kernels by shape.
+
     Splits:
     matrix: the input that is the matrix of a product, whose columns row mode may slice.
     in_place: it can write a state's new value over the old one.
@@ -76,6 +79,7 @@ class Operator:
     masks: tuple[int, ...] = ()
     rearranges: bool = False
     multiplies: bool = False
+    attends: bool = False
     normalizes: bool = False
     scales: bool = False
     rotates: bool = False

@@ -15,6 +15,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.optional import make_overridable
 from splitc.compiler.lowering.collective_operators import has_collectives_inside
 from splitc.compiler.lowering.programs import names
+from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.packaging.builder import Building, find_builder
 from splitc.compiler.packaging.building import BuildSettings, check_settings, finish_package
 from splitc.compiler.packaging.manifest_entries import check_types, make_manifest, rank_entry
@@ -181,7 +182,10 @@ def _write_rank(
     ]
     group = [n for n, each in enumerate(plan.ranks) if each.group == rank.group]
     groups = [group if has_collectives_inside(graph) else [] for graph in program.graphs]
-    entries = [msgspec.structs.replace(entry, group=group) for entry, group in zip(entries, groups, strict=True)]
+    entries = [
+        msgspec.structs.replace(entry, group=group, attends=_attends(graph))
+        for entry, group, graph in zip(entries, groups, program.graphs, strict=True)
+    ]
     overrides: dict[str, m.Override] = {}
     if find_kind(plan.engine).is_built:
         parts = zip(entries, program.sizes, strict=True)
@@ -194,6 +198,11 @@ def _write_rank(
         pairs = zip(entries, program.graphs, strict=True)
         entries = [msgspec.structs.replace(entry, weights=_weights(graph)) for entry, graph in pairs]
     return _Written(rank_entry(rank, program, entries, list(overrides.values())), weights)
+
+
+def _attends(graph: ir.Graph) -> bool:
+    """Whether the graph has operators of attention, in control flow too."""
+    return any(operator_of(node).attends for node in graph.all_nodes())
 
 
 def _graph_paths(folder: Path, stage: str, count: int) -> list[Path]:

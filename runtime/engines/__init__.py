@@ -119,10 +119,12 @@ class Backend(Protocol):
         sizes_only: Collection[str] = (),
         communicator: Communicator | None = None,
         weights: Sequence[Weight] | None = None,
+        attends: bool = True,
     ) -> LoadedEngine:
         """Load the engine file at `path`, which was built from `source`. Raises PackageError if it can't be loaded.
 
-        The engine reads only the sizes of the inputs `sizes_only`. Its `weights` lie in files beside it. An engine with
+        The engine reads only the sizes of the inputs `sizes_only`. Its `weights` lie in files beside it. One that
+        `attends` has operators of attention, whose kernels may be chosen by shape. An engine with
         collectives inside takes a communicator. All ranks of its group must load theirs at the same time.
         """
 

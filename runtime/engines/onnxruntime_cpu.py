@@ -172,6 +172,7 @@ class OnnxRuntimeBackend:
         sizes_only: Collection[str] = (),
         communicator: Communicator | None = None,
         weights: Sequence[Weight] | None = None,
+        attends: bool = True,
     ) -> OnnxRuntimeEngine:
         session = open_session(path, self._threads, communicator, self._trusts_data, self._stays_mapped)
         return OnnxRuntimeEngine(path.name, session, self._options, communicator)

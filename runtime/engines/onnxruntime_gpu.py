@@ -180,11 +180,12 @@ class OnnxRuntimeGpuBackend(GpuDevice):
         sizes_only: Collection[str] = (),
         communicator: Communicator | None = None,
         weights: Sequence[Weight] | None = None,
+        attends: bool = True,
     ) -> OnnxRuntimeGpuEngine:
         _load_libraries()
         shared = self._place(path, weights)
         opened = partial(self._open, path, communicator, shared or {})
-        sessions, capture_blocker = self._open_sessions(path.name, opened, shared is not None)
+        sessions, capture_blocker = self._open_sessions(path.name, opened, attends and shared is not None)
         if communicator is not None and not communicator.capturable:
             capture_blocker = f"{path.name} waits for other ranks while it runs"
         if PROVIDER not in sessions[0].get_providers():  # it was dropped silently
@@ -248,6 +249,9 @@ class OnnxRuntimeGpuBackend(GpuDevice):
             "user_compute_stream": str(self.stream.ptr),
             "use_tf32": "0",  # float32 is computed in full precision
             "enable_cuda_graph": str(int(captured)),
+            # Of cuDNN's convolutions. To try them all, the default, takes longer, and found slower ones: a U-Net of 2.6
+            # billion parameters took 157 ms on an H200, and takes 72.
+            "cudnn_conv_algo_search": "HEURISTIC",
         }
         with attention_for(known_shapes) as attention:
             try:

@@ -184,6 +184,7 @@ class TensorrtBackend(GpuDevice):
         sizes_only: Collection[str] = (),
         communicator: Communicator | None = None,
         weights: Sequence[Weight] | None = None,
+        attends: bool = True,
     ) -> TensorrtEngine:
         engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
         if engine is None:

@@ -139,7 +139,7 @@ class Worker(threading.Thread):
             source = self._package / file.source if file.source is not None else None
             communicator = self.communicator(tuple(file.group)) if file.group else None
             path, weights = self._package / file.path, file.weights if is_whole else None
-            engines.append(self.backend.load(path, source, file.sizes_only, communicator, weights))
+            engines.append(self.backend.load(path, source, file.sizes_only, communicator, weights, file.attends))
         for each in self._communicators.values():
             each.connect()
         self.backend.reserve(self._rank.activation_bytes + 2 * self._rank.cache_bytes)

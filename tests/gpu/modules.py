@@ -50,7 +50,8 @@ def main() -> None:
     for name, size in sizes.items():
         (models / name).mkdir(parents=True, exist_ok=True)
         save(build(size), models / name / "model.onnx")
-    devices = [str(device) for device in parse_devices([options.devices])]
+    ranks = "&".join(str(device) for device in parse_devices([options.devices]))
+    devices = [f"{name}={ranks}" for name in WIDER]  # otherwise small ones stay whole
     names = ("alone", "at once", "by turns")
     rows = table("mode, way", "differ", *names, "memory of each GPU", "planned", right=names)
     for mode in options.modes.split(","):

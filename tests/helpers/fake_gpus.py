@@ -99,6 +99,7 @@ class FakeBackend(GpuDevice):
         sizes_only: Collection[str] = (),
         communicator: Communicator | None = None,
         weights: Sequence[Weight] | None = None,
+        attends: bool = True,
     ) -> HostEngine:
         engine = HostEngine(self, path)
         if self._room is not None and weights:
