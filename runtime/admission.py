@@ -30,7 +30,7 @@ PATIENCE = 10.0
 class Admission:
     """Gives requests to the ranks, at most `in_flight` at a time, or replays them.
 
-    `recordings` is None if nothing is replayed. In a pipeline that swaps, requests wait for their model's turn.
+    `recordings` is None if nothing is replayed. In a pipeline whose models work in turn, requests wait for that.
     """
 
     def __init__(

@@ -15,7 +15,8 @@ from splitc.runtime.pipeline_file import find_module, read_pipeline
 from splitc.runtime.processes.device_processes import DeviceProcesses
 from splitc.runtime.rank_kinds import MPI
 from splitc.runtime.session import Session, choose_devices
-from splitc.runtime.shared_ranks import SharedRanks, make_swap
+from splitc.runtime.shared_ranks import SharedRanks, make_swap, need_turns
+from splitc.runtime.turns import Turns
 
 
 class Pipeline(Mapping[str, Session]):
@@ -30,6 +31,8 @@ class Pipeline(Mapping[str, Session]):
 
     With `swap`, modules work in turn: those that are not at work give the memory of their weights to the one that is,
     and its requests wait until those of others have ended. Default: as the package was planned.
+
+    Modules that are split over the same GPUs work in turn too, since their sums would wait for each other.
 
     Where ranks are processes, a device has one process, with the ranks of all modules. If it dies, the sessions of all
     modules in it break, with an error that says why.
@@ -58,7 +61,8 @@ class Pipeline(Mapping[str, Session]):
         processes = DeviceProcesses(each for of_module in devices.values() for each in of_module)
         self.swap = read.swap if swap is None else swap
         swapped = make_swap({name: (manifests[name], devices[name]) for name in names}) if self.swap else None
-        shared = SharedRanks(processes, swapped)
+        in_turn = self.swap or need_turns(devices)
+        shared = SharedRanks(processes, swapped, Turns() if in_turn else None)
         self._stack = ExitStack()
         self._sessions: dict[str, Session] = {}
         try:

@@ -109,7 +109,7 @@ class Session:
             verification.stop()
             raise
         replay = cuda_graphs and self._workers.capturable
-        turns = shared.swap.turns if shared and shared.swap else None
+        turns = shared.turns if shared else None
         self._admission = Admission(self._workers, self.manifest, self.in_flight, replay, turns)
         # Of sequences that were dropped without being closed.
         self._dropped: deque[int] = deque()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from splitc.runtime.devices import Device
 from splitc.runtime.engines.weight_places import SwapRoom, swappable_bytes
@@ -20,18 +20,28 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Swap:
-    """The modules of a pipeline work in turn. `rooms` have the weights of whichever is at work, on each device."""
+    """`rooms` have the weights of whichever module is at work, on each device."""
 
     rooms: Mapping[Device, SwapRoom]
-    turns: Turns = field(default_factory=Turns)
 
 
 @dataclass(frozen=True)
 class SharedRanks:
-    """What sessions share. Without `swap`, all modules stay where they are, and may work at the same time."""
+    """What sessions share. Without `turns`, modules may work at the same time; without `swap`, their weights stay."""
 
     processes: DeviceProcesses
     swap: Swap | None = None
+    turns: Turns | None = None
+
+
+def need_turns(modules: Mapping[str, Sequence[Device]]) -> bool:
+    """Whether modules on these devices must work in turn: two of them have ranks on several GPUs, and share one.
+
+    A rank's sum waits on its GPU for those of the other ranks. If these wait behind another module's sum, which waits
+    for this GPU, neither ever ends.
+    """
+    split = [set(devices) for devices in modules.values() if len(set(devices)) > 1]
+    return any(device.kind == "cuda" for one, other in itertools.combinations(split, 2) for device in one & other)
 
 
 def make_swap(modules: Mapping[str, tuple[Manifest, Sequence[Device]]]) -> Swap:

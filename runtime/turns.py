@@ -1,4 +1,4 @@
-"""Turns of the models of a pipeline which have the memory of their devices one after the other."""
+"""Turns of the models of a pipeline which work one after the other."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Turns:
                     if self.in_callback:
                         raise MisuseError(
                             "in a callback of a request, no request of another module can begin as long as some are in "
-                            "flight, since these modules swap their memory: submit it elsewhere"
+                            "flight, since these modules work in turn: submit it elsewhere"
                         )
                     self._changed.wait(CHECK_EVERY)
                     check()

@@ -77,6 +77,7 @@ def _measure(
         with Session(package, module=name) as session:
             seconds, expected[name] = _time(session, feeds[name])
             alone.append(seconds)
+    out.print(f"{mode}{', swap' if swap else ''}: each alone: {', '.join(map(format_seconds, alone))}")
     before = _used()
     with Pipeline(package) as pipeline, ThreadPoolExecutor(len(WIDER)) as pool:
         begin = time.perf_counter()

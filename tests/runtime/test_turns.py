@@ -18,7 +18,7 @@ from splitc.runtime.engines.weight_places import SwapRoom, swappable_bytes
 from splitc.runtime.errors import MisuseError, SplitcError
 from splitc.runtime.manifest import Weight
 from splitc.runtime.manifest_file import read_manifest
-from splitc.runtime.shared_ranks import make_swap
+from splitc.runtime.shared_ranks import make_swap, need_turns
 from splitc.runtime.turns import Turn, Turns
 from tests.conftest import assert_close, decoder_feeds, run_whole, until
 from tests.helpers import fake_gpus
@@ -159,3 +159,27 @@ def test_several_ranks_of_a_module_on_one_gpu_do_not_swap(decoder: Path) -> None
     swap = make_swap({"one": (manifest, parse_devices(["3xcuda"]))})
     assert [room.bytes for room in swap.rooms.values()] == [swappable_bytes(rank) for rank in manifest.ranks]
     assert all(room.bytes for room in swap.rooms.values())
+
+
+@pytest.mark.parametrize(
+    ("devices", "in_turn"),
+    [
+        (["2xcuda", "2xcuda"], True),
+        (["2xcuda", "cuda1,cuda2"], True),
+        (["2xcuda", "cuda0"], False),
+        (["2xcuda", "cuda2,cuda3"], False),
+        (["2xcpu", "2xcpu"], False),
+    ],
+)
+def test_modules_that_are_split_over_the_same_gpus_work_in_turn(devices: list[str], in_turn: bool) -> None:
+    named = {str(number): parse_devices(each.split(",")) for number, each in enumerate(devices)}
+    assert need_turns(named) is in_turn
+
+
+@pytest.mark.usefixtures("gpus")
+def test_modules_in_turn_on_the_same_gpus(decoder: Path, tmp_path: Path) -> None:
+    packages = [fake_gpus.package(decoder, mode, 2) for mode in ("layer", "tensor")]
+    feeds = decoder_feeds()
+    with Pipeline(two(decoder, tmp_path, *packages), ranks="threads") as opened:
+        assert not opened.swap
+        _check_turns(opened, run_whole(decoder, feeds), feeds)
