@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
+
 from splitc.runtime.errors import MisuseError, SplitcError
 from splitc.runtime.units import format_bytes
 
@@ -41,6 +43,19 @@ def parse_json(content: bytes, what: str, pairs: Callable[[list[tuple[str, Any]]
         return json.loads(content, object_pairs_hook=pairs)
     except (ValueError, RecursionError) as error:
         raise MisuseError(f"{what}: {error}") from error
+
+
+def indented(value: Any) -> bytes:
+    """A value as JSON that people read and edit, with a line end."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
+
+
+def link_file(source: str | Path, target: str | Path) -> None:
+    """Make `target` a hard link to the file, or a copy if that can't be."""
+    try:
+        os.link(Path(source).resolve(), target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def check_output(path: Path, read: Iterable[Path]) -> None:

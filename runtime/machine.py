@@ -8,6 +8,7 @@ from msgspec import Struct
 from splitc.runtime.cache import read_cache, write_cache
 from splitc.runtime.device_profiles import INTERCONNECT, MIXED_COPY, MIXED_SUM, Link, find_profile
 from splitc.runtime.devices import Device, memory_of
+from splitc.runtime.files import indented
 
 # The cache's file of measurements.
 FILE = "machine.json"
@@ -101,4 +102,4 @@ def known_machine() -> Machine:
 
 def keep_machine(machine: Machine) -> None:
     """Store measurements for later runs. Raises MisuseError if they can't be written."""
-    write_cache(FILE, msgspec.json.format(msgspec.json.encode(machine), indent=2) + b"\n")
+    write_cache(FILE, indented(machine))

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from splitc.runtime.errors import PackageError
+from splitc.runtime.files import indented
 from splitc.runtime.manifest import READ, Manifest
 from splitc.runtime.manifest_checks import find_contradiction
 
@@ -36,7 +37,7 @@ def encode(manifest: Manifest) -> bytes:
 def seal(content: bytes) -> bytes:
     """A manifest's JSON, indented, with its own hash."""
     fields = {"sha256": _UNSEALED, **{k: v for k, v in msgspec.json.decode(content).items() if k != "sha256"}}
-    text = msgspec.json.format(msgspec.json.encode(fields), indent=2) + b"\n"
+    text = indented(fields)
     return text.replace(_UNSEALED.encode(), hashlib.sha256(text).hexdigest().encode(), 1)
 
 

@@ -110,8 +110,8 @@ class Costs:
         A lookup reads as many bytes of its table as it writes.
         """
         stored, computed = self._moved[node]
-        far = stored + sum([size for size in computed if size > speed.cache])
         near = sum([size for size in computed if size <= speed.cache])
+        far = stored + sum(computed) - near
         moving = far / speed.bytes + (near / speed.cached if near else 0.0)
         return max(self._flops[node] / speed.flops, moving)
 

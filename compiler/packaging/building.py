@@ -5,7 +5,6 @@ This needs TensorRT, but not ONNX Runtime.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from splitc.compiler.packaging.staging import full_disk_explained, written_aside
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.engines.kinds import TENSORRT, TENSORRT_RTX, find_kind
 from splitc.runtime.errors import MisuseError, PackageError
+from splitc.runtime.files import link_file
 from splitc.runtime.manifest import Build, BuildOptions, EngineFile, Manifest, Rank
 from splitc.runtime.manifest_file import FILE_NAME, encode, read_manifest
 from splitc.runtime.package_files import describe_files
@@ -169,11 +169,4 @@ def _built(manifest: Manifest) -> tuple[str, ...]:
 
 def copy_package(package: Path, folder: Path) -> None:
     """Copy a package into a folder that is there, by hard links where the disk has such."""
-    shutil.copytree(package, folder, copy_function=_link_or_copy, dirs_exist_ok=True)
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
+    shutil.copytree(package, folder, copy_function=link_file, dirs_exist_ok=True)

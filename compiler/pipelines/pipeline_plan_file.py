@@ -16,7 +16,7 @@ from splitc.compiler.pipelines.model_folder import FolderModule, LeftOut, ModelF
 from splitc.compiler.pipelines.pipeline_plan import ModulePlan, PipelinePlan, module_named, need_fit
 from splitc.compiler.planning.plan_file import PlanFile, read_json, to_file
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.files import written_whole
+from splitc.runtime.files import indented, written_whole
 
 SCHEMA = 1
 
@@ -89,7 +89,7 @@ def _device(each: DeviceSum) -> DeviceEntry:
 def write_pipeline_plan(plan: PipelinePlan, path: Path) -> None:
     """Write plan.json atomically. Raises MisuseError when it can't be written."""
     with written_whole(path) as file:
-        file.write(msgspec.json.format(msgspec.json.encode(to_pipeline_file(plan)), indent=2) + b"\n")
+        file.write(indented(to_pipeline_file(plan)))
 
 
 def plan_from_pipeline_file(folder: Path, path: Path, trusts_data: bool = False) -> PipelinePlan:

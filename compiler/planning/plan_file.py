@@ -14,7 +14,7 @@ from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.rank_plan import Rematerialized
 from splitc.runtime.devices import Device, host_numbers
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.files import parse_json, written_whole
+from splitc.runtime.files import indented, parse_json, written_whole
 from splitc.runtime.manifest import Source, State
 
 SCHEMA = 2
@@ -174,7 +174,7 @@ def _lists(shapes: Mapping[str, Shape]) -> dict[str, list[int]]:
 def write_plan(plan: Plan, path: Path) -> None:
     """Write plan.json atomically. Raises MisuseError when it can't be written."""
     with written_whole(path) as file:
-        file.write(msgspec.json.format(msgspec.json.encode(to_file(plan)), indent=2) + b"\n")
+        file.write(indented(to_file(plan)))
 
 
 def read_plan(path: Path) -> PlanFile:

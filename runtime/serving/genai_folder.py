@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.files import check_regular, parse_json
+from splitc.runtime.files import check_regular, indented, link_file, parse_json
 from splitc.runtime.generate.text import Text
 from splitc.runtime.manifest_file import read_manifest
 from splitc.runtime.pipeline_file import find_module
 from splitc.runtime.serving.genai_config import genai_config
-from splitc.runtime.serving.served_folders import link_file, new_folder
+from splitc.runtime.serving.served_folders import new_folder
 
 FILE_NAME = "genai_config.json"
 # Files of a tokenizer and of a model's settings, by their ends. Weights and models have others.
@@ -56,7 +54,7 @@ def export_genai(
         for path in sorted(tokenizer.iterdir()) if tokenizer is not None else ():
             if path.is_file() and path.name.endswith(TOKENIZER_ENDS) and path.name != FILE_NAME:
                 link_file(path, made / path.name)
-        (made / FILE_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n")
+        (made / FILE_NAME).write_bytes(indented(config))
     return [folder]
 
 

@@ -6,9 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from splitc.runtime.files import written_whole
+from splitc.runtime.files import indented, written_whole
 from splitc.runtime.manifest import Manifest, Tensor
 from splitc.runtime.serving.interface import find_interface, public_form
 from splitc.runtime.serving.served_folders import find_packages, link_package, new_models
@@ -64,4 +62,4 @@ def _describe(tensors: Sequence[Tensor]) -> Iterator[dict[str, Any]]:
 
 def _write_json(path: Path, content: Any) -> None:
     with written_whole(path) as file:
-        file.write(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
+        file.write(indented(content))

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.files import link_file
 from splitc.runtime.manifest import Manifest
 from splitc.runtime.manifest_file import FILE_NAME, read_manifest
 from splitc.runtime.pipeline_file import find_module, read_pipeline
@@ -72,11 +73,3 @@ def link_package(package: Path, manifest: Manifest, target: Path) -> None:
         place = target / name
         place.parent.mkdir(parents=True, exist_ok=True)
         link_file(package / name, place)
-
-
-def link_file(source: Path, target: Path) -> None:
-    """Make `target` a hard link to the file, or a copy if that can't be."""
-    try:
-        os.link(source.resolve(), target)
-    except OSError:
-        shutil.copyfile(source, target)

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.files import indented
 from splitc.runtime.manifest import Manifest
 
 FILE_NAME = "serving.json"
@@ -44,7 +45,7 @@ class Serving(Struct, frozen=True, forbid_unknown_fields=True):
 
 def write_serving(folder: Path, serving: Serving) -> None:
     """Write the file into the folder."""
-    (folder / FILE_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(serving), indent=2) + b"\n")
+    (folder / FILE_NAME).write_bytes(indented(serving))
 
 
 def read_serving(path: Path) -> Serving:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.files import link_file
 from splitc.runtime.manifest import EngineFile, Manifest, Rank
 from splitc.runtime.package_files import files_of
 from splitc.runtime.serving.interface import Interface, find_interface
-from splitc.runtime.serving.served_folders import find_packages, link_file, new_models
+from splitc.runtime.serving.served_folders import find_packages, new_models
 from splitc.runtime.serving.stage_engines import find_stages
 from splitc.runtime.serving.triton_config import quoted, tensor_lines
 
