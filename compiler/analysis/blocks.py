@@ -225,10 +225,12 @@ def find_repetition(main_path: Sequence[ir.Node], gaps: Sequence[Gap]) -> Repeti
 def _measure(bounds: tuple[int, ...], stretches: Sequence[tuple[str, ...]], widths: Sequence[int]) -> Repetition:
     """How well blocks between `bounds` repeat. Blocks at the ends that are unlike the others are left out."""
     blocks = [tuple(itertools.chain(*stretches[start:end])) for start, end in itertools.pairwise(bounds)]
-    operators = [Counter(block) for block in blocks]
-    common = Counter(Counter(blocks).most_common(1)[0][0])
-    shared = [sum((common & block).values()) for block in operators]
-    likeness = [same / sum((common | block).values()) for same, block in zip(shared, operators, strict=True)]
+    kinds = Counter(blocks)
+    common = Counter(kinds.most_common(1)[0][0])
+    operators = {kind: Counter(kind) for kind in kinds}
+    in_common = {kind: sum((common & each).values()) for kind, each in operators.items()}
+    likenesses = {kind: in_common[kind] / sum((common | each).values()) for kind, each in operators.items()}
+    shared, likeness = [in_common[block] for block in blocks], [likenesses[block] for block in blocks]
     kept = [index for index, like in enumerate(likeness) if like >= ALIKE_AT_ENDS]
     first, end = kept[0], kept[-1] + 1
     alike = [index for index in kept if likeness[index] >= ALIKE]

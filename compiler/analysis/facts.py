@@ -10,9 +10,10 @@ from typing import Any
 
 from splitc.compiler.analysis.blocks import Partition, find_blocks
 from splitc.compiler.analysis.costs import Costs
+from splitc.compiler.frontend.acceptance import check_accepted, refusals_first
 from splitc.compiler.frontend.asked_shapes import AskedShapes, Shape, check_order
 from splitc.compiler.frontend.graph import Graph, open_graph
-from splitc.compiler.frontend.loading import checked_by_onnxruntime, read_model
+from splitc.compiler.frontend.loading import read_model
 from splitc.compiler.frontend.optional import defaults_hidden
 from splitc.compiler.frontend.shapes import bind_shapes, infer_shapes, input_shapes, read_symbols, reconcile
 from splitc.compiler.frontend.states import find_states, growing_symbols
@@ -51,14 +52,16 @@ def analyze(
     not fit the model.
     """
     proto, files = read_model(path, trusts_data)
-    with checked_by_onnxruntime(path, trusts_data):  # takes about as long as the analysis
-        return _analyze(open_graph(path, proto, files, settings, trusts_data), asked, wanted_blocks)
+    with refusals_first(path, trusts_data):
+        graph = open_graph(path, proto, files, settings, trusts_data)
+        read_symbols(graph.model)
+        with defaults_hidden(graph.graph):
+            inferred = infer_shapes(graph.model)
+        check_accepted(graph, proto, inferred.repeated)
+        return _analyze(graph, asked, wanted_blocks)
 
 
 def _analyze(graph: Graph, asked: AskedShapes, wanted_blocks: int) -> Analysis:
-    read_symbols(graph.model)
-    with defaults_hidden(graph.graph):
-        infer_shapes(graph.model)
     states = find_states(graph)
     growing = growing_symbols(graph, states)
     smallest, typical, largest = (input_shapes(graph.model, given, growing, asked.stated) for given in asked.three())

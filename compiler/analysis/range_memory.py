@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from itertools import accumulate
 
 import onnx_ir as ir
 
@@ -22,8 +25,7 @@ class RangeMemory:
         blocks = partition.blocks
         names = state_names(states)
         outputs = frozenset(costs.graph.graph.outputs)
-        self._weights = [frozenset(costs.weights(partition.with_upstream(block))) for block in blocks]
-        self._weight_bytes: dict[tuple[int, int], int] = {}
+        self._own, self._shared = self._count_weights(partition)
         self._totals: dict[tuple[int, int], int] = {}
         self._loading = [largest_product_weight(costs, block.nodes) for block in blocks]
         self._rematerialized = [self._rematerialized_values(block.nodes, partition) for block in blocks]
@@ -44,6 +46,20 @@ class RangeMemory:
         self.cut_bytes = [sum(costs.value_bytes(value) for value, _, _ in crossing) for crossing in self._crossing]
         passing = {value for crossing in self._crossing for value, _, _ in crossing}
         self._inside = self._peaks_inside(partition, passing | outputs)
+
+    def _count_weights(self, partition: Partition) -> tuple[list[int], dict[tuple[int, ...], int]]:
+        """Bytes of the weights that only one block reads, summed up to each block; and of others, by their blocks."""
+        readers: dict[ir.Value, list[int]] = {}
+        for number, block in enumerate(partition.blocks):
+            for weight in self._costs.weights(partition.with_upstream(block)):
+                readers.setdefault(weight, []).append(number)
+        own, shared = [0] * len(partition.blocks), Counter[tuple[int, ...]]()
+        for weight, numbers in readers.items():
+            if len(numbers) == 1:
+                own[numbers[0]] += self._costs.value_bytes(weight)
+            else:
+                shared[tuple(numbers)] += self._costs.value_bytes(weight)
+        return list(accumulate(own, initial=0)), dict(shared)
 
     def _rematerialized_values(self, nodes: Iterable[ir.Node], partition: Partition) -> frozenset[ir.Value]:
         """Rematerialized values that the nodes read. They may live as long as the stage."""
@@ -71,14 +87,10 @@ class RangeMemory:
 
     def weights(self, start: int, end: int) -> int:
         """Bytes of the weights of the blocks from `start` to before `end`, each weight counted once."""
-        if (start, end) not in self._weight_bytes:
-            seen: set[ir.Value] = set()
-            total = 0
-            for number in range(start, len(self._weights)):
-                total += sum(self._costs.value_bytes(weight) for weight in self._weights[number] - seen)
-                seen |= self._weights[number]
-                self._weight_bytes[start, number + 1] = total
-        return self._weight_bytes[start, end]
+        shared = sum(
+            size for blocks, size in self._shared.items() if bisect_left(blocks, start) < bisect_left(blocks, end)
+        )
+        return self._own[end] - self._own[start] + shared
 
     def total(self, start: int, end: int) -> int:
         """Bytes of weights, cache and activations of the blocks from `start` to before `end`."""

@@ -14,11 +14,11 @@ import onnx
 import onnx_ir as ir
 from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
-from splitc.compiler.frontend.protos import all_graphs, all_nodes
+from splitc.compiler.frontend.protos import Contents
 from splitc.compiler.model_errors import ModelError
 
 
-def check_external_data(proto: onnx.ModelProto, path: Path, trusted: bool = False) -> frozenset[Path]:
+def check_external_data(contents: Contents, path: Path, trusted: bool = False) -> frozenset[Path]:
     """Check that each tensor of the model lies completely in a file below the model's folder. Returns these files.
 
     Or below that of the file which the model's own path is a link to, as in caches that hold files by their hashes; or
@@ -26,7 +26,7 @@ def check_external_data(proto: onnx.ModelProto, path: Path, trusted: bool = Fals
     which names the tensor.
     """
     files = _Files(path, trusted)
-    weights, others = ([each for each in of(proto) if uses_external_data(each)] for of in (_weights, _others))
+    weights, others = ([each for each in of(contents) if uses_external_data(each)] for of in (_weights, _others))
     for tensor in (*weights, *others):
         files.check(tensor)
     for tensor in others:
@@ -34,24 +34,29 @@ def check_external_data(proto: onnx.ModelProto, path: Path, trusted: bool = Fals
     return files.found
 
 
-def _weights(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    for graph in all_graphs(proto, functions=False):
-        yield from graph.initializer
+def _weights(contents: Contents) -> Iterator[onnx.TensorProto]:
+    return chain.from_iterable(graph.initializer for graph in contents.graphs)
 
 
-def _others(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+def _others(contents: Contents) -> Iterator[onnx.TensorProto]:
     """All tensors but the weights of the model's graphs: attributes, and what functions hold."""
-    for graph in all_graphs(proto, functions=True):
+    for graph in contents.in_functions:
         yield from graph.initializer
-    for graph in chain(all_graphs(proto, functions=False), all_graphs(proto, functions=True)):
+    for graph in (*contents.graphs, *contents.in_functions):
         for sparse in graph.sparse_initializer:
             yield from (sparse.values, sparse.indices)
-    for attribute in chain.from_iterable(node.attribute for node in all_nodes(proto)):
+    for attribute in chain.from_iterable(node.attribute for node in contents.nodes):
         if attribute.HasField("t"):
             yield attribute.t
         yield from attribute.tensors
-        for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
+        if attribute.HasField("sparse_tensor"):
+            yield from (attribute.sparse_tensor.values, attribute.sparse_tensor.indices)
+        for sparse in attribute.sparse_tensors:
             yield from (sparse.values, sparse.indices)
+
+
+# Bytes of a weight that lies in the model's file and is small: a list of sizes, a scale.
+SMALL = 1024
 
 
 class _Files:
@@ -141,19 +146,26 @@ def _without_dots(path: Path) -> Path:
 def settle_weights(model: ir.Model, folder: Path) -> None:
     """Give weights that were checked, in place, the full paths of their files, and their values' types.
 
+    Small ones become arrays: they are looked at often, and a protobuf is slow to read.
+
     onnx_ir checks relative paths each time, and refuses files with hard links, which packages may make. What the file
     says of a value's type may be wrong.
     """
+    paths: dict[object, Path] = {}
     for value in chain.from_iterable(graph.initializers.values() for graph in model.graphs()):
         tensor = value.const_value
         if isinstance(tensor, ir.ExternalTensor):
+            if tensor.location not in paths:
+                paths[tensor.location] = (folder / tensor.location).resolve()
             value.const_value = ir.ExternalTensor(
-                (folder / tensor.location).resolve(),
+                paths[tensor.location],
                 tensor.offset,
                 tensor.length,
                 tensor.dtype,
                 shape=tensor.shape,
                 name=tensor.name,
             )
+        elif isinstance(tensor, ir.TensorProtoTensor) and tensor.nbytes <= SMALL:
+            value.const_value = ir.Tensor(tensor.numpy(), tensor.dtype, name=tensor.name)
         if tensor is not None:
             value.dtype = tensor.dtype

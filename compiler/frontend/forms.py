@@ -5,8 +5,10 @@ A model of equal blocks has about as many forms as one block has nodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -39,8 +41,38 @@ class _Output:
     numbers: list[int | ir.SymbolicDim] | None
 
 
-# The outputs of each form that a run of the inference has met.
-_met: WeakKeyDictionary[ShapeInferenceContext, dict[Hashable, list[_Output]]] = WeakKeyDictionary()
+@dataclass(frozen=True)
+class _Seen:
+    """A value's shape, type and constant when it was numbered: values with equal numbers look alike to a rule."""
+
+    shape: ir.Shape | None
+    type: ir.TypeProtocol | None
+    tensor: ir.TensorProtocol | None
+    number: int
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What a run of the inference has met: the outputs of each form, and what each value looks like."""
+
+    outputs: dict[Hashable, list[_Output]] = field(default_factory=dict)
+    seen: dict[ir.Value, _Seen] = field(default_factory=dict)
+    numbers: dict[Hashable, int] = field(default_factory=dict)
+
+
+_runs: WeakKeyDictionary[ShapeInferenceContext, _Run] = WeakKeyDictionary()
+_repeated: ContextVar[set[ir.Node]] = ContextVar("splitc.repeated")
+
+
+@contextmanager
+def repetitions() -> Iterator[set[ir.Node]]:
+    """Collect the nodes for which a rule need not run, since they have the form of another one."""
+    found: set[ir.Node] = set()
+    token = _repeated.set(found)
+    try:
+        yield found
+    finally:
+        _repeated.reset(token)
 
 
 def once_a_form(rule: Rule) -> Rule:
@@ -50,17 +82,20 @@ def once_a_form(rule: Rule) -> Rule:
     """
 
     def infer(context: ShapeInferenceContext, node: ir.Node) -> None:
-        if (form := _form(context, node)) is None:
+        run = _runs.get(context)
+        if run is None:
+            run = _runs[context] = _Run()
+        if (form := _form(run, context, node)) is None:
             rule(context, node)
             return
-        met = _met.setdefault(context, {})
-        if (known := met.get(form)) is not None:
+        if (known := run.outputs.get(form)) is not None:
             _set(context, node, known)
+            _repeated.get().add(node)
             return
         before = _symbols(context)
         rule(context, node)
         if _symbols(context) == before:
-            met[form] = [_Output(v.shape, v.type, context.get_symbolic_value(v)) for v in node.outputs]
+            run.outputs[form] = [_Output(v.shape, v.type, context.get_symbolic_value(v)) for v in node.outputs]
 
     return infer
 
@@ -78,35 +113,42 @@ def _symbols(context: ShapeInferenceContext) -> tuple[int, int, int]:
     return len(names), len(context.symbolic_equalities), len(bounds)
 
 
-def _form(context: ShapeInferenceContext, node: ir.Node) -> Hashable:
+def _form(run: _Run, context: ShapeInferenceContext, node: ir.Node) -> Hashable:
     """A key that is equal for nodes of one form; None for a node that has its own."""
     attributes = node.attributes.values()
     if any(each.type not in _COMPARED or each.is_ref() for each in attributes):
         return None
-    if any(value.shape is not None or value.const_value is not None for value in node.outputs):
-        return None
+    for value in node.outputs:
+        if value.shape is not None or value.const_value is not None:
+            return None
     return (
         node.op_identifier(),
         node.version,
-        context.get_opset_version(node.domain),
         len(context.symbolic_equalities),
         tuple([(each.name, each.type, each.value) for each in attributes]),
-        tuple([None if value is None else _seen(context, value) for value in node.inputs]),
+        tuple([None if value is None else _number(run, context, value) for value in node.inputs]),
         tuple([(_type(value), bool(value.name)) for value in node.outputs]),
     )
 
 
-def _seen(context: ShapeInferenceContext, value: ir.Value) -> Hashable:
-    """What a rule sees of an input."""
-    tensor, producer = value.const_value, value.producer()
+def _number(run: _Run, context: ShapeInferenceContext, value: ir.Value) -> int:
+    """A number for what a rule sees of an input."""
+    shape, type_, tensor = value.shape, value.type, value.const_value
+    seen = run.seen.get(value)
+    if seen is not None and seen.shape is shape and seen.type is type_ and seen.tensor is tensor:
+        return seen.number
+    producer = value.producer()
     numbers = context.get_symbolic_value(value) if tensor is None else None
-    return (
-        None if value.shape is None else value.shape.dims,
+    look = (
+        None if shape is None else shape.dims,
         _type(value),
         None if numbers is None else tuple(numbers),
         None if tensor is None else _content(tensor),
         producer is not None and producer.op_type in _CONTROL_FLOW,
     )
+    number = run.numbers.setdefault(look, len(run.numbers))
+    run.seen[value] = _Seen(shape, type_, tensor, number)
+    return number
 
 
 def _type(value: ir.Value) -> Any:

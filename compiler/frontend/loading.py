@@ -1,10 +1,9 @@
-"""Read a model's file lazily, and check that it is complete and that ONNX Runtime accepts it."""
+"""Read a model's file lazily, and check that it is complete."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from itertools import chain
@@ -17,10 +16,9 @@ import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
 
 from splitc.compiler.frontend.external_data import check_external_data
-from splitc.compiler.frontend.protos import all_nodes, inner_graphs
+from splitc.compiler.frontend.protos import Contents, contents_of, inner_graphs
 from splitc.compiler.model_errors import ModelError
 from splitc.runtime.engines.onnx_session import open_onnx, too_large
-from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 from splitc.runtime.engines.operator_library import library_path
 
 
@@ -33,37 +31,12 @@ def read_model(path: Path, trusts_data: bool = False) -> tuple[onnx.ModelProto, 
     of two values; for sparse weights; for external data that are missing, too short or outside the model's folder.
     """
     proto = read_proto(path)
-    _check_texts(proto, path)
+    contents = contents_of(proto)
+    _check_texts(contents, path)
     for graph, outside in _graphs(proto.graph, frozenset()):
         _check_names(graph, path, outside)
-    _check_operators(proto)
-    return proto, check_external_data(proto, path, trusts_data)
-
-
-@contextmanager
-def checked_by_onnxruntime(path: Path, trusts_data: bool = False) -> Iterator[None]:
-    """Load the model in ONNX Runtime too, in a thread of its own, which needs seconds for thousands of nodes.
-
-    Raises ModelError for what ONNX Runtime refuses, rather than whatever else went wrong meanwhile.
-    """
-    with ThreadPoolExecutor(1) as pool:
-        refused = pool.submit(_refusal, path, trusts_data)
-        try:
-            yield
-        finally:
-            if (error := refused.result()) is not None:
-                raise ModelError(f"ONNX Runtime can't load {path}: {error}") from error
-
-
-def _refusal(path: Path, trusts_data: bool) -> Exception | None:
-    """Why ONNX Runtime refuses to load a model, or None if it does not."""
-    try:
-        load_unoptimized(path, trusts_data=trusts_data)
-    except onnxruntime_build.NotImplemented:
-        pass  # the CPU provider lacks a kernel: another provider may have it, or an optimization removes the need
-    except ERRORS as error:
-        return error
-    return None
+    _check_operators(proto, contents)
+    return proto, check_external_data(contents, path, trusts_data)
 
 
 @contextmanager
@@ -78,8 +51,12 @@ def invalid_model_explained(path: Path) -> Iterator[None]:
         raise ModelError(f"{path} is not a valid ONNX model: {reason}") from error
 
 
-def load_unoptimized(path: Path, uses_operators: bool = False, trusts_data: bool = False) -> ort.InferenceSession:
-    """Load an ONNX file in ONNX Runtime without optimizations. External weights are mapped into memory, not read.
+def load_unoptimized(
+    model: Path | bytes, uses_operators: bool = False, trusts_data: bool = False
+) -> ort.InferenceSession:
+    """Load an ONNX file, or what is in one, in ONNX Runtime without optimizations.
+
+    External weights are mapped into memory, not read.
 
     One that `uses_operators` of splitc's library can't be run. Raises one of ERRORS: NotImplemented if the CPU provider
     has no kernel for an operator.
@@ -92,7 +69,9 @@ def load_unoptimized(path: Path, uses_operators: bool = False, trusts_data: bool
     options.enable_mem_pattern = False  # one allocation of all weights' size, which Linux refuses above the memory's
     options.enable_mem_reuse = False  # planning the reuse takes 20 seconds for 8,000 nodes
     options.add_session_config_entry("session.disable_prepacking", "1")
-    return open_onnx(path, options, ["CPUExecutionProvider"], trusts_data)
+    if isinstance(model, bytes):
+        return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"], enable_fallback=0)
+    return open_onnx(model, options, ["CPUExecutionProvider"], trusts_data)
 
 
 def read_proto(path: Path) -> onnx.ModelProto:
@@ -111,9 +90,9 @@ def read_proto(path: Path) -> onnx.ModelProto:
     return proto
 
 
-def _check_texts(proto: onnx.ModelProto, path: Path) -> None:
+def _check_texts(contents: Contents, path: Path) -> None:
     """Raise ModelError for names that are no UTF-8, which protobuf gives as bytes."""
-    for node in all_nodes(proto):
+    for node in contents.nodes:
         values = (node.name, node.op_type, node.domain, *node.input, *node.output)
         attributes = (attribute.name for attribute in node.attribute)
         properties = chain.from_iterable((each.key, each.value) for each in node.metadata_props)
@@ -162,10 +141,10 @@ def _known_operators() -> frozenset[tuple[str, str]]:
     return frozenset((schema.domain, schema.name) for schema in onnxruntime_build.get_all_operator_schema())
 
 
-def _check_operators(proto: onnx.ModelProto) -> None:
+def _check_operators(proto: onnx.ModelProto, contents: Contents) -> None:
     """Raise ModelError for an operator that is neither known to ONNX Runtime nor a function of the model."""
     known = _known_operators() | {(function.domain, function.name) for function in proto.functions}
-    for node in all_nodes(proto):
+    for node in contents.nodes:
         domain = "" if node.domain == "ai.onnx" else node.domain
         if (domain, node.op_type) not in known:
             name = f"{domain}.{node.op_type}" if domain else node.op_type

@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 
 import onnx
 
 
-def all_graphs(proto: onnx.ModelProto, *, functions: bool) -> Iterator[onnx.GraphProto]:
-    """The model's graph and the graphs inside its nodes; or those inside the nodes of its functions."""
-    if not functions:
-        yield proto.graph
-    nodes = chain.from_iterable(function.node for function in proto.functions) if functions else proto.graph.node
+@dataclass(frozen=True)
+class Contents:
+    """What a model's file holds.
+
+    `graphs` are its graph and those inside its nodes, `in_functions` those inside the nodes of its functions. `nodes`
+    are those of all of them, and of the functions.
+    """
+
+    graphs: tuple[onnx.GraphProto, ...]
+    in_functions: tuple[onnx.GraphProto, ...]
+    nodes: tuple[onnx.NodeProto, ...]
+
+
+def contents_of(proto: onnx.ModelProto) -> Contents:
+    """All graphs and nodes of a model. To look for them takes longer than most of what is done with them."""
+    loose = tuple(chain.from_iterable(function.node for function in proto.functions))
+    graphs = (proto.graph, *_graphs_inside(proto.graph.node))
+    in_functions = tuple(_graphs_inside(loose))
+    inside = chain.from_iterable(graph.node for graph in (*graphs, *in_functions))
+    return Contents(graphs, in_functions, (*loose, *inside))
+
+
+def _graphs_inside(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.GraphProto]:
     stack = list(chain.from_iterable(map(inner_graphs, nodes)))
     while stack:
         graph = stack.pop()
         yield graph
         stack += chain.from_iterable(map(inner_graphs, graph.node))
-
-
-def all_nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
-    """All nodes of a model, including those of its functions and those inside other nodes."""
-    yield from chain.from_iterable(function.node for function in proto.functions)
-    for functions in (False, True):
-        yield from chain.from_iterable(graph.node for graph in all_graphs(proto, functions=functions))
 
 
 def inner_graphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:

@@ -17,12 +17,21 @@ def subgraphs(node: ir.Node) -> Iterator[ir.Graph]:
             yield from attribute.as_graphs()
 
 
+def all_nodes(graph: ir.Graph) -> Iterator[ir.Node]:
+    """The nodes of a graph and of the graphs inside them, as ir.Graph.all_nodes: that takes four times as long."""
+    for node in graph:
+        yield node
+        if node.attributes:
+            for inner in subgraphs(node):
+                yield from all_nodes(inner)
+
+
 def node_reads(node: ir.Node) -> Iterator[ir.Value]:
     """The values of a node's own graph that it and its subgraphs read, each once, in order of reading.
 
     onnx_ir's analysis of implicit usage gives sets, but files need a fixed order.
     """
-    graphs = list(subgraphs(node))
+    graphs = list(subgraphs(node)) if node.attributes else []
     inner = (n for graph in graphs for n in ir.traversal.RecursiveGraphIterator(graph))
     named = (value for graph in graphs for value in graph.outputs)
     read = itertools.chain(node.inputs, *(n.inputs for n in inner), named) if graphs else node.inputs

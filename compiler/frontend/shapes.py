@@ -16,9 +16,9 @@ import sympy
 
 from splitc.compiler.frontend.asked_shapes import Shape
 from splitc.compiler.frontend.folding import fold_shapes, take_branches
-from splitc.compiler.frontend.inference import infer_shapes_and_types
+from splitc.compiler.frontend.inference import Inference, infer_shapes_and_types
 from splitc.compiler.frontend.optional import optional_inputs
-from splitc.compiler.frontend.reads import subgraphs
+from splitc.compiler.frontend.reads import all_nodes, subgraphs
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.units import format_shape
 
@@ -72,22 +72,21 @@ def _is_readable(size: int | ir.SymbolicDim) -> bool:
         return False
 
 
-def infer_shapes(model: ir.Model) -> frozenset[str]:
+def infer_shapes(model: ir.Model) -> Inference:
     """Infer every value's symbolic shape and type from the inputs, in place.
 
-    Returns the operators whose shapes were observed since no rule gives them. The file's own shapes are dropped first,
-    since exporters write wrong ones. If inference fails, shapes stay unknown, which later passes allow for; only an
-    output then keeps the file's shape.
+    The file's own shapes are dropped first, since exporters write wrong ones. If inference fails, shapes stay unknown,
+    which later passes allow for; only an output then keeps the file's shape.
     """
     declared = {value: value.shape for value in model.graph.outputs}
-    for node in model.graph.all_nodes():
+    for node in all_nodes(model.graph):
         for value in node.outputs:
             value.shape = None
-    observed = infer_shapes_and_types(model)
+    found = infer_shapes_and_types(model)
     for value, shape in declared.items():
         if value.shape is None:
             value.shape = shape
-    return observed
+    return found
 
 
 def input_shapes(
@@ -244,7 +243,7 @@ def _scratch(model: ir.Model) -> Iterator[ir.Model]:
 
     To know sizes is to know which branches are taken, and these replace their If.
     """
-    if any(any(subgraphs(node)) for node in model.graph):
+    if any(node.attributes and any(subgraphs(node)) for node in model.graph):
         yield model.clone()
         return
     graph = model.graph
@@ -271,10 +270,10 @@ def _bind(
         value.shape = ir.Shape(inputs[value.name or ""])
         if (numbers := known.get(value.name or "")) is not None:
             value.const_value = ir.tensor(numbers, name=value.name)
-    observed = infer_shapes(bound)
+    observed = infer_shapes(bound).observed
     # Inferred shapes allow more shape arithmetic to be computed, and the other way round.
     while fold_shapes(bound.graph) + take_branches(bound.graph) and not _is_known(bound.graph):
-        observed |= infer_shapes(bound)
+        observed |= infer_shapes(bound).observed
     values = [*bound.graph.inputs, *(value for node in bound.graph for value in node.outputs)]
     named = {value.name: value for value in values if value.name}
     shapes = {name: value.shape for name, value in named.items() if value.shape is not None}

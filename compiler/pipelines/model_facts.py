@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import onnx
@@ -12,7 +13,7 @@ import onnx_ir as ir
 from onnx.external_data_helper import uses_external_data
 
 from splitc.compiler.frontend.loading import read_proto
-from splitc.compiler.frontend.protos import all_graphs
+from splitc.compiler.frontend.protos import contents_of
 
 # A dimension: a number, a symbol, or None if the model does not say.
 Dimension = int | str | None
@@ -49,9 +50,8 @@ def read_facts(path: Path) -> ModelFacts:
 
 
 def _weights(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    for functions in (False, True):
-        for graph in all_graphs(proto, functions=functions):
-            yield from graph.initializer
+    contents = contents_of(proto)
+    return chain.from_iterable(graph.initializer for graph in (*contents.graphs, *contents.in_functions))
 
 
 def _data_file(path: Path, tensor: onnx.TensorProto) -> Path:

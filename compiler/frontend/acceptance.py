@@ -1,0 +1,105 @@
+"""Whether ONNX Runtime accepts a model: asked of one node of each form, in a fraction of the time that all take."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
+
+from splitc.compiler.frontend.external_data import SMALL
+from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.loading import load_unoptimized
+from splitc.compiler.model_errors import ModelError
+from splitc.runtime.engines.onnxruntime_cpu import ERRORS
+
+
+class RefusedError(ModelError):
+    """ONNX Runtime can't load the model."""
+
+
+@contextmanager
+def refusals_first(path: Path, trusts_data: bool = False) -> Iterator[None]:
+    """Raise RefusedError instead of another error if ONNX Runtime refuses the model too: it says best what is wrong."""
+    try:
+        yield
+    except RefusedError:
+        raise
+    except Exception:
+        check_whole(path, trusts_data)
+        raise
+
+
+def check_accepted(graph: Graph, file: onnx.ModelProto, repeated: Collection[ir.Node]) -> None:
+    """Raise RefusedError if ONNX Runtime refuses the model.
+
+    The nodes that are `repeated` are like others, and left out; what they make becomes inputs. The whole model is only
+    loaded if the others are refused, so that the error is the one that its user would see.
+    """
+    if not _holds_its_data(file) or _refuses(_without(graph, file, repeated).SerializeToString()):
+        check_whole(graph.path, graph.trusts_data)
+
+
+def check_whole(path: Path, trusts_data: bool = False) -> None:
+    """Raise RefusedError if ONNX Runtime refuses the model's file."""
+    if (error := _refuses(path, trusts_data)) is not None:
+        raise RefusedError(f"ONNX Runtime can't load {path}: {error}") from error
+
+
+def _refuses(model: Path | bytes, trusts_data: bool = False) -> Exception | None:
+    """Why ONNX Runtime refuses to load a model, or None if it does not."""
+    try:
+        load_unoptimized(model, trusts_data=trusts_data)
+    except onnxruntime_build.NotImplemented:
+        pass  # the CPU provider lacks a kernel: another provider may have it, or an optimization removes the need
+    except ERRORS as error:
+        return error
+    return None
+
+
+def _holds_its_data(file: onnx.ModelProto) -> bool:
+    """Whether the weights in the file have as many bytes as their shapes say."""
+    inside = (tensor for tensor in file.graph.initializer if tensor.raw_data)
+    return all(len(tensor.raw_data) == ir.serde.deserialize_tensor(tensor).nbytes for tensor in inside)
+
+
+def _without(graph: Graph, file: onnx.ModelProto, repeated: Collection[ir.Node]) -> onnx.ModelProto:
+    """The model without most of its repeated nodes, and without its large weights: these become inputs too."""
+    kept = _kept(graph, repeated)
+    made = {value for node in kept for value in node.outputs}
+    reduced = onnx.ModelProto(ir_version=max(file.ir_version, 4))
+    reduced.opset_import.extend(file.opset_import)
+    for domain, version in graph.model.opset_imports.items():
+        if domain not in {opset.domain for opset in file.opset_import}:
+            reduced.opset_import.add(domain=domain, version=version)
+    part = reduced.graph
+    part.name = file.graph.name
+    part.node.extend(map(ir.serde.serialize_node, kept))
+    part.input.extend(file.graph.input)
+    part.output.extend(file.graph.output)
+    names = {value.name for value in made}
+    part.value_info.extend(each for each in file.graph.value_info if each.name in names)
+    given = {value.name for value in file.graph.input}
+    for value in dict.fromkeys(chain.from_iterable(graph.reads[node] for node in kept)):
+        tensor = value.const_value
+        if value.is_initializer() and tensor is not None and tensor.nbytes <= SMALL:
+            part.initializer.append(ir.serde.serialize_tensor(tensor))
+            part.initializer[-1].name = value.name or ""
+        elif value not in made and value.name not in given and (value.is_initializer() or value.producer() is not None):
+            part.input.append(ir.serde.serialize_value(value))
+    return reduced
+
+
+def _kept(graph: Graph, repeated: Collection[ir.Node]) -> list[ir.Node]:
+    """The nodes that are not repeated, those that make the outputs, and those whose results have no known type."""
+    needed = set(graph.graph.outputs)
+    kept = []
+    for node in reversed(graph.nodes):
+        if node not in repeated or not needed.isdisjoint(node.outputs):
+            kept.append(node)
+            needed.update(value for value in graph.reads[node] if value.type is None)
+    return kept[::-1]

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+
+from models.llama import Size, build
+from models.writer import save
+from splitc.compiler.analysis.facts import analyze
+from splitc.compiler.frontend import acceptance
+from splitc.compiler.frontend.asked_shapes import AskedShapes
+from splitc.compiler.frontend.loading import load_unoptimized
+from splitc.compiler.model_errors import ModelError
+
+
+def decoder(folder: Path, layers: int) -> Path:
+    path = folder / f"{layers}.onnx"
+    save(build(Size(layers, hidden=32, heads=4, kv_heads=2, feed_forward=48, vocabulary=64)), path)
+    return path
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Path | bytes]:
+    """What ONNX Runtime is asked to load."""
+    found: list[Path | bytes] = []
+
+    def note(model: Path | bytes, *arguments: bool, **named: bool) -> object:
+        found.append(model)
+        return load_unoptimized(model, *arguments, **named)
+
+    monkeypatch.setattr(acceptance, "load_unoptimized", note)
+    return found
+
+
+def test_layers_that_repeat_are_asked_once(tmp_path: Path, asked: list[Path | bytes]) -> None:
+    for layers in (3, 12):
+        analyze(decoder(tmp_path, layers), AskedShapes(), 1)
+    few, many = (len(onnx.load_from_string(each).graph.node) for each in asked if isinstance(each, bytes))
+    assert many - few < 9 * 6  # a layer has 70 nodes, and its cache makes outputs of the model
+    assert len(asked) == 2
+
+
+def test_one_odd_node_among_many_is_found(tmp_path: Path, asked: list[Path | bytes]) -> None:
+    path = decoder(tmp_path, 12)
+    model = onnx.load(path, load_external_data=False)
+    odd = [node for node in model.graph.node if node.op_type == "Softmax"][9]
+    odd.attribute.add(name="unheard_of", i=3, type=onnx.AttributeProto.INT)
+    onnx.save(model, path)
+    with pytest.raises(ModelError, match=r"ONNX Runtime can't load .*12.onnx: .*unheard_of"):
+        analyze(path, AskedShapes(), 1)
+    assert asked[-1] == path
