@@ -61,6 +61,8 @@ class _Run:
 
 
 _runs: WeakKeyDictionary[ShapeInferenceContext, _Run] = WeakKeyDictionary()
+# What rules see of constants: these do not change.
+_contents: WeakKeyDictionary[ir.TensorProtocol, Hashable] = WeakKeyDictionary()
 _repeated: ContextVar[set[ir.Node]] = ContextVar("splitc.repeated")
 
 
@@ -143,7 +145,7 @@ def _number(run: _Run, context: ShapeInferenceContext, value: ir.Value) -> int:
         None if shape is None else shape.dims,
         _type(value),
         None if numbers is None else tuple(numbers),
-        None if tensor is None else _content(tensor),
+        None if tensor is None else _contents.get(tensor) or _content(tensor),
         producer is not None and producer.op_type in _CONTROL_FLOW,
     )
     number = run.numbers.setdefault(look, len(run.numbers))
@@ -160,4 +162,5 @@ def _content(tensor: ir.TensorProtocol) -> Hashable:
     """A constant's type, sizes and, if it is short, elements."""
     whole = tensor.dtype.is_integer() or tensor.dtype == ir.DataType.BOOL
     is_read = tensor.size <= LONGEST if whole else tensor.size <= LONGEST_SCALES and tensor.dtype.is_floating_point()
-    return tensor.dtype, tuple(tensor.shape), tensor.tobytes() if is_read else b""
+    content = _contents[tensor] = tensor.dtype, tuple(tensor.shape), tensor.tobytes() if is_read else b""
+    return content

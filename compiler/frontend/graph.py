@@ -15,7 +15,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.binding import Fixed, bind_inputs
 from splitc.compiler.frontend.external_data import settle_weights
 from splitc.compiler.frontend.loading import invalid_model_explained
-from splitc.compiler.frontend.normal_form import COMPLETE, LIFT, take_off_passed
+from splitc.compiler.frontend.normal_form import COMPLETE, lift, take_off_passed
 from splitc.compiler.frontend.optional import mark_optional, source_of
 from splitc.compiler.frontend.origins import mark_origins
 from splitc.compiler.frontend.protos import lift_constants
@@ -126,7 +126,7 @@ def open_graph(
         model = ir.from_proto(proto)
         settle_weights(model, path.parent)
         optional = mark_optional(model)
-        LIFT(model)
+        lift(model)
         fixed = tuple(bind_inputs(model, settings)) if settings else ()
         passed = take_off_passed(model.graph)
         COMPLETE(model)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import onnx
@@ -22,7 +23,7 @@ from onnx_shape_inference import (
 
 from splitc.compiler.frontend.forms import Rule, once_a_form, repetitions
 from splitc.compiler.frontend.observation import observe
-from splitc.compiler.frontend.reads import all_nodes, subgraphs
+from splitc.compiler.frontend.reads import all_nodes
 from splitc.compiler.nodes import operator_name
 from splitc.compiler.operators.registry import REGISTRY
 
@@ -49,10 +50,11 @@ def infer_shapes_and_types(model: ir.Model) -> Inference:
     """Set the shapes and types that follow from the inputs, in place. What can't be inferred stays unknown."""
     observed: set[str] = set()
     _observed.set(observed)
-    for domain, name in {(node.domain, node.op_type) for node in all_nodes(model.graph)}:
+    nodes = list(all_nodes(model.graph))
+    for domain, name in {(node.domain, node.op_type) for node in nodes}:
         _register_missing(domain, name, model.opset_imports.get(domain, 1))
     with repetitions() as repeated:
-        if not _infer_in_order(model):
+        if len(nodes) > len(model.graph) or not _infer_in_order(model, nodes):
             repeated.clear()
             infer_symbolic_shapes(model, warn_on_missing=False)
     if any(value.dtype in UNKNOWN for node in model.graph for value in node.outputs if value.name):
@@ -60,36 +62,32 @@ def infer_shapes_and_types(model: ir.Model) -> Inference:
     return Inference(frozenset(observed), frozenset(repeated))
 
 
-def _infer_in_order(model: ir.Model) -> bool:
+def _infer_in_order(model: ir.Model, nodes: Sequence[ir.Node]) -> bool:
     """Run the rules of a model's nodes, one after the other, and return whether that is all there is to do.
 
-    It is not, and nothing is set, where nodes have subgraphs or bodies to infer, and where a rule makes up symbols,
-    which the library relates to others afterwards. Otherwise its own loop sets the same, in four times the time.
+    It is not, and nothing is set, where operators have bodies to infer instead of a rule, and where a rule makes up
+    symbols, which the library relates to others afterwards. Otherwise its own loop sets the same, in four times the
+    time.
     """
-    graph = model.graph
-    names = {(node.domain, node.op_type) for node in graph}
+    names = {(node.domain, node.op_type) for node in nodes}
     rules = {name: registry.get(*name, version=model.opset_imports.get(name[0], 1)) for name in names}
-    unnamed = any(dim.value is None for v in graph.inputs for dim in v.shape or () if isinstance(dim, ir.SymbolicDim))
-    if unnamed or None in rules.values() or any(node.attributes and any(subgraphs(node)) for node in graph):
+    sizes = chain.from_iterable(value.shape or () for value in model.graph.inputs)
+    if None in rules.values() or any(isinstance(size, ir.SymbolicDim) and size.value is None for size in sizes):
         return False
-    for value in graph.initializers.values():
+    for value in model.graph.initializers.values():
         if value.const_value is not None and value.shape != value.const_value.shape:
-            value.shape = ir.Shape(value.const_value.shape)
-    given = {value: value.const_value for node in graph for value in node.outputs if value.const_value is not None}
+            value.shape = ir.Shape(value.const_value.shape.numpy())
+    made = [value for node in nodes for value in node.outputs]
+    given = [value.const_value for value in made]
     context = ShapeInferenceContext(model.opset_imports)
-    for node in graph:
+    for node in nodes:
         rules[node.domain, node.op_type](context, node)
         if context.generated_dim_names:
-            _forget(graph, given)
+            for value, tensor in zip(made, given, strict=True):
+                value.shape, value.const_value = None, tensor
+                value.metadata_props.pop(SYM_DATA_KEY, None)
             return False
     return True
-
-
-def _forget(graph: ir.Graph, given: Mapping[ir.Value, ir.TensorProtocol]) -> None:
-    """Take back all shapes of a graph's nodes, and their constants but for those that were `given`."""
-    for value in (value for node in graph for value in node.outputs):
-        value.shape, value.const_value = None, given.get(value)
-        value.metadata_props.pop(SYM_DATA_KEY, None)
 
 
 def _register_missing(domain: str, name: str, version: int) -> None:

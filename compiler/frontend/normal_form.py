@@ -5,15 +5,21 @@ from __future__ import annotations
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
-from splitc.compiler.frontend.reads import node_reads
+from splitc.compiler.frontend.reads import all_nodes, node_reads, subgraphs
 from splitc.compiler.model_errors import ModelError
 
-# Functions are inlined, and all constants are initializers of the main graph.
-LIFT = ir.passes.Sequential(
-    passes.InlinePass(),
-    passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
-    passes.LiftSubgraphInitializersToMainGraphPass(),
-)
+
+def lift(model: ir.Model) -> None:
+    """Inline functions, and make initializers of the main graph of all constants, in place.
+
+    Each pass walks the whole model, and most models need none.
+    """
+    if model.functions:
+        passes.InlinePass()(model)
+    if any(node.op_type == "Constant" for node in all_nodes(model.graph)):
+        passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    if any(node.attributes and any(subgraphs(node)) for node in model.graph):
+        passes.LiftSubgraphInitializersToMainGraphPass()(model)
 
 
 class NameInitializerOutputs(ir.passes.InPlacePass):

@@ -253,9 +253,12 @@ def _scratch(model: ir.Model) -> Iterator[ir.Model]:
         yield model
     finally:
         for value, (shape, type_, tensor, properties) in zip(values, found, strict=True):
-            value.shape, value.type, value.const_value = shape, type_, tensor
-            value.metadata_props.clear()
-            value.metadata_props.update(properties)
+            value.shape, value.type = shape, type_
+            if value.const_value is not tensor:  # to set it takes long
+                value.const_value = tensor
+            if properties or value.metadata_props:
+                value.metadata_props.clear()
+                value.metadata_props.update(properties)
 
 
 def _bind(
