@@ -11,7 +11,7 @@ from splitc.runtime.interrupts import keep_signals
 
 # Python looks for garbage after so many new objects. At its default of 700, that takes a third of the time of a plan,
 # whose hundreds of thousands of nodes and values all stay.
-GARBAGE_AFTER = 50_000
+GARBAGE_AFTER = 500_000
 
 
 def main() -> NoReturn:
