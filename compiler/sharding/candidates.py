@@ -115,12 +115,9 @@ def _conflicts(axis_map: AxisMap, atoms: Collection[Factor]) -> dict[Factor, set
                 found[b].add(a)
         return set[Factor]().union(*groups)
 
-    seen: set[int] = set()
-    for operation in axis_map.operations.values():
-        for axes in (*operation.inputs, *operation.outputs):
-            if axes is not None and id(axes) not in seen:
-                seen.add(id(axes))
-                visit(list(axes))
+    operations = axis_map.operations.values()
+    for axes in dict.fromkeys(axes for each in operations for axes in (*each.inputs, *each.outputs) if axes):
+        visit(list(axes))
     return found
 
 
