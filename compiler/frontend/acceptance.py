@@ -87,6 +87,8 @@ def _without(graph: Graph, file: onnx.ModelProto, repeated: Collection[ir.Node])
     for value in dict.fromkeys(chain.from_iterable(graph.reads[node] for node in kept)):
         tensor = value.const_value
         if value.is_initializer() and tensor is not None and tensor.nbytes <= SMALL:
+            if isinstance(tensor, ir.ExternalTensor):
+                tensor = ir.Tensor(tensor.numpy(), tensor.dtype)
             part.initializer.append(ir.serde.serialize_tensor(tensor))
             part.initializer[-1].name = value.name or ""
         elif value not in made and value.name not in given and (value.is_initializer() or value.producer() is not None):
