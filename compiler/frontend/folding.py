@@ -70,7 +70,8 @@ def _evaluate(node: ir.Node) -> list[Array] | None:
         return [shape[node.attributes.get_int("start", 0) : node.attributes.get_int("end", None)]]
     inputs = [value for value in node.inputs if value is not None]
     tensors = [value.const_value for value in inputs]
-    arrays = [tensor.numpy() for tensor in tensors if tensor is not None and tensor.size <= LONGEST]
+    known = [each for each in tensors if each is not None and each.dtype != ir.DataType.STRING]  # text is no size
+    arrays = [tensor.numpy() for tensor in known if tensor.size <= LONGEST]
     if len(arrays) < len(inputs) or not _gives_short(node, arrays):
         return None
     return _run(_alone(node, arrays))

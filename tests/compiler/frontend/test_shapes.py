@@ -145,6 +145,19 @@ def test_sizes_that_depend_on_data_are_uncertain(write_model: WriteModel) -> Non
     assert bound.shapes["y"] == (1, 1)
 
 
+def test_text_is_no_size(write_model: WriteModel) -> None:
+    path = write_model(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[n] x) => (float[n] y)
+        <string[2] words = {"one", "two"}>
+        { same = Identity(words)
+          many = Size(same)
+          number = Cast<to = 1>(many)
+          y = Mul(x, number) }"""
+    )
+    assert analyze(path, AskedShapes(), 1).costs.bound.constants["number"] == 2
+
+
 @pytest.mark.parametrize("size", ["?", "-1", "batch-size", "a.b.0"])
 def test_dimensions_as_exporters_write_them(write_model: WriteModel, size: str) -> None:
     """Paddle writes `?` and -1 for what it does not know, others names that look like expressions."""
