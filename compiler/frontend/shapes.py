@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -125,8 +126,14 @@ def input_shapes(
     }
     batch = max((size for later, size in free if not later), default=DEFAULT_BATCH)
     length = max((size for later, size in free if later), default=DEFAULT_LENGTH)
-    unbound = {name: value for name, value in inputs.items() if name not in given}
-    return {**given, **{name: _bind_input(value, bindings, past, batch, length) for name, value in unbound.items()}}
+
+    @cache  # the caches of all layers have the same few sizes
+    def bind(size: int | ir.SymbolicDim, is_first: bool) -> int:
+        return _bind_size(size, bindings, past, batch if is_first else length)
+
+    unbound = {name: value.shape or () for name, value in inputs.items() if name not in given}
+    found = {name: tuple(bind(size, axis == 0) for axis, size in enumerate(shape)) for name, shape in unbound.items()}
+    return {**given, **found}
 
 
 def _bind_symbols(inputs: Mapping[str, ir.Value], given: Mapping[str, Shape]) -> dict[str, int]:
@@ -164,23 +171,16 @@ def _stated_symbols(
     return {symbol: size for symbol, size in pairs if symbol is not None and symbol not in past and size is not None}
 
 
-def _bind_input(value: ir.Value, bindings: Mapping[str, int], past: frozenset[str], batch: int, length: int) -> Shape:
-    sizes = []
-    for axis, size in enumerate(value.shape or ()):
-        default = length if axis else batch
-        if isinstance(size, int):
-            sizes.append(size)
-        elif size.value is None:
-            sizes.append(default)
-        elif size.value in bindings:
-            sizes.append(bindings[size.value])
-        else:
-            # A dimension may be an expression, "past_length + sequence_length", or look like one: "batch-size".
-            known = {name: bindings.get(name, 0 if name in past else default) for name in size.free_symbols()}
-            result = evaluate_size(size, known)
-            # A name such as "batch-size" is no expression, and its result no size.
-            sizes.append(default if result is None or (result <= 0 and size.value not in past) else result)
-    return tuple(sizes)
+def _bind_size(size: int | ir.SymbolicDim, bindings: Mapping[str, int], past: frozenset[str], default: int) -> int:
+    if isinstance(size, int):
+        return size
+    if size.value is None or size.value in bindings:
+        return bindings.get(size.value or "", default)
+    # A dimension may be an expression, "past_length + sequence_length", or look like one: "batch-size".
+    known = {name: bindings.get(name, 0 if name in past else default) for name in size.free_symbols()}
+    result = evaluate_size(size, known)
+    # A name such as "batch-size" is no expression, and its result no size.
+    return default if result is None or (result <= 0 and size.value not in past) else result
 
 
 def evaluate_size(size: ir.SymbolicDim, bindings: Mapping[str, int]) -> int | None:
@@ -199,6 +199,15 @@ def reconcile(model: ir.Model, bound: BoundShapes) -> None:
         for size, number in zip(value.shape or (), bound.shapes[value.name or ""], strict=False):
             if isinstance(size, ir.SymbolicDim) and size.value:
                 bindings[size.value] = number
+
+    @cache
+    def agrees(size: int | ir.SymbolicDim, number: int) -> bool:
+        if isinstance(size, int):
+            return size == number
+        if size.value is None or size.value in bindings:
+            return bindings.get(size.value or "", number) == number
+        return evaluate_size(size, bindings) in (number, None)
+
     for value in (value for node in model.graph for value in node.outputs):
         numbers = bound.shapes.get(value.name or "")
         if value.shape is None or numbers is None or value.name in bound.uncertain:
@@ -206,20 +215,9 @@ def reconcile(model: ir.Model, bound: BoundShapes) -> None:
         if len(numbers) != len(value.shape):
             value.shape = None
             continue
-        value.shape = ir.Shape(
-            [
-                size if _agrees(size, number, bindings) else None
-                for size, number in zip(value.shape, numbers, strict=True)
-            ]
-        )
-
-
-def _agrees(size: int | ir.SymbolicDim, number: int, bindings: Mapping[str, int]) -> bool:
-    if isinstance(size, int):
-        return size == number
-    if size.value is None or size.value in bindings:
-        return bindings.get(size.value or "", number) == number
-    return evaluate_size(size, bindings) in (number, None)
+        if not all(map(agrees, value.shape, numbers)):
+            pairs = zip(value.shape, numbers, strict=True)
+            value.shape = ir.Shape([size if agrees(size, number) else None for size, number in pairs])
 
 
 def bind_shapes(
