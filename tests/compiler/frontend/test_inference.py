@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from splitc.compiler.frontend import inference
+from splitc.compiler.frontend.shapes import infer_shapes
+from tests.helpers.graphs import read_graph
+
+WriteModel = Callable[[str], Path]
+
+
+def inferred(path: Path) -> dict[str, tuple[Any, ...]]:
+    """What inference sets of each value: its shape, its type, and its elements if they are known."""
+    model = read_graph(path).model
+    infer_shapes(model)
+    found = {}
+    for value in (value for node in model.graph for value in node.outputs):
+        tensor = value.const_value
+        elements = None if tensor is None else tensor.numpy().tolist()
+        found[value.name or ""] = value.shape, value.type, elements, dict(value.metadata_props)
+    return found
+
+
+def test_rules_in_order_set_what_the_library_sets(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_order = inferred(decoder)
+    monkeypatch.setattr(inference, "_infer_in_order", lambda model, nodes: False)
+    assert in_order == inferred(decoder)
+
+
+def test_made_up_symbols_are_left_to_the_library(write_model: WriteModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_model(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[n, 4] x) => (int64[2, k] i, float[n, m] y)
+        <int64[2] two = {0, -1}>
+        { a = Reshape(x, two)
+          i = NonZero(a)
+          s = Shape(i)
+          y = Relu(a) }"""
+    )
+    mixed = inferred(path)
+    monkeypatch.setattr(inference, "_infer_in_order", lambda model, nodes: False)
+    assert mixed == inferred(path)
+    assert mixed["i"][0] is not None
