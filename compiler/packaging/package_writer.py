@@ -19,8 +19,9 @@ from splitc.runtime.manifest import File
 
 # Errors of os.link if a hard link is impossible: another file system, one without hard links, or too many links.
 NO_LINK = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK)
-# The bytes that are written at a time. For more at once, Linux takes larger blocks of memory: in a virtual machine these
-# are often those that its host must find first, which takes two to four times as long.
+# The bytes that are written at a time. For more at once, Linux takes larger blocks of memory for its cache. In a
+# virtual machine these are often those that were given back to its host: to get them again takes two to four times as
+# long.
 WRITE = 1 << 16
 
 
