@@ -19,6 +19,10 @@ from splitc.runtime.manifest import File
 
 # Errors of os.link if a hard link is impossible: another file system, one without hard links, or too many links.
 NO_LINK = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK)
+# The bytes that are written at a time. For more at once, Linux takes larger blocks of memory for its cache. In a
+# virtual machine these are often those that were given back to its host: to get them again takes two to four times as
+# long.
+WRITE = 1 << 16
 
 
 class HashedFile:
@@ -34,7 +38,8 @@ class HashedFile:
         """Hash and write the content."""
         view = memoryview(content).cast("B")
         self._digest.update(view)
-        self._file.write(view)
+        for start in range(0, len(view), WRITE):
+            self._file.write(view[start : start + WRITE])
         self.size += len(view)
         return len(view)
 

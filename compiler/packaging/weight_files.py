@@ -115,7 +115,7 @@ def _write_together(files: Sequence[WeightFile], writer: PackageWriter, count: C
             for start, piece in reader.pieces(_source(takers[0][1]), max(1, size // row) * row):
                 writer.check_stopped()
                 for file, cut in cuts:
-                    part = piece if cut is None else cut.take(piece, start)
+                    part = piece if cut is None else reader.in_order(cut.take(piece, start))
                     if part.size:
                         reader.hold(file.append(part.data))
                         count(part.nbytes)
@@ -133,13 +133,44 @@ def _rounds(
         yield [(file, parts.popleft()[1]) for file, parts in left.items() if parts[0][0] == place]
 
 
+class _Buffer:
+    """Memory for a piece of a source, and for what is cut out of it. It is used again when the writes are done."""
+
+    def __init__(self) -> None:
+        self.writes: list[Future[int]] = []
+        self._piece = self._cuts = np.empty(0, np.uint8)
+        self._used = 0
+
+    def wait(self) -> None:
+        """Wait until all is written. Raises the error of a write."""
+        for write in self.writes:
+            write.result()
+
+    def piece(self, size: int) -> Bytes:
+        """Memory for a new piece. What was in the buffer is lost."""
+        self.writes, self._used = [], 0
+        if self._piece.size < size:
+            self._piece = np.empty(size, np.uint8)
+        return self._piece[:size]
+
+    def in_order(self, part: npt.NDArray[Any]) -> Bytes:
+        """The part's bytes one after the other. They are copied if they do not lie so."""
+        if part.flags.c_contiguous:
+            return part.reshape(-1).view(np.uint8)
+        if self._used + part.nbytes > self._cuts.size:  # what was cut already is kept by its writes
+            self._cuts, self._used = np.empty(max(self._piece.size, part.nbytes), np.uint8), 0
+        target = self._cuts[self._used : self._used + part.nbytes]
+        self._used += part.nbytes
+        target.view(part.dtype).reshape(part.shape)[...] = part
+        return target
+
+
 class _Reader:
     """Reads sources into a few buffers, which are filled again when all that refers to them has been written."""
 
     def __init__(self) -> None:
         self._file: BinaryIO | None = None
-        self._buffers: deque[tuple[Bytes, list[Future[int]]]] = deque()
-        self._holds: list[Future[int]] = []
+        self._buffers: deque[_Buffer] = deque()
 
     def __enter__(self) -> _Reader:
         return self
@@ -151,13 +182,16 @@ class _Reader:
     def hold(self, write: Future[int] | None) -> None:
         """Keep the last piece until this is written; None if it is."""
         if write is not None:
-            self._holds.append(write)
+            self._buffers[-1].writes.append(write)
+
+    def in_order(self, part: npt.NDArray[Any]) -> Bytes:
+        """The bytes one after the other of a part that is cut out of the last piece."""
+        return self._buffers[-1].in_order(part)
 
     def wait(self) -> None:
         """Wait until all is written. Raises the error of a write."""
-        for _, writes in self._buffers:
-            for write in writes:
-                write.result()
+        for buffer in self._buffers:
+            buffer.wait()
 
     def pieces(self, source: ir.TensorProtocol, size: int) -> Iterator[tuple[int, Bytes]]:
         """The source's bytes in pieces of this size, and the place of each one's first byte in it."""
@@ -165,22 +199,18 @@ class _Reader:
         content = np.empty(0, np.uint8) if external else _bytes(source)
         for start in range(0, source.nbytes, size):
             length = min(size, source.nbytes - start)
-            buffer = self._next(length if external else 0)
+            piece = self._next(length if external else 0)
             if isinstance(source, ir.ExternalTensor):
-                self._read(Path(source.path), (source.offset or 0) + start, buffer[:length])
-            yield start, buffer[:length] if external else content[start : start + length]
+                self._read(Path(source.path), (source.offset or 0) + start, piece)
+            yield start, piece if external else content[start : start + length]
 
     def _next(self, size: int) -> Bytes:
-        """A free buffer of at least `size` bytes, after a write of the oldest one if all are in use."""
-        buffer = np.empty(0, np.uint8)
-        if len(self._buffers) == AHEAD or (self._buffers and not self._holds):
-            buffer, writes = self._buffers.popleft()
-            for write in writes:
-                write.result()
-        self._holds = []
-        buffer = buffer if buffer.size >= size else np.empty(size, np.uint8)
-        self._buffers.append((buffer, self._holds))
-        return buffer
+        """Memory of `size` bytes: the oldest buffer's, after its writes, if all are in use."""
+        free = len(self._buffers) == AHEAD or (self._buffers and not self._buffers[-1].writes)
+        buffer = self._buffers.popleft() if free else _Buffer()
+        buffer.wait()
+        self._buffers.append(buffer)
+        return buffer.piece(size)
 
     def _read(self, path: Path, start: int, target: Bytes) -> None:
         if self._file is None or self._file.name != str(path):
@@ -212,14 +242,14 @@ class _Cut:
     type: np.dtype[Any]
     places: dict[int, Indices]
 
-    def take(self, piece: Bytes, start: int) -> Bytes:
-        """The tensor's bytes in a piece of whole rows that begins at byte `start` of the source."""
+    def take(self, piece: Bytes, start: int) -> npt.NDArray[Any]:
+        """The tensor's elements in a piece of whole rows that begins at byte `start` of the source."""
         block = piece.view(self.type).reshape(-1, *self.shape)
         if self.rows is not None:
             first = start // self.row
             low, high = np.searchsorted(self.rows, (first, first + len(block)))
             block = take(block, {0: as_slice(self.rows[low:high] - first)})
-        return np.ascontiguousarray(take(block, self.places)).reshape(-1).view(np.uint8)
+        return take(block, self.places)
 
 
 def _is_between_bytes(tensor: CutTensor) -> bool:

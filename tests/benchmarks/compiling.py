@@ -1,9 +1,10 @@
 """How long a compile takes beside a plain copy of the model, and a load beside reading the package once.
 
-    python -m tests.benchmarks.compiling [--size 4GB] [--devices 4xcpu] [--modes layer tensor] [--folder .]
+    python -m tests.benchmarks.compiling [--size 4GB] [--devices 4xcpu] [--modes layer tensor] [--folder .] [--repeat 3]
 
-Each is done with the files in the system's cache (warm), and after they were dropped from it (cold). The folder's disk
-needs room for three times the size.
+Each is done with the files in the system's cache (warm), and after they were dropped from it (cold). All of them take
+turns `--repeat` times, and the least seconds count: by the clock, and by all cores. The folder's disk needs room for
+three times the size.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +31,27 @@ from splitc.runtime.units import format_bytes, format_seconds, parse_bytes
 # The bytes of a block of the decoder, and the weights before and after the blocks.
 SIZE = Size(hidden=4096, heads=32, kv_heads=8, feed_forward=14336, vocabulary=32000)
 BLOCK, REST = 872_448_000, 1_048_592_384
-PIECE = 64 << 20
+# The bytes that are made at a time: few, since the system counts this process's peak as that of those it starts, too.
+PIECE = 4 << 20
 LOAD = """
 import sys, time
 from splitc.runtime import Session
-start = time.perf_counter()
+start, used = time.perf_counter(), time.process_time()
 with Session(sys.argv[1], verify=sys.argv[2]):
-    print(time.perf_counter() - start)
+    print(time.perf_counter() - start, time.process_time() - used)
 """
+
+
+@dataclass(frozen=True)
+class Took:
+    """What a task took: seconds by the clock and by all cores, and the most bytes of memory."""
+
+    wall: float
+    cores: float
+    peak: int
+
+
+Task = Callable[[], Took]
 
 
 def main() -> None:
@@ -44,14 +60,24 @@ def main() -> None:
     parser.add_argument("--devices", default="4xcpu")
     parser.add_argument("--modes", nargs="*", default=["layer", "tensor"])
     parser.add_argument("--folder", type=Path, default=Path())
+    parser.add_argument("--repeat", type=int, default=3)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="splitc-compiling-", dir=options.folder) as place:
         folder = Path(place)
         model = _make_model(folder / "model" / "model.onnx", options.size)
-        rows = table(f"{format_bytes(_bytes(model.parent))}", "warm", "cold", "peak memory", right=("warm", "cold"))
-        rows.add_row("copy the model", *_timed(lambda: _copy(model.parent, folder / "copy"), model.parent), "")
+        rows = table(
+            format_bytes(_bytes(model.parent)),
+            *("warm", "on all cores", "cold", "on all cores", "peak memory"),
+            right=("warm", "on all cores", "cold"),
+        )
+        tasks: dict[str, Task] = {"copy the model": lambda: _run(["cp", "-r", str(model.parent), str(folder / "copy")])}
         for mode in options.modes:
-            _compare(mode, options.devices, model, folder / mode, rows)
+            tasks[f"compile, {mode}"] = partial(_compile, mode, options.devices, model, folder / "package")
+        _in_turns(tasks, model.parent, [folder / "copy", folder / "package"], options.repeat, rows)
+        for mode in options.modes:
+            _compile(mode, options.devices, model, folder / "package")
+            _in_turns(_loads(mode, folder / "package", folder / "cache"), folder / "package", [], options.repeat, rows)
+            shutil.rmtree(folder / "package")
     out.print(rows)
 
 
@@ -67,42 +93,43 @@ def _make_model(path: Path, size: int) -> Path:
     return path
 
 
-def _compare(mode: str, devices: str, model: Path, package: Path, rows: Any) -> None:
-    """Compile in one mode, and load the package."""
-    command = ["-m", "splitc.runtime", "compile", str(model), "-o", str(package), "-d", devices, "--no-verify"]
-    peaks: list[int] = []
-
-    def compile_once() -> None:
-        shutil.rmtree(package, ignore_errors=True)
-        peaks.append(_run([*command, "--split-mode", mode])[1])
-
-    rows.add_row(f"compile, {mode}", *_timed(compile_once, model.parent), format_bytes(max(peaks)))
-    rows.add_row("read the package", *_timed(lambda: _read(package), package), "")
-    for what, verify in (("first", "always"), ("second", "once"), ("unverified", "never")):
-        peaks.clear()
-        with tempfile.TemporaryDirectory() as cache:
-            environment = {"XDG_CACHE_HOME": cache}
-            if what == "second":
-                _run(["-c", LOAD, str(package), verify], environment)
-            found = []
-            for cold in (False, True):
-                _prepare(package, cold)
-                said, peak = _run(["-c", LOAD, str(package), verify], environment)
-                found.append(format_seconds(float(said)))
-                peaks.append(peak)
-        rows.add_row(f"load, {what}", *found, format_bytes(max(peaks)))
-    shutil.rmtree(package)
+def _compile(mode: str, devices: str, model: Path, package: Path) -> Took:
+    command = ["compile", str(model), "-o", str(package), "-d", devices, "--no-verify", "--split-mode", mode]
+    return _run([sys.executable, "-m", "splitc.runtime", *command])
 
 
-def _timed(run: Callable[[], None], reads: Path) -> Sequence[str]:
-    """Seconds with the files that it reads in the system's cache, and without."""
-    found = []
-    for cold in (False, True):
-        _prepare(reads, cold)
-        start = time.perf_counter()
-        run()
-        found.append(format_seconds(time.perf_counter() - start))
-    return found
+def _loads(mode: str, package: Path, cache: Path) -> dict[str, Task]:
+    """Read a package, and load it the first time, again, and without comparing its files."""
+    _load(package, "once", cache)
+    loads = {"first": "always", "second": "once", "unverified": "never"}
+    return {
+        f"read the package, {mode}": lambda: _run(["cat", *map(str, _files(package))]),
+        **{f"load, {which}": partial(_load, package, verify, cache) for which, verify in loads.items()},
+    }
+
+
+def _load(package: Path, verify: str, cache: Path) -> Took:
+    """Load a package in a process of its own, whose start does not count."""
+    said = package.with_name("said")
+    took = _run([sys.executable, "-c", LOAD, str(package), verify], {"XDG_CACHE_HOME": str(cache)}, said)
+    wall, cores = map(float, said.read_text().split())
+    return Took(wall, cores, took.peak)
+
+
+def _in_turns(tasks: Mapping[str, Task], reads: Path, makes: Sequence[Path], repeat: int, rows: Any) -> None:
+    """Add a row for each task: the least of its seconds with the files that it reads in the cache, and without."""
+    found: dict[tuple[str, bool], list[Took]] = {}
+    for _ in range(repeat):
+        for cold in (False, True):
+            for name, task in tasks.items():
+                _prepare(reads, cold)
+                found.setdefault((name, cold), []).append(task())
+                for made in makes:
+                    shutil.rmtree(made, ignore_errors=True)
+    for name in tasks:
+        took = [found[name, cold] for cold in (False, True)]
+        least = [format_seconds(min(seconds)) for each in took for seconds in zip(*((t.wall, t.cores) for t in each))]
+        rows.add_row(name, *least, format_bytes(max(t.peak for each in took for t in each)))
 
 
 def _prepare(folder: Path, cold: bool) -> None:
@@ -124,23 +151,19 @@ def _read(folder: Path) -> None:
                 pass
 
 
-def _copy(source: Path, target: Path) -> None:
-    subprocess.run(["cp", "-r", source, target], check=True)
-    shutil.rmtree(target)
-
-
-def _run(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Run Python. Returns what it printed, and the most bytes of memory that it had."""
-    with subprocess.Popen(
-        [sys.executable, *arguments], env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        said = process.stdout.read()
+def _run(command: Sequence[str], environment: Mapping[str, str] = os.environ, output: Path = Path(os.devnull)) -> Took:
+    """Run a command. What it prints goes to a file."""
+    start = time.perf_counter()
+    with (
+        output.open("wb") as file,
+        subprocess.Popen(command, env={**os.environ, **environment}, stdout=file) as process,
+    ):
         _, status, used = os.wait4(process.pid, 0)
+        wall = time.perf_counter() - start
         process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise SystemExit(f"{' '.join(arguments[:3])} failed")
-    return said, used.ru_maxrss << 10
+        raise SystemExit(f"{' '.join(command[:4])} failed")
+    return Took(wall, used.ru_utime + used.ru_stime, used.ru_maxrss << 10)
 
 
 def _files(folder: Path) -> Iterable[Path]:
