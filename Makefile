@@ -44,7 +44,7 @@ lint: $(VENV)/test.done
 	MYPYPATH=$(VENV)/types:. $(BIN)/mypy -p splitc.compiler -p splitc.runtime -p tests -p models
 
 # The folders' names are not the packages' (compiler is splitc.compiler): mypy finds them through links.
-$(VENV)/%.done: pyproject.toml
+$(VENV)/%.done: pyproject.toml $(wildcard runtime/collectives/native/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable '.[$*]'
 	mkdir -p $(VENV)/types/splitc
