@@ -84,11 +84,11 @@ def _open_whole(model: Path, *state: int) -> ort.InferenceSession:
     return whole_session(model)
 
 
-def whole_session(model: Path) -> ort.InferenceSession:
-    """The unsplit model on one thread: with several, they spin on cores of which other tests have need."""
+def whole_session(model: Path | bytes) -> ort.InferenceSession:
+    """A model or its content, unsplit, on one thread: several would spin on cores of which other tests have need."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
-    return ort.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
 def run_whole(model: Path, feeds: Mapping[str, Array]) -> Arrays:
