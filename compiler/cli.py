@@ -17,7 +17,8 @@ from splitc.runtime.cli.options import is_given, with_options
 from splitc.runtime.cli.shared_options import FILL, JSON, REPORT
 from splitc.runtime.cli.tables import describe_built
 from splitc.runtime.cli.terminal import out, print_json, print_to_the_end, print_warning
-from splitc.runtime.devices import parse_hosts
+from splitc.runtime.devices import parse_devices, parse_hosts
+from splitc.runtime.engines.kinds import choose_engine
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files import check_output
 from splitc.runtime.fills import parse_fills
@@ -213,6 +214,7 @@ def compile_command(
     # Imported here, as in plan, since a machine that only runs packages has no onnx.
     from splitc.compiler.api import plan_model
     from splitc.compiler.modes.replanning import plan_from_file
+    from splitc.compiler.packaging.building import check_settings
     from splitc.compiler.packaging.package import compile_model
     from splitc.compiler.packaging.staging import check_target
     from splitc.compiler.plan_tables import print_plan
@@ -238,6 +240,7 @@ def compile_command(
         check_settled(plan_path, read_plan(plan_path), request, devices, given)
         decided = plan_from_file(model, plan_path, request.trust_external_data)
     else:
+        check_settings(choose_engine(request.engine, parse_devices(devices)), build)  # before the model is read
         with shown_bars():
             decided = plan_model(model, devices, request)
     if not as_json:

@@ -20,6 +20,8 @@ from splitc.runtime.units import format_bytes
 
 # The most bytes of a file that is read whole.
 MOST_BYTES = 1 << 30
+# What it says where a hard link can't be: to another file system, on one without them, or one too many.
+NO_LINK = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 # What the system says of a full disk and of a full quota.
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -50,11 +52,23 @@ def indented(value: Any) -> bytes:
     return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
 
 
-def link_file(source: str | Path, target: str | Path) -> None:
-    """Make `target` a hard link to the file, or a copy if that can't be."""
+def try_link(source: str | Path, target: str | Path) -> bool:
+    """Make `target`, which must not be there, a hard link to the file. False where the disk has no such links.
+
+    Raises OSError for anything else.
+    """
     try:
         os.link(Path(source).resolve(), target)
-    except OSError:
+    except OSError as error:
+        if error.errno not in NO_LINK:
+            raise
+        return False
+    return True
+
+
+def link_file(source: str | Path, target: str | Path) -> None:
+    """As `try_link`, or a copy where that can't be."""
+    if not try_link(source, target):
         shutil.copyfile(source, target)
 
 

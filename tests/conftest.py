@@ -81,7 +81,14 @@ def decoder_feeds(batch: int = 2, new: int = 3, past: int = 5) -> Arrays:
 @lru_cache(maxsize=4)
 def _open_whole(model: Path, *state: int) -> ort.InferenceSession:
     """The unsplit model in a session, which is kept while the file is as it was."""
-    return ort.InferenceSession(str(model), providers=["CPUExecutionProvider"])
+    return whole_session(model)
+
+
+def whole_session(model: Path | bytes) -> ort.InferenceSession:
+    """A model or its content, unsplit, on one thread: several would spin on cores of which other tests have need."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
 def run_whole(model: Path, feeds: Mapping[str, Array]) -> Arrays:

@@ -52,7 +52,8 @@ def test_compile_to_a_disk_that_gets_full(mode: str, decoder: Path, tmp_path: Pa
     options = ["-d", "2xcpu", "--split-mode", mode, "--memory", "1GiB", *(["--row-min", "1"] if mode == "row" else [])]
     compile_ = [SCRIPT, "compile", decoder, *options, "-o", "p"]
     sizes = np.random.default_rng(len(mode)).integers(8, 1300, MORE)
-    for size in (8, 780, *map(int, sizes)):
+    # What is seen to be too little before anything is written is so in all modes.
+    for size in (*([8] if mode == "layer" else []), 780, *map(int, sizes)):
         code, errors, there = on_small_disk(tmp_path, size, ["sh", "-c", f"{shlex.join(map(str, compile_))} >&2"])
         assert "Traceback" not in errors
         if code == 0:

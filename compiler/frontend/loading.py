@@ -64,7 +64,7 @@ def load_unoptimized(
     options = ort.SessionOptions()
     if uses_operators:
         options.register_custom_ops_library(str(library_path()))
-    options.log_severity_level = 4
+    options.log_severity_level, options.intra_op_num_threads = 4, 1  # or a thread for each core would be started
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.enable_mem_pattern = False  # one allocation of all weights' size, which Linux refuses above the memory's
     options.enable_mem_reuse = False  # planning the reuse takes 20 seconds for 8,000 nodes

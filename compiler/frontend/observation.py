@@ -197,7 +197,7 @@ def _alone(node: ir.Node, shapes: Sequence[Shape]) -> ir.Graph:
 
 def _run_filled(graph: ir.Graph, fill: Any) -> Made:
     options = ort.SessionOptions()
-    options.log_severity_level = 4
+    options.log_severity_level, options.intra_op_num_threads = 4, 1
     content = ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString()
     session = ort.InferenceSession(content, options, providers=["CPUExecutionProvider"], enable_fallback=0)
     feeds = {v.name: fill(v.shape.numpy(), v.dtype.numpy()) for v in graph.inputs if v.shape is not None and v.dtype}

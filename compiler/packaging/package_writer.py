@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -15,10 +13,9 @@ from typing import BinaryIO
 from blake3 import blake3
 
 from splitc.runtime.errors import SplitcError
+from splitc.runtime.files import try_link
 from splitc.runtime.manifest import File
 
-# Errors of os.link if a hard link is impossible: another file system, one without hard links, or too many links.
-NO_LINK = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK)
 # The bytes that are written at a time. For more at once, Linux takes larger blocks of memory for its cache. In a
 # virtual machine these are often those that were given back to its host: to get them again takes two to four times as
 # long.
@@ -99,11 +96,7 @@ class PackageWriter:
 
     def link(self, source: Path, target: Path) -> bool:
         """Make `target` a hard link to `source`, without a hash. If that is impossible, copy it and return False."""
-        try:
-            os.link(source.resolve(), target)
-        except OSError as error:
-            if error.errno not in NO_LINK:
-                raise
+        if not try_link(source, target):
             self.copy(source, target)
             return False
         self._files[target] = File(self._name(target), target.stat().st_size)

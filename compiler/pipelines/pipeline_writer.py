@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +12,14 @@ import msgspec
 from splitc.compiler.packaging.builder import Building
 from splitc.compiler.packaging.building import BuildSettings, timing_cache_beside
 from splitc.compiler.packaging.package import compile_model
-from splitc.compiler.packaging.package_writer import NO_LINK, PackageWriter
+from splitc.compiler.packaging.package_writer import PackageWriter
 from splitc.compiler.packaging.staging import check_target, full_disk_explained, written_aside
 from splitc.compiler.packaging.weight_files import Progress
 from splitc.compiler.pipelines.module_requests import divide_by_input
 from splitc.compiler.pipelines.pipeline_plan import PipelinePlan, module_named
 from splitc.runtime.engines.kinds import TENSORRT
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.files import try_link
 from splitc.runtime.manifest import EngineFile, File, Fill, Manifest
 from splitc.runtime.manifest_file import FILE_NAME, encode, read_seal
 from splitc.runtime.pipeline_file import FILE_NAME as PIPELINE
@@ -114,12 +114,8 @@ def _share_files(folder: Path, manifests: Mapping[str, Manifest]) -> None:
             if first == path or first.is_relative_to(folder / name):
                 continue
             aside = path.with_name(f"{path.name}.link")
-            try:
-                os.link(first, aside)
-            except OSError as error:
-                if error.errno in NO_LINK:
-                    return
-                raise
+            if not try_link(first, aside):
+                return
             aside.replace(path)
 
 

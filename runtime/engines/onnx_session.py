@@ -46,6 +46,18 @@ def too_large(path: Path) -> str | None:
     )
 
 
+def has_data_outside(path: Path) -> bool:
+    """Whether a model's external data lie outside its folder. False without onnx, which alone can tell."""
+    if find_spec("onnx") is None:
+        return False
+    from google.protobuf.message import DecodeError
+
+    try:
+        return _from_the_root(path) is not None
+    except (DecodeError, OSError):  # it is no model
+        return False
+
+
 def _from_the_root(path: Path) -> bytes | None:
     """The model with the places of its external data given from the root of the file system.
 

@@ -10,9 +10,12 @@ from pathlib import Path
 from splitc.runtime.errors import PackageError
 
 MODULE = "splitc.runtime.collectives._operators"
+# That of native/operators.h. An editable install may have a library of older sources than its Python code.
+INTERFACE = 1
 _POINTER, _INT, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
 # The types of its functions, which are defined in native/operators.c.
 _FUNCTIONS = {
+    "splitc_interface": (_INT, []),
     "splitc_meeting_bytes": (_SIZE, [_INT, _SIZE]),
     "splitc_meeting_init": (None, [_POINTER, _INT, _SIZE]),
     "splitc_meeting_init_post": (None, [_POINTER, _INT, _POINTER]),
@@ -39,7 +42,12 @@ def is_built() -> bool:
 
 
 def library_path() -> Path:
-    """The library's file. Raises PackageError if it was not built."""
+    """The library's file. Raises PackageError if it was not built, or not from these sources."""
+    load_library()
+    return _find_library()
+
+
+def _find_library() -> Path:
     spec = find_spec(MODULE)
     if spec is None or spec.origin is None:
         raise PackageError(
@@ -52,8 +60,15 @@ def library_path() -> Path:
 
 @cache
 def load_library() -> ctypes.CDLL:
-    """The library, with its functions' types. Raises PackageError if it was not built."""
-    library = ctypes.CDLL(str(library_path()))
+    """The library, with its functions' types. Raises PackageError if it was not built, or not from these sources."""
+    path = _find_library()
+    library = ctypes.CDLL(str(path))
+    interface = library.splitc_interface() if hasattr(library, "splitc_interface") else 0
+    if interface != INTERFACE:
+        raise PackageError(
+            f"splitc's C library is of interface {interface}, and its Python code wants {INTERFACE}: the sources have "
+            f"changed since {path} was built. Install splitc again, as it was installed (pip install --editable .)"
+        )
     for name, (result, arguments) in _FUNCTIONS.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

@@ -18,6 +18,7 @@ from splitc.runtime.devices import Device, free_bytes, parse_devices
 from splitc.runtime.engines import Backend, LoadedEngine
 from splitc.runtime.engines.backends import make_backend
 from splitc.runtime.engines.kinds import ONNXRUNTIME
+from splitc.runtime.engines.onnx_session import has_data_outside
 from splitc.runtime.errors import MisuseError, PackageError
 from splitc.runtime.manifest import Manifest
 from splitc.runtime.settings import setting_array
@@ -102,7 +103,7 @@ def open_unsplit(model: Path, device: Device, threads: int, trusts_data: bool = 
     with ThreadPoolExecutor(1) as pool:
         backend = pool.submit(make_backend, ONNXRUNTIME, device, threads, None, False, trusts_data).result()
         pool.submit(backend.attach).result()
-        engines = [pool.submit(load_unsplit, backend, model).result()]
+        engines = [pool.submit(load_unsplit, backend, model, trusts_data).result()]
 
         def run(feeds: Arrays) -> dict[str, npt.NDArray[Any]]:
             names = [*engines[0].inputs, *engines[0].optional.intersection(feeds)]
@@ -117,12 +118,15 @@ def open_unsplit(model: Path, device: Device, threads: int, trusts_data: bool = 
             pool.submit(backend.detach).result()
 
 
-def load_unsplit(backend: Backend, model: Path) -> LoadedEngine:
-    """The unsplit model on a backend. Raises PackageError, which names the option if its data may lie elsewhere."""
+def load_unsplit(backend: Backend, model: Path, trusts_data: bool) -> LoadedEngine:
+    """The unsplit model on a backend, which permits data outside the model's folder if it `trusts_data`.
+
+    Raises PackageError, which names the option if data lie outside and are not trusted.
+    """
     try:
         return backend.load(model)
     except PackageError as error:
-        if "xternal data path" not in str(error):
+        if trusts_data or not has_data_outside(model):
             raise
         raise PackageError(f"{error}\n--trust-external-data permits data outside the model's folder") from error
 

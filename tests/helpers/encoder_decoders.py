@@ -13,7 +13,7 @@ import onnxruntime as ort
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from models.writer import save
-from tests.conftest import Array, Arrays
+from tests.conftest import Array, Arrays, whole_session
 from tests.helpers.blocks import FLOAT, INT, Block
 from tests.helpers.folders import write_json
 
@@ -195,7 +195,7 @@ def _causal(block: Block, ids: ir.Value) -> ir.Value:
 def plain_tokens(folder: Path, feeds: Arrays, prompt: Sequence[int], most: int, rules: bool = False) -> list[int]:
     """The likeliest tokens by the unsplit models in ONNX Runtime, up to END; `rules` are those of the speech folder."""
     names = ("encoder_model", "decoder_model", "decoder_with_past_model")
-    encoder, first, step = (ort.InferenceSession(str(folder / f"{name}.onnx")) for name in names)
+    encoder, first, step = (whole_session(folder / f"{name}.onnx") for name in names)
     states = encoder.run(None, feeds)[0]
     mask = {"encoder_attention_mask": feeds["attention_mask"]} if "attention_mask" in feeds else {}
     given = {"input_ids": np.array([prompt]), "encoder_hidden_states": states, **mask}

@@ -7,9 +7,8 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-import onnxruntime as ort
 
-from tests.conftest import DECODER, Arrays
+from tests.conftest import DECODER, Arrays, whole_session
 
 
 def plain_loop(model: Path, prompt: Sequence[int], count: int) -> list[int]:
@@ -19,7 +18,7 @@ def plain_loop(model: Path, prompt: Sequence[int], count: int) -> list[int]:
 
 @cache
 def _plain_loop(model: Path, prompt: tuple[int, ...], count: int) -> list[int]:
-    session = ort.InferenceSession(str(model), providers=["CPUExecutionProvider"])
+    session = whole_session(model)
     outputs = [value.name for value in session.get_outputs()]
     cache: Arrays = {}
     for value in session.get_inputs():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from splitc.runtime.errors import MisuseError, SplitcError
-from splitc.runtime.files import check_output, written_whole
+from splitc.runtime.files import check_output, link_file, written_whole
 
 
 def names(folder: Path) -> list[str]:
@@ -106,3 +107,18 @@ def test_what_is_read_is_not_written_over(tmp_path: Path) -> None:
             check_output(tmp_path / name, read)
     for name in ("other.onnx", "package.json"):
         check_output(tmp_path / name, read)
+
+
+def test_files_are_linked_or_copied_where_links_can_not_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_bytes(b"a")
+    link_file(tmp_path / "a", tmp_path / "linked")
+    assert (tmp_path / "linked").samefile(tmp_path / "a")
+    with pytest.raises(FileExistsError):
+        link_file(tmp_path / "a", tmp_path / "linked")
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr("os.link", refused)
+    link_file(tmp_path / "a", tmp_path / "copied")
+    assert (tmp_path / "copied").read_bytes() == b"a" and not (tmp_path / "copied").samefile(tmp_path / "a")

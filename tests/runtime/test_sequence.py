@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 
 from splitc.compiler import compile_model, plan_model
 from splitc.runtime import Session
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.errors import EngineError, MisuseError, SplitcError
-from tests.conftest import LAYER, assert_close, decoder_feeds, run_whole, until
+from tests.conftest import LAYER, assert_close, decoder_feeds, run_whole, until, whole_session
 from tests.helpers.greedy import plain_loop
 from tests.helpers.packages import MODES, compile_mode
 from tests.helpers.recurrent import write_lstm
@@ -122,7 +121,7 @@ def test_recurrent_states_are_states_too(tmp_path: Path) -> None:
     model = tmp_path / "model.onnx"
     write_lstm(model)
     compile_model(plan_model(model, ["cpu0"], LAYER), tmp_path / "package")
-    whole = ort.InferenceSession(str(model))
+    whole = whole_session(model)
     steps = [np.random.default_rng(number).random((1 + number, 2, 6), np.float32) for number in range(4)]
     h = c = np.zeros((1, 2, 5), np.float32)
     with Session(tmp_path / "package") as session, session.start() as sequence:

@@ -221,6 +221,8 @@ static void init_operator(Operator* made, int on_gpu, End* end) {
     made->op.ReleaseMayInplace = made->op.ReleaseAliasMap = release_places;
 }
 
+EXPORT int splitc_interface(void) { return INTERFACE; }
+
 /* What ONNX Runtime calls. Of a thread that has named no end, operators that can be loaded and not be run. */
 EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
     static End none;

@@ -52,11 +52,15 @@ def others(values: dict[str, np.ndarray], seed: int) -> Arrays:
     return {str(n): (values[n] * generator.uniform(0.5, 1.5, values[n].shape)).astype(np.float32) for n in chosen}
 
 
-def split(model: Path, package: Path, feeds: Arrays, mode: str, shares: tuple[int, ...]) -> Plan:
+def decide(model: Path, feeds: Arrays, mode: str, shares: tuple[int, ...]) -> Plan:
     shapes = {name: array.shape for name, array in feeds.items()}
     least: dict[str, Any] = {"row_min": 2} if mode == "row" else {}
     request = Request(shapes=shapes, split_mode=mode, tensor_split=shares, memory=["1GiB"], **least)
-    plan = plan_model(model, [f"{len(shares)}xcpu"], request)
+    return plan_model(model, [f"{len(shares)}xcpu"], request)
+
+
+def split(model: Path, package: Path, feeds: Arrays, mode: str, shares: tuple[int, ...]) -> Plan:
+    plan = decide(model, feeds, mode, shares)
     compile_model(plan, package, force=True)
     return plan
 
@@ -68,7 +72,7 @@ def test_random_blocks_take_other_weights(seed: int, mode: str, shares: tuple[in
     save(block.model(), tmp_path / "plain.onnx")
     values = make_optional(tmp_path / "plain.onnx", tmp_path / "model.onnx", but=[ir.DataType.INT64])
     plan = split(tmp_path / "model.onnx", tmp_path / "package", block.feeds, mode, shares)
-    plain = split(tmp_path / "plain.onnx", tmp_path / "plain", block.feeds, mode, shares)
+    plain = decide(tmp_path / "plain.onnx", block.feeds, mode, shares)
     assert [(w.name, w.split) for w in plan.weights] == [(w.name, w.split) for w in plain.weights]
     with Session(tmp_path / "package") as session:
         assert {tensor.name for tensor in session.optional} == set(values)

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 
 from models.writer import save
@@ -29,6 +28,7 @@ from splitc.runtime.device_profiles import find_profile
 from splitc.runtime.devices import Device
 from splitc.runtime.machine import Machine
 from tests.compiler.operators import test_indexing, test_linear, test_quantized
+from tests.conftest import whole_session
 from tests.helpers.blocks import FLOAT, INT, Block, sharded
 from tests.helpers.graphs import read_graph
 from tests.helpers.operators import HIDDEN, Middle, having, sandwich, through
@@ -97,7 +97,7 @@ def test_folds(name: str) -> None:
         value.type, value.const_value = ir.TensorType(ir.DataType.from_numpy(folded.dtype)), None
         model.graph.outputs.append(value)
         content = ir.to_proto(model).SerializeToString()
-        expected = ort.InferenceSession(content, providers=["CPUExecutionProvider"]).run(None, {})[place]
+        expected = whole_session(content).run(None, {})[place]
         assert folded.dtype == expected.dtype
         np.testing.assert_array_equal(folded, expected)
 
@@ -269,7 +269,7 @@ def test_shapes(name: str, tmp_path: Path) -> None:
     inferred = [(value.dtype, value.shape) for value in made]
     model.graph.outputs.extend(value for value in made if not value.is_graph_output())
     names = [value.name for value in made]
-    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    session = whole_session(ir.to_proto(model).SerializeToString())
     for array, (dtype, shape) in zip(session.run(names, b.feeds), inferred, strict=True):
         assert dtype == ir.DataType.from_numpy(array.dtype)
         assert shape is not None

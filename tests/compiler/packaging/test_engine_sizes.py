@@ -16,7 +16,7 @@ from splitc.compiler.packaging.build_graphs import prepare_graph
 from splitc.compiler.packaging.engine_sizes import engine_sizes
 from splitc.runtime import Session
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeEngine
-from tests.conftest import Array, decoder_feeds
+from tests.conftest import Array, decoder_feeds, whole_session
 
 PAST, NEW = 5, 3
 
@@ -114,6 +114,6 @@ def test_part_of_a_shape_is_sliced_for_parsers_that_give_all_of_it() -> None:
     model = ir.from_onnx_text(text)
     prepare_graph(model.graph, {}, {})
     assert not [node for node in model.graph if node.op_type == "Shape" and node.attributes]
-    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    session = whole_session(ir.to_proto(model).SerializeToString())
     found = [array.tolist() for array in session.run(None, {"x": np.zeros((2, 3, 5), np.float32)})]
     assert found == [[3, 5], [2], [2, 3, 5]]

@@ -60,18 +60,25 @@ def compile_here(model: Path, package: Path, mode: str, build: BuildSettings = B
     return compile_model(plan_model(model, ["2xcuda"], request), package, build=build)
 
 
-def test_stages_are_engines(short_decoder: Path, tmp_path: Path) -> None:
-    manifest = compile_here(short_decoder, tmp_path / "package", "layer")
-    assert manifest == read_manifest(tmp_path / "package")
+@pytest.fixture(scope="module")
+def stages(short_decoder: Path) -> tuple[Path, Manifest]:
+    """A package in layer mode, and what its compile gave."""
+    package = short_decoder.with_name("stages")
+    return package, compile_here(short_decoder, package, "layer")
+
+
+def test_stages_are_engines(stages: tuple[Path, Manifest]) -> None:
+    package, manifest = stages
+    assert manifest == read_manifest(package)
     assert manifest.engine == KIND
     assert manifest.build is not None and manifest.build.built is not None
     assert manifest.build.built.version == RTX.__version__
-    verify_files(tmp_path / "package", manifest.files)
+    verify_files(package, manifest.files)
     paths = [engine.path for rank in manifest.ranks for engine in rank.engines]
     assert paths == ["rank0/stage0.engine", "rank1/stage1.engine"]
     assert sorted(file.path for file in manifest.files) == paths, "and nothing of what they were built from"
     for rank, path in zip(manifest.ranks, paths):
-        assert (tmp_path / "package" / path).stat().st_size > 0.9 * rank.weights_bytes
+        assert (package / path).stat().st_size > 0.9 * rank.weights_bytes
     (ids,) = [tensor for tensor in manifest.inputs if tensor.name == "input_ids"]
     assert (ids.min_shape, ids.max_shape) == ([1, 1], [1, 1])
 
@@ -209,16 +216,17 @@ def test_as_many_engines_at_once_as_there_is_memory_for(short_decoder: Path, mon
     assert sizes(8, 1) == [[0, 1, 0, 1]]
 
 
-def test_packages_that_can_not_be_built_are_refused(short_decoder: Path, package: Path, tmp_path: Path) -> None:
+def test_packages_that_can_not_be_built_are_refused(stages: tuple[Path, Manifest], package: Path) -> None:
     with pytest.raises(MisuseError, match="onnxruntime engines, which are ONNX files"):
         build_package(package)
-    compile_here(short_decoder, tmp_path / "built", "layer")
     with pytest.raises(MisuseError, match="does not hold the ONNX files"):
-        build_package(tmp_path / "built")
+        build_package(stages[0])
 
 
-def test_engines_of_another_version_or_gpu_are_refused(short_decoder: Path, tmp_path: Path) -> None:
-    manifest = compile_here(short_decoder, tmp_path / "package", "layer")
+def test_engines_of_another_version_or_gpu_are_refused(
+    stages: tuple[Path, Manifest], short_decoder: Path, tmp_path: Path
+) -> None:
+    _, manifest = stages
     devices = parse_devices(["2xcuda"])
     check_built_here(tmp_path, manifest, devices)
     assert manifest.build is not None and manifest.build.built is not None

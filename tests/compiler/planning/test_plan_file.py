@@ -21,9 +21,18 @@ from tests.conftest import LAYER, assert_close, decoder_feeds, run_whole
 from tests.helpers.fuzz import damage_json, seeds
 
 
+@pytest.fixture(scope="module")
+def written(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A plan's file."""
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    write_plan(plan_model(decoder, parse_devices(["3xcpu"]), LAYER), path)
+    return path.read_bytes()
+
+
 @pytest.fixture
-def plan_path(decoder: Path, tmp_path: Path) -> Path:
-    write_plan(plan_model(decoder, parse_devices(["3xcpu"]), LAYER), tmp_path / "plan.json")
+def plan_path(written: bytes, tmp_path: Path) -> Path:
+    """The plan's file in a place where it may be edited."""
+    (tmp_path / "plan.json").write_bytes(written)
     return tmp_path / "plan.json"
 
 

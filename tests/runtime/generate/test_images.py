@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 
 from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import Request, compile_pipeline, plan_pipeline
 from splitc.runtime import EncoderDecoder, MisuseError, Pipeline
-from tests.conftest import Array
+from tests.conftest import Array, whole_session
 from tests.helpers.blocks import FLOAT, INT, Block
 
 GUIDE = Path(__file__).resolve().parents[3] / "docs" / "guide" / "genai.md"
@@ -66,7 +65,7 @@ class Unsplit:
     """An unsplit model with the face of a session and of its sequence."""
 
     def __init__(self, path: Path) -> None:
-        self._session = ort.InferenceSession(str(path))
+        self._session = whole_session(path)
         self._states: dict[str, Array] = {
             each.name: np.zeros((1, SIZE.kv_heads, 0, SIZE.head), np.float32)
             for each in self._session.get_inputs()
