@@ -56,7 +56,7 @@ def public_form(tensor: Tensor) -> tuple[str, list[int]]:
 
 
 def check_native(interface: Interface, option: str) -> None:
-    """Raise MisuseError for tensors that only splitc's own model can have in Triton. `option` is what asks for others."""
+    """Raise MisuseError for tensors that only splitc's own model can have in Triton. `option` asks for another."""
     names = {tensor.name for tensor in interface.inputs}
     for each in (*interface.inputs, *interface.outputs):
         if each.shape == []:

@@ -87,4 +87,3 @@ def _steps(name: str, stages: list[EngineFile]) -> Iterator[str]:
         maps = [("input_map", each) for each in stage.inputs] + [("output_map", each) for each in stage.outputs]
         mapped = " ".join(f"{kind} {{ key: {quoted(each)} value: {quoted(each)} }}" for kind, each in maps)
         yield f"{{ model_name: {quoted(stage_name(name, number))} model_version: -1 {mapped} }}"
-
