@@ -13,7 +13,7 @@ import pytest
 
 from splitc.runtime import Session
 from splitc.runtime.engines import NEW
-from splitc.runtime.errors import FeedError, MisuseError
+from splitc.runtime.errors import EngineError, FeedError, MisuseError
 from splitc.runtime.gpu_feeds import GpuFeed
 from splitc.runtime.ranks.loop import Replay
 from splitc.runtime.ranks.request import InFlightRequest
@@ -132,6 +132,20 @@ def test_elements_out_of_order_are_put_in_order(decoder: Path) -> None:
     np.copyto(turned.numbers, feeds["input_ids"])
     with Session(package(decoder, "layer", 1), devices=["cuda0"]) as session:
         assert_close(session.run({**feeds, "input_ids": turned}), run_whole(decoder, feeds))
+
+
+def test_outputs_without_room_fail_alone(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    feeds = decoder_feeds()
+    with Session(package(decoder, "layer", 1), devices=["cuda0"]) as session:
+        with monkeypatch.context() as patch:
+            patch.setattr("tests.helpers.fake_gpu_arrays.Memory", full)
+            with pytest.raises(EngineError, match=r"cuda0 has no room for outputs of .* that are to stay there"):
+                session.run(feeds, on_device=True)
+        assert_close(numbers(session.run(feeds, on_device=True)), run_whole(decoder, feeds))
+
+
+def full(size: int) -> None:
+    raise MemoryError(f"out of memory: {size} bytes")
 
 
 def test_where_ranks_have_no_gpu_feeds_go_over_the_host(decoder: Path) -> None:

@@ -23,26 +23,31 @@ from splitc.runtime.steps import Reduce
 from tests.helpers.blocks import Block
 from tests.helpers.command import splitc
 
-pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX builds engines without a GPU")
-
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A package of a small model on two GPUs in a split mode, as TensorRT 11 would have built it."""
-    folder = tmp_path_factory.mktemp("plans")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model whose inputs and outputs are whole on all ranks."""
+    path = tmp_path_factory.mktemp("plans") / "model.onnx"
     b = Block()
     x = b.data("x", (2, 16), ["n", 16])
     for layer in range(2):
         wide = b.op("Relu", b.op("MatMul", x, b.w(f"up{layer}", 16, 64)))
         x = b.op("Add", x, b.op("MatMul", wide, b.w(f"down{layer}", 64, 16)))
     b.give(b.op("Tanh", x))
-    save(b.model(), folder / "model.onnx")
+    save(b.model(), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def built(model: Path) -> Callable[[str], Path]:
+    """The model's package on two GPUs in a split mode, as TensorRT 11 would have built it."""
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX builds engines without a GPU")
 
     def build(mode: str) -> Path:
-        package = folder / mode
+        package = model.with_name(mode)
         if not package.exists():
             request = Request(split_mode=mode, engine="tensorrt-rtx", memory=["1GiB"], spread=True)
-            made = compile_model(plan_model(folder / "model.onnx", ["2xcuda"], request), package)
+            made = compile_model(plan_model(model, ["2xcuda"], request), package)
             assert made.build is not None and made.build.built is not None
             build = replace(made.build, built=replace(made.build.built, version="11.1.0.106"))
             (package / FILE_NAME).write_bytes(encode(replace(made, engine="tensorrt", build=build)))
@@ -80,11 +85,20 @@ def test_ranks_are_the_plans_of_one_model(built: Callable[[str], Path], tmp_path
         assert (version / name).samefile(package / f"rank{rank}" / f"model.plan.rank{rank}")
 
 
-def test_triton_reads_the_config(built: Callable[[str], Path]) -> None:
-    manifest = read_manifest(built("tensor"))
+def test_triton_reads_the_config(model: Path) -> None:
+    """That of ONNX Runtime's engines: it is not said in it what the ranks run."""
+    manifest = compile_model(plan_model(model, ["2xcpu"], Request(split_mode="tensor")), model.with_name("cpu"))
     moved = [replace(rank, device=device) for rank, device in zip(manifest.ranks, ("cuda3", "cuda1"))]
     config = parsed(plans_config("mlp", replace(manifest, ranks=moved)))
-    assert config.parameters["multi_device_gpus"].string_value == "3,1"
+    assert {key: each.string_value for key, each in config.parameters.items()} == {
+        "enable_multi_device": "true",
+        "multi_device_gpus": "3,1",
+        "multi_device_per_rank_engines": "true",
+    }
+    assert [(each.name, list(each.dims)) for each in (*config.input, *config.output)] == [
+        ("x", [-1, 16]),
+        ("y", [-1, 16]),
+    ]
     assert [group.kind for group in config.instance_group] == [config.instance_group[0].KIND_MODEL]
 
 
