@@ -12,6 +12,7 @@ from functools import partial
 from splitc.runtime.arrays import Array, Zeros
 from splitc.runtime.errors import EngineError, MisuseError, SplitcError
 from splitc.runtime.feeds import explain_failure
+from splitc.runtime.gpu_feeds import Feed
 from splitc.runtime.manifest import Manifest
 from splitc.runtime.processes.remote import RemoteRanks
 from splitc.runtime.ranks.request import NEVER, InFlightRequest
@@ -63,12 +64,13 @@ class Admission:
 
     def submit(
         self,
-        arrays: Mapping[str, Array],
+        arrays: Mapping[str, Feed],
         sequence: int | None,
         initial: Mapping[str, Array | Zeros],
         room: bool,
         after: int | None,
         here: bool,
+        on_device: bool,
     ) -> Future[InFlightRequest]:
         """Start a request; see `Session.submit_request`. Waits while `in_flight` requests are in flight.
 
@@ -81,7 +83,8 @@ class Admission:
             raise MisuseError("a callback of a request can't wait for another one: submit() it, or run() it elsewhere")
         if not self._places.acquire(blocking=not self._in_callback):
             raise MisuseError("too many requests are in flight for a callback to submit another one: raise in_flight")
-        request = InFlightRequest(arrays, len(self._workers), self._done, sequence, initial, room, after)
+        ranks, done = len(self._workers), self._done
+        request = InFlightRequest(arrays, ranks, done, sequence, initial, room, after, on_device)
         future: Future[InFlightRequest] = Future()
         self._begin()
         with self._order:

@@ -46,6 +46,11 @@ class Device:
         return name if self.host is None else f"host{self.host}/{name}"
 
     @property
+    def number_here(self) -> int:
+        """CUDA's number of a GPU in this process."""
+        return self.index if self.ordinal is None else self.ordinal
+
+    @property
     def local(self) -> Device:
         """The device of this kind and index on whatever machine this is."""
         return replace(self, host=None)

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from splitc.runtime.arrays import Array, number_type
 from splitc.runtime.errors import EngineError, FeedError, SizesError
+from splitc.runtime.gpu_feeds import Feed, is_on_gpu, on_host, read_gpu_feed
 from splitc.runtime.manifest import Manifest, Tensor
 from splitc.runtime.units import format_shape
 
@@ -16,11 +17,23 @@ from splitc.runtime.units import format_shape
 def check_feeds(
     feeds: Mapping[str, npt.ArrayLike], inputs: Sequence[Tensor], optional: Sequence[Tensor] = (), copy: bool = False
 ) -> dict[str, Array]:
-    """The feeds as arrays; with `copy` as new ones, which the caller can't change.
+    """The feeds as arrays on the host; with `copy` as new ones, which the caller can't change.
 
     Feeds for `optional` inputs may be missing. Raises FeedError if a name, a number type or a shape does not fit the
     inputs.
     """
+    taken = take_feeds(feeds, inputs, optional, copy)
+    return {name: on_host(feed) for name, feed in taken.items()}
+
+
+def take_feeds(
+    feeds: Mapping[str, npt.ArrayLike],
+    inputs: Sequence[Tensor],
+    optional: Sequence[Tensor] = (),
+    copy: bool = False,
+    on_gpus: Collection[str] = (),
+) -> dict[str, Feed]:
+    """As `check_feeds`, but arrays on GPUs stay there if they are for one of the inputs `on_gpus`."""
     if not isinstance(feeds, Mapping):
         raise FeedError(f"feeds are arrays by the names of inputs, as in a dict, not {type(feeds).__name__}")
     known = {tensor.name: tensor for tensor in (*optional, *inputs)}
@@ -31,15 +44,21 @@ def check_feeds(
     if extra := [str(name) for name in feeds if name not in known]:
         also = f", and may be given {_list(optional)}" if optional else ""
         raise FeedError(f"the model has no input {', '.join(extra)}; it takes {_list(inputs)}{also}")
-    arrays = {name: _read(feeds[name], tensor) for name, tensor in known.items() if name in feeds}
-    for name, array in arrays.items():
-        _check_array(array, known[name])
-    return {name: array.copy() for name, array in arrays.items()} if copy else arrays
+    taken = {name: _read(feeds[name], tensor, name in on_gpus) for name, tensor in known.items() if name in feeds}
+    for name, feed in taken.items():
+        _check_array(feed, known[name])
+    if not copy:
+        return taken
+    # Here, when all have been checked. One on a GPU is complete then: what made it goes on behind its caller's back.
+    return {name: feed.copy() for name, feed in taken.items()}
 
 
-def _read(feed: npt.ArrayLike, tensor: Tensor) -> Array:
+def _read(feed: npt.ArrayLike, tensor: Tensor, on_gpu: bool) -> Feed:
     """The feed as an array. Raw bytes, as numpy's files have for types that numpy lacks, get the input's type."""
     try:
+        if is_on_gpu(feed):
+            found = read_gpu_feed(feed)
+            return found if on_gpu else found.on_host()
         array = np.asarray(feed)
     except Exception as error:  # whatever the object's own conversion raises
         raise FeedError(f"the feed of '{tensor.name}' can't be made an array: {error}") from error
@@ -48,7 +67,7 @@ def _read(feed: npt.ArrayLike, tensor: Tensor) -> Array:
     return array
 
 
-def _check_array(array: Array, tensor: Tensor) -> None:
+def _check_array(array: Feed, tensor: Tensor) -> None:
     """Raise FeedError unless the array fits the input."""
     if array.dtype != number_type(tensor.dtype):
         raise FeedError(f"input '{tensor.name}' is {array.dtype}, and the model takes {tensor.dtype}")
@@ -66,7 +85,7 @@ def _check_array(array: Array, tensor: Tensor) -> None:
         )
 
 
-def two_sizes(arrays: Mapping[str, Array], inputs: Sequence[Tensor], symbols: Collection[str] | None = None) -> str:
+def two_sizes(arrays: Mapping[str, Feed], inputs: Sequence[Tensor], symbols: Collection[str] | None = None) -> str:
     """How the arrays contradict the names that the model gives to sizes; empty if they don't.
 
     Looks at these symbols only, or at all. To have two sizes of one name need not be wrong: exporters give one name to
@@ -88,13 +107,13 @@ def two_sizes(arrays: Mapping[str, Array], inputs: Sequence[Tensor], symbols: Co
     return ""
 
 
-def check_sizes(arrays: Mapping[str, Array], manifest: Manifest) -> None:
+def check_sizes(arrays: Mapping[str, Feed], manifest: Manifest) -> None:
     """Raise FeedError if a size that ranks read off any input which has it is not the same in all of them."""
     if manifest.shared_sizes and (said := two_sizes(arrays, manifest.inputs, manifest.shared_sizes)):
         raise FeedError(f"{said}: this package takes them for one size, as the model's file names them")
 
 
-def explain_failure(error: BaseException, arrays: Mapping[str, Array], inputs: Sequence[Tensor]) -> BaseException:
+def explain_failure(error: BaseException, arrays: Mapping[str, Feed], inputs: Sequence[Tensor]) -> BaseException:
     """The error of a request; a SizesError if an engine failed on arrays that contradict the model's names of sizes."""
     if not isinstance(error, EngineError) or not (said := two_sizes(arrays, inputs)):
         return error

@@ -17,14 +17,16 @@ import numpy.typing as npt
 from splitc.runtime.admission import Admission
 from splitc.runtime.arrays import Array, Zeros
 from splitc.runtime.batches import cut_batches, join_batches
+from splitc.runtime.device_arrays import DeviceArrays
 from splitc.runtime.devices import Device, parse_devices, threads_for
 from splitc.runtime.engines.backends import make_backend
 from splitc.runtime.engines.built_here import check_built_here
 from splitc.runtime.engines.kinds import choose_engine
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.feeds import check_feeds, check_sizes
+from splitc.runtime.feeds import check_feeds, check_sizes, take_feeds
 from splitc.runtime.futures import in_order, then
 from splitc.runtime.generate.tokens import generate
+from splitc.runtime.gpu_feeds import Feed
 from splitc.runtime.manifest import Manifest, Tensor
 from splitc.runtime.manifest_file import read_manifest
 from splitc.runtime.memory_use import RankMemory
@@ -98,7 +100,8 @@ class Session:
         self.in_flight = in_flight or 2 * len(self.devices)
         self.resident_states = find_resident(self.manifest)
         self._sequences = itertools.count()
-        self._joiner = OutputJoiner(self.manifest)
+        self._joiner = OutputJoiner(self.manifest, self.devices)
+        self.device_arrays = DeviceArrays(self.manifest, self.devices, kind)
         self._cuda_graphs = cuda_graphs
         try:
             if world is not None and kind == MPI:
@@ -179,36 +182,47 @@ class Session:
         """The model's outputs: names, number types and shapes."""
         return self.manifest.outputs
 
-    def run(self, feeds: Mapping[str, npt.ArrayLike], *, micro_batch: int | None = None) -> dict[str, Array]:
+    def run(
+        self, feeds: Mapping[str, npt.ArrayLike], *, micro_batch: int | None = None, on_device: bool = False
+    ) -> dict[str, Array]:
         """Run the model once. Feeds and outputs are arrays by name, in the shapes of the model's inputs and outputs.
 
-        `micro_batch` cuts the batch into micro-batches of this many rows, which are in the stages at the same time.
-        Raises FeedError for feeds that do not fit the model, MisuseError if its batch can't be cut, EngineError if an
-        engine fails.
+        A feed may be on a GPU: any object with `__dlpack__` or `__cuda_array_interface__`. Where ranks are threads with
+        GPUs, it is copied from there to theirs, and else over the host. With `on_device`, outputs are arrays of CuPy on
+        the GPUs of the ranks that make them. `micro_batch` cuts the batch into micro-batches of this many rows, which
+        are in the stages at the same time. Raises FeedError for feeds that do not fit the model, MisuseError if its
+        batch can't be cut, or outputs can't be on GPUs, EngineError if an engine fails.
         """
         if micro_batch is None:
-            return self.run_timed(feeds)[0]
+            return self.run_timed(feeds, on_device)[0]
+        if on_device:
+            raise MisuseError("on_device: the outputs of micro-batches are joined on the host: leave one of both out")
         arrays = check_feeds(feeds, self.inputs, self.optional)
         batches = cut_batches(arrays, self.manifest.batch, micro_batch)
         answers = list(in_order(map(self._submit, batches), self.in_flight))
         return join_batches(answers, self.manifest.batch)
 
-    def run_timed(self, feeds: Mapping[str, npt.ArrayLike]) -> tuple[dict[str, Array], dict[int, Served]]:
+    def run_timed(
+        self, feeds: Mapping[str, npt.ArrayLike], on_device: bool = False
+    ) -> tuple[dict[str, Array], dict[int, Served]]:
         """As `run`, and also returns when each rank ran its steps."""
-        request = self.submit_request(check_feeds(feeds, self.inputs, self.optional), here=True).result()
+        request = self.submit_request(self._take(feeds), here=True, on_device=on_device).result()
         return self.join(request), request.served
 
-    def submit(self, feeds: Mapping[str, npt.ArrayLike]) -> Future[dict[str, Array]]:
+    def submit(self, feeds: Mapping[str, npt.ArrayLike], *, on_device: bool = False) -> Future[dict[str, Array]]:
         """Start a request and return a future of its outputs. Requests run in the order of submission.
 
         The feeds are copied, so they may be changed afterwards. Waits while `in_flight` requests are in flight. A
-        failed request does not affect others. Raises as `run` does.
+        failed request does not affect others. For `on_device`, and for what it raises, see `run`.
         """
-        return self._submit(check_feeds(feeds, self.inputs, self.optional, copy=True))
+        return self._submit(self._take(feeds, copy=True), on_device)
 
-    def _submit(self, arrays: Mapping[str, Array]) -> Future[dict[str, Array]]:
+    def _take(self, feeds: Mapping[str, npt.ArrayLike], copy: bool = False) -> dict[str, Feed]:
+        return take_feeds(feeds, self.inputs, self.optional, copy, self.device_arrays.feeds)
+
+    def _submit(self, arrays: Mapping[str, Feed], on_device: bool = False) -> Future[dict[str, Array]]:
         """As `submit`, for arrays that nobody changes while the request is in flight."""
-        return then(self.submit_request(arrays), self.join)
+        return then(self.submit_request(arrays, on_device=on_device), self.join)
 
     def map(
         self, feeds: Iterable[Mapping[str, npt.ArrayLike]], *, in_flight: int | None = None
@@ -242,12 +256,13 @@ class Session:
 
     def submit_request(
         self,
-        arrays: Mapping[str, Array],
+        arrays: Mapping[str, Feed],
         sequence: int | None = None,
         initial: Mapping[str, Array | Zeros] | None = None,
         room: bool = False,
         after: int | None = None,
         here: bool = False,
+        on_device: bool = False,
     ) -> Future[InFlightRequest]:
         """Start a request with checked feeds. With `sequence`, it belongs to that one, which begins with `initial`.
 
@@ -255,10 +270,12 @@ class Session:
         sequence, which are shorter. With `here`, the calling thread does a replay,
         or reads the answers of processes, which is faster if it waits for the result anyway.
         """
+        if on_device:
+            self.device_arrays.check_outputs()
         check_sizes(arrays, self.manifest)
         while self._dropped:
             self._admission.forget(self._dropped.popleft())
-        return self._admission.submit(arrays, sequence, initial or {}, room, after, here)
+        return self._admission.submit(arrays, sequence, initial or {}, room, after, here, on_device)
 
     def forget(self, sequence: int) -> None:
         """Free the states of a sequence."""

@@ -14,6 +14,7 @@ from splitc.runtime.serving.genai_folder import export_genai
 from splitc.runtime.serving.mlserver_folder import export_mlserver
 from splitc.runtime.serving.serving_file import Serving
 from splitc.runtime.serving.triton_ensemble import export_ensemble
+from splitc.runtime.serving.triton_plans import export_plans
 from splitc.runtime.serving.triton_repository import MOST_ROWS, export_triton
 
 _SESSION = {"name", "sequences", "capacity", "idle", "device", "threads", "ranks", "in_flight"}
@@ -23,8 +24,8 @@ SERVERS = {
     "mlserver": _SESSION,
     "genai": {"tokenizer", "context_length", "stop"},
 }
-# And those that say something to an ensemble for Triton.
-ENSEMBLE = {"name", "ensemble"}
+# What Triton runs without splitc, and the options that say something to it.
+NATIVE = {"ensemble": {"name", "ensemble"}, "plans": {"name", "plans"}}
 
 
 def export(
@@ -50,7 +51,14 @@ def export(
         help=f"Join waiting requests to so many rows; 0: never. Default: {MOST_ROWS}, if the model's rows don't meet.",
     ),
     ensemble: bool = typer.Option(
-        False, "--ensemble", help="For Triton: a model of its own ONNX Runtime backend for each stage, without splitc."
+        False,
+        "--ensemble",
+        help="For Triton: a model of its own ONNX Runtime or TensorRT backend for each stage, without splitc.",
+    ),
+    plans: bool = typer.Option(
+        False,
+        "--plans",
+        help="For Triton: the plans of all ranks as a model of its own TensorRT backend, without splitc.",
     ),
     tokenizer: Path | None = typer.Option(
         None, "--tokenizer", help="For genai: the folder of tokenizer.json, which goes with the model."
@@ -70,7 +78,7 @@ def export(
     as_json: bool = JSON,
 ) -> None:
     """Write a package as a server of another project wants it. Its files are hard links."""
-    _check_options(context, server, ensemble)
+    _check_options(context, server)
     serving = Serving(
         "package",
         idle_seconds=idle,
@@ -82,6 +90,8 @@ def export(
     )
     if ensemble:
         folders = export_ensemble(package, output, module=module, name=name)
+    elif plans:
+        folders = export_plans(package, output, module=module, name=name)
     elif server == "triton":
         folders = export_triton(package, output, serving, module=module, name=name, sequences=sequences, batch=batch)
     elif server == "genai":
@@ -95,12 +105,14 @@ def export(
         out.print(f"wrote {folder}")
 
 
-def _check_options(context: typer.Context, server: str, ensemble: bool) -> None:
+def _check_options(context: typer.Context, server: str) -> None:
     """Raise MisuseError for a server that is not known, and for options that would have no effect with it."""
     if server not in SERVERS:
         raise MisuseError(f"can't export for '{server}': there are {', '.join(SERVERS)}")
-    of_ensemble = ensemble and server == "triton"
-    own, what = (ENSEMBLE, "--ensemble") if of_ensemble else (SERVERS[server], f"'{server}'")
+    own, what = SERVERS[server], f"'{server}'"
+    for option in NATIVE:
+        if server == "triton" and is_given(context, option):
+            own, what = NATIVE[option], f"--{option}"
     allowed = own | {"context", "server", "package", "output", "module", "as_json"}
     for parameter in context.command.params:
         if is_given(context, parameter.name) and parameter.name not in allowed:

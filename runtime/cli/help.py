@@ -31,7 +31,7 @@ TOPICS: dict[str, Sequence[str]] = {
         *("--temperature", "--top-k"),
         *("--top-p", "--stop", "--prefill", "--prompt-chunk"),
     ),
-    "Server": ("--name", "--sequences", "--capacity", "--idle", "--batch", "--ensemble", "--context"),
+    "Server": ("--name", "--sequences", "--capacity", "--idle", "--batch", "--ensemble", "--plans", "--context"),
     "Runs": ("--runs", "--warmup", "--in-flight", "--baseline", "--baseline-threads", "--measure"),
     "Comparison": ("--rtol", "--atol"),
     "Engines": ("--engine", "--cuda-graph", "--verify", "--weights", "--jobs"),

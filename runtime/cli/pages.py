@@ -36,7 +36,7 @@ OPTION_PAGES = {
     **dict.fromkeys(("--output", "--force"), "errors#what-is-written"),
     **dict.fromkeys(("--audio", "--language", "--task"), "speech"),
     "--swap": "pipelines",
-    **dict.fromkeys(("--sequences", "--batch", "--ensemble", "--idle", "--capacity"), "serving"),
+    **dict.fromkeys(("--sequences", "--batch", "--ensemble", "--plans", "--idle", "--capacity"), "serving"),
     **dict.fromkeys(("--prompt", "--prompt-ids", "--tokenizer", "--prefill", "--prompt-chunk"), "python#generating"),
     "--ranks": "gpus#one-process-a-gpu",
     "--rank": "planning#hosts",

@@ -37,11 +37,12 @@ class GpuArray:
 class Tape:
     """A rank's buffers for a recorded request.
 
-    `inputs` is pinned memory, by name, that a replay copies to the GPU at its begin; `outputs` is what it copies to at
-    its end. Objects in `kept` must stay alive until the capture ends. All other memory of a graph comes from the GPU's
+    `inputs` is pinned memory, by name, that a replay copies to the GPU at its begin, or for feeds that are on a GPU
+    already, what they are copied to before. `outputs` is what a replay copies to at its end, or outputs that stay on
+    the GPU. Objects in `kept` must stay alive until the capture ends. All other memory of a graph comes from the GPU's
     private pool, which nobody else uses.
     """
 
-    inputs: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
-    outputs: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+    inputs: dict[str, npt.NDArray[Any] | GpuArray] = field(default_factory=dict)
+    outputs: dict[str, Any] = field(default_factory=dict)
     kept: list[Any] = field(default_factory=list)

@@ -21,6 +21,7 @@ from splitc.runtime.engines.gpu_array import GpuArray, Tape
 from splitc.runtime.engines.kernels import combine, copy
 from splitc.runtime.engines.weight_places import ALIGNED, SwapRoom
 from splitc.runtime.errors import EngineError, PackageError
+from splitc.runtime.gpu_feeds import GpuFeed
 from splitc.runtime.gpus import need_cupy
 from splitc.runtime.units import format_bytes
 
@@ -69,7 +70,7 @@ class GpuDevice:
 
     def __init__(self, device: Device) -> None:
         self.name = str(device)
-        self.index = index = device.index if device.ordinal is None else device.ordinal
+        self.index = index = device.number_here
         self.tape: Tape | None = None
         self.recorded = False
         self.cupy = need_cupy()
@@ -204,6 +205,17 @@ class GpuDevice:
             self._copy(copied[name].ctypes.data, value.pointer, value.nbytes, self.cuda.runtime.memcpyDeviceToHost)
         self.keep(*copied.values())  # even if a wait fails, the stream may still write to them
         return copied
+
+    def take(self, feed: GpuFeed, target: GpuArray | None = None) -> GpuArray:
+        """A copy of a feed that is on a GPU, when that is ready: in `target`, which has its size, or in new memory."""
+        made = target or self.empty(feed.shape, str(feed.dtype))
+        self.stream.wait_event(feed.ready)
+        if size := made.nbytes:
+            self.cuda.runtime.memcpyPeerAsync(
+                made.pointer, self.index, feed.pointer, feed.device, size, self.stream.ptr
+            )
+        self.keep(feed)
+        return made
 
     def copy_from(self, value: GpuArray, other: int) -> GpuArray:
         """A copy of an array of the GPU `other` on this one. Without peer access the driver copies through the host."""

@@ -12,6 +12,7 @@ from splitc.runtime.arrays import Array, Zeros
 from splitc.runtime.devices import Device
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.futures import first_error
+from splitc.runtime.gpu_feeds import on_host
 from splitc.runtime.manifest import Manifest
 from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.processes.messages import Answer, Ask, BringIn, Broken, Ended, Forget, Loaded, Order, Report
@@ -85,7 +86,7 @@ class RemoteRanks(ABC):
         order = Order(number, (), (), zeros, *how, False, ())
         self._requests[number] = request  # before its answer may come
         try:
-            self._wire.order(order, list(request.feeds.items()), loaded)
+            self._wire.order(order, [(name, on_host(feed)) for name, feed in request.feeds.items()], loaded)
         except BaseException:
             del self._requests[number]
             raise

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from splitc.runtime.arrays import Array, Zeros
 from splitc.runtime.errors import FollowingError, SplitcError
+from splitc.runtime.gpu_feeds import Feed
 from splitc.runtime.ranks.loop import Span
 
 
@@ -36,17 +37,19 @@ class InFlightRequest:
     `sequence` is the number of the request's sequence, `initial` what the sequence begins with on the ranks: the states
     that stay there, and feeds that are the same in all its requests. With `room`,
     the states have room for all later tokens, and are written in place. With `after`, the sequence goes on from that
-    one: its states are copied into the beginning of `initial`, which are longer. `waiting` is the number of ranks that
-    have not finished. `outputs` and `served` are by rank.
+    one: its states are copied into the beginning of `initial`, which are longer. With `on_device`, outputs are arrays
+    of CuPy on the ranks' GPUs. `waiting` is the number of ranks that have not finished. `outputs` and `served` are by
+    rank.
     """
 
-    feeds: Mapping[str, Array]
+    feeds: Mapping[str, Feed]
     waiting: int
     done: Callable[[InFlightRequest], None]
     sequence: int | None = None
     initial: Mapping[str, Array | Zeros] = field(default_factory=dict)
     room: bool = False
     after: int | None = None
+    on_device: bool = False
     outputs: dict[int, dict[str, Array]] = field(default_factory=dict)
     served: dict[int, Served] = field(default_factory=dict)
     error: BaseException | None = None

@@ -14,8 +14,11 @@ from typing import Any, Protocol
 from splitc.runtime.arrays import Array, Zeros
 from splitc.runtime.collectives import Collectives
 from splitc.runtime.engines import Backend, Communicator, Room
+from splitc.runtime.engines.gpu_device import GpuDevice
+from splitc.runtime.engines.gpu_outputs import hand_over
 from splitc.runtime.engines.weight_places import SwapRoom
 from splitc.runtime.failures import Failure, attempt
+from splitc.runtime.gpu_feeds import Feed, GpuFeed
 from splitc.runtime.manifest import Rank, State
 from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.parts import cut_part, cut_places, part_shape
@@ -222,7 +225,13 @@ class Worker(threading.Thread):
             changed = before is None or any(kept[name] is not before[name] for name in kept)
             if changed:  # recordings go by this dict's id
                 self.sequences[request.sequence] = kept
-        return self.backend.fetch({name: values[name] for name in self.given(request)}, self.room), spans
+        given = {name: values[name] for name in self.given(request)}
+        return self.hand_over(given) if request.on_device else self.backend.fetch(given, self.room), spans
+
+    def hand_over(self, values: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
+        """Begin to give the caller outputs on the rank's GPU. Returns a function that waits, and gives them."""
+        assert isinstance(self.backend, GpuDevice), "a session asks for that where all ranks have GPUs"
+        return hand_over(self.backend, values)
 
     def _begin_states(self, request: InFlightRequest) -> dict[str, Any]:
         """What a sequence begins with on this rank: states that are zeros, and feeds that it holds.
@@ -280,7 +289,11 @@ class Worker(threading.Thread):
 
     def _upload(self, request: InFlightRequest, name: str) -> Any:
         """The backend's value for an input: the initial value of a state, or a feed."""
-        return self.backend.upload(self.cut_feed(name, request))
+        feed = self.feed_of(name, request)
+        if isinstance(feed, GpuFeed):
+            assert isinstance(self.backend, GpuDevice), "a session brings it to the host otherwise"
+            return self.backend.take(feed)
+        return self.backend.upload(feed)
 
     def zeros_of(self, request: InFlightRequest) -> dict[str, Zeros]:
         """This rank's shards of the states that begin as zeros, by the names of their inputs."""
@@ -291,14 +304,21 @@ class Worker(threading.Thread):
             for name, part in parts.items()
         }
 
+    def feed_of(self, name: str, request: InFlightRequest) -> Feed:
+        """As `cut_feed`, but a feed that is on a GPU as it is: no rank takes a shard of it, and no weight's place."""
+        feed = request.feeds.get(name)
+        return feed if isinstance(feed, GpuFeed) else self.cut_feed(name, request)
+
     def cut_feed(self, name: str, request: InFlightRequest) -> Array:
         """This rank's shard of a feed or of a state's initial array, by the name of the input.
 
-        Or by that of the weight which an optional input replaces.
+        Or by that of the weight which an optional input replaces. These are on the host.
         """
         if name in self._overrides:
-            return cut_places(request.feeds[self._overrides[name].input], self._overrides[name].places)
+            array: Feed | Zeros = request.feeds[self._overrides[name].input]
+            assert not isinstance(array, GpuFeed | Zeros)
+            return cut_places(array, self._overrides[name].places)
         array = request.initial[name] if name in request.initial else request.feeds[name]
-        assert not isinstance(array, Zeros)
+        assert not isinstance(array, GpuFeed | Zeros)
         part = self._parts.get(name)
         return array if part is None else cut_part(array, part)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from splitc.runtime.engines import NEW
+from splitc.runtime.gpu_feeds import GpuFeed
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.ranks.thread import Worker
 
@@ -108,10 +109,14 @@ class KeptRecordings(Generic[RecordingT, StatesT]):
 
 
 def kind_of(request: InFlightRequest, states: Sequence[Mapping[str, Any]]) -> Kind:
-    """The request's kind: its shapes, and the lengths of its sequence's states, which are given by rank."""
+    """The request's kind: its shapes, and the lengths of its sequence's states, which are given by rank.
+
+    And which of its feeds and outputs are on GPUs.
+    """
     shapes = [(name, array.shape) for name, array in request.feeds.items()]
     shapes += [(name, own[name].shape) for own in states for name in list(own)[:1]]
-    return request.sequence is None, request.room, *shapes
+    on_gpus = tuple(name for name, feed in request.feeds.items() if isinstance(feed, GpuFeed))
+    return request.sequence is None, request.room, request.on_device, on_gpus, *shapes
 
 
 def fit(worker: Worker, request: InFlightRequest, states: Mapping[str, Any]) -> bool:

@@ -50,6 +50,7 @@ class RankRecording:
     def launch(self, worker: Worker, gpu: GpuDevice, request: InFlightRequest) -> tuple[dict[str, Array], Span]:
         """Replay the request and wait for its end."""
         for name, staged in self.tape.inputs.items():
+            assert not isinstance(staged, GpuArray), "feeds reach processes on the host"
             staged[...] = worker.cut_feed(name, request)
         self.begin.record(gpu.stream)
         self.graph.launch(gpu.stream)

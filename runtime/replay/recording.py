@@ -22,6 +22,7 @@ from splitc.runtime.arrays import Array
 from splitc.runtime.engines.gpu_array import GpuArray, Tape
 from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.errors import EngineError
+from splitc.runtime.gpu_feeds import GpuFeed
 from splitc.runtime.ranks.loop import Replay, Span
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.ranks.thread import Worker
@@ -53,17 +54,38 @@ class Recording:
         """Replay the request. Returns the ranks' outputs, and when the GPUs were working."""
         for worker, tape in zip(workers, self.tapes, strict=True):
             for name, staged in tape.inputs.items():
-                staged[...] = worker.cut_feed(name, request)
+                _stage(worker, name, staged, request)
+        if any(isinstance(staged, GpuArray) for tape in self.tapes for staged in tape.inputs.values()):
+            self.wait_for(workers)
         seconds = self.captured.play(self.seconds)
         self.seconds = min(seconds, self.seconds or seconds)
         now = time.perf_counter()
-        outputs = [{name: array.copy() for name, array in tape.outputs.items()} for tape in self.tapes]
+        outputs = [_outputs(*each, request) for each in zip(workers, self.tapes, strict=True)]
         return outputs, Span(Replay(), now - seconds, now)
 
     def wait_for(self, workers: Sequence[Worker]) -> None:
         """Make the graph wait for all work so far on the ranks' streams."""
         for worker in workers:
             self.captured.gpu.stream.wait_event(_record_event(worker.backend))
+
+
+def _stage(worker: Worker, name: str, staged: Array | GpuArray, request: InFlightRequest) -> None:
+    """Put a feed where the graph reads it."""
+    feed = worker.feed_of(name, request)
+    if isinstance(staged, GpuArray):
+        gpu = worker.backend
+        assert isinstance(gpu, GpuDevice) and isinstance(feed, GpuFeed), "kinds of requests differ in that"
+        with gpu.device:
+            gpu.take(feed, staged)
+    else:
+        staged[...] = feed
+
+
+def _outputs(worker: Worker, tape: Tape, request: InFlightRequest) -> dict[str, Array]:
+    """A rank's outputs, for the caller to keep: the next replay writes to what the graph wrote to."""
+    if request.on_device:
+        return worker.hand_over(tape.outputs)()
+    return {name: array.copy() for name, array in tape.outputs.items()}
 
 
 def states_of(workers: Sequence[Worker], sequence: int | None) -> States:
@@ -107,8 +129,9 @@ def _take_part(worker: Worker, ranks: int, request: InFlightRequest, tape: Tape,
 
 
 def _give_all(worker: Worker, gpu: GpuDevice, request: InFlightRequest, tape: Tape) -> None:
-    """Put the rank's work for the request on its stream, and the copies of its outputs."""
-    tape.outputs.update(gpu.copy_to_pinned(give(worker, gpu, request, tape)))
+    """Put the rank's work for the request on its stream, and the copies of outputs that go to the host."""
+    given = give(worker, gpu, request, tape)
+    tape.outputs.update(given if request.on_device else gpu.copy_to_pinned(given))
 
 
 def give(worker: Worker, gpu: GpuDevice, request: InFlightRequest, tape: Tape) -> dict[str, GpuArray]:
@@ -116,7 +139,11 @@ def give(worker: Worker, gpu: GpuDevice, request: InFlightRequest, tape: Tape) -
     states = worker.sequences.get(request.sequence, {})
 
     def stage(name: str) -> GpuArray:
-        value, tape.inputs[name] = gpu.stage(worker.cut_feed(name, request))
+        feed = worker.feed_of(name, request)
+        if isinstance(feed, GpuFeed):  # it is copied before each replay
+            value = tape.inputs[name] = gpu.empty(feed.shape, str(feed.dtype))
+        else:
+            value, tape.inputs[name] = gpu.stage(feed)
         return value
 
     values, _ = worker.execute(request, states, stage)

@@ -55,6 +55,18 @@ def public_form(tensor: Tensor) -> tuple[str, list[int]]:
     return TYPES[tensor.dtype], [size if isinstance(size, int) else -1 for size in tensor.shape] or [1]
 
 
+def check_native(interface: Interface, option: str) -> None:
+    """Raise MisuseError for tensors that only splitc's own model can have in Triton. `option` asks for another."""
+    names = {tensor.name for tensor in interface.inputs}
+    for each in (*interface.inputs, *interface.outputs):
+        if each.shape == []:
+            raise MisuseError(f"'{each.name}' is a scalar, which Triton's own backends can't have: leave out {option}")
+    if passed := [tensor.name for tensor in interface.outputs if tensor.name in names]:
+        raise MisuseError(
+            f"'{passed[0]}' is an input and an output, which Triton's own backends can't have: leave out {option}"
+        )
+
+
 def find_rows(manifest: Manifest, interface: Interface) -> int | None:
     """The most rows that requests can be joined to, in one batch; 0 for any number, None if they can't be.
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from splitc.runtime.arrays import Array
+from splitc.runtime.gpu_feeds import is_on_gpu
 
 Feeds = Mapping[str, Array]
 
@@ -17,16 +18,19 @@ def group_alike(requests: Sequence[Feeds]) -> list[list[int]]:
     groups: dict[Any, list[int]] = {}
     for number, feeds in enumerate(requests):
         rows = {array.shape[:1] for array in feeds.values()}
-        alike = tuple(sorted((name, str(array.dtype), array.shape[1:]) for name, array in feeds.items()))
+        alike = tuple(sorted((name, str(a.dtype), a.shape[1:], is_on_gpu(a)) for name, a in feeds.items()))
         # One whose own arrays differ in their rows is for itself: its error is not that of others.
         groups.setdefault((alike, None if len(rows) == 1 and () not in rows else number), []).append(number)
     return list(groups.values())
 
 
 def join_rows(requests: Sequence[Feeds]) -> tuple[dict[str, Array], list[int]]:
-    """One batch of the rows of all requests, and the row that each of them but the first begins at."""
+    """One batch of the rows of all requests, and the row that each of them but the first begins at.
+
+    Arrays of CuPy become one of CuPy, on their GPU.
+    """
     joined = {name: np.concatenate([feeds[name] for feeds in requests]) for name in requests[0]}
-    counts = [len(next(iter(feeds.values()))) for feeds in requests]
+    counts = [next(iter(feeds.values())).shape[0] for feeds in requests]
     return joined, [int(row) for row in np.cumsum(counts)[:-1]]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from splitc.runtime.arrays import Array
 from splitc.runtime.errors import FeedError, MisuseError
+from splitc.runtime.gpu_feeds import is_on_gpu
 from splitc.runtime.serving.interface import Interface, find_interface, find_rows
 from splitc.runtime.serving.joined_rows import group_alike, join_rows, part_rows
 from splitc.runtime.serving.kept_sequences import Answer, KeptSequences, SequenceStep
@@ -19,7 +20,10 @@ from splitc.runtime.session import Session
 
 @dataclass(frozen=True)
 class ServedRequest:
-    """A client's request: arrays by name, which do not change meanwhile, and the sequence that it belongs to."""
+    """A client's request: arrays by name, which do not change meanwhile, and the sequence that it belongs to.
+
+    Arrays are numpy's, or CuPy's if they are on a GPU.
+    """
 
     feeds: Mapping[str, Array]
     step: SequenceStep | None = None
@@ -115,9 +119,9 @@ class ServedPackage:
         for answer in answers:
             answer.set_running_or_notify_cancel()
         if len(feeds) > 1:
-            joined, starts = join_rows(feeds)
             try:
-                parts = part_rows(self._session.run(joined), starts)
+                joined, starts = join_rows(feeds)
+                parts = part_rows(self._run(joined), starts)
             except Exception:  # each finds its own error below
                 pass
             else:
@@ -126,11 +130,16 @@ class ServedPackage:
                 return
         for each, answer in zip(feeds, answers, strict=True):
             try:
-                outputs = self._session.run(each)
+                outputs = self._run(each)
             except BaseException as error:  # whoever waits for the answer gets it
                 answer.set_exception(error)
             else:
                 answer.set_result(outputs)
+
+    def _run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """The outputs: on the ranks' GPUs if a feed is on a GPU, so that the server has them there, and they can be."""
+        on_device = self._session.device_arrays.possible and any(map(is_on_gpu, feeds.values()))
+        return self._session.run(feeds, on_device=on_device)
 
     def _shaped(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """The feeds, with scalars that clients give as one element."""

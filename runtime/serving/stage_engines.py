@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.manifest import EngineFile, Manifest, Rank
 from splitc.runtime.steps import Reduce
 
 
-def find_stages(manifest: Manifest, runner: str) -> list[EngineFile]:
+def find_stages(manifest: Manifest, runner: str, engines: Sequence[str] = ("onnxruntime",)) -> list[EngineFile]:
     """The engines of the ranks, in their order. What one needs of others, those before it make, under the same name.
 
-    Raises MisuseError, with the name of who would run them, for engines that are not ONNX Runtime's, and for ranks that
+    Raises MisuseError, with the name of who would run them, for engines that are not of these kinds, and for ranks that
     do more than run one engine.
     """
-    if manifest.engine != "onnxruntime":
-        raise MisuseError(f"{runner} runs ONNX Runtime's engines, and this package has {manifest.engine}'s")
+    if manifest.engine not in engines:
+        wanted = " and ".join(f"{find_kind(each).title}'s" for each in engines)
+        raise MisuseError(f"{runner} runs {wanted} engines, and this package has {manifest.engine}'s")
     return [_only_engine(manifest, rank, runner) for rank in manifest.ranks]
 
 

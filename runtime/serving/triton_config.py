@@ -9,12 +9,19 @@ from splitc.runtime.serving.interface import Interface, public_form
 
 
 def model_config(
-    name: str, interface: Interface, *, rows: int = 0, idle_seconds: float | None = None, most_sequences: int = 0
+    name: str,
+    interface: Interface,
+    *,
+    rows: int = 0,
+    idle_seconds: float | None = None,
+    most_sequences: int = 0,
+    on_gpus: bool = False,
 ) -> str:
     """The text of `config.pbtxt`.
 
     With `rows` above 0 the server joins requests to batches of so many rows. `idle_seconds` makes requests sequences,
-    of which at most `most_sequences` are open. Raises MisuseError for a tensor that clients can't send or get.
+    of which at most `most_sequences` are open. With `on_gpus`, inputs that the server has on a GPU stay there. Raises
+    MisuseError for a tensor that clients can't send or get.
     """
     lines = [f"name: {quoted(name)}", 'backend: "python"', f"max_batch_size: {rows}"]
     lines += tensor_lines(interface, rows > 0)
@@ -23,6 +30,8 @@ def model_config(
         lines.append(f"sequence_batching {{ {idle} oldest {{ max_candidate_sequences: {most_sequences} }} }}")
     elif rows:
         lines.append("dynamic_batching { }")
+    if on_gpus:
+        lines.append('parameters { key: "FORCE_CPU_ONLY_INPUT_TENSORS" value { string_value: "no" } }')
     # One instance: a session has its own ranks on all devices, and takes many requests at a time.
     lines.append("instance_group { kind: KIND_CPU count: 1 }")
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""A package's stages as models of Triton's own ONNX Runtime backend, and an ensemble that runs them as one."""
+"""A package's stages as models of Triton's own ONNX Runtime or TensorRT backend, and an ensemble that runs them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from splitc.runtime.devices import parse_devices
-from splitc.runtime.errors import MisuseError
+from splitc.runtime.engines.kinds import ONNXRUNTIME, TENSORRT
 from splitc.runtime.files import link_file
 from splitc.runtime.manifest import EngineFile, Manifest, Rank
 from splitc.runtime.package_files import files_of
-from splitc.runtime.serving.interface import Interface, find_interface
+from splitc.runtime.serving.interface import Interface, check_native, find_interface
 from splitc.runtime.serving.served_folders import find_packages, new_models
 from splitc.runtime.serving.stage_engines import find_stages
+from splitc.runtime.serving.tensorrt_engines import WITH_INT64, check_loadable
 from splitc.runtime.serving.triton_config import quoted, tensor_lines
+
+OPTION = "--ensemble"
 
 
 def export_ensemble(package: Path, repository: Path, *, module: str | None, name: str | None) -> list[Path]:
@@ -32,10 +35,11 @@ def export_ensemble(package: Path, repository: Path, *, module: str | None, name
             if number is None:
                 config = ensemble_config(known, manifest)
             else:
-                engine = find_stages(manifest, "Triton")[number]
-                config = stage_config(known, manifest.ranks[number], engine)
-                for file in files_of(manifest, number):
-                    link_file(source / file.path, folder / "1" / Path(file.path).name)
+                engine = _stages(manifest)[number]
+                config = stage_config(known, manifest.ranks[number], engine, manifest.engine)
+                has_weights = manifest.engine == TENSORRT  # inside: what else there is, it was built from
+                for path in [engine.path] if has_weights else [file.path for file in files_of(manifest, number)]:
+                    link_file(source / path, folder / "1" / Path(path).name)
             (folder / "config.pbtxt").write_text(config, encoding="utf-8")
     return [repository / known for known in models]
 
@@ -45,13 +49,21 @@ def stage_name(name: str, number: int) -> str:
     return f"{name}_stage{number}"
 
 
-def stage_config(name: str, rank: Rank, engine: EngineFile) -> str:
-    """The config of a stage, on its device. Triton reads its tensors off the ONNX file."""
+def _stages(manifest: Manifest) -> list[EngineFile]:
+    """The stages' engines. Raises MisuseError for what Triton's backends can't run."""
+    stages = find_stages(manifest, "Triton", (ONNXRUNTIME, TENSORRT))
+    if manifest.engine == TENSORRT:
+        check_loadable(manifest, WITH_INT64, OPTION)
+    return stages
+
+
+def stage_config(name: str, rank: Rank, engine: EngineFile, kind: str = ONNXRUNTIME) -> str:
+    """The config of a stage, on its device. Triton reads its tensors off the file."""
     (device,) = parse_devices([rank.device])
     place = f"kind: KIND_GPU count: 1 gpus: [ {device.index} ]" if device.kind == "cuda" else "kind: KIND_CPU count: 1"
     lines = [
         f"name: {quoted(name)}",
-        'backend: "onnxruntime"',
+        f'backend: "{kind}"',
         "max_batch_size: 0",
         f"default_model_filename: {quoted(Path(engine.path).name)}",
         f"instance_group {{ {place} }}",
@@ -61,9 +73,9 @@ def stage_config(name: str, rank: Rank, engine: EngineFile) -> str:
 
 def ensemble_config(name: str, manifest: Manifest) -> str:
     """The config of the ensemble. Raises MisuseError for what an ensemble can't have."""
-    stages = find_stages(manifest, "Triton")
+    stages = _stages(manifest)
     interface = find_interface(manifest, sequences=False)
-    _check(interface)
+    check_native(interface, OPTION)
     lines = [f"name: {quoted(name)}", 'platform: "ensemble"', "max_batch_size: 0"]
     lines += tensor_lines(Interface(interface.inputs, [], interface.outputs))
     steps = ", ".join(_steps(name, stages))
@@ -75,12 +87,3 @@ def _steps(name: str, stages: list[EngineFile]) -> Iterator[str]:
         maps = [("input_map", each) for each in stage.inputs] + [("output_map", each) for each in stage.outputs]
         mapped = " ".join(f"{kind} {{ key: {quoted(each)} value: {quoted(each)} }}" for kind, each in maps)
         yield f"{{ model_name: {quoted(stage_name(name, number))} model_version: -1 {mapped} }}"
-
-
-def _check(interface: Interface) -> None:
-    names = {tensor.name for tensor in interface.inputs}
-    for tensor in (*interface.inputs, *interface.outputs):
-        if tensor.shape == []:
-            raise MisuseError(f"'{tensor.name}' is a scalar, which ensembles can't have: leave out --ensemble")
-    if passed := [tensor.name for tensor in interface.outputs if tensor.name in names]:
-        raise MisuseError(f"'{passed[0]}' is an input and an output, which ensembles can't have: leave out --ensemble")

@@ -16,6 +16,7 @@ import numpy as np
 import triton_python_backend_utils as triton  # of the server, in whose process this is
 
 from splitc.runtime.explained import explained
+from splitc.runtime.gpus import need_cupy
 from splitc.runtime.serving.kept_sequences import Answer, SequenceStep
 from splitc.runtime.serving.served_package import ServedPackage, ServedRequest, is_clients_fault
 from splitc.runtime.serving.serving_file import FILE_NAME
@@ -45,9 +46,9 @@ class TritonPythonModel:
             answer.add_done_callback(partial(self._answer_later, request))
 
     def _read(self, request: Any) -> ServedRequest:
-        """The request's arrays, which are views of the server's memory."""
+        """The request's arrays, which are views of the server's memory: the host's, or a GPU's."""
         found = {name: triton.get_input_tensor_by_name(request, name) for name in self._inputs}
-        feeds = {name: tensor.as_numpy() for name, tensor in found.items() if tensor is not None}
+        feeds = {name: _array(tensor) for name, tensor in found.items() if tensor is not None}
         if not (sequence := request.correlation_id()):
             return ServedRequest(feeds)
         flags = request.flags()
@@ -70,18 +71,26 @@ class TritonPythonModel:
         if (error := answer.exception()) is not None:
             return _failure(error)
         outputs, wanted = answer.result(), request.requested_output_names()
-        return triton.InferenceResponse(
-            [
-                triton.Tensor(name, np.ascontiguousarray(np.atleast_1d(outputs[name])))
-                for name in self._outputs
-                if name in wanted
-            ]
-        )
+        return triton.InferenceResponse([_tensor(name, outputs[name]) for name in self._outputs if name in wanted])
 
     def finalize(self) -> None:
         """Unload the package, when what is in flight has been answered."""
         self._served.close()
         self._senders.shutdown()
+
+
+def _array(tensor: Any) -> Any:
+    """A tensor of the server's as an array of numpy, or of CuPy if it is on a GPU."""
+    return tensor.as_numpy() if tensor.is_cpu() else need_cupy().from_dlpack(tensor)
+
+
+def _tensor(name: str, array: Any) -> Any:
+    """An output as a tensor of the server's, which has no scalars, on the GPU if it is there."""
+    if array.dtype == bool and not isinstance(array, np.ndarray):
+        array = array.get()  # not all versions of CuPy pass these on
+    if isinstance(array, np.ndarray):
+        return triton.Tensor(name, np.ascontiguousarray(np.atleast_1d(array)))
+    return triton.Tensor.from_dlpack(name, array.reshape(array.shape or (1,)))
 
 
 def _failure(error: BaseException) -> Any:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from splitc.runtime.device_arrays import DeviceArrays
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.manifest import Manifest
+from splitc.runtime.rank_kinds import choose_ranks
 from splitc.runtime.serving.interface import find_interface, find_rows
 from splitc.runtime.serving.served_folders import find_packages, link_package, new_models
 from splitc.runtime.serving.serving_file import Serving, write_serving
 from splitc.runtime.serving.triton_config import model_config
+from splitc.runtime.session import choose_devices
 
 # The most rows of a joined batch, unless the engines take fewer.
 MOST_ROWS = 32
@@ -52,13 +55,20 @@ def _write_model(
         idle, most = serving.idle_seconds, serving.most_sequences
         config = model_config(name, interface, idle_seconds=idle, most_sequences=most)
     else:
-        config = model_config(name, interface, rows=choose_rows(find_rows(manifest, interface), batch, name))
+        rows = choose_rows(find_rows(manifest, interface), batch, name)
+        config = model_config(name, interface, rows=rows, on_gpus=takes_gpu_arrays(manifest, serving))
     version = folder / "1"
     version.mkdir()
     link_package(package, manifest, version / serving.package)
     write_serving(version, serving)
     (version / "model.py").write_text(MODEL, encoding="utf-8")
     (folder / "config.pbtxt").write_text(config, encoding="utf-8")
+
+
+def takes_gpu_arrays(manifest: Manifest, serving: Serving) -> bool:
+    """Whether the ranks, as they will be opened, take arrays from a GPU and give them there."""
+    devices = choose_devices(manifest, serving.devices)
+    return DeviceArrays(manifest, devices, choose_ranks(serving.ranks, devices, None)).possible
 
 
 def choose_rows(most: int | None, asked: int | None, name: str) -> int:

@@ -200,13 +200,13 @@ def is_flat(memory: Sequence[int]) -> bool:
 def report(name: str, found: Found, memory: Sequence[int], seconds: float) -> dict[str, Any]:
     """Print and return what was found."""
     times = np.array(found.seconds or [np.nan])
-    early, late = early_and_late(memory)
+    start, (early, late) = memory[0], early_and_late(memory)
     result = {
         "model": name,
         "a second": round(len(found.seconds) / seconds, 1),
         **{f"{part} % ms": round(1e3 * float(np.percentile(times, part)), 1) for part in (50, 90, 99)},
         **found.ends,
-        "MiB early, late": [round(early / 2**20, 1), round(late / 2**20, 1)],
+        "MiB at the start, early, late": [round(size / 2**20, 1) for size in (start, early, late)],
         "wrong": found.wrong[:5],
     }
     print(json.dumps(result), flush=True)

@@ -32,6 +32,8 @@ current = threading.local()
 class Stream:
     """A queue of work and the thread that does it. While the stream is captured, its work goes to a graph instead."""
 
+    null: Stream
+
     def __init__(self, non_blocking: bool = False) -> None:
         self.ptr = id(self)
         self.graph: Graph | None = None
@@ -49,12 +51,12 @@ class Stream:
             self.done += 1
 
     def __enter__(self) -> Stream:
-        self._before = getattr(current, "stream", None)
+        current.before = [*getattr(current, "before", []), getattr(current, "stream", None)]
         self.use()
         return self
 
     def __exit__(self, *error: object) -> None:
-        current.stream = self._before
+        *current.before, current.stream = current.before
 
     def put(self, task: Callable[[], object]) -> None:
         if self.graph is not None:
@@ -128,6 +130,13 @@ class Graph:
 
 
 STREAMS: dict[int, Stream] = {}
+# The default stream.
+Stream.null = Stream()
+
+
+def current_stream() -> Stream:
+    """The stream of this thread, or the default one."""
+    return getattr(current, "stream", None) or Stream.null
 
 
 class Event:
@@ -169,7 +178,7 @@ class Memory:
     def __init__(self, size: int) -> None:
         self.bytes = np.full(size, POISON, np.uint8)
         self.ptr = self.bytes.ctypes.data
-        self._stream = current.stream
+        self._stream = current_stream()
 
     def __del__(self) -> None:
         freed = self.bytes
@@ -301,6 +310,7 @@ def make(devices: int = DEVICES) -> types.SimpleNamespace:
         Memory=Memory,
         MemoryPointer=MemoryPointer,
         MemoryPool=MemoryPool,
+        get_current_stream=current_stream,
         # Milliseconds: each thing that a stream does takes a microsecond of this clock.
         get_elapsed_time=lambda begin, end: (end.time - begin.time) / 1e3,
         memory=types.SimpleNamespace(OutOfMemoryError=MemoryError),

@@ -25,7 +25,7 @@ from splitc.runtime.engines.swapped_weights import SwappedWeights
 from splitc.runtime.engines.weight_places import SwapRoom, size_of
 from splitc.runtime.errors import EngineError
 from splitc.runtime.manifest import Weight
-from tests.helpers import fake_cupy
+from tests.helpers import fake_cupy, fake_gpu_arrays
 
 # A weight on the GPU, the folder of its file, and the weight.
 Needed = tuple[ort.OrtValue, Path, Weight]
@@ -132,6 +132,7 @@ def make_backend(engine: str, device: Device, threads: int, build: object, cuda_
 def install_cupy(patch: pytest.MonkeyPatch) -> None:
     """Put the fake CuPy where the real one is looked for."""
     cupy = fake_cupy.make()
+    vars(cupy).update(fake_gpu_arrays.FUNCTIONS)
     patch.setattr("splitc.runtime.gpus.find_cupy", lambda: cupy)
     patch.setattr("splitc.runtime.engines.gpu_device.need_cupy", lambda: cupy)
     patch.setattr("splitc.runtime.tools.device_speeds.need_cupy", lambda: cupy)

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from splitc.runtime.arrays import Array
 
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
@@ -30,14 +32,34 @@ class TritonError(Exception):
 
 @dataclass(frozen=True)
 class Tensor:
-    """A named array."""
+    """A named array, on the host, or on a GPU that is not there."""
 
     name: str
-    array: Array
+    array: Any
+
+    @classmethod
+    def from_dlpack(cls, name: str, array: Any) -> Tensor:
+        """One of an array on a GPU."""
+        assert array.__dlpack_device__()[0] == 2
+        return cls(name, array)
+
+    def is_cpu(self) -> bool:
+        """Whether it is on the host."""
+        return isinstance(self.array, np.ndarray)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        device: tuple[int, int] = self.array.__dlpack_device__()
+        return device
+
+    def __dlpack__(self, stream: int) -> Any:
+        """The array: nobody still works on it."""
+        return self.array
 
     def as_numpy(self) -> Array:
         """The array."""
-        return self.array
+        array: Array = self.array
+        assert self.is_cpu()
+        return array
 
 
 @dataclass(frozen=True)
@@ -52,7 +74,7 @@ class InferenceResponse:
 class InferenceRequest:
     """A client's request, which is its own response sender."""
 
-    feeds: Mapping[str, Array]
+    feeds: Mapping[str, Any]
     wanted: Sequence[str]
     id: int = 0
     marks: int = 0

@@ -18,6 +18,7 @@ ORDER = (
     "processes",
     "mpi",
     "rank_kinds",
+    "device_arrays",
     "outputs",
     "admission",
     "sequence",

@@ -67,7 +67,7 @@ def record(self: Any, worker: Any, gpu: Any, request: Any, kind: Any, states: An
 
 def request(length: int, sequence: int | None = None) -> Any:
     feeds = {"ids": SimpleNamespace(shape=(1, length))}
-    return SimpleNamespace(feeds=feeds, sequence=sequence, initial={}, room=False)
+    return SimpleNamespace(feeds=feeds, sequence=sequence, initial={}, room=False, on_device=False)
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def test_sequences_are_not_replayed_if_only_some_ranks_have_their_states(second:
     ranks = [SimpleNamespace(inputs=inputs, engines=[]) for inputs in (["x", "past"], second)]
     manifest: Any = SimpleNamespace(states=[SimpleNamespace(input="past")], ranks=ranks, optional=[])
     worker: Any = FakeWorker(EngineMeeting(1).join(0), capture_blocker="none is")
-    request: Any = SimpleNamespace(sequence=1, initial={}, feeds={})
+    request: Any = SimpleNamespace(sequence=1, initial={}, feeds={}, on_device=False)
     for everyone in (range(2), range(0)):  # where ranks wait for each other, and where they do not
         replays = make_replays(manifest, 0, everyone)
         assert replays.play(worker, request) is None

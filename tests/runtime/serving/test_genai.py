@@ -5,7 +5,6 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from models.llama_fused import build as build_fused
@@ -14,6 +13,7 @@ from splitc.compiler import compile_model, plan_model
 from splitc.runtime import Session
 from splitc.runtime.serving.genai_folder import export_genai
 from tests.conftest import DECODER, LAYER
+from tests.helpers.genai_loop import generate, open_model
 from tests.helpers.greedy import plain_loop
 
 pytestmark = pytest.mark.skipif(find_spec("onnxruntime_genai") is None, reason="needs onnxruntime-genai")
@@ -21,27 +21,11 @@ pytestmark = pytest.mark.skipif(find_spec("onnxruntime_genai") is None, reason="
 PROMPT, COUNT = [5, 17, 33, 2, 90, 41, 8], 24
 
 
-def generate(folder: Path, prompt: list[int], count: int) -> list[int]:
-    """Tokens that genai generates."""
-    import onnxruntime_genai as genai
-
-    model = genai.Model(str(folder))
-    params = genai.GeneratorParams(model)
-    params.set_search_options(max_length=len(prompt) + count, do_sample=False)
-    generator = genai.Generator(model, params)
-    generator.append_tokens(np.array([prompt], np.int32))
-    tokens = []
-    while not generator.is_done():
-        generator.generate_next_token()
-        tokens.append(int(generator.get_next_tokens()[0]))
-    return tokens
-
-
 def test_tokens_are_those_of_the_unsplit_model(package: Path, decoder: Path, tmp_path: Path) -> None:
     expected = plain_loop(decoder, PROMPT, COUNT)
     unused = next(token for token in range(DECODER.vocabulary) if token not in expected)
     export_genai(package, tmp_path / "genai", stop=[unused])
-    assert generate(tmp_path / "genai", PROMPT, COUNT) == expected
+    assert generate(open_model(tmp_path / "genai"), PROMPT, COUNT)[0] == expected
 
 
 def test_fused_decoders_are_generated_with_too(tmp_path: Path) -> None:
@@ -51,4 +35,4 @@ def test_fused_decoders_are_generated_with_too(tmp_path: Path) -> None:
         expected = list(session.generate(PROMPT, max_new_tokens=COUNT))
     unused = next(token for token in range(DECODER.vocabulary) if token not in expected)
     export_genai(tmp_path / "package", tmp_path / "genai", stop=[unused])
-    assert generate(tmp_path / "genai", PROMPT, COUNT) == expected
+    assert generate(open_model(tmp_path / "genai"), PROMPT, COUNT)[0] == expected

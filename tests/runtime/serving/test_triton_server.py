@@ -46,7 +46,9 @@ def server(package: Path, scalars: Path, tmp_path_factory: pytest.TempPathFactor
     serving = Serving("package", threads=1)
     export_triton(package, repository, serving, name="decoder")
     export_triton(package, repository, Serving("package", threads=1, idle_seconds=2.0), name="hasty")
-    export_triton(package, repository, serving, name="stateless", sequences=False)
+    (stateless,) = export_triton(package, repository, serving, name="stateless", sequences=False)
+    with (stateless / "config.pbtxt").open("a") as config:  # as for ranks on GPUs: here tensors stay on the host
+        config.write('parameters { key: "FORCE_CPU_ONLY_INPUT_TENSORS" value { string_value: "no" } }\n')
     export_triton(folder / "scalars", repository, serving)
     processes = Serving("package", threads=1, ranks="processes")
     export_triton(package, repository, processes, name="processes", sequences=False)

@@ -1,0 +1,118 @@
+"""A package's ranks as one model of Triton's own TensorRT backend: a plan for each rank, with the sums inside.
+
+The backend copies the inputs of a request to all ranks' GPUs, runs all plans at the same time, connected by NCCL, and
+answers with the outputs of the first one (`docs/multi_device.md` of triton-inference-server/tensorrt_backend).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from splitc.runtime.devices import parse_devices
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.files import link_file
+from splitc.runtime.manifest import EngineFile, Manifest
+from splitc.runtime.serving.interface import Interface, check_native, find_interface
+from splitc.runtime.serving.served_folders import find_packages, new_models
+from splitc.runtime.serving.tensorrt_engines import WITH_RANKS, check_loadable
+from splitc.runtime.serving.triton_config import quoted, tensor_lines
+from splitc.runtime.steps import Receive, Reduce, Send
+
+OPTION = "--plans"
+# The backend looks for the ranks' plans by the name that a model's only plan has, and Triton for that one.
+PLAN = "model.plan"
+
+
+def export_plans(package: Path, repository: Path, *, module: str | None, name: str | None) -> list[Path]:
+    """Write a model for the package, or each of its modules, into the repository. Returns the models' folders.
+
+    States are fed and given. All are written, or none. Raises MisuseError for a package that the backend can't run, and
+    for a model that is there.
+    """
+    found = find_packages(package, module, name)
+    with new_models(repository, found) as folders:
+        for folder, (known, (source, manifest)) in zip(folders, found.items(), strict=True):
+            plans = find_plans(manifest)
+            (folder / "config.pbtxt").write_text(plans_config(known, manifest), encoding="utf-8")
+            version = folder / "1"
+            version.mkdir()
+            for number, plan in enumerate(plans):
+                link_file(source / plan.path, version / f"{PLAN}.rank{number}")
+            link_file(source / plans[0].path, version / PLAN)
+    return [repository / known for known in found]
+
+
+def plans_config(name: str, manifest: Manifest) -> str:
+    """The text of `config.pbtxt`. Raises MisuseError for tensors that Triton can't have, and for devices alike."""
+    interface = find_interface(manifest, sequences=False)
+    check_native(interface, OPTION)
+    parameters = {
+        "enable_multi_device": "true",
+        "multi_device_gpus": ",".join(map(str, _gpus(manifest))),
+        "multi_device_per_rank_engines": "true",
+    }
+    lines = [
+        f"name: {quoted(name)}",
+        'backend: "tensorrt"',
+        "max_batch_size: 0",
+        *tensor_lines(Interface(interface.inputs, [], interface.outputs)),
+        "instance_group { kind: KIND_MODEL count: 1 }",
+        *(f'parameters {{ key: "{key}" value {{ string_value: "{text}" }} }}' for key, text in parameters.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def find_plans(manifest: Manifest) -> list[EngineFile]:
+    """The ranks' plans, in order. Raises MisuseError, which says why, for a package that the backend can't run."""
+    check_loadable(manifest, WITH_RANKS, OPTION)
+    steps = [step for rank in manifest.ranks for step in rank.program]
+    if any(isinstance(step, Reduce) for step in steps):
+        raise MisuseError(
+            "the ranks sum between their engines, which Triton's TensorRT backend can't: compile with TensorRT "
+            f"{WITH_RANKS}, whose engines have the sums inside, or leave out {OPTION}"
+        )
+    if any(isinstance(step, Send | Receive) for step in steps):
+        raise MisuseError(
+            "some ranks are stages that follow others, and Triton's TensorRT backend runs all plans at the same time: "
+            f"use --ensemble for --split-mode layer, or leave out {OPTION}"
+        )
+    everyone = list(range(len(manifest.ranks)))
+    if any(len(rank.engines) != 1 or sorted(rank.engines[0].group) != everyone for rank in manifest.ranks):
+        raise MisuseError(
+            "Triton's TensorRT backend runs ranks that all sum with each other, one plan each. These don't: compile "
+            f"with --split-mode tensor on two GPUs or more, or leave out {OPTION}"
+        )
+    _check_whole(manifest)
+    return [rank.engines[0] for rank in manifest.ranks]
+
+
+def _check_whole(manifest: Manifest) -> None:
+    """Raise MisuseError unless each rank takes all inputs whole, and the first one gives all outputs whole."""
+    if cut := [part.name for rank in manifest.ranks for part in rank.parts]:
+        what = "an input" if cut[0] in {tensor.name for tensor in manifest.inputs} else "an output"
+        raise MisuseError(
+            f"the ranks have shards of '{cut[0]}', {what}: Triton's TensorRT backend gives all ranks the whole inputs, "
+            f"and clients the first rank's outputs. Leave out {OPTION}: its Python backend serves the package"
+        )
+    first = manifest.ranks[0].engines[0]
+    for number, rank in enumerate(manifest.ranks):
+        if set(rank.engines[0].inputs) != set(first.inputs):
+            raise MisuseError(
+                f"rank {number} takes other inputs than rank 0, and Triton's TensorRT backend gives all the same: "
+                f"leave out {OPTION}"
+            )
+    for tensors, known in ((manifest.inputs, first.inputs), (manifest.outputs, first.outputs)):
+        if missing := [tensor.name for tensor in tensors if tensor.name not in known]:
+            raise MisuseError(
+                f"the first rank's plan does not have '{missing[0]}', and Triton's TensorRT backend answers with that "
+                f"one's outputs: leave out {OPTION}"
+            )
+
+
+def _gpus(manifest: Manifest) -> list[int]:
+    """The numbers of the ranks' GPUs. Raises MisuseError unless each has one of its own, all on one machine."""
+    devices = parse_devices([rank.device for rank in manifest.ranks])
+    if len({device.host for device in devices}) > 1 or len(set(devices)) < len(devices):
+        names = ", ".join(map(str, devices))
+        raise MisuseError(f"{OPTION} wants a GPU of its own for each rank, all on one machine, and these are {names}")
+    return [device.index for device in devices]

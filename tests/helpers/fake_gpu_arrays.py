@@ -1,0 +1,95 @@
+"""CuPy's own arrays, on GPUs that are not there (`fake_cupy`): they can't be read without a copy to the host."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tests.helpers import fake_cupy
+from tests.helpers.fake_cupy import Event, Memory
+
+
+class GpuNdarray:
+    """An array in the memory of a device, which its stream may still have to write."""
+
+    def __init__(self, shape: Sequence[int], dtype: Any, order: str = "C") -> None:
+        self.shape, self.dtype, self.order = tuple(shape), np.dtype(dtype), order
+        self.ndim, self.nbytes = len(self.shape), math.prod(self.shape) * self.dtype.itemsize
+        self.memory = Memory(max(1, self.nbytes))
+        self.data = types.SimpleNamespace(ptr=self.memory.ptr)
+        self.device = types.SimpleNamespace(id=getattr(fake_cupy.current, "device", 0))
+
+    @property
+    def numbers(self) -> Any:
+        """What is in the memory now, whatever its streams still have to do."""
+        return self.memory.bytes[: self.nbytes].view(self.dtype).reshape(self.shape, order=self.order)  # type: ignore
+
+    def __array__(self, *_: object) -> Any:
+        raise TypeError("implicit conversion to an array of numpy is not allowed")
+
+    def __array_function__(self, function: Any, _: object, args: Any, options: Any) -> Any:
+        """numpy's functions of arrays are CuPy's."""
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                return type(value)(map(plain, value))
+            return value.get() if isinstance(value, GpuNdarray) else value
+
+        made = function(*plain(args), **options)
+        return list(map(asarray, made)) if isinstance(made, list) else asarray(made)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, self.device.id
+
+    def __dlpack__(self, stream: int) -> GpuNdarray:
+        """The array, as a capsule: the stream waits for the current one."""
+        event = Event()
+        event.record(fake_cupy.current_stream())
+        fake_cupy.STREAMS[stream].wait_event(event)
+        return self
+
+    def get(self) -> Any:
+        """A copy on the host, when the current stream has done its work."""
+        fake_cupy.current_stream().synchronize()
+        return self.numbers.copy()
+
+    def copy(self) -> GpuNdarray:
+        """A copy, made by the current stream in its own time."""
+        made = GpuNdarray(self.shape, self.dtype)
+        fake_cupy.current_stream().put(lambda: np.copyto(made.numbers, self.numbers))
+        return made
+
+    def reshape(self, shape: tuple[int, ...]) -> GpuNdarray:
+        return asarray(self.get().reshape(shape))
+
+    def astype(self, dtype: Any, copy: bool = True) -> GpuNdarray:
+        return self if dtype == self.dtype and not copy else asarray(self.get().astype(dtype))
+
+
+def asarray(array: Any) -> GpuNdarray:
+    """A copy of an array of the host, at once."""
+    if isinstance(array, GpuNdarray):
+        return array
+    made = GpuNdarray(array.shape, array.dtype)
+    if made.nbytes:
+        ctypes.memmove(made.data.ptr, np.ascontiguousarray(array).ctypes.data, made.nbytes)
+    return made
+
+
+def in_order(array: GpuNdarray) -> GpuNdarray:
+    """The array, or a copy with its elements in order."""
+    return array if array.order == "C" else array.copy()
+
+
+def from_dlpack(array: Any) -> GpuNdarray:
+    """The array that an object passes on to the current stream."""
+    passed: GpuNdarray = array.__dlpack__(stream=fake_cupy.current_stream().ptr)
+    return passed
+
+
+FUNCTIONS = {"empty": GpuNdarray, "asarray": asarray, "ascontiguousarray": in_order, "from_dlpack": from_dlpack}
