@@ -9,6 +9,7 @@ from pathlib import Path
 import typer
 from rich.text import Text
 
+from splitc.runtime.cli import completion
 from splitc.runtime.cli.options import with_options
 from splitc.runtime.cli.run_options import Load, loading, measure_ranks, open_feeds
 from splitc.runtime.cli.run_tables import differences_table, modules_table, print_memory
@@ -48,16 +49,25 @@ def check(
     load: Load,
     package: Path = PACKAGE,
     model: Path = typer.Option(
-        ..., "--model", "-m", help="The unsplit ONNX model; of a package of several, the models' folder."
+        ...,
+        "--model",
+        "-m",
+        help="The unsplit ONNX model; of a package of several, the models' folder.",
+        autocompletion=completion.models,
     ),
     inputs: Path | None = INPUTS,
     reference: str | None = typer.Option(
         None,
         "--reference",
         help="Where the unsplit model runs: cpu0, cuda0. Default: the package's GPU if it fits there, else the CPU.",
+        autocompletion=completion.devices,
     ),
     settings: list[str] = typer.Option(
-        [], "--set", metavar="NAME=VALUE", help="Another value for an input that was bound by 'splitc compile --set'."
+        [],
+        "--set",
+        metavar="NAME=VALUE",
+        help="Another value for an input that was bound by 'splitc compile --set'.",
+        autocompletion=completion.settings,
     ),
     trusts_data: bool = TRUST_DATA,
     rtol: float | None = typer.Option(None, "--rtol", help="Tolerance relative to each output's largest value."),

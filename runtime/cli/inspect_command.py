@@ -8,6 +8,7 @@ from pathlib import Path
 
 import typer
 
+from splitc.runtime.cli import completion
 from splitc.runtime.cli.shared_options import JSON, MODULE, PACKAGE, REPORT
 from splitc.runtime.cli.tables import print_manifest, print_modules
 from splitc.runtime.cli.terminal import out, print_json, table
@@ -26,7 +27,10 @@ def inspect(
     package: Path = PACKAGE,
     module: str | None = MODULE,
     rank: int | None = typer.Option(
-        None, "--rank", help="List the files that this rank's host needs, instead of all the rest."
+        None,
+        "--rank",
+        help="List the files that this rank's host needs, instead of all the rest.",
+        autocompletion=completion.ranks,
     ),
     report: Path | None = REPORT,
     as_json: bool = JSON,

@@ -8,6 +8,7 @@ from pathlib import Path
 import typer
 
 from splitc.runtime import array_files
+from splitc.runtime.cli import completion
 from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.options import with_options
 from splitc.runtime.cli.run_options import Load, loading, measure_ranks, open_feeds
@@ -52,7 +53,10 @@ def bench_command(
     load: Load,
     package: Path = PACKAGE,
     baseline: Path | None = typer.Option(
-        None, "--baseline", help="The unsplit model, timed in turns with the package."
+        None,
+        "--baseline",
+        help="The unsplit model, timed in turns with the package.",
+        autocompletion=completion.models,
     ),
     baseline_threads: list[int] = typer.Option(
         [],
