@@ -9,7 +9,6 @@ from splitc.runtime.devices import free_bytes, parse_devices
 from splitc.runtime.manifest import Manifest
 from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.mode_words import words_of
-from splitc.runtime.module_sums import sum_modules
 from splitc.runtime.reports.contents import Chapter, Page, Section, Table
 from splitc.runtime.reports.errors_chart import errors_section
 from splitc.runtime.reports.memory_chart import memory_section
@@ -19,24 +18,27 @@ from splitc.runtime.reports.times_chart import latencies_table, times_section
 from splitc.runtime.reports.whole_table import whole_section
 from splitc.runtime.tools.bench import BenchResult
 from splitc.runtime.tools.compare import Difference
+from splitc.runtime.tools.module_sums import sum_modules
 from splitc.runtime.units import format_shape
 
+SWAPS = "Modules work in turn: of weights that they swap, a device has room for the largest module's."
 BUDGET = "what is free on this machine now"
 # The last requests of a stream that are drawn, for each request in flight.
 STREAMED = 4
 
 
-def inspect_page(name: str, manifests: Mapping[str, Manifest], files: Sequence[str] = ()) -> Page:
-    """What a package holds, by module. The only module of a package of one model has no name."""
+def inspect_page(name: str, manifests: Mapping[str, Manifest], files: Sequence[str] = (), swap: bool = False) -> Page:
+    """What a package holds, by module, which work in turn with `swap`. The only one of a single model has no name."""
     chapters = [_holds(title, manifest) for title, manifest in manifests.items()]
     if len(manifests) > 1:
-        sums = sum_modules(manifests)
+        sums = sum_modules(manifests, swap)
         budgets = free_bytes(parse_devices(list(sums)))
         ranks = [
             ShownRank(device, (), held.weights, held.activations, held.cache, held.total, budget)
             for (device, held), budget in zip(sums.items(), budgets, strict=True)
         ]
-        notes = [f"Beside the modules: {', '.join(files)}"] if files else []
+        notes = [SWAPS] if swap else []
+        notes += [f"Beside the modules: {', '.join(files)}"] if files else []
         chapters.insert(0, Chapter("All modules", (), notes, _some(memory_section(list(sums), ranks, BUDGET))))
     return Page(f"Package {name}", _describe(manifests), chapters)
 
