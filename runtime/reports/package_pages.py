@@ -18,6 +18,7 @@ from splitc.runtime.reports.times_chart import latencies_table, times_section
 from splitc.runtime.reports.whole_table import whole_section
 from splitc.runtime.tools.bench import BenchResult
 from splitc.runtime.tools.compare import Difference
+from splitc.runtime.tools.measured_words import say_measured
 from splitc.runtime.tools.module_sums import sum_modules
 from splitc.runtime.units import format_shape
 
@@ -52,7 +53,7 @@ def bench_page(name: str, manifest: Manifest, result: BenchResult, measured: Seq
         facts.append(("rate beside one at a time", f"{result.against_one:.2f} times"))
     sections = [
         Section("Latency", tables=[latencies_table(result)]),
-        times_section(result, at_work),
+        times_section(result, at_work, say_measured(manifest.ranks, result.timeline)),
         *timeline_sections(manifest.ranks, [result.alone], streamed),
         *_body(manifest, measured),
     ]
