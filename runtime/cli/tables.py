@@ -9,7 +9,7 @@ from splitc.runtime.cli.terminal import fitted, out, table
 from splitc.runtime.manifest import Build, Built, Manifest, Role
 from splitc.runtime.mode_words import words_of
 from splitc.runtime.pipeline_file import PipelineFile
-from splitc.runtime.tools.module_sums import sum_modules
+from splitc.runtime.tools.module_sums import IN_TURN, sum_modules
 from splitc.runtime.units import block_range, format_bytes, format_shape
 
 
@@ -93,8 +93,6 @@ def describe_built(built: Built) -> str:
     return f"{built.version}{where}"
 
 
-# What is said of a package that was compiled with --swap.
-IN_TURN = "modules work in turn (--swap): of weights that they swap, a device has room for the largest module's"
 # The characters of a table of tensors that are not for names.
 NAMELESS = 46
 RANK_SIZES = ("weights", "activ.", "cache")

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from splitc.runtime.devices import free_bytes, parse_devices
 from splitc.runtime.manifest import Manifest
 from splitc.runtime.memory_use import RankMemory
-from splitc.runtime.mode_words import words_of
+from splitc.runtime.mode_words import mode_in_words, words_of
 from splitc.runtime.reports.contents import Chapter, Page, Section, Table
 from splitc.runtime.reports.errors_chart import errors_section
 from splitc.runtime.reports.memory_chart import memory_section
@@ -19,10 +19,9 @@ from splitc.runtime.reports.whole_table import whole_section
 from splitc.runtime.tools.bench import BenchResult
 from splitc.runtime.tools.compare import Difference
 from splitc.runtime.tools.measured_words import say_measured
-from splitc.runtime.tools.module_sums import sum_modules
+from splitc.runtime.tools.module_sums import IN_TURN, sum_modules
 from splitc.runtime.units import format_shape
 
-SWAPS = "Modules work in turn: of weights that they swap, a device has room for the largest module's."
 BUDGET = "what is free on this machine now"
 # The last requests of a stream that are drawn, for each request in flight.
 STREAMED = 4
@@ -38,7 +37,7 @@ def inspect_page(name: str, manifests: Mapping[str, Manifest], files: Sequence[s
             ShownRank(device, (), held.weights, held.activations, held.cache, held.total, budget)
             for (device, held), budget in zip(sums.items(), budgets, strict=True)
         ]
-        notes = [SWAPS] if swap else []
+        notes = [IN_TURN] if swap else []
         notes += [f"Beside the modules: {', '.join(files)}"] if files else []
         chapters.insert(0, Chapter("All modules", (), notes, _some(memory_section(list(sums), ranks, BUDGET))))
     return Page(f"Package {name}", _describe(manifests), chapters)
@@ -77,7 +76,8 @@ def check_page(
 
 def _holds(title: str, manifest: Manifest) -> Chapter:
     """What a package of one model, or a module, holds."""
-    facts = [("split mode", manifest.split_mode), ("engines", manifest.engine), ("numbers", manifest.number_type)]
+    mode = mode_in_words(manifest.split_mode, len(manifest.ranks))
+    facts = [("split mode", mode), ("engines", manifest.engine), ("numbers", manifest.number_type)]
     if manifest.collectives:
         facts.append((words_of(manifest.split_mode).exchanges, f"{manifest.collectives} a run"))
     kinds = {"input": manifest.inputs, "optional input": manifest.optional, "output": manifest.outputs}

@@ -10,6 +10,9 @@ from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.engines.weight_places import swappable_bytes
 from splitc.runtime.manifest import Manifest, Rank
 
+# What is said of a package, or a plan, with --swap.
+IN_TURN = "Modules work in turn (--swap): of weights that they swap, a device has room for the largest module's."
+
 
 @dataclass(frozen=True)
 class HeldTogether:
@@ -48,7 +51,13 @@ def sum_modules(manifests: Mapping[str, Manifest], swap: bool = False) -> dict[s
                 max(before.running, *(rank.total_bytes - rank.weights_bytes - rank.cache_bytes for rank in own)),
                 swapped,
             )
-    return found
+    return {name: found[name] for name in sorted(found, key=_place)}
+
+
+def _place(name: str) -> tuple[int, str, int]:
+    """The place of a device among others, in the order that users expect."""
+    (device,) = parse_devices([name])
+    return device.host or 0, device.kind, device.index
 
 
 def _can_swap(manifest: Manifest, rank: Rank) -> bool:
