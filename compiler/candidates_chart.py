@@ -26,11 +26,13 @@ def candidates_section(plan: Plan) -> Section | None:
     possible = [each for each in plan.alternatives if each.refused is None]
     if len(possible) < 2:
         return Section("What was compared", [f"Chosen: {plan.choice}."], tables=[replace(_table(plan), folded=False)])
+    best = _unbeaten(plan, possible)
+    named = ", ".join(f"{number} {each.name}" for number, each in enumerate(best, 1))
     return Section(
         "What was compared",
-        [f"Chosen: {plan.choice}.", "Those with a name are beaten by no other in both time and memory."],
+        [f"Chosen: {plan.choice}.", f"No other beats these in both time and memory: {named}."],
         legend={mode: PAINT.get(mode, REST) for mode in _modes(possible)},
-        chart=_chart(plan, possible),
+        chart=_chart(plan, possible, best),
         tables=[_table(plan)],
     )
 
@@ -39,19 +41,31 @@ def _is_chosen(plan: Plan, each: Alternative) -> bool:
     return (plan.choice or "").startswith(f"{each.name}: ")
 
 
-def _chart(plan: Plan, possible: list[Alternative]) -> Chart:
+def _seconds(plan: Plan, each: Alternative) -> float:
+    """The time that the objective is about."""
+    return each.latency if plan.objective == "latency" else each.interval
+
+
+def _unbeaten(plan: Plan, possible: list[Alternative]) -> list[Alternative]:
+    """Candidates than which no other is better in both time and memory, the fastest first."""
+    both = [(_seconds(plan, each), max(each.peaks)) for each in possible]
+    best = [each for each, own in zip(possible, both, strict=True) if not _is_beaten(own, both)]
+    return sorted(best, key=lambda each: _seconds(plan, each))
+
+
+def _chart(plan: Plan, possible: list[Alternative], best: list[Alternative]) -> Chart:
+    """Numbers stand for the names of the best, which would cover each other."""
     alt = altair()
     is_latency = plan.objective == "latency"
-    seconds = [each.latency if is_latency else each.interval for each in possible]
+    seconds = [_seconds(plan, each) for each in possible]
     peaks = [max(each.peaks) for each in possible]
     (time, second), (size, byte) = unit_for(max(seconds), SECONDS), unit_for(max(peaks), BYTES)
-    both = list(zip(seconds, peaks, strict=True))
     rows: list[dict[str, Any]] = [
         {
             "candidate": each.name,
             "mode": _mode(each),
             "chosen": _is_chosen(plan, each),
-            "other": "" if _is_chosen(plan, each) or _is_beaten((took, peak), both) else each.name,
+            "number": f"{best.index(each) + 1}" if each in best else "",
             "time": took / second,
             "peak": peak / byte,
             "request": format_seconds(each.latency),
@@ -63,7 +77,7 @@ def _chart(plan: Plan, possible: list[Alternative]) -> Chart:
     low, high = min(seconds) / second, max(seconds) / second
     if is_log := high > SPREAD * low > 0:
         ends = [low / 2, high * 2]
-    else:  # room for names, but not below no time at all
+    else:  # room for the points, but not below no time at all
         room = ROOM * (high - low or high)
         ends = [max(0.0, low - room), high + room]
     times = alt.Scale(type="log" if is_log else "linear", domain=ends, nice=False)
@@ -78,13 +92,11 @@ def _chart(plan: Plan, possible: list[Alternative]) -> Chart:
     colour = alt.Color(
         "mode:N", scale=alt.Scale(domain=modes, range=[PAINT.get(mode, REST) for mode in modes]), legend=None
     )
-    clear = alt.condition("datum.other || datum.chosen", alt.value(1), alt.value(0.45))
+    clear = alt.condition("datum.number || datum.chosen", alt.value(1), alt.value(0.45))
     points = base.mark_point(filled=True, size=110).encode(color=colour, opacity=clear)
-    chosen = base.transform_filter("datum.chosen")
-    ring = chosen.mark_point(size=420, strokeWidth=2.5, stroke="var(--ink)")
-    name = chosen.mark_text(dy=24, fontWeight="bold").encode(text="candidate:N")
-    others = base.mark_text(dy=-14).encode(text="other:N")
-    return finished(alt.layer(points, ring, name, others), height=320)
+    ring = base.transform_filter("datum.chosen").mark_point(size=420, strokeWidth=2.5, stroke="var(--ink)")
+    numbers = base.mark_text(dy=-18, fontWeight="bold").encode(text="number:N")
+    return finished(alt.layer(points, ring, numbers), height=320)
 
 
 def _is_beaten(one: tuple[float, int], both: list[tuple[float, int]]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,16 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from splitc.compiler.modes.table import describe_modes
-from splitc.compiler.planning.plan_request import Request, request_reader
+from splitc.compiler.modes.table import FALLBACKS, describe_modes, known_modes
+from splitc.compiler.pipelines.folder_names import files_of_folder, find_models, name_models
+from splitc.compiler.planning.plan_request import OBJECTIVES, Request, request_reader
+from splitc.runtime.cli import completion
 from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.collective_words import describe_collectives
+from splitc.runtime.cli.completion import one_of
 from splitc.runtime.cli.options import is_given, with_options
-from splitc.runtime.cli.shared_options import FILL, JSON, REPORT
+from splitc.runtime.cli.shared_options import FILL, JSON, PACKAGE, REPORT
 from splitc.runtime.cli.tables import describe_built
 from splitc.runtime.cli.terminal import out, print_json, print_to_the_end, print_warning
 from splitc.runtime.devices import parse_devices, parse_hosts
-from splitc.runtime.engines.kinds import choose_engine
+from splitc.runtime.engines.kinds import KINDS, choose_engine
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files import check_output
 from splitc.runtime.fills import parse_fills
@@ -33,9 +37,21 @@ if TYPE_CHECKING:
 # Options for engines that are built.
 TENSORRT: dict[str, Any] = {"rich_help_panel": "TensorRT"}
 
-MODEL = typer.Argument(help="The ONNX model, or a folder of several.", metavar="MODEL")
+
+def _modules(given: Mapping[str, Any], incomplete: str) -> list[str]:
+    """The models of a folder, for completion."""
+    folder = Path(given["model"])
+    return [name for name, _ in name_models(folder, find_models(list(files_of_folder(folder))))]
+
+
+MODEL = typer.Argument(
+    help="The ONNX model, or a folder of several.", metavar="MODEL", autocompletion=completion.models
+)
 MODULES = typer.Option(
-    [], "--module", help="Of a folder: take this model only, repeatable. Default: all; of a model in two forms, one."
+    [],
+    "--module",
+    help="Of a folder: take this model only, repeatable. Default: all; of a model in two forms, one.",
+    autocompletion=completion.read_by(_modules),
 )
 SWAP = typer.Option(
     False, "--swap", help="Of a folder: models work in turn, and give each other the memory of their weights."
@@ -46,6 +62,7 @@ DEVICE = typer.Option(
     "-d",
     help='A device, repeatable: -d cpu0 -d cpu1. Several at once: "cpu0&cpu1", 3xcpu. Of a host: host1/2xcuda. Of one '
     'model of a folder: "unet=cuda0&cuda1,vae=cuda0".',
+    autocompletion=completion.devices,
 )
 HOSTS = typer.Option(
     None, "--hosts", metavar="2x4xcuda", help="Instead of -d: hosts that are alike, here two with four GPUs each."
@@ -81,12 +98,23 @@ def _devices(device: list[str] = DEVICE, hosts: str | None = HOSTS) -> list[str]
     return device if hosts is None else [str(each) for each in parse_hosts(hosts)]
 
 
-_request = request_reader(_with_libraries, {"split_mode": describe_modes()})
+COMPLETERS = {
+    "split_mode": one_of(known_modes()),
+    "fallback": one_of(FALLBACKS),
+    "objective": one_of(OBJECTIVES),
+    "main_device": completion.devices,
+    "engine": one_of(KINDS.keys()),
+}
+_request = request_reader(_with_libraries, {"split_mode": describe_modes()}, COMPLETERS)
 
 
 def _build_settings(
     build_when: str = typer.Option(
-        "now", "--build", help="now; or later: only write ONNX files, for 'splitc build' elsewhere.", **TENSORRT
+        "now",
+        "--build",
+        help="now; or later: only write ONNX files, for 'splitc build' elsewhere.",
+        autocompletion=one_of(("now", "later")),
+        **TENSORRT,
     ),
     keep_onnx: bool = typer.Option(
         False, "--keep-onnx", help="Leave the ONNX files in the package, to build it again.", **TENSORRT
@@ -200,7 +228,10 @@ def compile_command(
         None, "--plan", help="A plan from 'splitc plan -o'. Options below may not say otherwise."
     ),
     weights: str = typer.Option(
-        "copy", "--weights", help="copy: into the package. link: hard links to the model's data files, nothing copied."
+        "copy",
+        "--weights",
+        help="copy: into the package. link: hard links to the model's data files, nothing copied.",
+        autocompletion=one_of(("copy", "link")),
     ),
     verify: bool = typer.Option(
         True, "--verify/--no-verify", help="In row and tensor mode: compare with the unsplit model before writing."
@@ -269,7 +300,7 @@ def _print_written(package: Path, manifest: Manifest) -> None:
 
 
 def build_command(
-    package: Path = typer.Argument(help="The package's folder.", metavar="PACKAGE"),
+    package: Path = PACKAGE,
     timing_cache: Path | None = TIMING_CACHE,
     jobs: int | None = JOBS,
     as_json: bool = JSON,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from splitc.compiler.candidates_chart import candidates_section
 from splitc.compiler.planning.plan import Plan
-from splitc.runtime.mode_words import words_of
+from splitc.runtime.mode_words import mode_in_words, words_of
 from splitc.runtime.reports.contents import Chapter, Page, Section
 from splitc.runtime.reports.memory_chart import memory_section
 from splitc.runtime.reports.strips import ShownCut, ShownRank, strip_section
@@ -52,7 +52,8 @@ def plan_chapter(title: str, plan: Plan, why: Sequence[str] = ()) -> Chapter:
 
 def _facts(plan: Plan) -> list[tuple[str, str]]:
     """What is said of a plan in a few words."""
-    found = [("split mode", plan.split_mode), ("engines", plan.engine), ("planned for", plan.objective)]
+    mode = mode_in_words(plan.split_mode, len(plan.ranks))
+    found = [("split mode", mode), ("engines", plan.engine), ("planned for", plan.objective)]
     found.append(("times", "measured" if plan.profiled else "estimated"))
     held = sum(each.bytes for each in plan.weights)
     if held:

@@ -22,10 +22,9 @@ def main() -> NoReturn:
         from splitc.runtime.mpi.first_process import begin
 
         begin()
-        from splitc.runtime.cli.app import add_commands, app
+        from splitc.runtime.cli.app import app
         from splitc.runtime.cli.terminal import run_app
 
-        add_commands(*sys.argv[1:2])
     except BaseException as error:
         if (known := explained(error)) is None:
             raise

@@ -33,3 +33,8 @@ WORDS = {
 def words_of(split_mode: str) -> ModeWords:
     """The words for a mode."""
     return WORDS.get(split_mode, ModeWords())
+
+
+def mode_in_words(mode: str, ranks: int) -> str:
+    """How a model is split, which one on a single device is not."""
+    return mode if ranks > 1 else "none, on one device"

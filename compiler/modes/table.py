@@ -31,6 +31,9 @@ def find_mode(name: str) -> Mode:
 
 def describe_modes() -> str:
     """The modes in one line, for help texts."""
-    return " ".join(
-        f"{name}: {what}." for name, what in {AUTO: "the mode that is predicted to be best and fits", **MODES}.items()
-    )
+    return " ".join(f"{name}: {what}." for name, what in known_modes().items())
+
+
+def known_modes() -> dict[str, str]:
+    """What may be asked for, with what each does."""
+    return {AUTO: "the mode that is predicted to be best and fits", **MODES}

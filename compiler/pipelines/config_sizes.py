@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from splitc.compiler.pipelines.folder_names import read_config
 from splitc.compiler.pipelines.model_facts import Dimension
-from splitc.compiler.pipelines.model_folder import FolderModule, ModelFolder, read_config
+from splitc.compiler.pipelines.model_folder import FolderModule, ModelFolder
 from splitc.compiler.pipelines.module_names import ALIASES
 
 Config = Mapping[str, Any]

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from splitc.compiler.model_errors import ModelError
+from splitc.compiler.pipelines.folder_names import GENAI, files_of_folder, find_models, name_models
 from splitc.compiler.pipelines.model_facts import ModelFacts, read_facts
-from splitc.compiler.pipelines.module_names import module_name, names_of_uses, need_modules
-from splitc.runtime.files import check_regular, parse_json
+from splitc.compiler.pipelines.module_names import names_of_uses, need_modules
 from splitc.runtime.manifest_file import FILE_NAME as MANIFEST
 from splitc.runtime.pipeline_file import FILE_NAME as PIPELINE
 
-GENAI = "genai_config.json"
 # Weights for other programs, and their tables of contents. They are what the ONNX files hold already.
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ot", ".onnx_data")
 OTHER_WEIGHTS = (*WEIGHTS, ".onnx.data", *(f"{suffix}.index.json" for suffix in (".safetensors", ".bin")))
@@ -73,8 +72,8 @@ def read_folder(
     """
     if (path / PIPELINE).is_file() or ((path / MANIFEST).is_file() and (path / "rank0").is_dir()):
         raise ModelError(f"{path} is a package, made by 'splitc compile': name the folder of the ONNX models")
-    files = [PurePosixPath(each.relative_to(path).as_posix()) for each in _files(path)]
-    models = {each: read_facts(path / each) for each in files if each.suffix.lower() == ".onnx"}
+    files = list(files_of_folder(path))
+    models = {each: read_facts(path / each) for each in find_models(files)}
     if not models:
         raise ModelError(f"{path} has no ONNX file in it (*.onnx), nor in its subfolders")
     named, unused = _name_models(path, models)
@@ -96,13 +95,6 @@ def read_folder(
     if not trusts_links:
         _check_inside(path, travel, models)
     return ModelFolder(path, tuple(modules), tuple(travel), tuple(left_out))
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    """The files of a folder and its subfolders, without hidden ones."""
-    for place, folders, names in os.walk(folder):
-        folders[:] = sorted(each for each in folders if not each.startswith("."))
-        yield from (Path(place, name) for name in sorted(names) if not name.startswith("."))
 
 
 def _check_inside(folder: Path, files: Sequence[PurePosixPath], models: Iterable[PurePosixPath]) -> None:
@@ -130,47 +122,11 @@ def _name_models(
     folder: Path, models: Mapping[PurePosixPath, ModelFacts]
 ) -> tuple[dict[str, ModelFacts], dict[Path, str]]:
     """The models by name, and those that are not used, with the reason."""
-    if (folder / GENAI).is_file():
-        roles = _read_genai(folder)
-        if missing := [path for path in roles.values() if path not in models]:
-            raise ModelError(f"{folder / GENAI} names the model {missing[0]}, which is not in {folder}")
-        others = {
-            facts.path: f"{GENAI} does not name it" for path, facts in models.items() if path not in roles.values()
-        }
-        return {name: models[path] for name, path in roles.items()}, others
-    beside = Counter(path.parent for path in models)
-    names = [(module_name(path, beside[path.parent] - 1), facts) for path, facts in models.items()]
+    names = [(name, models[path]) for name, path in name_models(folder, models)]
+    used = {facts.path for _, facts in names}
     _check_names([(name, facts.path) for name, facts in names])
-    return dict(names), {}
-
-
-def _read_genai(folder: Path) -> dict[str, PurePosixPath]:
-    """The models that genai_config.json names, by role: each object below `model` that has a `filename`."""
-    found: dict[str, PurePosixPath] = {}
-
-    def walk(role: str, value: Any) -> None:
-        if isinstance(value, list):
-            for each in value:
-                walk(role, each)
-        elif isinstance(value, dict):
-            file = value.get("filename")
-            if isinstance(file, str) and file.endswith(".onnx") and PurePosixPath(file) not in found.values():
-                found[role] = PurePosixPath(file)
-            for key, each in value.items():
-                walk(key, each)
-
-    config = read_config(folder / GENAI)
-    walk("model", config.get("model"))
-    if not found:
-        raise ModelError(f"{folder / GENAI} names no ONNX model: each is the 'filename' of an object below 'model'")
-    return found
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises MisuseError if it is none."""
-    check_regular(path)
-    content = parse_json(path.read_bytes(), f"can't read {path}")
-    return content if isinstance(content, dict) else {}
+    unused = {facts.path: f"{GENAI} does not name it" for facts in models.values() if facts.path not in used}
+    return dict(names), unused
 
 
 def _find_spare(named: Mapping[str, ModelFacts]) -> dict[str, str]:

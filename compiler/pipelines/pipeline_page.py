@@ -7,6 +7,7 @@ from splitc.compiler.plan_pages import BUDGET, plan_chapter
 from splitc.runtime.reports.contents import Chapter, Page
 from splitc.runtime.reports.memory_chart import memory_section
 from splitc.runtime.reports.strips import ShownRank
+from splitc.runtime.tools.module_sums import IN_TURN
 from splitc.runtime.units import format_bytes
 
 
@@ -17,7 +18,8 @@ def pipeline_page(plan: PipelinePlan) -> Page:
         ShownRank(each.device, (), each.weights, each.activations, each.cache, each.total, each.budget) for each in sums
     ]
     memory = memory_section([each.device for each in sums], ranks, BUDGET)
-    notes = [f"{left.path}, {format_bytes(left.bytes)}, is left out: {left.why}" for left in plan.folder.left_out]
+    notes = [IN_TURN] if plan.swap else []
+    notes += [f"{left.path}, {format_bytes(left.bytes)}, is left out: {left.why}" for left in plan.folder.left_out]
     if plan.folder.files:
         notes.append(f"Beside the modules: {', '.join(path.as_posix() for path in plan.folder.files)}")
     together = Chapter("All modules", (), notes, [] if memory is None else [memory])

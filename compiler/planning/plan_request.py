@@ -300,10 +300,14 @@ def options_of_requests() -> dict[str, Option]:
     return {each.name: each.metadata[_OPTION] for each in fields(Request) if _OPTION in each.metadata}
 
 
-def request_reader(make: Callable[[Request], T], help: Mapping[str, str] = MappingProxyType({})) -> Callable[..., T]:
+def request_reader(
+    make: Callable[[Request], T],
+    help: Mapping[str, str] = MappingProxyType({}),
+    completers: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+) -> Callable[..., T]:
     """A function that takes the options as keyword arguments, named as the fields, and calls `make` with a Request.
 
-    Typer reads its signature. `help` replaces the help of some fields.
+    Typer reads its signature. `help` replaces the help of some fields, and `completers` complete values of some.
     """
     options = options_of_requests()
 
@@ -312,6 +316,8 @@ def request_reader(make: Callable[[Request], T], help: Mapping[str, str] = Mappi
 
     for name, text in help.items():
         options[name].parameter.help = text
+    for name, complete in completers.items():
+        options[name].parameter.autocompletion = complete
     parameters = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.parameter, annotation=option.kind)
         for name, option in options.items()

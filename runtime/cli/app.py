@@ -2,46 +2,88 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import typer
+from typer.core import TyperCommand
 
+from splitc.runtime.cli.help import print_program_help
 from splitc.runtime.cli.options import Command
 from splitc.runtime.cli.terminal import Commands, out
 from splitc.runtime.version import VERSION
 
-# Where each command is in splitc, in the order of the help. The compiler's may be missing.
+
+@dataclass(frozen=True)
+class Place:
+    """Where a command is in splitc, what a user does with it, and what it does in one line."""
+
+    function: str
+    topic: str
+    line: str
+
+
+# In the order of the help, which imports none of them. The compiler's may be missing.
 COMMANDS = {
-    "devices": "runtime.cli.devices_command:devices",
-    "run": "runtime.cli.run_commands:run",
-    "check": "runtime.cli.check_command:check",
-    "bench": "runtime.cli.run_commands:bench_command",
-    "generate": "runtime.cli.generate_command:generate_command",
-    "inspect": "runtime.cli.inspect_command:inspect",
-    "help": "runtime.cli.help_command:help_command",
-    "export": "runtime.cli.export_command:export",
-    "plan": "compiler.cli:plan",
-    "compile": "compiler.cli:compile_command",
-    "build": "compiler.cli:build_command",
+    "plan": Place("compiler.cli:plan", "Compile", "Show what each device would hold, against its budget."),
+    "compile": Place("compiler.cli:compile_command", "Compile", "Split a model or a folder of them, write a package."),
+    "build": Place("compiler.cli:build_command", "Compile", "Build a package's TensorRT engines on this machine."),
+    "run": Place("runtime.cli.run_commands:run", "Run", "Run a package once, from file to file."),
+    "generate": Place("runtime.cli.generate_command:generate_command", "Run", "Generate text with a package."),
+    "bench": Place("runtime.cli.run_commands:bench_command", "Run", "Time a package: latency, rate, each rank's work."),
+    "check": Place("runtime.cli.check_command:check", "Look", "Compare a package's outputs with the unsplit model's."),
+    "inspect": Place("runtime.cli.inspect_command:inspect", "Look", "Show what a package holds."),
+    "devices": Place("runtime.cli.devices_command:devices", "Look", "List this machine's devices, or measure them."),
+    "export": Place("runtime.cli.export_command:export", "Serve", "Write a package as a server wants it."),
+    "help": Place("runtime.cli.help_command:help_command", "Help", "Show a command's help, or a page of the guide."),
 }
+
+
+class Program(Commands):
+    """The commands of the table. Those that are not wanted are not imported."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return installed()
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in self.commands:
+            # Of a name that is not there, all: typer looks among them for what was meant.
+            wanted = [cmd_name] if cmd_name in COMMANDS else installed()
+            self.commands = {**self.commands, **typer.main.get_group(add_commands(typer.Typer(), wanted)).commands}
+        return super().get_command(ctx, cmd_name)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """The names of commands, or of options of the program. What the table says is enough for that."""
+        self.commands = {name: TyperCommand(name, short_help=COMMANDS[name].line) for name in installed()}
+        return super().shell_complete(ctx, incomplete)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        print_program_help(out, self, ctx, {name: (COMMANDS[name].topic, COMMANDS[name].line) for name in installed()})
+
+
+def installed() -> list[str]:
+    """The names of the commands that are installed here."""
+    return [name for name, each in COMMANDS.items() if find_spec(f"splitc.{each.function.partition('.')[0]}")]
+
+
+def add_commands(app: typer.Typer, wanted: list[str]) -> typer.Typer:
+    """Import these commands and add them to an app, which is returned. One that is not installed is left out."""
+    for name in wanted:
+        if name in installed():
+            module, function = COMMANDS[name].function.split(":")
+            app.command(name, cls=Command)(getattr(import_module(f"splitc.{module}"), function))
+    return app
+
 
 app = typer.Typer(
     name="splitc",
-    cls=Commands,
-    help="Split one ONNX model over several devices, offline, and run the ranks as one model.",
+    cls=Program,
+    help="Split an ONNX model, or a pipeline of several, over devices; run them as one.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-
-
-def add_commands(wanted: str | None = None) -> None:
-    """Add one command to the app; or, if there is none of this name, all that are installed."""
-    for name in [wanted] if wanted in COMMANDS else COMMANDS:
-        place, function = COMMANDS[name].split(":")
-        module = f"splitc.{place}"
-        if find_spec(module.rpartition(".")[0]) is not None:
-            app.command(name, cls=Command)(getattr(import_module(module), function))
 
 
 def _version(show: bool) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import typer
 from rich.text import Text
 
+from splitc.runtime.cli import completion
 from splitc.runtime.cli.options import with_options
-from splitc.runtime.cli.run_options import Load, loading, measure_ranks, open_feeds
+from splitc.runtime.cli.run_options import Load, as_run, loading, measure_ranks, open_feeds
 from splitc.runtime.cli.run_tables import differences_table, modules_table, print_memory
 from splitc.runtime.cli.shared_options import FILL, INPUTS, JSON, MEASURE, PACKAGE, REPORT, SEED, TRUST_DATA
 from splitc.runtime.cli.terminal import out, print_json
@@ -19,7 +20,7 @@ from splitc.runtime.manifest_file import read_manifest
 from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.pipeline_file import PipelineFile, find_module, read_pipeline
 from splitc.runtime.reports.page_writer import check_report, write_page
-from splitc.runtime.session import Session
+from splitc.runtime.session import Session, choose_devices
 from splitc.runtime.settings import parse_settings
 from splitc.runtime.tools.compare import Difference, compare
 from splitc.runtime.tools.unsplit import bound_inputs, open_reference
@@ -48,16 +49,25 @@ def check(
     load: Load,
     package: Path = PACKAGE,
     model: Path = typer.Option(
-        ..., "--model", "-m", help="The unsplit ONNX model; of a package of several, the models' folder."
+        ...,
+        "--model",
+        "-m",
+        help="The unsplit ONNX model; of a package of several, the models' folder.",
+        autocompletion=completion.models,
     ),
     inputs: Path | None = INPUTS,
     reference: str | None = typer.Option(
         None,
         "--reference",
         help="Where the unsplit model runs: cpu0, cuda0. Default: the package's GPU if it fits there, else the CPU.",
+        autocompletion=completion.devices,
     ),
     settings: list[str] = typer.Option(
-        [], "--set", metavar="NAME=VALUE", help="Another value for an input that was bound by 'splitc compile --set'."
+        [],
+        "--set",
+        metavar="NAME=VALUE",
+        help="Another value for an input that was bound by 'splitc compile --set'.",
+        autocompletion=completion.settings,
     ),
     trusts_data: bool = TRUST_DATA,
     rtol: float | None = typer.Option(None, "--rtol", help="Tolerance relative to each output's largest value."),
@@ -98,7 +108,7 @@ def check(
     source = _find_model(package, pipeline, module, model)
     found = check_one(load(package), source)
     if report:
-        _write_report(report, package, {module or "": found})
+        _write_report(report, package, {module or "": found}, load.keywords["devices"])
     if as_json:
         print_json(found)
     else:
@@ -135,7 +145,7 @@ def _check_modules(
     sources = {module.name: _find_model(package, pipeline, module.name, folder) for module in pipeline.modules}
     found = {name: check_one(load(package, module=name), source) for name, source in sources.items()}
     if report:
-        _write_report(report, package, found)
+        _write_report(report, package, found, load.keywords["devices"])
     if as_json:
         print_json({"modules": found})
     else:
@@ -148,12 +158,13 @@ def _check_modules(
     _conclude(failed, sum(len(each.outputs) for each in found.values()), f"in {len(found)} modules", as_json)
 
 
-def _write_report(path: Path, package: Path, found: Mapping[str, Checked]) -> None:
+def _write_report(path: Path, package: Path, found: Mapping[str, Checked], asked: Sequence[str]) -> None:
     from splitc.runtime.reports.package_pages import check_page
 
     checked = {
-        name: (read_manifest(find_module(package, name or None)), each.outputs, str(each), each.memory)
+        name: (as_run(manifest, choose_devices(manifest, asked)), each.outputs, str(each), each.memory)
         for name, each in found.items()
+        for manifest in [read_manifest(find_module(package, name or None))]
     }
     write_page(path, check_page(package.name, checked))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from splitc.runtime.cli.app import add_commands, app
+from splitc.runtime.cli.app import COMMANDS, add_commands, app
 
 __all__ = ["app"]
-add_commands()
+add_commands(app, [*COMMANDS])

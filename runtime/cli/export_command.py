@@ -6,6 +6,7 @@ from pathlib import Path
 
 import typer
 
+from splitc.runtime.cli.completion import one_of
 from splitc.runtime.cli.options import is_given
 from splitc.runtime.cli.shared_options import DEVICE, JSON, MODULE, PACKAGE, RANKS, THREADS
 from splitc.runtime.cli.terminal import out, print_json
@@ -30,7 +31,9 @@ NATIVE = {"ensemble": {"name", "ensemble"}, "plans": {"name", "plans"}}
 
 def export(
     context: typer.Context,
-    server: str = typer.Argument(help=f"What it is for: {', '.join(SERVERS)}.", metavar="SERVER"),
+    server: str = typer.Argument(
+        help=f"What it is for: {', '.join(SERVERS)}.", metavar="SERVER", autocompletion=one_of(SERVERS.keys())
+    ),
     package: Path = PACKAGE,
     output: Path = typer.Option(..., "--output", "-o", help="The folder to write. It may have other models."),
     module: str | None = MODULE,

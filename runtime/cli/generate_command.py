@@ -7,6 +7,7 @@ from pathlib import Path
 
 import typer
 
+from splitc.runtime.cli import completion
 from splitc.runtime.cli.generate_modules import Asked, generate_with_modules
 from splitc.runtime.cli.generated import Generated
 from splitc.runtime.cli.options import with_options
@@ -33,9 +34,17 @@ def generate_command(
     prompt_ids: str | None = typer.Option(None, "--prompt-ids", help="The prompt as token ids: 1,2,3."),
     audio: Path | None = typer.Option(None, "--audio", help="The sound to write down: a WAV file."),
     language: str | None = typer.Option(
-        None, "--language", help="The language that is spoken: en. Default: the model says."
+        None,
+        "--language",
+        help="The language that is spoken: en. Default: the model says.",
+        autocompletion=completion.languages,
     ),
-    task: str | None = typer.Option(None, "--task", help="What to do with speech: transcribe or translate."),
+    task: str | None = typer.Option(
+        None,
+        "--task",
+        help="What to do with speech: transcribe or translate.",
+        autocompletion=completion.one_of(("transcribe", "translate")),
+    ),
     tokenizer: Path | None = typer.Option(
         None, "--tokenizer", help="tokenizer.json, or its folder. Default: the package's; without, ids are printed."
     ),
@@ -52,7 +61,10 @@ def generate_command(
     seed: int = typer.Option(0, "--seed", help="Seed of random tokens."),
     stop: list[int] = typer.Option([], "--stop", help="A token id to stop at, repeatable. Default: the tokenizer's."),
     prefill: Path | None = typer.Option(
-        None, "--prefill", help="A package for the prompt, if exported separately: a model that takes no caches."
+        None,
+        "--prefill",
+        help="A package for the prompt, if exported separately: a model that takes no caches.",
+        autocompletion=completion.packages,
     ),
     prompt_chunk: int = typer.Option(PROMPT_CHUNK, "--prompt-chunk", min=1, help="Tokens of the prompt per run."),
     as_json: bool = JSON,

@@ -1,8 +1,8 @@
-"""The help of a command: short, its options by topic, and an example."""
+"""The help of splitc and of a command: short, by topic, and with an example."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -50,6 +50,40 @@ EXAMPLES = {
     "compile": "splitc compile model.onnx -o package -d cuda0 -d cuda1 --shapes input_ids:1x512",
     "build": "splitc build package --jobs 2",
 }
+# What Typer's own options do, in a line each.
+PROGRAM_OPTIONS = {
+    "install_completion": "Have this shell complete commands, options and values.",
+    "show_completion": "Print the script that does so.",
+    "help": "Show this; splitc COMMAND --help: a command's options.",
+}
+# Of splitc itself.
+EXAMPLE = (
+    "splitc compile model.onnx -o package -d cuda0 -d cuda1 --shapes ids:1x512",
+    "splitc bench package --baseline model.onnx",
+)
+
+
+def print_program_help(console: Console, program: Any, context: Any, commands: Mapping[str, tuple[str, str]]) -> None:
+    """Print what splitc does and has: commands with their topic and line, and its own options."""
+    console.print(f"Usage: {context.command_path} COMMAND [OPTIONS]\n\n{program.help}\n")
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for name, (topic, line) in commands.items():
+        groups.setdefault(topic, []).append((name, line))
+    for topic, members in groups.items():
+        _print_lines(console, topic, members, max(map(len, commands)))
+    options = [each for each in program.get_params(context) if not getattr(each, "hidden", False)]
+    lines = [(_call(each), PROGRAM_OPTIONS.get(each.name, each.help)) for each in options]
+    _print_lines(console, "Options", lines, max(len(call) for call, _ in lines))
+    console.print(Text("Example", "bold"))
+    for line in EXAMPLE:
+        console.print(Text(f"  {line}"), soft_wrap=True)
+
+
+def _print_lines(console: Console, topic: str, lines: Sequence[tuple[str, str]], width: int) -> None:
+    """Print calls, each with what it does, below a topic."""
+    console.print(Text(topic, "bold"))
+    for call, does in lines:
+        console.print(Text.assemble("  ", (call.ljust(width), "cyan"), f"  {does}"), soft_wrap=True)
 
 
 def print_help(console: Console, command: Any, context: Any) -> None:

@@ -2,32 +2,51 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import typer
 from rich.markdown import Markdown
 
-from splitc.runtime.cli.help import WIDEST
-from splitc.runtime.cli.pages import DOCS, read_page
+from splitc.runtime.cli.help import WIDEST, print_help
+from splitc.runtime.cli.pages import DOCS, page_names, read_page, section_names
 from splitc.runtime.cli.shared_options import JSON
 from splitc.runtime.cli.terminal import out, print_json, print_output, table
 
 
+def _topics(ctx: typer.Context, incomplete: str) -> list[str]:
+    """The commands, the pages of the documentation, and the sections of the page that is typed."""
+    page, mark, _ = incomplete.partition("#")
+    if mark and page in page_names():
+        return [f"{page}#{section}" for section in section_names(page)]
+    commands: Any = ctx.parent and ctx.parent.command
+    return [*commands.list_commands(ctx.parent), *page_names()]
+
+
 def help_command(
+    context: typer.Context,
     topic: str | None = typer.Argument(
-        None, metavar="TOPIC", help="A page, as in planning, or a section, as in planning#budgets. Default: list them."
+        None,
+        metavar="TOPIC",
+        help="A command; a page, as in planning; or a section, as in planning#budgets. Default: list them.",
+        autocompletion=_topics,
     ),
     as_json: bool = JSON,
 ) -> None:
-    """Show a page of the documentation."""
+    """Show the help of a command, or a page of the documentation."""
     if topic is None:
-        texts = {path.stem: path.read_text(encoding="utf-8") for path in DOCS.rglob("*.md")}
-        pages = {name: text.partition("\n")[0].lstrip("# ") for name, text in texts.items()}
+        _list_pages(context, as_json)
+        return
+    assert context.parent is not None
+    parent: Any = context.parent.command
+    if topic in parent.list_commands(context.parent):
+        command = parent.get_command(context.parent, topic)
+        own = type(context)(command, info_name=topic, parent=context.parent)
         if as_json:
-            print_json(pages)
-            return
-        rows = table("topic", "page")
-        for name, title in sorted(pages.items()):
-            rows.add_row(name, title)
-        out.print(rows)
+            with out.capture() as printed:
+                print_help(out, command, own)
+            print_json({"topic": topic, "text": printed.get()})
+        else:
+            print_help(out, command, own)
         return
     text = read_page(topic)
     if as_json:
@@ -36,3 +55,18 @@ def help_command(
         out.print(Markdown(text), width=min(out.width, WIDEST))
     else:
         print_output(f"{text}\n")
+
+
+def _list_pages(context: typer.Context, as_json: bool) -> None:
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in DOCS.rglob("*.md")}
+    pages = {name: text.partition("\n")[0].lstrip("# ") for name, text in texts.items()}
+    if as_json:
+        print_json(pages)
+        return
+    assert context.parent is not None
+    context.parent.get_help()  # which prints it
+    out.print()
+    rows = table("topic", "splitc help TOPIC shows the page")
+    for name, title in sorted(pages.items()):
+        rows.add_row(name, title)
+    out.print(rows)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import typer
 
+from splitc.runtime.cli import completion
 from splitc.runtime.cli.shared_options import JSON, MODULE, PACKAGE, REPORT
 from splitc.runtime.cli.tables import print_manifest, print_modules
 from splitc.runtime.cli.terminal import out, print_json, table
@@ -26,7 +27,10 @@ def inspect(
     package: Path = PACKAGE,
     module: str | None = MODULE,
     rank: int | None = typer.Option(
-        None, "--rank", help="List the files that this rank's host needs, instead of all the rest."
+        None,
+        "--rank",
+        help="List the files that this rank's host needs, instead of all the rest.",
+        autocompletion=completion.ranks,
     ),
     report: Path | None = REPORT,
     as_json: bool = JSON,
@@ -57,19 +61,21 @@ def inspect(
         print_manifest(manifest, routes)
 
 
-def _write_report(report: Path, name: str, manifests: Mapping[str, Manifest], files: Sequence[str] = ()) -> None:
+def _write_report(
+    report: Path, name: str, manifests: Mapping[str, Manifest], files: Sequence[str] = (), swap: bool = False
+) -> None:
     from splitc.runtime.reports.package_pages import inspect_page
 
-    write_page(report, inspect_page(name, manifests, files))
+    write_page(report, inspect_page(name, manifests, files, swap))
 
 
 def _inspect_modules(package: Path, pipeline: PipelineFile, report: Path | None, as_json: bool) -> None:
     manifests = {module.name: read_manifest(find_module(package, module.name)) for module in pipeline.modules}
     if report:
-        _write_report(report, package.name, manifests, [file.path for file in pipeline.files])
+        _write_report(report, package.name, manifests, [file.path for file in pipeline.files], pipeline.swap)
     if as_json:
         modules = {name: describe(manifest) for name, manifest in manifests.items()}
-        print_json({"modules": modules, "files": pipeline.files})
+        print_json({"modules": modules, "files": pipeline.files, "swap": pipeline.swap})
     else:
         print_modules(manifests, pipeline)
 

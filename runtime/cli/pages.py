@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from splitc.runtime.errors import MisuseError, SplitcError
@@ -77,17 +77,31 @@ def read_page(topic: str) -> str:
     name, _, section = topic.partition("#")
     pages = {path.stem: path for path in sorted(DOCS.rglob("*.md"))}
     if name not in pages:
-        raise MisuseError(f"there is no page '{name}': there are {', '.join(pages)}")
+        raise MisuseError(f"there is no page or command '{name}': the pages are {', '.join(sorted(pages))}")
     lines = pages[name].read_text(encoding="utf-8").splitlines()
     if not section:
         return "\n".join(lines)
     headings = _headings(lines)
     start = next((number for number, (_, anchor) in headings.items() if anchor == section), None)
     if start is None:
-        known = [anchor for level, anchor in headings.values() if level > 1]
-        raise MisuseError(f"the page '{name}' has no section '{section}': there are {', '.join(known)}")
+        known = ", ".join(_sections(headings))
+        raise MisuseError(f"the page '{name}' has no section '{section}': there are {known}")
     ends = (number for number, (level, _) in headings.items() if number > start and level <= headings[start][0])
     return "\n".join(lines[start : next(ends, len(lines))])
+
+
+def page_names() -> list[str]:
+    """The names of the pages."""
+    return sorted(path.stem for path in DOCS.rglob("*.md"))
+
+
+def section_names(page: str) -> list[str]:
+    """The sections of a page. Raises MisuseError if there is no such page."""
+    return _sections(_headings(read_page(page).splitlines()))
+
+
+def _sections(headings: Mapping[int, tuple[int, str]]) -> list[str]:
+    return [anchor for level, anchor in headings.values() if level > 1]
 
 
 def _headings(lines: Sequence[str]) -> dict[int, tuple[int, str]]:

@@ -8,9 +8,10 @@ from pathlib import Path
 import typer
 
 from splitc.runtime import array_files
+from splitc.runtime.cli import completion
 from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.options import with_options
-from splitc.runtime.cli.run_options import Load, loading, measure_ranks, open_feeds
+from splitc.runtime.cli.run_options import Load, as_run, loading, measure_ranks, open_feeds
 from splitc.runtime.cli.run_tables import print_bench, print_memory
 from splitc.runtime.cli.shared_options import FILL, INPUTS, JSON, MEASURE, PACKAGE, REPORT, SEED, TRUST_DATA
 from splitc.runtime.cli.terminal import out, print_json, table
@@ -52,7 +53,10 @@ def bench_command(
     load: Load,
     package: Path = PACKAGE,
     baseline: Path | None = typer.Option(
-        None, "--baseline", help="The unsplit model, timed in turns with the package."
+        None,
+        "--baseline",
+        help="The unsplit model, timed in turns with the package.",
+        autocompletion=completion.models,
     ),
     baseline_threads: list[int] = typer.Option(
         [],
@@ -91,16 +95,16 @@ def bench_command(
             warmup=warmup,
             trusts_data=trusts_data,
         )
-        measured = measure_ranks(session, feeds) if memory else []
+        measured, manifest = measure_ranks(session, feeds) if memory else [], as_run(session.manifest, session.devices)
     if trace:
-        write_trace(trace, session.manifest.ranks, result.timeline)
+        write_trace(trace, manifest.ranks, result.timeline)
     if report:
         from splitc.runtime.reports.package_pages import bench_page
 
-        write_page(report, bench_page(package.name, session.manifest, result, measured))
+        write_page(report, bench_page(package.name, manifest, result, measured))
     if as_json:
         print_json({"time": replace(result, timeline=[], alone={}), "memory": measured})
         return
-    print_bench(result, session.manifest.split_mode)
+    print_bench(result, manifest)
     if measured:
         print_memory(measured)

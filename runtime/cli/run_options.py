@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+
+import msgspec
 
 from splitc.runtime.array_files import load_arrays
 from splitc.runtime.arrays import Array
 from splitc.runtime.cli.shared_options import CUDA_GRAPH, DEVICE, MODULE, RANKS, THREADS, VERIFY
 from splitc.runtime.cli.terminal import print_warning
+from splitc.runtime.devices import Device
 from splitc.runtime.errors import EngineError
 from splitc.runtime.fills import make_inputs, parse_fills
+from splitc.runtime.manifest import Manifest
 from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.session import Session
 from splitc.runtime.tools.rank_memory import measure_memory
@@ -55,4 +59,13 @@ def measure_ranks(session: Session, feeds: dict[str, Array]) -> list[RankMemory]
         print_warning(f"copies from {source} to {target} give wrong results on this machine: they go through the host")
     for note in session.notes:
         print_warning(note)
-    return session.device_memory() or measure_memory(session.package, session.threads, feeds)
+    found = session.device_memory() or measure_memory(session.package, session.threads, feeds)
+    names = [str(device) for device in session.devices]
+    return [msgspec.structs.replace(each, device=name) for each, name in zip(found, names, strict=True)]
+
+
+def as_run(manifest: Manifest, devices: Sequence[Device]) -> Manifest:
+    """A manifest with the devices on which its ranks run, which may be others than the package was planned for."""
+    ranks = zip(manifest.ranks, devices, strict=True)
+    replaced = [msgspec.structs.replace(rank, device=str(device)) for rank, device in ranks]
+    return msgspec.structs.replace(manifest, ranks=replaced)

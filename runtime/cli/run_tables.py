@@ -8,10 +8,12 @@ from rich.table import Table
 from rich.text import Text
 
 from splitc.runtime.cli.terminal import fitted, out, table
+from splitc.runtime.manifest import Manifest
 from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.mode_words import words_of
 from splitc.runtime.tools.bench import BenchResult
 from splitc.runtime.tools.compare import Difference
+from splitc.runtime.tools.measured_words import say_measured
 from splitc.runtime.tools.trace import draw_timeline
 from splitc.runtime.units import format_bytes, format_seconds
 
@@ -68,7 +70,7 @@ def print_memory(found: Sequence[RankMemory]) -> None:
     out.print("weights and predicted are the plan's; loaded and peak were measured, the engine's own memory included.")
 
 
-def print_bench(result: BenchResult, split_mode: str) -> None:
+def print_bench(result: BenchResult, manifest: Manifest) -> None:
     """Print a package's times, and a timeline of its ranks."""
     numbers = ("latency", "90 %", "rate", "package / unsplit")
     rows = table("", "threads", *numbers, right=numbers)
@@ -91,6 +93,8 @@ def print_bench(result: BenchResult, split_mode: str) -> None:
             "package / unsplit is time a request."
         )
     else:
-        out.print(f"Medians of {own.runs} runs, one request at a time: {words_of(split_mode).at_work}.")
+        out.print(f"Medians of {own.runs} runs, one request at a time: {words_of(manifest.split_mode).at_work}.")
+    for text in say_measured(manifest.ranks, result.timeline):
+        out.print(text)
     for number, line in enumerate(draw_timeline(len(result.ranks), result.timeline[-4 * result.in_flight :])):
         out.print(Text.assemble(f"rank {number} ", (line, "cyan")))

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import typer
 
-PACKAGE = typer.Argument(help="The package's folder.", metavar="PACKAGE")
-MODULE = typer.Option(None, "--module", help="The model to use, of a package that has several.")
+from splitc.runtime.cli import completion
+from splitc.runtime.cli.completion import one_of
+from splitc.runtime.rank_kinds import KINDS
+from splitc.runtime.verification import WORDS
+
+PACKAGE = typer.Argument(help="The package's folder.", metavar="PACKAGE", autocompletion=completion.packages)
+MODULE = typer.Option(
+    None, "--module", help="The model to use, of a package that has several.", autocompletion=completion.modules
+)
 JSON = typer.Option(False, "--json", help="Print the result as JSON on standard output.")
 REPORT = typer.Option(None, "--report", metavar="PAGE.html", help="Also write a page of pictures here, for a browser.")
 THREADS = typer.Option(
@@ -14,14 +21,19 @@ THREADS = typer.Option(
 VERIFY = typer.Option(
     "once",
     "--verify",
-    metavar="always|once|never",
+    metavar="|".join(WORDS),
     help="How often to compare the files' hashes with the manifest. Once: again when a file has changed.",
+    autocompletion=one_of(WORDS),
 )
 INPUTS = typer.Option(
     None, "--inputs", help="Arrays by input name: .npz, a folder of .npy, or polygraphy's JSON. Default: made up."
 )
 DEVICE = typer.Option(
-    [], "--device", "-d", help="Run on these devices instead of the package's: one for each rank, repeatable."
+    [],
+    "--device",
+    "-d",
+    help="Run on these devices instead of the package's: one for each rank, repeatable.",
+    autocompletion=completion.devices,
 )
 CUDA_GRAPH = typer.Option(
     True, "--cuda-graph/--no-cuda-graph", help="Replay previously seen shapes as CUDA graphs, on GPUs."
@@ -29,8 +41,9 @@ CUDA_GRAPH = typer.Option(
 RANKS = typer.Option(
     None,
     "--ranks",
-    metavar="threads|processes|mpi",
+    metavar="|".join(KINDS),
     help="What ranks are: threads, processes, or mpi. Default: MPI's processes; else processes on several GPUs.",
+    autocompletion=one_of(KINDS),
 )
 MEASURE = typer.Option(
     True, "--memory/--no-memory", help="Measure each rank's memory, in a separate process, beside the prediction."
@@ -46,4 +59,5 @@ FILL = typer.Option(
     "--fill",
     metavar="NAME=HOW",
     help="How to make up an input, repeatable: ones, zeros, normal, arange, randint:0:32000. Default: by its role.",
+    autocompletion=completion.fills,
 )

@@ -8,8 +8,8 @@ from splitc.runtime.cli.collective_words import describe_collectives
 from splitc.runtime.cli.terminal import fitted, out, table
 from splitc.runtime.manifest import Build, Built, Manifest, Role
 from splitc.runtime.mode_words import words_of
-from splitc.runtime.module_sums import sum_modules
 from splitc.runtime.pipeline_file import PipelineFile
+from splitc.runtime.tools.module_sums import IN_TURN, sum_modules
 from splitc.runtime.units import block_range, format_bytes, format_shape
 
 
@@ -59,10 +59,12 @@ def print_modules(manifests: Mapping[str, Manifest], pipeline: PipelineFile) -> 
             sizes = [rank.weights_bytes, rank.activation_bytes, rank.cache_bytes]
             title = module_title(name, manifest.split_mode, len(manifest.ranks))
             rows.add_row("" if number else title, rank.device, *map(format_bytes, sizes))
-    for number, (device, held) in enumerate(sum_modules(manifests).items()):
+    for number, (device, held) in enumerate(sum_modules(manifests, pipeline.swap).items()):
         sizes = [held.weights, held.activations, held.cache]
         rows.add_row("" if number else "all", device, *map(format_bytes, sizes))
     out.print(rows)
+    if pipeline.swap:
+        out.print(IN_TURN)
     if pipeline.files:
         out.print(f"beside them: {', '.join(file.path for file in pipeline.files)}")
     out.print("more of one: --module NAME")

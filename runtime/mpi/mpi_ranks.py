@@ -72,7 +72,7 @@ class MpiRanks(RemoteRanks):
             world.control.send(rank, (join, None))
         own = OwnControl()
         threading.Thread(target=self._run_own, args=(join, own), name="splitc rank 0", daemon=True).start()
-        self._wire = MpiWire(world.control, world.size, own, LATE * MOST if spin else 0.0)
+        self._wire = MpiWire(world.control, world.machines, own, LATE * MOST if spin else 0.0)
         # It does not look without a pause, which would keep Python's lock from rank 0's thread.
         self._reader = Reader(self._wire, self, spins=False)
         self._wait_loaded()

@@ -13,6 +13,7 @@ import numpy as np
 from splitc.runtime.arrays import Array
 from splitc.runtime.engines import Backend, Room
 from splitc.runtime.mapped_files import remove_files
+from splitc.runtime.mpi.clocks import Clocks
 from splitc.runtime.mpi.joining import AllLoaded, Left, Stop
 from splitc.runtime.mpi.post import Post
 from splitc.runtime.mpi.sending import sleep_after
@@ -30,12 +31,14 @@ LOOK = 1e-3
 class MpiWire:
     """The session's end, in process 0, which is also rank 0's: `own` is that one's control.
 
+    `machines` has the number of each rank's machine.
     When rank 0 has answered, it looks for what others send without a pause, for `spin` seconds.
     """
 
-    def __init__(self, post: Post, ranks: int, own: OwnControl, spin: float) -> None:
+    def __init__(self, post: Post, machines: Sequence[int], own: OwnControl, spin: float) -> None:
         self._post = post
-        self._alive = list(range(ranks))
+        self._alive = list(range(len(machines)))
+        self._clocks = Clocks(machines)
         self._own = own
         self._spin = spin
         # Requests that rank 0 has not answered.
@@ -87,6 +90,7 @@ class MpiWire:
         if isinstance(message, Answer):
             self._own_due -= rank == 0
             self._outputs[rank] = arrays
+            message = self._clocks.by_ours(rank, message, time.perf_counter())
         return rank, message
 
     @property

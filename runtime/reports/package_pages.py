@@ -8,8 +8,7 @@ from itertools import zip_longest
 from splitc.runtime.devices import free_bytes, parse_devices
 from splitc.runtime.manifest import Manifest
 from splitc.runtime.memory_use import RankMemory
-from splitc.runtime.mode_words import words_of
-from splitc.runtime.module_sums import sum_modules
+from splitc.runtime.mode_words import mode_in_words, words_of
 from splitc.runtime.reports.contents import Chapter, Page, Section, Table
 from splitc.runtime.reports.errors_chart import errors_section
 from splitc.runtime.reports.memory_chart import memory_section
@@ -19,6 +18,8 @@ from splitc.runtime.reports.times_chart import latencies_table, times_section
 from splitc.runtime.reports.whole_table import whole_section
 from splitc.runtime.tools.bench import BenchResult
 from splitc.runtime.tools.compare import Difference
+from splitc.runtime.tools.measured_words import say_measured
+from splitc.runtime.tools.module_sums import IN_TURN, sum_modules
 from splitc.runtime.units import format_shape
 
 BUDGET = "what is free on this machine now"
@@ -26,17 +27,18 @@ BUDGET = "what is free on this machine now"
 STREAMED = 4
 
 
-def inspect_page(name: str, manifests: Mapping[str, Manifest], files: Sequence[str] = ()) -> Page:
-    """What a package holds, by module. The only module of a package of one model has no name."""
+def inspect_page(name: str, manifests: Mapping[str, Manifest], files: Sequence[str] = (), swap: bool = False) -> Page:
+    """What a package holds, by module, which work in turn with `swap`. The only one of a single model has no name."""
     chapters = [_holds(title, manifest) for title, manifest in manifests.items()]
     if len(manifests) > 1:
-        sums = sum_modules(manifests)
+        sums = sum_modules(manifests, swap)
         budgets = free_bytes(parse_devices(list(sums)))
         ranks = [
             ShownRank(device, (), held.weights, held.activations, held.cache, held.total, budget)
             for (device, held), budget in zip(sums.items(), budgets, strict=True)
         ]
-        notes = [f"Beside the modules: {', '.join(files)}"] if files else []
+        notes = [IN_TURN] if swap else []
+        notes += [f"Beside the modules: {', '.join(files)}"] if files else []
         chapters.insert(0, Chapter("All modules", (), notes, _some(memory_section(list(sums), ranks, BUDGET))))
     return Page(f"Package {name}", _describe(manifests), chapters)
 
@@ -50,7 +52,7 @@ def bench_page(name: str, manifest: Manifest, result: BenchResult, measured: Seq
         facts.append(("rate beside one at a time", f"{result.against_one:.2f} times"))
     sections = [
         Section("Latency", tables=[latencies_table(result)]),
-        times_section(result, at_work),
+        times_section(result, at_work, say_measured(manifest.ranks, result.timeline)),
         *timeline_sections(manifest.ranks, [result.alone], streamed),
         *_body(manifest, measured),
     ]
@@ -74,7 +76,8 @@ def check_page(
 
 def _holds(title: str, manifest: Manifest) -> Chapter:
     """What a package of one model, or a module, holds."""
-    facts = [("split mode", manifest.split_mode), ("engines", manifest.engine), ("numbers", manifest.number_type)]
+    mode = mode_in_words(manifest.split_mode, len(manifest.ranks))
+    facts = [("split mode", mode), ("engines", manifest.engine), ("numbers", manifest.number_type)]
     if manifest.collectives:
         facts.append((words_of(manifest.split_mode).exchanges, f"{manifest.collectives} a run"))
     kinds = {"input": manifest.inputs, "optional input": manifest.optional, "output": manifest.outputs}

@@ -67,7 +67,7 @@ def _say(is_radial: bool, shares: bool, cuts: bool) -> str:
 def colour_of(device: str) -> int:
     """The number of a device's colour, which is the same on all pages."""
     found = parse_devices([device])[0]
-    return (found.index + 3 * (found.host or 0) + (COLOURS // 2) * (found.kind == "cpu")) % COLOURS
+    return (found.index + 5 * (found.host or 0) + (COLOURS // 2) * (found.kind == "cpu")) % COLOURS
 
 
 def _share_stages(ranks: Sequence[ShownRank]) -> list[list[int]]:

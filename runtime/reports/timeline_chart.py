@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from splitc.runtime.manifest import Rank
-from splitc.runtime.ranks.loop import Span
+from splitc.runtime.ranks.loop import Replay
+from splitc.runtime.ranks.request import Served
 from splitc.runtime.reports.contents import Section
 from splitc.runtime.reports.strips import COLOURS
 from splitc.runtime.reports.theme import SECONDS, altair, finished, unit_for
 from splitc.runtime.steps import Receive, Reduce, Send
+from splitc.runtime.tools.measured_words import is_launch
 from splitc.runtime.tools.trace import Timeline, describe
 from splitc.runtime.units import format_seconds
 
-COMPUTES = "computes"
-KINDS = {Receive: "waits for a value", Reduce: "sums with other ranks", Send: "sends"}
+COMPUTES, LAUNCHES, FINISHES, REPLAYS = "computes", "launches a GPU's work", "waits for its GPU", "replays a CUDA graph"
+KINDS = {Receive: "waits for a value", Reduce: "sums with other ranks", Send: "sends", Replay: REPLAYS}
 PAINT = {
     COMPUTES: "var(--busy)",
+    LAUNCHES: "var(--busy)",
+    FINISHES: "var(--peak)",
+    REPLAYS: "var(--loaded)",
     "waits for a value": "var(--track)",
     "sums with other ranks": "var(--sums)",
     "sends": "var(--sends)",
 }
+# What is drawn of a stream.
+AT_WORK = (COMPUTES, LAUNCHES, REPLAYS)
 # The most bars that are drawn as they are: of more, neighbours become one.
 MOST = 3000
 
@@ -32,15 +39,16 @@ def timeline_sections(ranks: Sequence[Rank], request: Timeline, stream: Timeline
     """One request by the kind of its steps, and a stream of them by request."""
     alone, several = _bars(ranks, request), _bars(ranks, stream)
     kinds = [kind for kind in PAINT if any(bar["kind"] == kind for bar in alone)]
-    paint = {kind: PAINT[kind] for kind in kinds}
-    sections = [_section("One request", ranks, alone, "kind", paint, "What each rank did.")]
+    colours = {kind: PAINT[kind] for kind in kinds}
+    sections = [_section("One request", ranks, alone, "kind", colours, "What each rank did.")]
     if not stream:
         note = "It is drawn with several requests in flight: --in-flight 4."
         sections.append(Section("A stream of requests", [note]))
     else:
         paint = {f"{number}": f"var(--d{number % COLOURS})" for number in range(len(stream))}
-        computed = [bar for bar in several if bar["kind"] == COMPUTES]
-        note = "When each rank computed: a colour a request."
+        computed = [bar for bar in several if bar["kind"] in AT_WORK]
+        did = " or ".join(kind for kind in AT_WORK if any(bar["kind"] == kind for bar in computed))
+        note = f"When each rank {did}: a colour a request."
         sections.append(_section("A stream of requests", ranks, computed, "request", paint, note))
     return sections
 
@@ -63,19 +71,25 @@ def _bars(ranks: Sequence[Rank], requests: Timeline) -> list[Bar]:
         }
         for number, request in enumerate(requests)
         for rank, served in sorted(request.items())
-        for kind, what, first, last in _joined(served.spans, ranks[rank], gap)
+        for kind, what, first, last in _joined(served, ranks[rank], gap)
     ]
 
 
-def _joined(spans: Iterable[Span], rank: Rank, gap: float) -> list[tuple[str, str, float, float]]:
-    """The kind, name, start and end of steps, those of one kind that follow within the gap as one."""
+def _joined(served: Served, rank: Rank, gap: float) -> list[tuple[str, str, float, float]]:
+    """The kind, name, start and end of steps, those of one kind that follow within the gap as one.
+
+    Steps that only told a GPU what to do are followed by the wait for what it does.
+    """
     found: list[tuple[str, str, float, float]] = []
-    for span in spans:
-        kind = KINDS.get(type(span.step), COMPUTES)  # type: ignore[arg-type]  # others are engines' runs
+    for span in served.spans:
+        computes = LAUNCHES if is_launch(span, rank) else COMPUTES
+        kind = KINDS.get(type(span.step), computes)  # type: ignore[arg-type]  # others are engines' runs
         if found and gap and found[-1][0] == kind and span.start - found[-1][3] < gap:
             found[-1] = (kind, "several steps", found[-1][2], span.end)
         else:
             found.append((kind, describe(span, rank), span.start, span.end))
+    if any(kind == LAUNCHES for kind, *_ in found):
+        found.append((FINISHES, "its work, and its outputs", found[-1][3], served.end))
     return found
 
 

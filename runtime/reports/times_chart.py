@@ -12,8 +12,8 @@ from splitc.runtime.units import format_seconds
 PAINT = {"busy": "var(--busy)", "waiting": "var(--track)", "overhead": "var(--sends)"}
 
 
-def times_section(result: BenchResult, at_work: str) -> Section:
-    """The medians of all runs. `at_work` says which ranks work on one request."""
+def times_section(result: BenchResult, at_work: str, caveats: Sequence[str]) -> Section:
+    """The medians of all runs. `at_work` says which ranks work on one request, `caveats` what times have in them."""
     alt = altair()
     labels = [f"{number} {rank.device}" for number, rank in enumerate(result.ranks)]
     times = [(rank.busy, rank.waiting, rank.overhead) for rank in result.ranks]
@@ -34,6 +34,8 @@ def times_section(result: BenchResult, at_work: str) -> Section:
             tooltip=[alt.Tooltip("rank:N"), alt.Tooltip("kind:N"), alt.Tooltip("said:N", title="for")],
         )
     )
+    alone = result.in_flight == 1
+    count = f"one request at a time: {at_work}" if alone else f"{result.in_flight} requests in flight"
     columns = ("busy", "waiting", "overhead", "at work")
     table = [
         (label, *map(format_seconds, each), f"{rank.utilization:.0%}")
@@ -41,7 +43,7 @@ def times_section(result: BenchResult, at_work: str) -> Section:
     ]
     return Section(
         "Time of each rank",
-        [f"Medians of {result.latency.runs} runs: {at_work}."],
+        [f"Medians of {result.latency.runs} runs, {count}.", *caveats],
         legend=PAINT,
         chart=finished(chart, height=30 * len(labels)),
         tables=[Table("Times in numbers", ("rank", *columns), table, columns)],
@@ -50,9 +52,10 @@ def times_section(result: BenchResult, at_work: str) -> Section:
 
 def latencies_table(result: BenchResult) -> Table:
     """The package's time of a request, beside the unsplit model's."""
-    columns = ("latency", "90 %", "rate", "package / unsplit")
+    ratio = ("package / unsplit",) if result.baselines else ()
+    columns = ("latency", "90 %", "rate", *ratio)
     threads = f"{len(result.ranks)} x {result.threads}"
-    package = ("package", threads, *_times(result.latency), f"{result.rate:.1f}/s", "")
+    package = ("package", threads, *_times(result.latency), f"{result.rate:.1f}/s", *("" for _ in ratio))
     others = [
         ("unsplit", str(each.threads), *_times(each.latency), f"{1 / each.latency.median:.1f}/s", f"{each.ratio:.3f}")
         for each in result.baselines

@@ -27,7 +27,7 @@ def describe(span: Span, rank: Rank) -> str:
     if isinstance(step, Run):
         return rank.engines[step.engine].path.rpartition("/")[2]
     if isinstance(step, Replay):
-        return "all ranks, as a CUDA graph"
+        return "a CUDA graph"
     if isinstance(step, Reduce):
         return f"{step.operation} of {len(step.wholes)} over {len(step.ranks)} ranks"
     return f"from rank {step.source}" if isinstance(step, Receive) else f"to rank {step.target}"

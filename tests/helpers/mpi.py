@@ -88,8 +88,8 @@ def signal_rank(mpi: Mpi, rank: int, command: str, number: int) -> None:
     raise AssertionError("there is no such process")
 
 
-# The hosts have networks, names, /dev/shm, /run and TMPDIR of their own, and end with the command. Open MPI names files
-# in TMPDIR by numbers of processes, which are as in other tests at the same time.
+# The hosts have networks, names, /dev/shm, /run, TMPDIR and clocks of their own, and end with the command. Open MPI
+# names files in TMPDIR by numbers of processes, which are as in other tests at the same time.
 _SHARED_WITH_NOBODY = ("map-root-user", "net", "uts", "mount", "pid", "fork", "mount-proc", "kill-child")
 _TWO_HOSTS = """
 set -e
@@ -123,7 +123,7 @@ cat > /run/agent <<END
 #!/bin/sh
 while [ "\\$1" != node1 ]; do shift; done
 shift
-exec nsenter -t $node1 -n -u -m sh -c "\\$*"
+exec nsenter -t $node1 -n -u -m unshare --time --monotonic 1000000 --fork --kill-child sh -c "\\$*"
 END
 chmod +x /run/agent
 exec "$@"

@@ -11,6 +11,8 @@ from splitc.compiler import Request, plan_pipeline
 from splitc.compiler.pipelines.common_weights import NONE
 from splitc.runtime import Pipeline
 from splitc.runtime.errors import DoesNotFitError
+from splitc.runtime.manifest_file import read_manifest
+from splitc.runtime.tools.module_sums import IN_TURN, sum_modules
 from tests.conftest import assert_close, run_whole
 from tests.helpers.command import splitc
 from tests.helpers.folders import diffusers_feeds, diffusers_folder
@@ -53,10 +55,17 @@ def test_engines_with_weights_inside_do_not_swap(folder: Path) -> None:
 
 def test_package_says_that_its_modules_swap(folder: Path, tmp_path: Path) -> None:
     plan, package = tmp_path / "plan.json", tmp_path / "package"
-    shown = splitc("plan", folder, "-d", "2xcpu", "--swap", "-o", plan).stdout
+    shown = splitc("plan", folder, "-d", "cpu0", "--swap", "-o", plan).stdout
     assert "modules work in turn" in " ".join(shown.split())
     assert json.loads(plan.read_text())["swap"] is True
     splitc("compile", folder, "--plan", plan, "-o", package, code=0)
+    assert IN_TURN in " ".join(splitc("inspect", package).stdout.split())
+    assert json.loads(splitc("inspect", package, "--json").stdout)["swap"] is True
+    manifests = {name: read_manifest(package / name) for name in diffusers_feeds()}
+    planned, plain = json.loads(plan.read_text())["devices"], sum_modules(manifests)
+    for device, held in sum_modules(manifests, swap=True).items():
+        assert held.swapped == planned[device]["swapped_bytes"] > 0
+        assert held.weights == planned[device]["weights_bytes"] < plain[device].weights
     assert "--swap" in splitc("compile", folder, "--plan", plan, "-o", package, "--swap", "--force", code=2).stderr
     assert "one model" in splitc("plan", folder / "unet" / "model.onnx", "-d", "cpu0", "--swap", code=2).stderr
     for swap in (None, False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,10 @@ import pytest
 from models.writer import Writer, save
 from splitc.runtime.cli import help as help_texts
 from splitc.runtime.cli import terminal
+from splitc.runtime.cli.app import COMMANDS
 from splitc.runtime.cli.commands import app
 from splitc.runtime.units import shortened_middle
-from tests.helpers.command import SCRIPT, splitc, splitc_process
+from tests.helpers.command import splitc
 
 WIDTH = 80
 SCOPE = "[bold]transformer/an_encoder_with_a_long_name_as_exporters_write_them/and_its_layers."
@@ -82,15 +84,30 @@ def test_help_is_short_and_has_an_example(command: str, monkeypatch: pytest.Monk
     assert "Others" not in shown, "give the option a topic"
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["help"], []])
+def test_program_says_what_it_has_in_few_lines(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal.out, "_width", WIDTH)
+    shown = splitc(*arguments, code=0 if arguments else 2).stdout.rstrip().splitlines()
+    assert [line for line in shown if len(line) > WIDTH] == []
+    listed = [line.split()[0] for line in shown if line.startswith("  ") and not line.startswith(("  -", "  splitc"))]
+    assert listed == list(COMMANDS), "each has its line"
+    topics = [line for line in shown[3:] if line and line[0] != " "]
+    assert topics[:7] == ["Compile", "Run", "Look", "Serve", "Help", "Options", "Example"]
+    assert shown[0].startswith("Usage: ") and shown[0].endswith("splitc COMMAND [OPTIONS]")
+    assert len(shown) < 60 if arguments == ["help"] else len(shown) < 33
+
+
+def test_lines_of_the_program_are_in_the_words_of_commands() -> None:
+    """Of what is listed, each is there; and a word that is not is told what may be meant."""
+    assert set(COMMANDS) == {each.name for each in app.registered_commands}
+    assert "'compile'" in splitc("comple", code=2).stderr
+
+
+def test_help_shows_a_command_as_its_own_option_does() -> None:
+    shown = splitc("help", "inspect").stdout
+    assert shown.strip() == splitc("inspect", "--help").stdout.strip()
+    assert json.loads(splitc("help", "inspect", "--json").stdout)["text"] == shown
+
+
 def test_every_command_has_an_example() -> None:
     assert {each.name for each in app.registered_commands} == set(help_texts.EXAMPLES)
-
-
-@pytest.mark.parametrize(
-    ("typed", "found"),
-    [("splitc insp", "inspect"), ("splitc inspect --re", "--report"), ("splitc plan --spl", "--split-mode")],
-)
-def test_bash_completes(typed: str, found: str) -> None:
-    place = len(typed.split()) - 1
-    program = f"COMP_WORDS='{typed}' COMP_CWORD={place} _SPLITC_COMPLETE=complete_bash {SCRIPT}"
-    assert splitc_process("-c", program, start=("bash",)).stdout.split() == [found]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import sys
@@ -117,6 +118,24 @@ def test_tensor_groups_inside_hosts_and_stages_across(decoder: Path, folder: Pat
     code, shown = ended(MPIS[0].start(4, *REQUESTS, folder, package, hosts=TwoHosts(2)))
     assert code == 0, shown
     check(package, folder / "0.npz")
+
+
+@two_hosts
+def test_times_of_two_hosts_are_by_one_clock(decoder: Path, tmp_path: Path) -> None:
+    """The second host's is a million seconds ahead."""
+    script, page = Path(sys.executable).with_name("splitc"), tmp_path / "page.html"
+    trace = tmp_path / "trace.json"
+    asked = ("--runs", 8, "--no-memory", "--json", "--trace", trace, "--report", page)
+    started = MPIS[0].start(3, script, "bench", compile_mode(decoder, "layer"), *asked, hosts=TwoHosts(2))
+    code, shown = ended(started)
+    assert code == 0, shown
+    assert 0 < json.loads(shown[shown.index("{") :])["time"]["latency"]["median"] < 60
+    steps = [each for each in json.loads(trace.read_text())["traceEvents"] if each["ph"] == "X"]
+    assert all(0 <= each["ts"] < 60e6 for each in steps)
+    runs = [each for each in steps if each["cat"] == "run" and each["args"]["request"] == 7]
+    ends = {each["tid"]: each["ts"] + each["dur"] for each in runs}
+    assert ends[0] < ends[1] < ends[2], "each waits for what the one before sends"
+    assert "3 devices" in page.read_text(encoding="utf-8")
 
 
 def test_commands_run_in_process_0_alone(decoder: Path) -> None:

@@ -19,7 +19,7 @@ class Silent:
 
 def test_what_has_arrived_is_taken_without_time_to_wait() -> None:
     own = OwnControl()
-    wire = MpiWire(cast("Post", Silent()), 1, own, spin=0.0)
+    wire = MpiWire(cast("Post", Silent()), [0], own, spin=0.0)
     own.send(Left())
     assert wire.take(0.0) == [(0, LOST)]
     assert wire.take(0.0) == []

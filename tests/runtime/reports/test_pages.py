@@ -14,13 +14,18 @@ import onnx_ir as ir
 import pytest
 
 from models.writer import Writer, save
+from splitc.runtime.manifest_file import read_manifest
 from splitc.runtime.reports import page_writer
 from splitc.runtime.reports.errors_chart import LEAST, errors_section
 from splitc.runtime.reports.memory_chart import memory_section
 from splitc.runtime.reports.strips import ShownRank
+from splitc.runtime.reports.timeline_chart import FINISHES, LAUNCHES, REPLAYS
 from splitc.runtime.tools.compare import compare
+from splitc.runtime.tools.measured_words import INSIDE, LAUNCHED, REPLAYED
+from tests.helpers import fake_gpus
 from tests.helpers.command import splitc
 from tests.helpers.folders import diffusers_folder
+from tests.helpers.packages import compile_mode
 
 MOST_BYTES = 1 << 20
 
@@ -103,6 +108,38 @@ def test_page_of_a_bench_has_both_timelines(package: Path, tmp_path: Path) -> No
     measured = {row["said"] for row in rows(memory) if row.get("kind") == "loaded, measured"}
     assert len(measured) >= 1
     assert len(timed["memory"]) == 3
+
+
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize(
+    ("options", "kinds", "said"),
+    [
+        (["--no-cuda-graph"], {LAUNCHES, FINISHES, "sums with other ranks"}, LAUNCHED),
+        ([], {REPLAYS}, REPLAYED),
+    ],
+)
+def test_page_of_gpus_says_what_was_measured(
+    decoder: Path, tmp_path: Path, options: list[str], kinds: set[str], said: str
+) -> None:
+    """A step that is launched is not the GPU's time, and a replay does not tell steps apart."""
+    page, trace = tmp_path / "bench.html", tmp_path / "trace.json"
+    package = fake_gpus.package(decoder, "tensor", 2)
+    ran = ("-d", "2xcuda", "--ranks", "threads", "--runs", 8, "--report", page, "--trace", trace)
+    shown = splitc("bench", package, *ran, *options).stdout
+    bars = list(rows(charts(page)[1]))
+    assert {bar["kind"] for bar in bars} == kinds
+    assert {bar["rank"] for bar in bars} == {"0 cuda0", "1 cuda1"}, "those that ran, not those that were planned"
+    assert all(0 <= bar["from"] <= bar["to"] for bar in bars)
+    assert [text for text in (LAUNCHED, REPLAYED, INSIDE) if text in words(page)] == [said]
+    assert said in " ".join(shown.split())
+    assert "cpu0" not in shown and "rank 0 (cuda0)" in trace.read_text()
+
+
+def test_page_says_that_sums_are_inside_engines(decoder: Path, tmp_path: Path) -> None:
+    page, package = tmp_path / "bench.html", compile_mode(decoder, "tensor")
+    splitc("bench", package, "--runs", 2, "--no-memory", "--report", page)
+    inside = any(engine.group for rank in read_manifest(package).ranks for engine in rank.engines)
+    assert (INSIDE in words(page)) == inside
 
 
 def test_page_of_a_check_has_every_output(package: Path, decoder: Path, tmp_path: Path) -> None:

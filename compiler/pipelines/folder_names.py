@@ -1,0 +1,71 @@
+"""The names of the models of a folder, by where they lie or by what genai_config.json says. No model is opened."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Collection, Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from splitc.compiler.model_errors import ModelError
+from splitc.compiler.pipelines.module_names import module_name
+from splitc.runtime.files import check_regular, parse_json
+
+GENAI = "genai_config.json"
+
+
+def files_of_folder(folder: Path) -> Iterator[PurePosixPath]:
+    """The files of a folder and its subfolders, by their paths in it, without hidden ones."""
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(each for each in folders if not each.startswith("."))
+        for name in sorted(each for each in names if not each.startswith(".")):
+            yield PurePosixPath(Path(place, name).relative_to(folder).as_posix())
+
+
+def find_models(files: Collection[PurePosixPath]) -> list[PurePosixPath]:
+    """The ONNX files among files."""
+    return [each for each in files if each.suffix.lower() == ".onnx"]
+
+
+def name_models(folder: Path, models: Collection[PurePosixPath]) -> list[tuple[str, PurePosixPath]]:
+    """The models of a folder that are used, with their names. Two may have one name.
+
+    Raises ModelError if genai_config.json names none, or one that is not there.
+    """
+    if (folder / GENAI).is_file():
+        roles = _read_genai(folder)
+        if missing := [path for path in roles.values() if path not in models]:
+            raise ModelError(f"{folder / GENAI} names the model {missing[0]}, which is not in {folder}")
+        return [*roles.items()]
+    beside = Counter(path.parent for path in models)
+    return [(module_name(path, beside[path.parent] - 1), path) for path in models]
+
+
+def _read_genai(folder: Path) -> dict[str, PurePosixPath]:
+    """The models that genai_config.json names, by role: each object below `model` that has a `filename`."""
+    found: dict[str, PurePosixPath] = {}
+
+    def walk(role: str, value: Any) -> None:
+        if isinstance(value, list):
+            for each in value:
+                walk(role, each)
+        elif isinstance(value, dict):
+            file = value.get("filename")
+            if isinstance(file, str) and file.endswith(".onnx") and PurePosixPath(file) not in found.values():
+                found[role] = PurePosixPath(file)
+            for key, each in value.items():
+                walk(key, each)
+
+    config = read_config(folder / GENAI)
+    walk("model", config.get("model"))
+    if not found:
+        raise ModelError(f"{folder / GENAI} names no ONNX model: each is the 'filename' of an object below 'model'")
+    return found
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises MisuseError if it is none."""
+    check_regular(path)
+    content = parse_json(path.read_bytes(), f"can't read {path}")
+    return content if isinstance(content, dict) else {}

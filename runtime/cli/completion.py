@@ -1,0 +1,140 @@
+"""What a shell completes: the values of options and arguments, as far as they are known at once.
+
+Nothing here opens a model or an engine's library: a user waits for it. What can't be read has no completions. Where
+there are none, the shell completes files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from splitc.runtime.devices import cores
+from splitc.runtime.fills import FILLS
+from splitc.runtime.generate.package_configs import generation_config
+from splitc.runtime.manifest import Manifest
+from splitc.runtime.manifest_file import FILE_NAME as MANIFEST
+from splitc.runtime.manifest_file import read_manifest
+from splitc.runtime.pipeline_file import FILE_NAME as PIPELINE
+from splitc.runtime.pipeline_file import find_module, read_pipeline
+
+# A value, or one with what it means.
+Value = str | tuple[str, str]
+# Typer gives a function what it has a parameter for: the context, and the beginning that is typed.
+Completer = Callable[..., list[Value]]
+# The most CPU devices that are listed: there are as many as a user asks for.
+MOST = 8
+
+
+def one_of(known: Iterable[str] | Mapping[str, str]) -> Completer:
+    """One of these values, or of these by what they mean."""
+    values: list[Value] = [*known.items()] if isinstance(known, Mapping) else [*known]
+
+    def complete() -> list[Value]:
+        return values
+
+    return complete
+
+
+def read_by(find: Callable[[Mapping[str, Any], str], Iterable[str]]) -> Completer:
+    """Values that `find` reads from files, given a command's parameters so far and what is typed of this one."""
+
+    def complete(ctx: typer.Context, incomplete: str) -> list[Value]:
+        try:
+            return [_typed(each) for each in find(_given(ctx), incomplete)]
+        except Exception:  # a user who is typing a command is not told
+            return []
+
+    return complete
+
+
+def _given(ctx: typer.Context) -> dict[str, Any]:
+    """A command's parameters so far. Before the value of an option, arguments are still among what is left over."""
+    names = [each.name for each in ctx.command.params if each.param_type_name == "argument"]
+    left = {str(name): value for name, value in zip(names, ctx.args, strict=False)}
+    return {**left, **{name: value for name, value in ctx.params.items() if value is not None}}
+
+
+def _typed(value: str) -> str:
+    """A value as it is typed. Bash takes it as it is, other shells do this themselves."""
+    if os.environ.get("_SPLITC_COMPLETE") != "complete_bash":
+        return value
+    words, place = os.environ.get("COMP_WORDS", "").split("\n"), int(os.environ.get("COMP_CWORD", "0"))
+    is_quoted = place < len(words) and words[place].startswith(('"', "'"))
+    return value if is_quoted else re.sub(r"([^\w./~+,@%=:#-])", r"\\\1", value)
+
+
+def _devices(given: Mapping[str, Any], incomplete: str) -> Iterator[str]:
+    """The devices of this machine, also after `cpu0&`, `unet=` and `host1/`."""
+    done = re.fullmatch(r"((?:.*[&,=])?(?:host[0-9]+/)?).*", incomplete)
+    before = done[1] if done else ""
+    kinds = {"cpu": min(cores(), MOST), "cuda": _count_gpus()}
+    yield from (f"{before}{kind}{number}" for kind, count in kinds.items() for number in range(count))
+    yield from (f"{before}{count}x{kind}" for kind, count in kinds.items() if count > 1)
+
+
+def _count_gpus() -> int:
+    """The GPUs that Linux has device files for. CUDA would know more, and takes long to start."""
+    files = sum(re.fullmatch("nvidia[0-9]+", path.name) is not None for path in Path("/dev").glob("nvidia*"))
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return files if seen is None else min(files, len([each for each in seen.split(",") if each not in ("", "-1")]))
+
+
+def _models(given: Mapping[str, Any], incomplete: str) -> Iterator[str]:
+    """ONNX files."""
+    return (text for text, path in _paths(incomplete) if path.suffix.lower() == ".onnx")
+
+
+def _packages(given: Mapping[str, Any], incomplete: str) -> Iterator[str]:
+    """Folders that are packages."""
+    return (text for text, path in _paths(incomplete) if any((path / name).is_file() for name in (MANIFEST, PIPELINE)))
+
+
+def _paths(incomplete: str) -> Iterator[tuple[str, Path]]:
+    """What is in the folder of which a path is typed, as the user would type it."""
+    before = incomplete[: incomplete.rfind("/") + 1]
+    for path in sorted(Path(before or ".").expanduser().iterdir()):
+        yield f"{before}{path.name}", path
+
+
+def _modules(given: Mapping[str, Any], incomplete: str) -> Sequence[str]:
+    """The models of a package."""
+    pipeline = read_pipeline(Path(given["package"]))
+    return [] if pipeline is None else [each.name for each in pipeline.modules]
+
+
+def _manifest(given: Mapping[str, Any]) -> Manifest:
+    return read_manifest(find_module(Path(given["package"]), given.get("module")))
+
+
+def _ranks(given: Mapping[str, Any], incomplete: str) -> Iterable[str]:
+    """The numbers of a package's ranks."""
+    return map(str, range(len(_manifest(given).ranks)))
+
+
+def _fills(given: Mapping[str, Any], incomplete: str) -> Iterator[str]:
+    """The inputs of a package, and of one how it can be made up."""
+    named = [each.name for each in _manifest(given).inputs if f"{each.name}=".startswith(incomplete.partition("=")[0])]
+    return (f"{name}={how}" for name in named for how in (FILLS if len(named) == 1 else ("",)))
+
+
+def _settings(given: Mapping[str, Any], incomplete: str) -> Iterator[str]:
+    """The inputs that a package has bound and that are true or false."""
+    switches = (each.name for each in _manifest(given).fixed if each.dtype == "bool")
+    return (f"{name}={value}" for name in switches for value in ("true", "false"))
+
+
+def _spoken(given: Mapping[str, Any], incomplete: str) -> Iterator[str]:
+    """The languages that a package's configs name."""
+    for module in _modules(given, incomplete):
+        known = generation_config(Path(given["package"]), module).get("lang_to_id", ())
+        yield from (each.strip("<|>") for each in known)
+
+
+devices, models, packages, modules = read_by(_devices), read_by(_models), read_by(_packages), read_by(_modules)
+ranks, fills, settings, languages = map(read_by, (_ranks, _fills, _settings, _spoken))

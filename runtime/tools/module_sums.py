@@ -1,0 +1,67 @@
+"""What the modules of a package hold together on each device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from splitc.runtime.devices import parse_devices
+from splitc.runtime.engines.kinds import find_kind
+from splitc.runtime.engines.weight_places import swappable_bytes
+from splitc.runtime.manifest import Manifest, Rank
+
+# What is said of a package, or a plan, with --swap.
+IN_TURN = "Modules work in turn (--swap): of weights that they swap, a device has room for the largest module's."
+
+
+@dataclass(frozen=True)
+class HeldTogether:
+    """The bytes that all modules hold on a device. Modules run one after the other: `activations` are the most of one.
+
+    `running` is the most that one of them needs beyond weights and caches. Of `weights`, so many as `swapped` are there
+    in turn: those of one module, the most.
+    """
+
+    weights: int = 0
+    activations: int = 0
+    cache: int = 0
+    running: int = 0
+    swapped: int = 0
+
+    @property
+    def total(self) -> int:
+        """The most bytes at any time."""
+        return self.weights + self.cache + self.running
+
+
+def sum_modules(manifests: Mapping[str, Manifest], swap: bool = False) -> dict[str, HeldTogether]:
+    """What all modules hold, by device. With `swap` they work in turn, and have memory for their weights then."""
+    found: dict[str, HeldTogether] = {}
+    for manifest in manifests.values():
+        for device in dict.fromkeys(rank.device for rank in manifest.ranks):
+            before = found.get(device, HeldTogether())
+            own = [rank for rank in manifest.ranks if rank.device == device]
+            moved = sum(rank.weights_bytes for rank in own if swap and _can_swap(manifest, rank))
+            swapped = max(before.swapped, moved)
+            stays = sum(rank.weights_bytes for rank in own) - moved
+            found[device] = HeldTogether(
+                before.weights - before.swapped + stays + swapped,
+                max(before.activations, *(rank.activation_bytes for rank in own)),
+                before.cache + sum(rank.cache_bytes for rank in own),
+                max(before.running, *(rank.total_bytes - rank.weights_bytes - rank.cache_bytes for rank in own)),
+                swapped,
+            )
+    return {name: found[name] for name in sorted(found, key=_place)}
+
+
+def _place(name: str) -> tuple[int, str, int]:
+    """The place of a device among others, in the order that users expect."""
+    (device,) = parse_devices([name])
+    return device.host or 0, device.kind, device.index
+
+
+def _can_swap(manifest: Manifest, rank: Rank) -> bool:
+    """Whether a rank's weights can be moved in and out; on CPU devices the system moves them, as they are files."""
+    (device,) = parse_devices([rank.device])
+    kinds = find_kind(manifest.engine).swaps_weights
+    return device.kind in kinds and (device.kind == "cpu" or swappable_bytes(rank) > 0)
