@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from splitc.runtime.counted import counted
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files import link_file
@@ -34,7 +35,7 @@ def export_ensemble(package: Path, repository: Path, *, module: str | None, name
             else:
                 engine = find_stages(manifest, "Triton")[number]
                 config = stage_config(known, manifest.ranks[number], engine)
-                for file in files_of(manifest, number):
+                for file in counted(f"writing files of {known}", files_of(manifest, number)):
                     link_file(source / file.path, folder / "1" / Path(file.path).name)
             (folder / "config.pbtxt").write_text(config, encoding="utf-8")
     return [repository / known for known in models]
