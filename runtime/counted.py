@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from threading import Lock
 from typing import TypeVar
 
 T = TypeVar("T")
 # Takes what is done, how much of it, and how much there is.
 Listener = Callable[[str, int, int], None]
+
+
+class Bytes(int):
+    """A number of bytes, which is shown as such."""
+
 
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
@@ -23,9 +29,25 @@ def counted(what: str, items: Sequence[T]) -> Iterator[T]:
         tell(what, number + 1, len(items))
 
 
+def counting(what: str, total: int) -> Callable[[int], None]:
+    """A function that is told how much more of `total` is done, by any threads. The listener is this thread's."""
+    listener, lock, done = _listener.get(), Lock(), 0
+
+    def add(more: int) -> None:
+        nonlocal done
+        with lock:
+            done += more
+            if listener is not None:
+                listener(what, done, total)
+
+    if total:
+        add(0)
+    return add
+
+
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Have a listener hear of what is counted inside, in this thread."""
+    """Have a listener hear of what is counted inside, in this thread and by those that it gives work to."""
     token = _listener.set(listener)
     try:
         yield

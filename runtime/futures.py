@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, TypeVar
 
+from splitc.runtime.counted import counting
+
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -26,9 +28,17 @@ def in_order(futures: Iterable[Future[T]], most: int) -> Iterator[T]:
         wait(pending)
 
 
-def first_error(futures: Iterable[Future[Any]]) -> BaseException | None:
-    """Wait until all futures are done, or one has failed. Returns its error, None if all went well."""
-    done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+def first_error(futures: Iterable[Future[Any]], what: str | None = None) -> BaseException | None:
+    """Wait until all futures are done, or one has failed. Returns its error, None if all went well.
+
+    Those that are done are counted, if `what` they do is given.
+    """
+    every = list(futures)
+    if what is not None:
+        add = counting(what, len(every))
+        for future in every:
+            future.add_done_callback(lambda _: add(1))
+    done, _ = wait(every, return_when=FIRST_EXCEPTION)
     return next((error for future in done if (error := future.exception()) is not None), None)
 
 

@@ -18,21 +18,25 @@ PIECE = 64 << 20
 
 def hash_file(path: Path) -> str:
     """SHA-256 of a file's content, in hexadecimal."""
-    return _hash(path, hashlib.sha256(), lambda: None)
+    return _hash(path, hashlib.sha256(), lambda _: None)
 
 
-def hash_package_file(path: Path, file: File, check: Callable[[], None] = lambda: None) -> str:
-    """The hash of the file, in hexadecimal, of the kind that the manifest has. `check` may raise, to end it early."""
+def hash_package_file(path: Path, file: File, check: Callable[[int], None] = lambda _: None) -> str:
+    """The hash of the file, in hexadecimal, of the kind that the manifest has.
+
+    `check` is called before each piece, with its bytes. It may raise, to end it early.
+    """
     digest = hashlib.sha256() if file.blake3 is None else blake3(max_threads=blake3.AUTO)
     return _hash(path, digest, check)
 
 
-def _hash(path: Path, digest: Any, check: Callable[[], None]) -> str:
+def _hash(path: Path, digest: Any, check: Callable[[int], None]) -> str:
     size = path.stat().st_size
     for start in range(0, size, PIECE):
-        check()
+        length = min(PIECE, size - start)
+        check(length)
         # Each piece has a map of its own: pages that were touched count as memory of the process until it goes.
-        digest.update(np.memmap(path, np.uint8, "r", start, (min(PIECE, size - start),)))
+        digest.update(np.memmap(path, np.uint8, "r", start, (length,)))
     return str(digest.hexdigest())
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from splitc.runtime.cache import read_cache, write_cache
+from splitc.runtime.counted import Bytes, counting
 from splitc.runtime.errors import MisuseError, PackageError, SplitcError
 from splitc.runtime.manifest import File, Manifest
 from splitc.runtime.package_files import hash_package_file
@@ -54,6 +55,8 @@ class Verification:
         paths, listed = frozenset(first), list(files) if verify != NEVER else []
         for file in listed:
             self._check_size(file)
+        compared = (file.bytes for file in listed if file.hash is not None and not self._is_known(file, file.hash))
+        self._count = counting("comparing hashes", Bytes(sum(compared)))
         self._verify_all([file for file in listed if file.path in paths])
         self._pool = ThreadPoolExecutor(1, "splitc verifies")
         self._rest = self._pool.submit(self._verify_all, [file for file in listed if file.path not in paths])
@@ -94,7 +97,11 @@ class Verification:
             raise PackageError(f"{path} was changed since it was compiled (its hash differs from the manifest's)")
         self._found.append(known)
 
-    def _check_stopped(self) -> None:
+    def _is_known(self, file: File, expected: str) -> bool:
+        return _describe(self._package / file.path, expected) in self._known
+
+    def _check_stopped(self, count: int) -> None:
+        self._count(count)
         if self._stopped.is_set():
             raise SplitcError("the files' hashes were not compared to the end")
 

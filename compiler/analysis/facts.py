@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -17,7 +17,11 @@ from splitc.compiler.frontend.loading import read_model
 from splitc.compiler.frontend.optional import defaults_hidden
 from splitc.compiler.frontend.shapes import bind_shapes, infer_shapes, input_shapes, read_symbols, reconcile
 from splitc.compiler.frontend.states import find_states, growing_symbols
+from splitc.runtime.counted import counting
 from splitc.runtime.manifest import State
+
+# Parts of an analysis that are counted: reading, opening, shapes, costs, blocks.
+PARTS = 5
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,23 +55,30 @@ def analyze(
     Raises ModelError for a model that `read_model` or ONNX Runtime refuses, MisuseError for shapes and settings that do
     not fit the model.
     """
+    done = counting("analyzing the model", PARTS)
     proto, files = read_model(path, trusts_data)
+    done(1)
     with refusals_first(path, trusts_data):
         graph = open_graph(path, proto, files, settings, trusts_data)
+        done(1)
         read_symbols(graph.model)
         with defaults_hidden(graph.graph):
             inferred = infer_shapes(graph.model)
         check_accepted(graph, proto, inferred.repeated)
-        return _analyze(graph, asked, wanted_blocks)
+        done(1)
+        found = _analyze(graph, asked, wanted_blocks, done)
+    done(1)
+    return found
 
 
-def _analyze(graph: Graph, asked: AskedShapes, wanted_blocks: int) -> Analysis:
+def _analyze(graph: Graph, asked: AskedShapes, wanted_blocks: int, done: Callable[[int], None]) -> Analysis:
     states = find_states(graph)
     growing = growing_symbols(graph, states)
     smallest, typical, largest = (input_shapes(graph.model, given, growing, asked.stated) for given in asked.three())
     check_order(smallest, typical, largest)
     costs = Costs(graph, bind_shapes(graph.model, largest, defaults=True))
     reconcile(graph.model, costs.bound)
+    done(1)
     blocks = find_blocks(graph, costs, wanted_blocks)
     return Analysis(graph, largest, smallest, typical, costs, tuple(states), blocks)
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column
 from rich.text import Text
 
 from splitc.runtime.cli.terminal import err
-from splitc.runtime.counted import listening
+from splitc.runtime.counted import Bytes, listening
+from splitc.runtime.units import format_bytes
 
 
 @contextmanager
@@ -19,21 +21,27 @@ def shown_bars() -> Iterator[None]:
     columns = (TextColumn("{task.description}"), BarColumn(20), _Count(Column(no_wrap=True)), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bars:
         known: dict[str, TaskID] = {}
+        lock = Lock()  # several threads count
 
         def show(what: str, done: int, total: int) -> None:
-            if what not in known:
-                known[what] = bars.add_task(what, total=total)
-            bars.update(known[what], completed=done, total=total)
-            if done == total:
-                bars.remove_task(known.pop(what))
+            with lock:
+                if what not in known:
+                    known[what] = bars.add_task(what, total=total)
+                bars.update(known[what], completed=done, total=total)
+                if done == total:
+                    bars.remove_task(known.pop(what))
 
         with listening(show):
             yield
 
 
 class _Count(ProgressColumn):
-    """How many are done, and how many in a second."""
+    """How many, or how many bytes, are done, and in a second."""
 
     def render(self, task: Task) -> Text:
-        rate = f", {task.speed:.3g}/s" if task.speed else ""
-        return Text(f"{int(task.completed)} of {int(task.total or 0)}{rate}")
+        done, total, speed = int(task.completed), task.total or 0, task.speed
+        if isinstance(total, Bytes):
+            rate = f", {format_bytes(int(speed))}/s" if speed else ""
+            return Text(f"{format_bytes(done)} of {format_bytes(total)}{rate}")
+        rate = f", {speed:.3g}/s" if speed else ""
+        return Text(f"{done} of {int(total)}{rate}")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import typer
 from rich.text import Text
 
 from splitc.runtime.cli import completion
+from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.options import with_options
 from splitc.runtime.cli.run_options import Load, as_run, loading, measure_ranks, open_feeds
 from splitc.runtime.cli.run_tables import differences_table, modules_table, print_memory
@@ -20,7 +22,7 @@ from splitc.runtime.manifest_file import read_manifest
 from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.pipeline_file import PipelineFile, find_module, read_pipeline
 from splitc.runtime.reports.page_writer import check_report, write_page
-from splitc.runtime.session import Session, choose_devices
+from splitc.runtime.session import choose_devices
 from splitc.runtime.settings import parse_settings
 from splitc.runtime.tools.compare import Difference, compare
 from splitc.runtime.tools.unsplit import bound_inputs, open_reference
@@ -80,8 +82,8 @@ def check(
 ) -> None:
     """Compare a package with the unsplit model on the same inputs. Exits with 4 if an output differs."""
 
-    def check_one(session: Session, model: Path) -> Checked:
-        with session, open_feeds(session, inputs, seed, fill) as feeds:
+    def check_one(load_session: Load, model: Path) -> Checked:
+        with shown_bars(), load_session() as session, open_feeds(session, inputs, seed, fill) as feeds:
             actual = session.run(feeds)
             opened = open_reference(
                 model,
@@ -106,7 +108,7 @@ def check(
         _check_modules(load, check_one, package, pipeline, model, report, as_json)
         return
     source = _find_model(package, pipeline, module, model)
-    found = check_one(load(package), source)
+    found = check_one(partial(load, package), source)
     if report:
         _write_report(report, package, {module or "": found}, load.keywords["devices"])
     if as_json:
@@ -134,7 +136,7 @@ def _find_model(package: Path, pipeline: PipelineFile | None, module: str | None
 
 def _check_modules(
     load: Load,
-    check_one: Callable[[Session, Path], Checked],
+    check_one: Callable[[Load, Path], Checked],
     package: Path,
     pipeline: PipelineFile,
     folder: Path,
@@ -143,7 +145,7 @@ def _check_modules(
 ) -> None:
     """Compare each module of a package with its own model, one after the other."""
     sources = {module.name: _find_model(package, pipeline, module.name, folder) for module in pipeline.modules}
-    found = {name: check_one(load(package, module=name), source) for name, source in sources.items()}
+    found = {name: check_one(partial(load, package, module=name), source) for name, source in sources.items()}
     if report:
         _write_report(report, package, found, load.keywords["devices"])
     if as_json:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import typer
 
+from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.completion import one_of
 from splitc.runtime.cli.options import is_given
 from splitc.runtime.cli.shared_options import DEVICE, JSON, MODULE, PACKAGE, RANKS, THREADS
@@ -91,16 +93,20 @@ def export(
         in_flight=in_flight,
         ranks=ranks,
     )
-    if ensemble:
-        folders = export_ensemble(package, output, module=module, name=name)
-    elif plans:
-        folders = export_plans(package, output, module=module, name=name)
-    elif server == "triton":
-        folders = export_triton(package, output, serving, module=module, name=name, sequences=sequences, batch=batch)
-    elif server == "genai":
-        folders = export_genai(package, output, module=module, tokenizer=tokenizer, context=context_length, stop=stop)
-    else:
-        folders = export_mlserver(package, output, serving, module=module, name=name, sequences=sequences)
+    own: dict[str, Any] = {"module": module, "name": name, "sequences": sequences}
+    with shown_bars():
+        if ensemble:
+            folders = export_ensemble(package, output, module=module, name=name)
+        elif plans:
+            folders = export_plans(package, output, module=module, name=name)
+        elif server == "triton":
+            folders = export_triton(package, output, serving, batch=batch, **own)
+        elif server == "genai":
+            folders = export_genai(
+                package, output, module=module, tokenizer=tokenizer, context=context_length, stop=stop
+            )
+        else:
+            folders = export_mlserver(package, output, serving, **own)
     if as_json:
         print_json({"server": server, "folders": [str(folder) for folder in folders]})
         return

@@ -8,6 +8,7 @@ from pathlib import Path
 import typer
 
 from splitc.runtime.cli import completion
+from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.generate_modules import Asked, generate_with_modules
 from splitc.runtime.cli.generated import Generated
 from splitc.runtime.cli.options import with_options
@@ -80,7 +81,9 @@ def generate_command(
             raise MisuseError(f"{'--device' if devices else '--prefill'} is for one model: name it by --module")
         asked = Asked(prompt, prompt_ids, audio, language, task, max_new_tokens, sampling, stop)
         options = {key: value for key, value in load.keywords.items() if key not in ("module", "devices")}
-        with Pipeline(package, **options) as opened:
+        with ExitStack() as stack:
+            with shown_bars():
+                opened = stack.enter_context(Pipeline(package, **options))
             generate_with_modules(opened, asked, made, as_json)
         if not as_json:
             made.print_rates()
@@ -92,8 +95,9 @@ def generate_command(
     ids = read_prompt(text, prompt, prompt_ids)
     stops = stop or (text.find_endings() if text else [])
     with ExitStack() as stack:
-        session = stack.enter_context(load(package))
-        first = stack.enter_context(load(prefill, devices=None, module=None)) if prefill else None
+        with shown_bars():
+            session = stack.enter_context(load(package))
+            first = stack.enter_context(load(prefill, devices=None, module=None)) if prefill else None
         signature = find_signature(session.manifest, first.manifest if first else None)
         count = count_tokens(session.manifest, signature, len(ids), max_new_tokens)
         stream = session.generate(

@@ -36,7 +36,7 @@ def run(
     """Run a package once, from a file of inputs to a file of outputs."""
     check_output(outputs, [package, inputs])
     feeds = array_files.load_arrays(inputs)
-    with load(package) as session:
+    with shown_bars(), load(package) as session:
         results = session.run(feeds)
     array_files.save_arrays(outputs, results)
     if as_json:
@@ -83,8 +83,7 @@ def bench_command(
     check_report(report, reads)
     if trace:
         check_output(trace, reads)
-    opened = load(package, in_flight=in_flight)
-    with opened as session, open_feeds(session, inputs, seed, fill) as feeds, shown_bars():
+    with shown_bars(), load(package, in_flight=in_flight) as session, open_feeds(session, inputs, seed, fill) as feeds:
         result = bench(
             session,
             feeds,

@@ -64,7 +64,7 @@ class RemoteRanks(ABC):
     def _wait_loaded(self) -> None:
         """Wait until all ranks have loaded their engines. Raises the first error, after ending the other ranks."""
         self._reader.wake()
-        error = first_error(self._loaded)
+        error = first_error(self._loaded, "loading ranks")
         if error is not None:
             self.abort(error)
             self.clear()

@@ -67,7 +67,7 @@ class Workers:
 
     def _wait_loaded(self) -> None:
         """Wait until all ranks have loaded their engines. Raises the first error."""
-        error = first_error(worker.ready for worker in self._workers)
+        error = first_error((worker.ready for worker in self._workers), "loading ranks")
         if error is not None:
             raise error
 

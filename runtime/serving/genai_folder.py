@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from splitc.runtime.counted import counted
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files import check_regular, indented, link_file, parse_json
 from splitc.runtime.generate.text import Text
@@ -47,7 +48,7 @@ def export_genai(
         endings = Text.load(tokenizer).find_endings()
     config = genai_config(manifest, base, context, endings)
     with new_folder(folder) as made:
-        for file in manifest.files:
+        for file in counted("writing files", manifest.files):
             target = made / file.path
             target.parent.mkdir(parents=True, exist_ok=True)
             link_file(own / file.path, target)

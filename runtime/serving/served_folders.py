@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from splitc.runtime.counted import Bytes, counting
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files import link_file
 from splitc.runtime.manifest import Manifest
@@ -69,7 +70,9 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 def link_package(package: Path, manifest: Manifest, target: Path) -> None:
     """Make `target` the same package. Its files are hard links, or copies on another file system."""
-    for name in (FILE_NAME, *(file.path for file in manifest.files)):
+    add = counting("writing files", Bytes(sum(file.bytes for file in manifest.files)))
+    for name, size in ((FILE_NAME, 0), *((file.path, file.bytes) for file in manifest.files)):
         place = target / name
         place.parent.mkdir(parents=True, exist_ok=True)
         link_file(package / name, place)
+        add(size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from splitc.runtime.counted import counted
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.engines.kinds import ONNXRUNTIME, TENSORRT
 from splitc.runtime.files import link_file
@@ -38,7 +39,8 @@ def export_ensemble(package: Path, repository: Path, *, module: str | None, name
                 engine = _stages(manifest)[number]
                 config = stage_config(known, manifest.ranks[number], engine, manifest.engine)
                 has_weights = manifest.engine == TENSORRT  # inside: what else there is, it was built from
-                for path in [engine.path] if has_weights else [file.path for file in files_of(manifest, number)]:
+                paths = [engine.path] if has_weights else [file.path for file in files_of(manifest, number)]
+                for path in counted(f"writing files of {known}", paths):
                     link_file(source / path, folder / "1" / Path(path).name)
             (folder / "config.pbtxt").write_text(config, encoding="utf-8")
     return [repository / known for known in models]

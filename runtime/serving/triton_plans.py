@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from splitc.runtime.counted import counted
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files import link_file
@@ -36,7 +37,7 @@ def export_plans(package: Path, repository: Path, *, module: str | None, name: s
             (folder / "config.pbtxt").write_text(plans_config(known, manifest), encoding="utf-8")
             version = folder / "1"
             version.mkdir()
-            for number, plan in enumerate(plans):
+            for number, plan in enumerate(counted(f"writing files of {known}", plans)):
                 link_file(source / plan.path, version / f"{PLAN}.rank{number}")
             link_file(source / plans[0].path, version / PLAN)
     return [repository / known for known in found]

@@ -26,6 +26,7 @@ import psutil
 from splitc.runtime.child_python import python_command
 from splitc.runtime.collectives.engine_meeting import EngineMeeting, MeetingEnd, shared_bytes
 from splitc.runtime.collectives.host import connect
+from splitc.runtime.counted import counted
 from splitc.runtime.engines import Backend, Communicator, LoadedEngine
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.errors import SplitcError
@@ -52,7 +53,7 @@ def measure_memory(package: Path, threads: int, feeds: Mapping[str, npt.NDArray[
         values.update(_run_together(package, manifest.ranks, threads, feeds))
     found: dict[int, RankMemory] = {}
     with tempfile.TemporaryDirectory(prefix="splitc-measure-") as folder:
-        for number, rank in enumerate(manifest.ranks):
+        for number, rank in counted("measuring memory", list(enumerate(manifest.ranks))):
             if number not in found:
                 group = _group(rank) or [number]
                 found.update(_measure_group(package, manifest.ranks, group, threads, values, Path(folder)))

@@ -136,7 +136,7 @@ def test_callbacks(open_session: Callable[[], Session]) -> None:
 def test_interrupt_while_ranks_load_leaves_no_thread(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python ends the process hard if it finds a thread inside an engine as it ends."""
 
-    def interrupted(futures: object) -> None:
+    def interrupted(futures: object, what: str) -> None:
         raise KeyboardInterrupt
 
     before = set(threading.enumerate())

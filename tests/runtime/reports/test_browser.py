@@ -58,6 +58,8 @@ def test_pages_are_drawn_and_fit(browser: Any, pages: dict[str, Path], look: str
         assert wide <= window
         script = "return [...document.querySelectorAll('svg')].every(e => e.clientWidth <= e.parentElement.clientWidth"
         assert browser.execute_script(f"{script} + 1)")
+        script = "return [...document.querySelectorAll('.overview')].filter(e => e.clientHeight).length"
+        assert look != "print" or browser.execute_script(script) == 0, "nobody draws across paper"
         back, ink = colours(browser)
         assert (back < ink) == (look == "dark")
 

@@ -70,6 +70,9 @@ def test_page_of_a_plan_has_what_json_has(decoder: Path, tmp_path: Path) -> None
     shown = [row for row in rows(compared) if "candidate" in row]
     assert {row["candidate"] for row in shown} == {each["name"] for each in plan["candidates"] if not each["refused"]}
     assert [row["candidate"] for row in shown if row["chosen"]] == [plan["choice"].partition(":")[0]]
+    numbers = sorted(row["number"] for row in shown if row["number"])
+    assert numbers == [f"{number}" for number in range(1, len(numbers) + 1)] != []
+    assert all(f"{row['number']} {row['candidate']}" in said for row in shown if row["number"])
     for each in plan["candidates"]:
         assert each["name"] in said
         assert (each["refused"] or "") in said
