@@ -19,7 +19,7 @@ from splitc.runtime.manifest import File
 # The bytes that are written at a time. For more at once, Linux takes larger blocks of memory for its cache. In a
 # virtual machine these are often those that were given back to its host: to get them again takes two to four times as
 # long.
-WRITE = 1 << 16
+WRITE = 1 << 17
 
 
 class HashedFile:
