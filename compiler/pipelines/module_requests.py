@@ -44,12 +44,8 @@ class PipelineRequest:
 def divide_request(folder: ModelFolder, devices: Sequence[str], request: Request) -> PipelineRequest:
     """Divide what is asked of a folder among its modules.
 
-    Raises MisuseError for a module, an input or a device that is not there, and for an option of a single model.
+    Raises MisuseError for a module, an input or a device that is not there.
     """
-    if request.tensor_split is not None:
-        raise MisuseError(
-            "--tensor-split gives the shares of one model's devices: edit the shares in plan.json instead"
-        )
     own, shared_texts = _divide_devices(folder.names, devices)
     named = parse_devices([*(text for texts in own.values() for text in texts), *shared_texts])
     shared = parse_devices(shared_texts) if shared_texts else named

@@ -48,7 +48,8 @@ def plan_pipeline(
 
     `devices` and the request's mode, shapes and settings may name modules, as on the command line. `wanted` are the
     modules to take; by default all, of a model in two forms one. Modules with devices of their own come first, then
-    the largest. With `swap`, modules work in turn, and give each other the memory of their weights.
+    the largest. `tensor_split` has the shares of each module that is split. With `swap`, modules work in turn, and give
+    each other the memory of their weights.
 
     Raises as `plan_model` does, with the module's name; ModelError for a folder without models, MisuseError for a
     module that is not there.
@@ -66,6 +67,8 @@ def plan_pipeline(
     splits = planner.count_splits([each.module.facts.weights_bytes for each in free])
     for number, each in enumerate(free):
         planner.place_freely(each, number < splits)
+    if request.tensor_split is not None and all(len(each.plan.ranks) == 1 for each in planner.done.values()):
+        raise MisuseError("--tensor-split has no effect: no model of the folder is split, each is whole on one device")
     common = find_common({name: planner.done[name].plan for name in read.names}, swap)
     return PipelinePlan(read, tuple(planner.done[name] for name in read.names), planner.budgets, common, swap)
 
@@ -92,8 +95,9 @@ class Planner:
 
     def place(self, asked: ModuleRequest, devices: Sequence[Device], why: str) -> None:
         """Put a module on these devices. On one of them it is whole, unless its own mode was asked for."""
-        if len(devices) == 1 and not asked.own_mode:
-            asked = replace(asked, request=asked.request.in_mode(LAYER))
+        if len(devices) == 1:  # shares are for those that are split
+            whole = replace(asked.request, tensor_split=None)
+            asked = replace(asked, request=whole if asked.own_mode else whole.in_mode(LAYER))
         with module_named(asked.module.name, self.sums):
             self.done[asked.module.name] = ModulePlan(asked.module, self._plan(asked, devices), why)
 

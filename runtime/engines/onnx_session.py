@@ -48,7 +48,7 @@ def too_large(path: Path) -> str | None:
 
 def has_data_outside(path: Path) -> bool:
     """Whether a model's external data lie outside its folder. False without onnx, which alone can tell."""
-    if find_spec("onnx") is None:
+    if find_spec("onnx") is None or too_large(path) is not None:
         return False
     from google.protobuf.message import DecodeError
 

@@ -72,6 +72,14 @@ def test_split_modes_of_modules(folder: Path) -> None:
     assert modes(sliced)["text_encoder"] == "row"
 
 
+def test_shares_are_those_of_the_modules_that_are_split(folder: Path) -> None:
+    plan = plan_pipeline(folder, ["2xcpu"], Request(split_mode="layer", tensor_split=[3, 1]))
+    found = {each.name: [rank.memory.weights for rank in each.plan.ranks] for each in plan.modules}
+    assert len(found["text_encoder"]) == len(found["vae_decoder"]) == 1
+    first, second = found["unet"]
+    assert 2 < first / second < 4
+
+
 def test_budgets_are_shared(folder: Path) -> None:
     """The encoder's 45 KiB of weights stay, and the activations of one module at a time are added."""
     plan = plan_pipeline(folder, ["cpu0"], Request(memory=["1MiB"]))
@@ -161,7 +169,8 @@ def test_uses_of_a_merged_decoder(tmp_path: Path) -> None:
         (["2xcpu"], {"split_mode": "controlnet=layer"}, "--split-mode names the module 'controlnet'"),
         (["2xcpu"], {"shapes": {"unet.ids": (1, 2)}}, "and unet has no such input: there are sample, encoder_hidden"),
         (["2xcpu"], {"settings": {"use_past": True}}, "no module has such an input: write MODULE.INPUT or INPUT"),
-        (["2xcpu"], {"tensor_split": [1, 2]}, "--tensor-split gives the shares of one model's devices"),
+        (["cpu0"], {"tensor_split": [1]}, "--tensor-split has no effect: no model of the folder is split"),
+        (["3xcpu"], {"tensor_split": [1, 2]}, "--tensor-split has 2 shares, and there are 3 devices"),
         (["unet=gpu7", "cpu0"], {}, "unknown device 'gpu7'"),
         (["unet=cpu0", "cpu1"], {"memory": ["cpu7=1GiB"]}, "--memory names 'cpu7', and the devices are cpu0, cpu1"),
     ],
