@@ -20,12 +20,15 @@ def hand_over(gpu: GpuDevice, values: Mapping[str, GpuArray]) -> Callable[[], di
     """
     if not values:
         return dict
-    default = gpu.cuda.Stream.null
     with gpu.device:
-        with default:
+        own, default = gpu.cuda.get_current_stream(), gpu.cuda.Stream.null
+        default.use()
+        try:
             made = _make_room(gpu, values)
             free = gpu.cuda.Event(disable_timing=True)
             free.record(default)
+        finally:  # as a context manager, the default stream would stay the current one, for captures too
+            own.use()
         gpu.stream.wait_event(free)
         for name, value in values.items():
             gpu.copy_over(GpuArray(made[name].data.ptr, value.shape, value.dtype, made[name]), value)

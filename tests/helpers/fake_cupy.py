@@ -56,7 +56,9 @@ class Stream:
         return self
 
     def __exit__(self, *error: object) -> None:
-        *current.before, current.stream = current.before
+        *current.before, before = current.before
+        if self is not Stream.null:  # CuPy's default stream was seen to stay the current one
+            current.stream = before
 
     def put(self, task: Callable[[], object]) -> None:
         if self.graph is not None:
