@@ -92,13 +92,15 @@ def read_proto(path: Path) -> onnx.ModelProto:
 
 def _check_texts(contents: Contents, path: Path) -> None:
     """Raise ModelError for names that are no UTF-8, which protobuf gives as bytes."""
-    for node in contents.nodes:
-        values = (node.name, node.op_type, node.domain, *node.input, *node.output)
-        attributes = (attribute.name for attribute in node.attribute)
-        properties = chain.from_iterable((each.key, each.value) for each in node.metadata_props)
-        for text in chain(values, attributes, properties):
-            if not isinstance(text, str):
-                raise ModelError(f"{path}: the name {text!r} of a node or value is no UTF-8")
+    nodes = contents.nodes
+    texts = chain(
+        chain.from_iterable((node.name, node.op_type, node.domain, *node.input, *node.output) for node in nodes),
+        (attribute.name for node in nodes for attribute in node.attribute),
+        chain.from_iterable((each.key, each.value) for node in nodes for each in node.metadata_props),
+    )
+    for text in texts:
+        if type(text) is not str:
+            raise ModelError(f"{path}: the name {text!r} of a node or value is no UTF-8")
 
 
 def _graphs(graph: onnx.GraphProto, outside: frozenset[str]) -> Iterator[tuple[onnx.GraphProto, frozenset[str]]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
-from splitc.compiler.frontend.reads import all_nodes, node_reads, subgraphs
+from splitc.compiler.frontend.reads import all_nodes, has_subgraphs, node_reads
 from splitc.compiler.model_errors import ModelError
 
 
@@ -18,7 +20,7 @@ def lift(model: ir.Model) -> None:
         passes.InlinePass()(model)
     if any(node.op_type == "Constant" for node in all_nodes(model.graph)):
         passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-    if any(node.attributes and any(subgraphs(node)) for node in model.graph):
+    if has_subgraphs(model.graph):
         passes.LiftSubgraphInitializersToMainGraphPass()(model)
 
 
@@ -51,10 +53,19 @@ class SortUnsorted(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, False)
 
 
+class RemoveUnused(ir.passes.InPlacePass):
+    """Remove what nobody reads, if there is anything: to find that out takes a tenth of the time."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        graph = model.graph
+        values = chain(graph.initializers.values(), (value for node in graph for value in node.outputs))
+        if all(value.uses() or value.is_graph_output() for value in values) and not has_subgraphs(graph):
+            return ir.passes.PassResult(model, False)
+        return passes.RemoveUnusedNodesPass()(model)
+
+
 # Every node is needed, every output is made by a node, and nodes come after what they read.
-COMPLETE = ir.passes.Sequential(
-    passes.RemoveUnusedNodesPass(), passes.OutputFixPass(), NameInitializerOutputs(), SortUnsorted()
-)
+COMPLETE = ir.passes.Sequential(RemoveUnused(), passes.OutputFixPass(), NameInitializerOutputs(), SortUnsorted())
 
 
 def take_off_passed(graph: ir.Graph) -> tuple[tuple[int, ir.Value], ...]:

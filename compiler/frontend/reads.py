@@ -17,6 +17,11 @@ def subgraphs(node: ir.Node) -> Iterator[ir.Graph]:
             yield from attribute.as_graphs()
 
 
+def has_subgraphs(graph: ir.Graph) -> bool:
+    """Whether any of the graph's nodes has a graph inside."""
+    return any(node.attributes and any(subgraphs(node)) for node in graph)
+
+
 def all_nodes(graph: ir.Graph) -> Iterator[ir.Node]:
     """The nodes of a graph and of the graphs inside them, as ir.Graph.all_nodes: that takes four times as long."""
     for node in graph:

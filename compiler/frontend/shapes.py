@@ -19,7 +19,7 @@ from splitc.compiler.frontend.asked_shapes import Shape
 from splitc.compiler.frontend.folding import fold_shapes, take_branches
 from splitc.compiler.frontend.inference import Inference, infer_shapes_and_types
 from splitc.compiler.frontend.optional import optional_inputs
-from splitc.compiler.frontend.reads import all_nodes, subgraphs
+from splitc.compiler.frontend.reads import all_nodes, has_subgraphs
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.units import format_shape
 
@@ -241,7 +241,7 @@ def _scratch(model: ir.Model) -> Iterator[ir.Model]:
 
     To know sizes is to know which branches are taken, and these replace their If.
     """
-    if any(node.attributes and any(subgraphs(node)) for node in model.graph):
+    if has_subgraphs(model.graph):
         yield model.clone()
         return
     graph = model.graph
