@@ -62,7 +62,7 @@ class Baseline:
 class BenchResult:
     """A package's times, with `threads` on each rank, and those of the unsplit model if it ran too.
 
-    `latency` is from a request's submission to its outputs; `rate` is requests per second. `against_one` is the rate
+    `latency` is from a request's submission to its outputs, with their shards joined; `rate` is requests per second. `against_one` is the rate
     with several requests in flight divided by the rate with one at a time, as the median of neighbouring runs.
     `timeline` has the last requests, and `alone` the last one that ran with no other.
     """
@@ -147,8 +147,9 @@ def _stream(session: Session, feeds: Mapping[str, npt.NDArray[Any]], count: int,
     first = time.perf_counter()
     alone = in_flight == 1
     for request in in_order((session.submit_request(arrays, here=alone) for _ in range(count)), in_flight):
+        done, joining = max(served.end for served in request.served.values()), time.perf_counter()
         session.join(request)
-        latencies.append(max(served.end for served in request.served.values()) - request.submitted)
+        latencies.append(done - request.submitted + time.perf_counter() - joining)
         timeline.append(request.served)
     return _Stream(time.perf_counter() - first, latencies, timeline)
 
