@@ -38,7 +38,7 @@ def finished(chart: Any, **properties: Any) -> Chart:
         "font": FONT,
         "view": {"stroke": None},
         "axis": {**sizes, **paint, "labelLimit": 150},
-        "axisX": {"tickCount": 7},
+        "axisX": {"tickCount": 7, "labelSeparation": 6},
         "axisY": {"labelColor": ink, "domain": False, "ticks": False, "labelPadding": 8},
         "text": {"color": ink, "fontSize": 12},
     }

@@ -62,9 +62,9 @@ class Baseline:
 class BenchResult:
     """A package's times, with `threads` on each rank, and those of the unsplit model if it ran too.
 
-    `latency` is from a request's submission to its outputs, with their shards joined; `rate` is requests per second. `against_one` is the rate
-    with several requests in flight divided by the rate with one at a time, as the median of neighbouring runs.
-    `timeline` has the last requests, and `alone` the last one that ran with no other.
+    `latency` is from a request's submission to its outputs, shards joined; `rate` is requests per second. `against_one`
+    is the rate with several requests in flight divided by the rate with one at a time, as the median of neighbouring
+    runs. `timeline` has the last requests, and `alone` the last one that ran with no other.
     """
 
     latency: Latency
