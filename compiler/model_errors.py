@@ -8,7 +8,7 @@ from splitc.runtime.errors import SplitcError
 class ModelError(SplitcError):
     """The model file is missing or damaged, or splitc or the engine does not support it."""
 
-    page = "shapes"
+    page = "errors#models-that-are-refused"
 
 
 class CannotSplitError(ModelError):
