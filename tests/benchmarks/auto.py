@@ -4,7 +4,7 @@
 
 Decoders, small and large, with batches of 1 and of 8, for one token behind 128 others and for a prompt of 128. Every
 candidate is compiled and timed in turns with the others: one request at a time, and as a stream of requests of several
-sequences, whose caches stay on the devices.
+sequences, whose caches stay on the devices. Predictions use what `splitc devices --measure` found, as plans do.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from splitc.runtime import Session
 from splitc.runtime.cli.terminal import out, table
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.fills import make_inputs
+from splitc.runtime.machine import known_machine
 from splitc.runtime.sequence import StateSequence
 from splitc.runtime.units import format_seconds
 
@@ -80,7 +81,8 @@ def _compare(
     """Predict and measure every alternative for one kind of work."""
     devices = parse_devices([options.devices])
     timer = measure_blocks if options.profile else None
-    resources = Resources(tuple(devices), tuple(find_budgets(devices, [], 1 << 30)), timer=timer)
+    budgets = tuple(find_budgets(devices, [], 1 << 30))
+    resources = Resources(tuple(devices), budgets, timer=timer, machine=known_machine())
     request = Request(shapes=_shapes(size, *work), profile=options.profile)
     tried = plan_alternatives(model, resources, request)
     plans = {alternative.name: (alternative, plan) for alternative, plan in tried if plan is not None}
