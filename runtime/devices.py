@@ -89,6 +89,13 @@ def parse_devices(texts: Sequence[str]) -> list[Device]:
     return devices
 
 
+@cache  # a page asks for every step of every request
+def device_named(name: str) -> Device:
+    """The one device of this name, as packages have it. Raises MisuseError for an unknown name."""
+    (device,) = parse_devices([name])
+    return device
+
+
 def parse_hosts(text: str) -> list[Device]:
     """The devices of hosts that are alike: `2x4xcuda` is two hosts with four GPUs each, `host0/cuda0` and so on.
 

@@ -72,10 +72,8 @@ def _without(graph: Graph, file: onnx.ModelProto, repeated: Collection[ir.Node])
     kept = _kept(graph, repeated)
     made = {value for node in kept for value in node.outputs}
     reduced = onnx.ModelProto(ir_version=max(file.ir_version, 4))
-    reduced.opset_import.extend(file.opset_import)
-    for domain, version in graph.model.opset_imports.items():
-        if domain not in {opset.domain for opset in file.opset_import}:
-            reduced.opset_import.add(domain=domain, version=version)
+    for domain, version in graph.model.opset_imports.items():  # also those of functions that were inlined
+        reduced.opset_import.add(domain=domain, version=version)
     part = reduced.graph
     part.name = file.graph.name
     part.node.extend(map(ir.serde.serialize_node, kept))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import chain
@@ -51,10 +51,12 @@ def infer_shapes_and_types(model: ir.Model) -> Inference:
     observed: set[str] = set()
     _observed.set(observed)
     nodes = list(all_nodes(model.graph))
-    for domain, name in {(node.domain, node.op_type) for node in nodes}:
-        _register_missing(domain, name, model.opset_imports.get(domain, 1))
+    rules = {
+        (domain, name): _find_rule(domain, name, model.opset_imports.get(domain, 1))
+        for domain, name in {(node.domain, node.op_type) for node in nodes}
+    }
     with repetitions() as repeated:
-        if len(nodes) > len(model.graph) or not _infer_in_order(model, nodes):
+        if len(nodes) > len(model.graph) or not _infer_in_order(model, nodes, rules):
             repeated.clear()
             infer_symbolic_shapes(model, warn_on_missing=False)
     if any(value.dtype in UNKNOWN for node in model.graph for value in node.outputs if value.name):
@@ -62,17 +64,16 @@ def infer_shapes_and_types(model: ir.Model) -> Inference:
     return Inference(frozenset(observed), frozenset(repeated))
 
 
-def _infer_in_order(model: ir.Model, nodes: Sequence[ir.Node]) -> bool:
+def _infer_in_order(model: ir.Model, nodes: Sequence[ir.Node], rules: Mapping[tuple[str, str], Rule | None]) -> bool:
     """Run the rules of a model's nodes, one after the other, and return whether that is all there is to do.
 
     It is not, and nothing is set, where operators have bodies to infer instead of a rule, and where a rule makes up
     symbols, which the library relates to others afterwards. Otherwise its own loop sets the same, in four times the
     time.
     """
-    names = {(node.domain, node.op_type) for node in nodes}
-    rules = {name: registry.get(*name, version=model.opset_imports.get(name[0], 1)) for name in names}
     sizes = chain.from_iterable(value.shape or () for value in model.graph.inputs)
-    if None in rules.values() or any(isinstance(size, ir.SymbolicDim) and size.value is None for size in sizes):
+    known = {operator: rule for operator, rule in rules.items() if rule is not None}
+    if len(known) < len(rules) or any(isinstance(size, ir.SymbolicDim) and size.value is None for size in sizes):
         return False
     for value in model.graph.initializers.values():
         if value.const_value is not None and value.shape != value.const_value.shape:
@@ -81,7 +82,7 @@ def _infer_in_order(model: ir.Model, nodes: Sequence[ir.Node]) -> bool:
     given = [value.const_value for value in made]
     context = ShapeInferenceContext(model.opset_imports)
     for node in nodes:
-        rules[node.domain, node.op_type](context, node)
+        known[node.domain, node.op_type](context, node)
         if context.generated_dim_names:
             for value, tensor in zip(made, given, strict=True):
                 value.shape, value.const_value = None, tensor
@@ -90,17 +91,20 @@ def _infer_in_order(model: ir.Model, nodes: Sequence[ir.Node]) -> bool:
     return True
 
 
-def _register_missing(domain: str, name: str, version: int) -> None:
-    """Register a rule for an operator if the library has none for this version."""
-    if registry.get(domain, name, version) is not None:
-        return
+def _find_rule(domain: str, name: str, version: int) -> Rule | None:
+    """The rule of an operator, which is registered if the library has none for this version; None if it needs none."""
+    known: Rule | None = registry.get(domain, name, version)
+    if known is not None:
+        return known
     rule = None
     if domain in ("", "ai.onnx"):
         if _is_defined(name, version):
-            return  # it is a function of other operators, and inferred through them
+            return None  # it is a function of other operators, and inferred through them
         # ONNX Runtime had some operators before ONNX did, such as LayerNormalization.
         rule = registry.get(domain, name, onnx.defs.onnx_opset_version())
-    registry.register(domain, name, version)(_forgiving(rule))
+    made = _forgiving(rule)
+    registry.register(domain, name, version)(made)
+    return made
 
 
 def _is_defined(operator: str, version: int) -> bool:

@@ -11,6 +11,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import sympy
 
+from splitc.compiler.frontend.reads import subgraphs
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 
 # The most elements of a constant that may be sizes. Longer ones are data, and replaced by zeros and ones.
@@ -59,7 +60,7 @@ def observe(node: ir.Node) -> Observed | None:
     The result is reused for similar nodes, so that those with large sizes need not run.
     """
     inputs = [value for value in node.inputs if value is not None and not _is_kept(value)]
-    if any(value.shape is None or value.dtype is None for value in inputs) or _has_subgraph(node):
+    if any(value.shape is None or value.dtype is None for value in inputs) or any(subgraphs(node)):
         return None
     shapes = [tuple(value.shape or ()) for value in inputs]
     found = _found.setdefault(_signature(node), [])
@@ -86,11 +87,6 @@ def _find_origins(node: ir.Node, shapes: Sequence[Sequence[Size]]) -> Origins | 
 def _is_kept(value: ir.Value) -> bool:
     """Whether the value is known and short, so that sizes may depend on it."""
     return value.const_value is not None and value.const_value.size <= SMALL
-
-
-def _has_subgraph(node: ir.Node) -> bool:
-    kinds = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
-    return any(attribute.type in kinds for attribute in node.attributes.values())
 
 
 def _signature(node: ir.Node) -> str:

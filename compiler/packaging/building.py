@@ -14,7 +14,7 @@ import msgspec
 
 from splitc.compiler.packaging.builder import Building, Job, find_builder
 from splitc.compiler.packaging.staging import full_disk_explained, written_aside
-from splitc.runtime.devices import parse_devices
+from splitc.runtime.devices import device_named
 from splitc.runtime.engines.kinds import TENSORRT, TENSORRT_RTX, find_kind
 from splitc.runtime.errors import MisuseError, PackageError
 from splitc.runtime.files import link_file
@@ -137,7 +137,7 @@ def finish_package(
 
 def _jobs(folder: Path, manifest: Manifest) -> Iterator[Job]:
     for number, rank in enumerate(manifest.ranks):
-        gpu = parse_devices([rank.device])[0].index
+        gpu = device_named(rank.device).index
         for engine in rank.engines:
             if engine.source is None:
                 raise PackageError(f"{engine.path} has no ONNX file to build it from")

@@ -31,8 +31,8 @@ LOOK = 1e-3
 class MpiWire:
     """The session's end, in process 0, which is also rank 0's: `own` is that one's control.
 
-    `machines` has the number of each rank's machine.
-    When rank 0 has answered, it looks for what others send without a pause, for `spin` seconds.
+    `machines` has the number of each rank's machine. When rank 0 has answered, it looks for what others send without a
+    pause, for `spin` seconds.
     """
 
     def __init__(self, post: Post, machines: Sequence[int], own: OwnControl, spin: float) -> None:

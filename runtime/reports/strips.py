@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from splitc.runtime.devices import parse_devices
+from splitc.runtime.devices import device_named
 from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.reports.contents import Section, StripRank, StripStage, Table
 from splitc.runtime.units import first_few, format_bytes
@@ -66,7 +66,7 @@ def _say(is_radial: bool, shares: bool, cuts: bool) -> str:
 
 def colour_of(device: str) -> int:
     """The number of a device's colour, which is the same on all pages."""
-    found = parse_devices([device])[0]
+    found = device_named(device)
     return (found.index + 5 * (found.host or 0) + (COLOURS // 2) * (found.kind == "cpu")) % COLOURS
 
 

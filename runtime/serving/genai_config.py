@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from splitc.runtime.devices import parse_devices
+from splitc.runtime.devices import device_named
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.room import find_room
 from splitc.runtime.generate.signature import LanguageSignature, find_signature
@@ -42,7 +42,7 @@ def genai_config(
 def _stage(number: int, rank: Rank, engine: EngineFile) -> dict[str, Any]:
     """A rank as a model of the pipeline."""
     stage: dict[str, Any] = {"filename": engine.path, "inputs": engine.inputs, "outputs": engine.outputs}
-    (device,) = parse_devices([rank.device])
+    device = device_named(rank.device)
     if device.kind == "cuda":
         stage["session_options"] = {"provider_options": [{"cuda": {"device_id": str(device.index)}}]}
     return {f"stage{number}": stage}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from splitc.runtime.engines.kinds import TENSORRT
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.manifest import Manifest
 
@@ -16,7 +17,7 @@ def check_loadable(manifest: Manifest, least: int, option: str) -> None:
 
     `option` is what the user is to leave out if they are not.
     """
-    if manifest.engine != "tensorrt" or manifest.build is None:
+    if manifest.engine != TENSORRT or manifest.build is None:
         raise MisuseError(
             f"Triton's TensorRT backend runs engines of TensorRT, and this package has {manifest.engine}'s: compile "
             f"with --engine tensorrt, or leave out {option}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from splitc.runtime.counted import counted
-from splitc.runtime.devices import parse_devices
+from splitc.runtime.devices import device_named
 from splitc.runtime.engines.kinds import ONNXRUNTIME, TENSORRT
 from splitc.runtime.files import link_file
 from splitc.runtime.manifest import EngineFile, Manifest, Rank
@@ -61,7 +61,7 @@ def _stages(manifest: Manifest) -> list[EngineFile]:
 
 def stage_config(name: str, rank: Rank, engine: EngineFile, kind: str = ONNXRUNTIME) -> str:
     """The config of a stage, on its device. Triton reads its tensors off the file."""
-    (device,) = parse_devices([rank.device])
+    device = device_named(rank.device)
     place = f"kind: KIND_GPU count: 1 gpus: [ {device.index} ]" if device.kind == "cuda" else "kind: KIND_CPU count: 1"
     lines = [
         f"name: {quoted(name)}",

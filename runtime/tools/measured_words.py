@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from splitc.runtime.devices import parse_devices
+from splitc.runtime.devices import device_named
 from splitc.runtime.manifest import Rank
 from splitc.runtime.ranks.loop import Replay, Span
 from splitc.runtime.steps import Run
@@ -33,7 +33,7 @@ def say_measured(ranks: Sequence[Rank], requests: Timeline) -> list[str]:
 
 def is_launch(span: Span, rank: Rank) -> bool:
     """Whether a step only told a GPU what to do."""
-    return isinstance(span.step, Run) and parse_devices([rank.device])[0].kind == "cuda"
+    return isinstance(span.step, Run) and device_named(rank.device).kind == "cuda"
 
 
 def _meets(span: Span, rank: Rank) -> bool:

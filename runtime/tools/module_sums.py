@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from splitc.runtime.devices import parse_devices
+from splitc.runtime.devices import device_named
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.engines.weight_places import swappable_bytes
 from splitc.runtime.manifest import Manifest, Rank
@@ -56,12 +56,12 @@ def sum_modules(manifests: Mapping[str, Manifest], swap: bool = False) -> dict[s
 
 def _place(name: str) -> tuple[int, str, int]:
     """The place of a device among others, in the order that users expect."""
-    (device,) = parse_devices([name])
+    device = device_named(name)
     return device.host or 0, device.kind, device.index
 
 
 def _can_swap(manifest: Manifest, rank: Rank) -> bool:
     """Whether a rank's weights can be moved in and out; on CPU devices the system moves them, as they are files."""
-    (device,) = parse_devices([rank.device])
+    device = device_named(rank.device)
     kinds = find_kind(manifest.engine).swaps_weights
     return device.kind in kinds and (device.kind == "cpu" or swappable_bytes(rank) > 0)

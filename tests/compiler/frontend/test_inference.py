@@ -27,7 +27,7 @@ def inferred(path: Path) -> dict[str, tuple[Any, ...]]:
 
 def test_rules_in_order_set_what_the_library_sets(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_order = inferred(decoder)
-    monkeypatch.setattr(inference, "_infer_in_order", lambda model, nodes: False)
+    monkeypatch.setattr(inference, "_infer_in_order", lambda model, nodes, rules: False)
     assert in_order == inferred(decoder)
 
 
@@ -42,6 +42,6 @@ def test_made_up_symbols_are_left_to_the_library(write_model: WriteModel, monkey
           y = Relu(a) }"""
     )
     mixed = inferred(path)
-    monkeypatch.setattr(inference, "_infer_in_order", lambda model, nodes: False)
+    monkeypatch.setattr(inference, "_infer_in_order", lambda model, nodes, rules: False)
     assert mixed == inferred(path)
     assert mixed["i"][0] is not None
