@@ -9,7 +9,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
+
+Handler = Callable[[int, FrameType | None], Any]
 
 
 @contextmanager
@@ -32,17 +35,45 @@ def later_interrupts() -> Iterator[Callable[[], bool]]:
             handler(*came[0])
 
 
-# Seconds after which a lost signal comes again.
+# Seconds after which a signal comes again that could not be handled.
 AGAIN = 0.01
 
 
-def keep_signals() -> None:
-    """Let a signal come again whose exception Python drops: one that comes while an object is being freed.
+def handle_signals() -> None:
+    """Let SIGINT raise KeyboardInterrupt and SIGTERM SystemExit, at a time when Python and libraries can take them.
 
-    From now on, for the whole process.
+    That is not while a module is imported: the C++ of some crashes when something is raised in it. And what comes
+    while an object is freed is dropped by Python, and raised again. From now on, for the whole process. What ignores
+    SIGINT (a command in a shell's background) goes on to ignore it.
     """
+    signal.signal(signal.SIGTERM, _after_imports(lambda *_: sys.exit(128 + signal.SIGTERM)))
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _after_imports(signal.default_int_handler))
     if not isinstance(sys.unraisablehook, _Dropped):
         sys.unraisablehook = _Dropped(sys.unraisablehook)
+
+
+def _after_imports(handler: Handler) -> Handler:
+    def handle(number: int, frame: FrameType | None) -> None:
+        if _imports(frame):
+            _come_again(number)
+        else:
+            handler(number, frame)
+
+    return handle
+
+
+def _imports(frame: FrameType | None) -> bool:
+    """Whether a frame is part of an import: Python's own code for it is on the stack."""
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame is not None
+
+
+def _come_again(number: int) -> None:
+    again = threading.Timer(AGAIN, os.kill, [os.getpid(), number])
+    again.daemon = True
+    again.start()
 
 
 @dataclass(frozen=True)
@@ -55,7 +86,5 @@ class _Dropped:
         number = {SystemExit: signal.SIGTERM, KeyboardInterrupt: signal.SIGINT}.get(what.exc_type)
         if number is None:
             self.others(what)
-            return
-        again = threading.Timer(AGAIN, os.kill, [os.getpid(), number])
-        again.daemon = True
-        again.start()
+        else:
+            _come_again(number)

@@ -40,7 +40,8 @@ USES = {
 }
 
 
-LOST = """
+# A command, which gets a signal while it frees an object, or in an import.
+PROGRAM = """
 import os, sys, time
 from splitc.runtime.__main__ import main
 from splitc.runtime.cli.commands import app
@@ -48,13 +49,25 @@ class Freed:
     def __del__(self):
         os.kill(os.getpid(), {number})
         time.sleep(0)
-def lost():
-    freed = Freed()
-    del freed
+def freed():
+    object = Freed()
+    del object
     time.sleep(30)
-app.command("lost")(lost)
-sys.argv = ["splitc", "lost"]
+def imported():
+    import getting_a_signal
+    time.sleep(30)
+app.command("begin")({what})
+sys.argv = ["splitc", "begin"]
 main()
+"""
+MODULE = """
+import os, time
+try:
+    os.kill(os.getpid(), {number})
+    time.sleep(0)
+except BaseException as error:  # as the C++ of a module does, where it does not crash
+    raise ImportError("initialization failed") from error
+print("imported")
 """
 # Seconds that commands take to which nothing happens, by their kind.
 _known: dict[str, float] = {}
@@ -130,12 +143,31 @@ def test_use(seed: int, decoder: Path, package: Path, tmp_path: Path) -> None:
         assert found.temporary == []
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_signal_while_an_object_is_freed(number: int, code: int) -> None:
+ENDS = pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+
+
+def run_program(what: str, number: int, place: Path) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-c", PROGRAM.format(number=int(number), what=what)]
+    return subprocess.run(
+        program, capture_output=True, text=True, timeout=60, cwd=place, preexec_fn=listen_to_interrupts
+    )
+
+
+@ENDS
+def test_signal_while_an_object_is_freed(number: int, code: int, tmp_path: Path) -> None:
     """Python drops an exception there, and would go on."""
-    program = [sys.executable, "-c", LOST.format(number=number)]
-    found = subprocess.run(program, capture_output=True, text=True, timeout=60, preexec_fn=listen_to_interrupts)
+    found = run_program("freed", number, tmp_path)
     assert found.returncode == code
+    assert found.stderr in ("", "error: interrupted\n")
+
+
+@ENDS
+def test_signal_in_an_import(number: int, code: int, tmp_path: Path) -> None:
+    """The C++ of some modules (onnx, onnxruntime) crashes if something is raised in it."""
+    (tmp_path / "getting_a_signal.py").write_text(MODULE.format(number=int(number)))
+    found = run_program("imported", number, tmp_path)
+    assert found.returncode == code
+    assert found.stdout == "imported\n"
     assert found.stderr in ("", "error: interrupted\n")
 
 

@@ -6,7 +6,6 @@ import codecs
 import gc
 import io
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -146,8 +145,6 @@ def _discard_output() -> None:
 
 def run_app(app: typer.Typer) -> NoReturn:
     """Run the command line. A SplitcError ends it with one message and its exit code, without a traceback."""
-    # A terminated compile must clean up as an interrupted one does.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.stdout, sys.stderr = map(_usable, (sys.stdout, sys.stderr))
     code: object = 0
     try:
