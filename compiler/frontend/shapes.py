@@ -49,13 +49,14 @@ def read_symbols(model: ir.Model) -> None:
     Each unknown size of an input gets its own symbol, so that inference can follow it.
     """
     count = itertools.count()
+    is_readable = cache(_is_readable)  # the caches of all layers have the same few sizes
     for value in (*model.graph.inputs, *optional_inputs(model.graph)):
         if value.shape is not None:
-            sizes = [size if _is_readable(size) else f"unknown_{next(count)}" for size in value.shape]
+            sizes = [size if is_readable(size) else f"unknown_{next(count)}" for size in value.shape]
             value.shape = ir.Shape(sizes)
     for value in model.graph.outputs:
         if value.shape is not None:
-            value.shape = ir.Shape([size if _is_readable(size) else None for size in value.shape])
+            value.shape = ir.Shape([size if is_readable(size) else None for size in value.shape])
 
 
 def _is_readable(size: int | ir.SymbolicDim) -> bool:
