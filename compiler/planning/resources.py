@@ -60,24 +60,29 @@ def find_budgets(devices: Sequence[Device], memory: Sequence[str], headroom: int
     Devices that share a memory share one headroom. Raises MisuseError for an unknown device or an unreadable size,
     and for a headroom without effect.
     """
-    sharers = Counter(map(memory_of, devices))
-    budgets = [
-        None if free is None else max(0, free - headroom // sharers[memory_of(device)])
-        for device, free in zip(devices, free_bytes(devices), strict=True)
-    ]
     names = [str(device) for device in devices]
-    open_names = set(names)
+    given: dict[str, int] = {}
     for text in memory:
         name, _, amount = text.rpartition("=")
         if name and name not in names:
             raise MisuseError(f"--memory names '{name}', and the devices are {first_few(names)}")
         size = parse_bytes(amount)
-        named = zip(names, budgets, strict=True)
-        open_names -= {name} if name else open_names
-        budgets = [size if not name or name == other else budget for other, budget in named]
+        given.update({name: size} if name else dict.fromkeys(names, size))
+    open_names = set(names) - given.keys()
+    free = _free_bytes(devices, headroom) if open_names else {}
+    budgets = [given.get(name, free.get(name)) for name in names]
     if not open_names and headroom != DEFAULT_HEADROOM and names:
         raise MisuseError("--headroom is left free of free memory, and --memory gives the budget of every device")
     return budgets
+
+
+def _free_bytes(devices: Sequence[Device], headroom: int) -> dict[str, Budget]:
+    """The free memory of each device, less its share of the headroom. To look takes a second where there are GPUs."""
+    sharers = Counter(map(memory_of, devices))
+    return {
+        str(device): None if free is None else max(0, free - headroom // sharers[memory_of(device)])
+        for device, free in zip(devices, free_bytes(devices), strict=True)
+    }
 
 
 def as_shares(budgets: Sequence[Budget]) -> list[float]:

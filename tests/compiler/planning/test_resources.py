@@ -1,0 +1,29 @@
+"""Budgets of devices: what --memory gives, and what is free."""
+
+from __future__ import annotations
+
+import pytest
+
+from splitc.compiler.planning import resources
+from splitc.compiler.planning.resources import find_budgets
+from splitc.runtime.devices import parse_devices
+
+GIB = 1 << 30
+
+
+def test_later_budgets_override_earlier_ones() -> None:
+    devices = parse_devices(["3xcpu"])
+    assert find_budgets(devices, ["2GiB", "cpu1=3GiB"], GIB) == [2 * GIB, 3 * GIB, 2 * GIB]
+    assert find_budgets(devices, ["cpu1=3GiB", "2GiB"], GIB) == [2 * GIB, 2 * GIB, 2 * GIB]
+
+
+def test_devices_without_a_budget_get_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resources, "free_bytes", lambda devices: [4 * GIB, 4 * GIB, None])
+    devices = parse_devices(["cpu0", "cpu1", "cuda0"])
+    assert find_budgets(devices, ["cpu1=3GiB"], GIB) == [4 * GIB - GIB // 2, 3 * GIB, None]
+
+
+def test_memory_is_not_looked_at_if_all_budgets_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With GPUs, that takes a second and memory of each."""
+    monkeypatch.setattr(resources, "free_bytes", None)
+    assert find_budgets(parse_devices(["2xcuda"]), ["cuda0=1GiB", "cuda1=2GiB"], GIB) == [GIB, 2 * GIB]
