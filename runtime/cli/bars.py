@@ -18,8 +18,11 @@ from splitc.runtime.units import format_bytes
 @contextmanager
 def shown_bars() -> Iterator[None]:
     """Bars while the block counts. They are shown on terminals only, and disappear when all is done."""
+    if not err.is_terminal:  # rich before 14.3 would print an empty line
+        yield
+        return
     columns = (TextColumn("{task.description}"), BarColumn(20), _Count(Column(no_wrap=True)), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bars:
+    with Progress(*columns, console=err, transient=True) as bars:
         known: dict[str, TaskID] = {}
         lock = Lock()  # several threads count
 

@@ -43,6 +43,8 @@ from splitc.runtime.manifest import Weight
 from splitc.runtime.onnx_types import CODES, read_type
 
 PROVIDER = "CUDAExecutionProvider"
+# The first ONNX Runtime that takes an array on a GPU as a value, as weights are shared. For Python 3.11 and later.
+NEEDED = "onnxruntime-gpu>=1.26"
 # The number of previously seen input shapes whose output shapes an engine remembers.
 REMEMBERED = 64
 # The scratch space of a session's cuBLAS: the size of a buffer in KiB, and their number.
@@ -170,7 +172,11 @@ class OnnxRuntimeGpuBackend(GpuDevice):
 
     @classmethod
     def create(cls, options: BackendOptions) -> OnnxRuntimeGpuBackend:
-        """The backend of a GPU. Raises PackageError if the GPU or CuPy is missing."""
+        """The backend of a GPU. Raises PackageError if the GPU or CuPy is missing, or ONNX Runtime is too old."""
+        if not hasattr(ort.OrtValue, "from_dlpack"):
+            raise PackageError(
+                f"ONNX Runtime {ort.__version__} is too old for GPUs: pip install '{NEEDED}', which needs Python 3.11"
+            )
         return cls(options.device, options.cuda_graphs, options.trusts_data)
 
     def load(

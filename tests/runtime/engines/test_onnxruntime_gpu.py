@@ -15,10 +15,12 @@ import pytest
 
 from splitc.runtime.devices import Device
 from splitc.runtime.engines import onnxruntime_gpu
+from splitc.runtime.engines.engine_kind import BackendOptions
+from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.engines.onnxruntime_gpu import OnnxRuntimeGpuBackend
 from splitc.runtime.engines.weight_places import SwapRoom
 from splitc.runtime.errors import PackageError
-from splitc.runtime.manifest import Weight
+from splitc.runtime.manifest import BuildOptions, Weight
 
 
 @pytest.fixture
@@ -107,3 +109,11 @@ def test_weights_that_can_be_moved_take_turns(tmp_path: Path) -> None:
         [],
         ["engine.onnx: its weights stay on cuda0 while other modules work"],
     ]
+
+
+def test_onnxruntime_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.10 gets ONNX Runtime 1.23, whose engines on CPUs are fine."""
+    monkeypatch.delattr(ort.OrtValue, "from_dlpack", raising=False)
+    options = BackendOptions(find_kind("onnxruntime"), Device("cuda", 0), 1, BuildOptions(), True)
+    with pytest.raises(PackageError, match=r"too old for GPUs: pip install 'onnxruntime-gpu>=1.26'"):
+        OnnxRuntimeGpuBackend.create(options)
