@@ -210,6 +210,15 @@ def _host(start: Start, descriptors: Sequence[int]) -> None:
         os._exit(1)
 
 
+def _next_start(home: Channel) -> Start | None:
+    """The next rank to host; None if there will be no more."""
+    try:
+        return home.receive()  # type: ignore[no-any-return]
+    except (EOFError, OSError):
+        threading.Event().wait()  # the caller's process has ended: the thread that shows life ends this one
+        raise
+
+
 def main(descriptor: int) -> None:
     """Host ranks until there will be no more, and the last one has ended.
 
@@ -217,7 +226,7 @@ def main(descriptor: int) -> None:
     """
     home = Channel(descriptor, pack, unpack)
     ranks: list[threading.Thread] = []
-    while (start := home.receive()) is not None:
+    while (start := _next_start(home)) is not None:
         descriptors = [home.receive_descriptor() for _ in (None, *start.channels, *start.meetings)]
         name = f"splitc rank {start.number} ({start.devices[start.number]}) of {start.package.name}"
         ranks.append(threading.Thread(target=_host, args=(start, descriptors), name=name))
