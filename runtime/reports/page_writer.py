@@ -7,15 +7,16 @@ from collections.abc import Iterable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files import check_output, written_whole
-from splitc.runtime.reports.contents import Chart, Page
-from splitc.runtime.reports.strips import colour_of
 from splitc.runtime.units import block_range, format_bytes
 from splitc.runtime.version import VERSION
 from splitc.runtime.visible_text import visible
+
+if TYPE_CHECKING:
+    from splitc.runtime.reports.contents import Chart, Page
 
 # What pages need beyond the rest of splitc, by the name of the module.
 LIBRARIES = {"altair": "altair", "vl_convert": "vl-convert-python", "jinja2": "jinja2"}
@@ -37,6 +38,8 @@ def check_report(path: Path | None, reads: Iterable[Path]) -> None:
 
 def write_page(path: Path, page: Page) -> None:
     """Write a page of about 1 MB, most of it the script that draws. Raises MisuseError if it can't be written."""
+    from splitc.runtime.reports.strips import colour_of  # few commands write a page
+
     jinja2: Any = importlib.import_module("jinja2")
     folder = Path(__file__).parent
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(folder), autoescape=True, trim_blocks=True)
