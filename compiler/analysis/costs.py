@@ -22,12 +22,14 @@ class Speed:
     """A device's floating point operations per second, and bytes per second to and from its memory.
 
     Computed values of at most `cache` bytes are still in its cache when they are read, at `cached` bytes per second.
+    `exposed` is the share of the shorter of computing and moving bytes that the longer one does not hide.
     """
 
     flops: float
     bytes: float
     cached: float = 0.0
     cache: int = 0
+    exposed: float = 0.0
 
     @property
     def name(self) -> str:
@@ -107,13 +109,15 @@ class Costs:
     def seconds(self, node: ir.Node, speed: Speed) -> float:
         """Estimated seconds of a node by the roofline model: the longer of computing and of moving bytes.
 
-        A lookup reads as many bytes of its table as it writes.
+        To that comes what the longer one does not hide of the other. A lookup reads as many bytes of its table as it
+        writes.
         """
         stored, computed = self._moved[node]
         near = sum([size for size in computed if size <= speed.cache])
         far = stored + sum(computed) - near
         moving = far / speed.bytes + (near / speed.cached if near else 0.0)
-        return max(self._flops[node] / speed.flops, moving)
+        computing = self._flops[node] / speed.flops
+        return max(computing, moving) + speed.exposed * min(computing, moving)
 
     @cached_property
     def _flops(self) -> dict[ir.Node, int]:

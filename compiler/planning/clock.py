@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import onnx_ir as ir
@@ -148,10 +148,12 @@ def rank_speed(device: Device, threads: int, at_once: int, machine: Machine, cac
     computing = _gain(HOST.thread_gain, threads)
     near = one.cached * computing
     if cached:
-        return Speed(one.flops * computing, near, near, one.cache)
+        return replace(one, flops=one.flops * computing, bytes=near, cached=near)
     crowded = HOST.crowded if at_once > 1 else 1.0
     reading = _gain(HOST.bandwidth_gain, threads * at_once) / at_once
-    return Speed(one.flops * computing * crowded, one.bytes * reading, near, one.cache // at_once)
+    return replace(
+        one, flops=one.flops * computing * crowded, bytes=one.bytes * reading, cached=near, cache=one.cache // at_once
+    )
 
 
 def _gain(share: float, count: int) -> float:
@@ -165,4 +167,5 @@ def _unshared_speed(device: Device, machine: Machine) -> Speed:
     if device.kind != "cpu":
         return Speed(measured.flops or nominal.flops, measured.bytes or nominal.bytes)
     flops = measured.flops / _gain(HOST.thread_gain, cores()) if measured.flops else nominal.flops
-    return Speed(flops, measured.bytes or nominal.bytes, measured.cached or HOST.cached, cache_bytes())
+    reading, cached = measured.bytes or nominal.bytes, measured.cached or HOST.cached
+    return Speed(flops, reading, cached, cache_bytes(), HOST.exposed)

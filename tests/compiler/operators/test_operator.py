@@ -185,6 +185,18 @@ def test_time_of_what_reads_a_part(name: str, tmp_path: Path) -> None:
     assert (seconds[0] == seconds[1]) == (name != "ReduceSum")
 
 
+def test_time_by_the_roofline_model(tmp_path: Path) -> None:
+    """The longer of computing and moving bytes, and what it does not hide of the shorter one."""
+    b = Block()
+    b.give(b.op("Neg", b.data("x", (4, HIDDEN))), dtype=FLOAT, shape=[4, HIDDEN])
+    costs = costs_of(b, tmp_path)
+    (node,) = nodes_of(costs.graph.graph, "Neg")
+    elements = 4 * HIDDEN  # each is one operation, read and written in four bytes
+    assert costs.seconds(node, Speed(flops=1.0, bytes=1.0)) == 8 * elements
+    assert costs.seconds(node, Speed(flops=0.1, bytes=1.0)) == 10 * elements
+    assert costs.seconds(node, Speed(flops=0.1, bytes=1.0, exposed=0.5)) == 14 * elements
+
+
 VIEWS: dict[str, Middle] = {
     "Identity": through("Identity"),
     "Reshape": lambda b, v: b.op("Reshape", v, b.ints(0, -1)),
