@@ -40,11 +40,11 @@ AGAIN = 0.01
 
 
 def handle_signals() -> None:
-    """Let SIGINT raise KeyboardInterrupt and SIGTERM SystemExit, at a time when Python and libraries can take them.
+    """Let SIGINT raise KeyboardInterrupt and SIGTERM SystemExit, so that both are cleaned up after alike.
 
-    That is not while a module is imported: the C++ of some crashes when something is raised in it. And what comes
-    while an object is freed is dropped by Python, and raised again. From now on, for the whole process. What ignores
-    SIGINT (a command in a shell's background) goes on to ignore it.
+    A signal that comes while a module is imported comes again until the import has ended, since the C++ of some modules
+    crashes if something is raised in it. So does one that comes while an object is freed: Python drops what is raised
+    there. From now on, for the whole process. SIGINT is still ignored where it was, as in a shell's background.
     """
     signal.signal(signal.SIGTERM, _after_imports(lambda *_: sys.exit(128 + signal.SIGTERM)))
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

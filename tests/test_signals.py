@@ -50,8 +50,8 @@ class Freed:
         os.kill(os.getpid(), {number})
         time.sleep(0)
 def freed():
-    object = Freed()
-    del object
+    last = Freed()
+    del last
     time.sleep(30)
 def imported():
     import getting_a_signal

@@ -109,8 +109,7 @@ class Costs:
     def seconds(self, node: ir.Node, speed: Speed) -> float:
         """Estimated seconds of a node by the roofline model: the longer of computing and of moving bytes.
 
-        To that comes what the longer one does not hide of the other. A lookup reads as many bytes of its table as it
-        writes.
+        The exposed share of the shorter one is added. A lookup reads as many bytes of its table as it writes.
         """
         stored, computed = self._moved[node]
         near = sum([size for size in computed if size <= speed.cache])

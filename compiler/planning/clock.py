@@ -167,5 +167,5 @@ def _unshared_speed(device: Device, machine: Machine) -> Speed:
     if device.kind != "cpu":
         return Speed(measured.flops or nominal.flops, measured.bytes or nominal.bytes)
     flops = measured.flops / _gain(HOST.thread_gain, cores()) if measured.flops else nominal.flops
-    reading, cached = measured.bytes or nominal.bytes, measured.cached or HOST.cached
-    return Speed(flops, reading, cached, cache_bytes(), HOST.exposed)
+    far, near = measured.bytes or nominal.bytes, measured.cached or HOST.cached
+    return Speed(flops, far, near, cache_bytes(), HOST.exposed)

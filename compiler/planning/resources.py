@@ -69,14 +69,14 @@ def find_budgets(devices: Sequence[Device], memory: Sequence[str], headroom: int
         size = parse_bytes(amount)
         given.update({name: size} if name else dict.fromkeys(names, size))
     open_names = set(names) - given.keys()
-    free = _free_bytes(devices, headroom) if open_names else {}
+    free = _free_beyond(devices, headroom) if open_names else {}
     budgets = [given.get(name, free.get(name)) for name in names]
     if not open_names and headroom != DEFAULT_HEADROOM and names:
         raise MisuseError("--headroom is left free of free memory, and --memory gives the budget of every device")
     return budgets
 
 
-def _free_bytes(devices: Sequence[Device], headroom: int) -> dict[str, Budget]:
+def _free_beyond(devices: Sequence[Device], headroom: int) -> dict[str, Budget]:
     """The free memory of each device, less its share of the headroom. To look takes a second where there are GPUs."""
     sharers = Counter(map(memory_of, devices))
     return {

@@ -22,7 +22,7 @@ from splitc.runtime.engines.weight_places import SwapRoom
 from splitc.runtime.failures import Failure, attempt
 from splitc.runtime.manifest import Manifest, State
 from splitc.runtime.manifest_file import read_manifest
-from splitc.runtime.mapped_files import remove_files
+from splitc.runtime.processes.begin import end_at_once
 from splitc.runtime.processes.control import Control, SocketControl
 from splitc.runtime.processes.messages import (
     Answer,
@@ -202,21 +202,11 @@ def _host(start: Start, descriptors: Sequence[int]) -> None:
         channel.send(Ended())
         channel.close()
     except (EOFError, OSError):  # the session is gone
-        remove_files(find_nccl_files(os.getpid()))
-        os._exit(1)
+        end_at_once()
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
-
-
-def _next_start(home: Channel) -> Start | None:
-    """The next rank to host; None if there will be no more."""
-    try:
-        return home.receive()  # type: ignore[no-any-return]
-    except (EOFError, OSError):
-        threading.Event().wait()  # the caller's process has ended: the thread that shows life ends this one
-        raise
 
 
 def main(descriptor: int) -> None:
@@ -226,10 +216,13 @@ def main(descriptor: int) -> None:
     """
     home = Channel(descriptor, pack, unpack)
     ranks: list[threading.Thread] = []
-    while (start := _next_start(home)) is not None:
-        descriptors = [home.receive_descriptor() for _ in (None, *start.channels, *start.meetings)]
-        name = f"splitc rank {start.number} ({start.devices[start.number]}) of {start.package.name}"
-        ranks.append(threading.Thread(target=_host, args=(start, descriptors), name=name))
-        ranks[-1].start()
+    try:
+        while (start := home.receive()) is not None:
+            descriptors = [home.receive_descriptor() for _ in (None, *start.channels, *start.meetings)]
+            name = f"splitc rank {start.number} ({start.devices[start.number]}) of {start.package.name}"
+            ranks.append(threading.Thread(target=_host, args=(start, descriptors), name=name))
+            ranks[-1].start()
+    except (EOFError, OSError):  # the caller's process has ended, before the thread that looks after it has seen that
+        end_at_once()
     for rank in ranks:
         rank.join()

@@ -48,7 +48,7 @@ def write_casts(path: Path, source: int = FLOAT, crossing: int | None = None, ta
     inputs = [helper.make_tensor_value_info("x", source, ["n", 32])]
     outputs = [helper.make_tensor_value_info("y", target, ["n", 32])]
     graph = helper.make_graph(nodes, "casts", inputs, outputs, weights)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), path)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=11), path)
     return path
 
 
