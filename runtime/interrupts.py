@@ -17,22 +17,26 @@ Handler = Callable[[int, FrameType | None], Any]
 
 @contextmanager
 def later_interrupts() -> Iterator[Callable[[], bool]]:
-    """Let an interrupt (SIGINT) come at the end of the block. The function that it gives says whether one waits.
+    """Let signals that raise (SIGINT, and SIGTERM where it has a handler) come at the end of the block.
 
-    Python runs its handlers on the main thread, so on others nothing is to be done.
+    The function that it gives says whether one waits. Python runs its handlers on the main thread, so on others nothing
+    is to be done.
     """
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    known = {number: handler for number, handler in handlers.items() if callable(handler)}
+    if threading.current_thread() is not threading.main_thread() or not known:
         yield lambda: False
         return
     came: list[tuple[int, Any]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    for number in known:
+        signal.signal(number, lambda *signalled: came.append(signalled))
     try:
         yield lambda: bool(came)
     finally:
-        signal.signal(signal.SIGINT, handler)
+        for number, handler in known.items():
+            signal.signal(number, handler)
         if came:
-            handler(*came[0])
+            known[signal.Signals(came[0][0])](*came[0])
 
 
 # Seconds after which a signal comes again that could not be handled.

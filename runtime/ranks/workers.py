@@ -15,6 +15,7 @@ from splitc.runtime.engines.weight_places import SwapRoom
 from splitc.runtime.errors import EngineError
 from splitc.runtime.failures import Failure, attempt
 from splitc.runtime.futures import first_error
+from splitc.runtime.interrupts import later_interrupts
 from splitc.runtime.manifest import Manifest, State
 from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.ranks.request import InFlightRequest
@@ -48,8 +49,9 @@ class Workers:
             for number, (rank, backend, collectives, room) in enumerate(ends)
         ]
         try:
-            for worker in self._workers:
-                worker.start()
+            with later_interrupts():  # one that comes in start() would leave a thread that nobody knows of
+                for worker in self._workers:
+                    worker.start()
             self._wait_loaded()
         except BaseException as error:  # an interrupt too: as Python ends, it must find no thread inside an engine
             self._workers = [worker for worker in self._workers if worker.is_alive()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from splitc.runtime import Session
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.processes.remote import RemoteRanks
 from splitc.runtime.ranks import workers
+from splitc.runtime.ranks.thread import Worker
 from tests.conftest import decoder_feeds
 
 KINDS = ["threads", "processes"]
@@ -131,6 +133,37 @@ def test_callbacks(open_session: Callable[[], Session]) -> None:
         assert call(lambda: session.submit(decoder_feeds())).result(20).keys() >= {"logits"}
         assert call(session.close) is None
         wait_until(lambda: isinstance(session._workers, RemoteRanks) or not list(session._workers))
+
+
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_signal_while_ranks_start_leaves_no_thread(
+    package: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, raised: type[BaseException]
+) -> None:
+    """It comes when all have started: of one that was starting, nobody would know that it has to be ended."""
+    started: list[Worker] = []
+    start = Worker.start
+
+    def interrupted(worker: Worker) -> None:
+        os.kill(os.getpid(), number)
+        start(worker)
+        started.append(worker)
+
+    monkeypatch.setattr(Worker, "start", interrupted)
+    before = signal.signal(number, handler_that_raises(raised))
+    try:
+        with pytest.raises(raised):
+            Session(package, threads=1, ranks="threads")
+    finally:
+        signal.signal(number, before)
+    assert len(started) == 3
+    assert not any(worker.is_alive() for worker in started)
+
+
+def handler_that_raises(raised: type[BaseException]) -> Callable[..., None]:
+    def handle(*_: object) -> None:
+        raise raised
+
+    return handle
 
 
 def test_interrupt_while_ranks_load_leaves_no_thread(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
