@@ -34,11 +34,12 @@ Rule = Callable[[Any, ir.Node], None]
 
 @dataclass(frozen=True)
 class _Output:
-    """What a rule has set of an output. `numbers` are its elements, if it is a list of sizes."""
+    """What a rule has set of an output: `numbers` of a list of sizes, and `tensor` if all of them are known."""
 
     shape: ir.Shape | None
     type: ir.TypeProtocol | None
     numbers: list[int | ir.SymbolicDim] | None
+    tensor: ir.TensorProtocol | None
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,9 @@ def once_a_form(rule: Rule) -> Rule:
         before = _symbols(context)
         rule(context, node)
         if _symbols(context) == before:
-            run.outputs[form] = [_Output(v.shape, v.type, context.get_symbolic_value(v)) for v in node.outputs]
+            run.outputs[form] = [
+                _Output(v.shape, v.type, context.get_symbolic_value(v), v.const_value) for v in node.outputs
+            ]
 
     return infer
 
@@ -105,6 +108,8 @@ def once_a_form(rule: Rule) -> Rule:
 def _set(context: ShapeInferenceContext, node: ir.Node, outputs: list[_Output]) -> None:
     for value, made in zip(node.outputs, outputs, strict=True):
         value.shape, value.type = made.shape, made.type
+        if made.tensor is not None:  # to make one of numbers takes ten times as long
+            value.const_value = ir.Tensor(made.tensor.numpy(), made.tensor.dtype, name=value.name)
         if made.numbers is not None:
             context.set_symbolic_value(value, made.numbers)
 

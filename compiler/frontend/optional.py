@@ -15,6 +15,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
+from splitc.compiler.frontend.reads import has_subgraphs
 from splitc.runtime.manifest import Override
 
 # From this version on, an initializer that is an input may be overridden. Before, every initializer had to be an input.
@@ -48,7 +49,8 @@ def mark_optional(model: ir.Model) -> tuple[ir.Value, ...]:
     optional = given if model.ir_version >= FIRST_IR_VERSION else []
     for value in optional:
         value.meta[_MARK] = OptionalOrigin(value.name or "", value.shape)
-    passes.RemoveInitializersFromInputsPass()(model)
+    if given or has_subgraphs(model.graph):  # the pass walks the whole model
+        passes.RemoveInitializersFromInputsPass()(model)
     return tuple(optional)
 
 

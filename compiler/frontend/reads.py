@@ -32,12 +32,14 @@ def all_nodes(graph: ir.Graph) -> Iterator[ir.Node]:
 
 
 def node_reads(node: ir.Node) -> Iterator[ir.Value]:
-    """The values of a node's own graph that it and its subgraphs read, each once, in order of reading.
+    """The values of the main graph that one of its nodes and its subgraphs read, each once, in order of reading.
 
     onnx_ir's analysis of implicit usage gives sets, but files need a fixed order.
     """
     graphs = list(subgraphs(node)) if node.attributes else []
+    if not graphs:
+        return iter(dict.fromkeys(value for value in node.inputs if value is not None))
     inner = (n for graph in graphs for n in ir.traversal.RecursiveGraphIterator(graph))
     named = (value for graph in graphs for value in graph.outputs)
-    read = itertools.chain(node.inputs, *(n.inputs for n in inner), named) if graphs else node.inputs
+    read = itertools.chain(node.inputs, *(n.inputs for n in inner), named)
     return iter(dict.fromkeys(value for value in read if value is not None and value.graph is node.graph))
