@@ -63,8 +63,8 @@ class Clock:
             if node in folded or not (own := share(node)):
                 continue
             least = kernel if not operator_of(node).view else 0.0
-            alone = own * costs.seconds(node, one)
-            total += max(least, alone if alone < HOST.single_thread else own * costs.seconds(node, speed))
+            alone, spread = own * costs.seconds(node, one), HOST.spreading + own * costs.seconds(node, speed)
+            total += max(least, min(alone, spread))
         return self.measured * total
 
     @cached_property
