@@ -1,0 +1,32 @@
+"""Predicted times of a rank's nodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from models.llama import Size, build
+from models.writer import save
+from splitc.compiler import Request, plan_model
+from splitc.compiler.planning import clock
+from splitc.compiler.planning.clock import Clock
+from splitc.runtime.device_profiles import HOST
+from splitc.runtime.machine import Machine
+
+
+def test_more_threads_take_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large operator is spread over threads, which takes a while to begin with; a small one is not."""
+    monkeypatch.setattr(clock, "cores", lambda: 16)
+    save(build(Size(layers=1)), tmp_path / "model.onnx")
+    request = Request(shapes={"input_ids": (8, 512)}, memory=("4GiB",))
+    plan = plan_model(tmp_path / "model.onnx", ["cpu0"], request)
+    rank, graph = plan.ranks[0], plan.analysis.graph
+    spread = {}
+    for node in graph.nodes:
+        times = [Clock(plan.analysis, [rank], Machine(), threads).seconds(rank, [node], 1) for threads in (1, 2, 4, 16)]
+        assert times == sorted(times, reverse=True)
+        spread[node] = times[0] - times[-1]
+        assert times[-1] >= HOST.spreading or not spread[node]
+    assert any(spread.values())
+    assert not all(spread.values())
