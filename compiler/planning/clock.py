@@ -63,8 +63,10 @@ class Clock:
             if node in folded or not (own := share(node)):
                 continue
             least = kernel if not operator_of(node).view else 0.0
-            alone, spread = own * costs.seconds(node, one), HOST.spreading + own * costs.seconds(node, speed)
-            total += max(least, min(alone, spread))
+            took = own * costs.seconds(node, one)
+            if took > HOST.spreading and speed != one:
+                took = min(took, HOST.spreading + own * costs.seconds(node, speed))
+            total += max(least, took)
         return self.measured * total
 
     @cached_property
