@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from splitc.compiler.analysis.costs import Costs
-from splitc.compiler.analysis.liveness import Liveness, liveness
+from splitc.compiler.analysis.liveness import Liveness, liveness, total_bytes
 from splitc.compiler.analysis.rematerialization import find_known_shapes, find_rematerializable, find_upstream
 from splitc.compiler.frontend.graph import Graph
 
@@ -87,15 +87,13 @@ def order_main_path(graph: Graph, costs: Costs, rematerializable: frozenset[ir.N
     The order is the file's, unless a depth-first order has less than half of its live bytes. Exporters write nodes in
     the order in which they ran, which is a good one, but some tools shuffle them.
     """
+    # A value of unknown size counts as one byte, so that cutting it is not free.
+    counted = graph.reads.__getitem__, lambda value: max(1, costs.value_bytes(value))
     as_written = [node for node in graph.nodes if node not in rematerializable]
     depth_first = _depth_first(graph, rematerializable)
-    written, first = (_live(graph, costs, order) for order in (as_written, depth_first))
-    return (depth_first, first) if 2 * sum(first.bytes) < sum(written.bytes) else (as_written, written)
-
-
-def _live(graph: Graph, costs: Costs, main_path: Sequence[ir.Node]) -> Liveness:
-    # A value of unknown size counts as one byte, so that cutting it is not free.
-    return liveness(main_path, graph.reads.__getitem__, lambda value: max(1, costs.value_bytes(value)))
+    is_better = 2 * total_bytes(depth_first, *counted) < total_bytes(as_written, *counted)
+    chosen = depth_first if is_better else as_written
+    return chosen, liveness(chosen, *counted)
 
 
 def _depth_first(graph: Graph, left_out: frozenset[ir.Node]) -> list[ir.Node]:

@@ -43,6 +43,12 @@ def liveness(nodes: Sequence[ir.Node], reads: Reads, size: Size) -> Liveness:
     return Liveness(tuple(map(tuple, crossing)), tuple(sum(each.bytes for each in gap) for gap in crossing))
 
 
+def total_bytes(nodes: Sequence[ir.Node], reads: Reads, size: Size) -> int:
+    """The bytes that cross the gaps, of all gaps together: the sum of what `liveness` gives, without the values."""
+    position, death = _lives(nodes, reads)
+    return sum(size(value) * (end - position[_producer(value)]) for value, end in death.items())
+
+
 def peak_bytes(nodes: Sequence[ir.Node], reads: Reads, size: Size) -> int:
     """The most bytes that are live while a node runs, of values that are both made and read by the nodes.
 
