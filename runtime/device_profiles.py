@@ -128,8 +128,8 @@ class HostCosts:
     - `thread_gain`, `bandwidth_gain`: what another thread, or another core's bandwidth, adds to an operator, as a share
       of the first one: threads wait for each other, and cores share the memory.
     - `cached`: bytes per second that a core reads or writes in its cache.
-    - `spreading`: to spread an operator over threads, and to wait for them. Measured on 2 and on 16 cores: a product
-      of 27 microseconds takes 8 on 8 threads as on 16. What takes longer so than on one thread is not spread.
+    - `spreading`: to spread an operator over threads, and to wait for them. An operator that would take longer than on
+      one thread is not spread. Measured: a product of 27 microseconds takes 8 on 8 threads, and 8 on 16.
     - `crowded`: the share of their speed that CPU devices keep if they wait for memory at the same time.
     - `exposed`: the share of the shorter of computing and moving bytes that the longer one does not hide. Measured: of
       184 times of decoders in three runs of `tests.benchmarks.auto`, 167 are within 30 % with it, 160 without.

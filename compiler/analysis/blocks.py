@@ -87,13 +87,16 @@ def order_main_path(graph: Graph, costs: Costs, rematerializable: frozenset[ir.N
     The order is the file's, unless a depth-first order has less than half of its live bytes. Exporters write nodes in
     the order in which they ran, which is a good one, but some tools shuffle them.
     """
-    # A value of unknown size counts as one byte, so that cutting it is not free.
-    counted = graph.reads.__getitem__, lambda value: max(1, costs.value_bytes(value))
+    reads = graph.reads.__getitem__
+
+    def size(value: ir.Value) -> int:
+        return max(1, costs.value_bytes(value))  # of unknown size: cutting it is not free
+
     as_written = [node for node in graph.nodes if node not in rematerializable]
     depth_first = _depth_first(graph, rematerializable)
-    is_better = 2 * total_bytes(depth_first, *counted) < total_bytes(as_written, *counted)
+    is_better = 2 * total_bytes(depth_first, reads, size) < total_bytes(as_written, reads, size)
     chosen = depth_first if is_better else as_written
-    return chosen, liveness(chosen, *counted)
+    return chosen, liveness(chosen, reads, size)
 
 
 def _depth_first(graph: Graph, left_out: frozenset[ir.Node]) -> list[ir.Node]:

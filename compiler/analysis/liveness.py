@@ -44,7 +44,7 @@ def liveness(nodes: Sequence[ir.Node], reads: Reads, size: Size) -> Liveness:
 
 
 def total_bytes(nodes: Sequence[ir.Node], reads: Reads, size: Size) -> int:
-    """The bytes that cross the gaps, of all gaps together: the sum of what `liveness` gives, without the values."""
+    """The sum of the bytes that cross each gap. `liveness` has these too, and takes three times as long."""
     position, death = _lives(nodes, reads)
     return sum(size(value) * (end - position[_producer(value)]) for value, end in death.items())
 

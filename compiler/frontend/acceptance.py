@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -65,12 +64,7 @@ def _refuses(model: Path | bytes, trusts_data: bool = False) -> Exception | None
 def _holds_its_data(file: onnx.ModelProto) -> bool:
     """Whether the weights in the file have as many bytes as their shapes say."""
     inside = (tensor for tensor in file.graph.initializer if tensor.raw_data)
-    return all(len(tensor.raw_data) == _needed_bytes(tensor) for tensor in inside)
-
-
-def _needed_bytes(tensor: onnx.TensorProto) -> int:
-    """The bytes of as many elements as a tensor's shape says."""
-    return math.ceil(ir.DataType(tensor.data_type).itemsize * math.prod(tensor.dims))
+    return all(len(tensor.raw_data) == ir.serde.deserialize_tensor(tensor).nbytes for tensor in inside)
 
 
 def _without(graph: Graph, file: onnx.ModelProto, repeated: Collection[ir.Node]) -> onnx.ModelProto:

@@ -64,7 +64,7 @@ class Clock:
                 continue
             least = kernel if not operator_of(node).view else 0.0
             took = own * costs.seconds(node, one)
-            if took > HOST.spreading and speed != one:
+            if took > HOST.spreading and speed != one:  # otherwise more threads are no faster
                 took = min(took, HOST.spreading + own * costs.seconds(node, speed))
             total += max(least, took)
         return self.measured * total

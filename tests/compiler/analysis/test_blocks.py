@@ -16,6 +16,7 @@ from models.llama import Size, build
 from models.minilm import Encoder
 from models.writer import Writer, save
 from splitc.compiler.analysis.facts import Analysis, analyze
+from splitc.compiler.analysis.liveness import liveness, total_bytes
 from splitc.compiler.frontend.asked_shapes import AskedShapes
 
 MakeModel = Callable[[ir.Model], Path]
@@ -162,3 +163,12 @@ def test_chain_without_repetition_is_cut_between_its_heavy_nodes(tmp_path: Path)
 
 def test_more_pieces_than_layers_are_found_when_wanted(decoder: Path) -> None:
     assert len(analyze(decoder, AskedShapes(), 12).partition.blocks) >= 12
+
+
+def test_total_of_live_bytes(write: MakeModel) -> None:
+    """The order of the main path is chosen by this sum."""
+    analysis = analyze(write(build(Size(layers=2))), AskedShapes(), 1)
+    nodes, reads, size = analysis.graph.nodes, analysis.graph.reads.__getitem__, analysis.costs.value_bytes
+    total = total_bytes(nodes, reads, size)
+    assert total == sum(liveness(nodes, reads, size).bytes)
+    assert total > 0
