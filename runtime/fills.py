@@ -71,6 +71,7 @@ def fill_array(fill: Fill, dtype: str, shape: Sequence[int], generator: np.rando
         array: Array = np.asarray(generator.integers(fill.low, fill.high, shape))
     elif fill.kind == "arange":
         counted = np.arange(shape[-1] if shape else 1)
+        counted = counted if shape else counted[0]  # a single position, such as a denoiser's timestep
         array = np.broadcast_to(counted % fill.high if fill.high else counted, shape)
     elif fill.kind == "normal":
         array = np.asarray(generator.standard_normal(shape))

@@ -21,6 +21,7 @@ INPUTS = [
     Tensor("few", "int64", ["n"], [5], Fill("arange", high=2)),
     Tensor("x", "float16", ["n"], [5], Fill("normal")),
     Tensor("scalar", "int64", [], [], Fill("ones")),
+    Tensor("step", "int64", [], [], Fill("arange", high=9)),
 ]
 
 
@@ -32,6 +33,7 @@ def test_inputs_are_made_up_as_the_compiler_says() -> None:
     assert made["few"].tolist() == [0, 1, 0, 1, 0]
     assert made["x"].dtype == np.float16
     assert made["scalar"].shape == ()
+    assert made["step"].shape == ()
     np.testing.assert_array_equal(made["x"], make_inputs(INPUTS, seed=1)["x"])
     assert (made["x"] != make_inputs(INPUTS, seed=2)["x"]).any()
 
