@@ -72,19 +72,16 @@ def set_split_lengths(editor: Editor, shards: Shards, node: ir.Node, operation: 
 def look_up(editor: Editor, shards: Shards, node: ir.Node, operation: Operation) -> ir.Value:
     """Pick the rows that the rank has, and zeros for the others: a partial value.
 
-    A constant list maps each row of the whole table to its place in the rank's shard. Indices keep their meaning when
-    they are looked up in this list: negative ones count from the end, and those out of bounds fail.
+    Constant lists say of each row of the whole table where it is in the rank's shard, and whether it is there. Indices
+    keep their meaning when they are looked up in these: negative ones count from the end, and those out of bounds fail.
     """
     (atom,) = ax.leaves(operation.contracted)
     own, indices, rows = shards.ranges[atom], node.inputs[1], node.outputs[0]
     assert indices is not None and indices.dtype is not None and rows.dtype is not None
-    kind = indices.dtype.numpy()
-    places = np.clip(np.arange(atom.size) - own.start, -1, own.size).astype(kind)
-    shifted = editor.before(node, "Gather", editor.constant(places), indices)
-    zero, last = editor.constant(np.array(0, kind)), editor.constant(np.array(own.size - 1, kind))
-    inside = editor.before(node, "Clip", shifted, zero, last)
-    found = editor.before(node, "Equal", shifted, inside)
-    mask = editor.before(node, "Unsqueeze", found, editor.constant(np.array([-1], np.int64)))
+    shifted = np.arange(atom.size) - own.start
+    places = np.clip(shifted, 0, own.size - 1)
+    inside = editor.before(node, "Gather", editor.constant(places.astype(indices.dtype.numpy())), indices)
+    mask = editor.before(node, "Gather", editor.constant((shifted == places)[:, None]), indices)
     node.replace_input_with(1, inside)
     return editor.wrap(rows, "Where", [mask, rows, editor.scalar(0, rows)], "any")
 

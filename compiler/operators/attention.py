@@ -43,7 +43,7 @@ def attention(op: Operation) -> None:
         terms, result = "b (k g) l d, b k s d, b k s e", "b (k g) l e"
         sizes = {"d": ax.new_axis(shape[-1]), "e": ax.new_axis(values[-1])}
     op.pattern(
-        f"{terms}, b (k g) l t, b k p d, b k p e, - -> {result}, b k t d, b k t e, b (k g) l t",
+        f"{terms}, b (k g) l t, b k p d, b k p e, b -> {result}, b k t d, b k t e, b (k g) l t",
         whole="dlspt",
         known={**heads, **sizes},
     )
@@ -60,7 +60,8 @@ def group_query_attention(op: Operation) -> None:
     head = ax.new_axis(width // (queries + 2 * keys if packed else queries))
     query = "b l (k g d + k d + k d), -, -" if packed else "b l (k g d), b l (k d), b l (k d)"
     op.pattern(
-        f"{query}, b k p d, b k p d, -, -, -, -, -, b (k g) l t, (k g), (k d), (k d) -> b l (k g d), b k t d, b k t d",
+        f"{query}, b k p d, b k p d, b, -, -, -, b l, b (k g) l t, (k g), (k d), (k d) "
+        "-> b l (k g d), b k t d, b k t d, b (k g) l t",
         whole="dlpt",
         known={**heads, "d": head},
     )
@@ -86,7 +87,8 @@ def multi_head_attention(op: Operation) -> None:
         else:
             query = "b l (h d), b s (h d), b s (h e)"
     op.pattern(
-        f"{query}, (h d + h d + h e), -, b h l t, b h p d, b h p e -> b l (h e), b h t d, b h t e, b h l t",
+        f"{query}, (h d + h d + h e), {_mask(op, 4)}, b h l t, b h p d, b h p e "
+        "-> b l (h e), b h t d, b h t e, b h l t",
         whole="dlspt23",
         known={"h": heads, "d": ax.new_axis(head), "e": ax.new_axis(width)},
     )
@@ -104,8 +106,8 @@ def fused_attention(op: Operation) -> None:
         return
     head, value = ax.new_axis(widths[0] // count), ax.new_axis(widths[2] // count)
     op.pattern(
-        "b l i, i (h d + h d + h e), (h d + h d + h e), -, 2 b h p d, b h l t -> b l (h e), 2 b h t d",
-        whole="ildpt2",
+        f"b l i, i (h d + h d + h e), (h d + h d + h e), {_mask(op, 3)}, 2 b h p d, b h l t -> b l (h e), 2 b h t d",
+        whole="ildpt2m",
         known={"h": heads, "d": head, "e": value},
     )
     op.attributes["num_heads"] = [heads]
@@ -114,10 +116,17 @@ def fused_attention(op: Operation) -> None:
 
 
 def rotary_embedding(op: Operation) -> None:
-    """Rotates within each head of [b, heads, l, d] or [b, l, heads x d]."""
+    """Rotates within each head of [b, heads, l, d] or [b, l, heads x d].
+
+    Tables have the angles of all positions, which are given [b, l]. ONNX's own operator also takes tables of [b, l].
+    """
     data = op.input(0)
+    if op.node.domain:
+        others = "b l, -, -" if len(op.input(1)) == 2 else "-, -, -"
+    else:
+        others = "b l r, b l r, -" if len(op.input(1)) == 3 else "-, -, b l"
     if len(data) == 4:
-        op.pattern("b h l d, -, -, - -> b h l d", whole="d")
+        op.pattern(f"b h l d, {others} -> b h l d", whole="dr")
         return
     count = op.number("num_heads", 0)
     if count <= 0:
@@ -128,9 +137,14 @@ def rotary_embedding(op: Operation) -> None:
     if count <= 0:
         return
     heads, head_axis = ax.new_axis(count), ax.new_axis(ax.size_of(data[-1]) // count)
-    op.pattern("b l (h d), -, -, - -> b l (h d)", whole="d", known={"h": heads, "d": head_axis})
+    op.pattern(f"b l (h d), {others} -> b l (h d)", whole="dr", known={"h": heads, "d": head_axis})
     if op.number("num_heads", 0):
         op.attributes["num_heads"] = [heads]
+
+
+def _mask(op: Operation, number: int) -> str:
+    """The term of a mask of keys, or of their lengths: [b], [b, t], [b, l, t], or [b, 1, m, m] for lengths up to m."""
+    return ["-", "b", "b t", "b l t", "b h m m"][len(op.input(number))] if op.has(number) else "-"
 
 
 def attention_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:

@@ -149,10 +149,16 @@ def _refine(factor: Factor, major: int) -> bool:
 
 
 def _relate_sections(first: Sequence[Axis], second: Sequence[Axis]) -> None:
-    """Relate two divisions of one axis into sections, after cutting each one where the other is cut."""
+    """Relate two divisions of one axis into sections, after cutting each one where the other is cut.
+
+    A section that lies across itself (an axis that is rolled) is pinned: it would be cut down to single elements.
+    """
     a, b = list(first)[::-1], list(second)[::-1]
     while a and b:
         x, y = a.pop(), b.pop()
+        if size_of(x) != size_of(y) and not set(atoms(x)).isdisjoint(atoms(y)):
+            _pin_all([factor for axis in (x, y, *a, *b) for factor in axis])
+            return
         size = min(size_of(x), size_of(y))
         for stack, axis in ((a, x), (b, y)):
             if size_of(axis) > size:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import onnx_ir as ir
+
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import Operator
 
@@ -36,14 +38,28 @@ def scale(op: Operation) -> None:
     op.linear = (frozenset([0]),)
 
 
+def divide(op: Operation) -> None:
+    """A division of integers is rounded, so it is not linear."""
+    elementwise(op)
+    op.linear = (frozenset([0]),) if op.gives_floats else ()
+
+
 def cast(op: Operation) -> None:
-    """A cast to floating point is linear up to rounding, as every sum is. A cast to integers is not linear."""
+    """A cast is linear where it keeps every number: then a sum after it is as exact as one before it."""
     source, target = op.node.inputs[0], op.node.outputs[0]
     op.relate_all(op.input(0), op.output())
     if op.has(1):
         op.free(op.input(1))
-    if source is not None and target.dtype is not None and target.dtype.is_floating_point():
-        op.linear = (frozenset([0]),)
+    if source is not None and source.dtype is not None and target.dtype is not None:
+        op.linear = (frozenset([0]),) if _keeps_numbers(source.dtype, target.dtype) else ()
+
+
+def _keeps_numbers(source: ir.DataType, target: ir.DataType) -> bool:
+    """Whether a type has all numbers of another one. Integers count as numbers of single precision."""
+    if not target.is_floating_point():
+        return False
+    need = source if source.is_floating_point() else ir.DataType.FLOAT
+    return target.mantissa_bitwidth >= need.mantissa_bitwidth and target.exponent_bitwidth >= need.exponent_bitwidth
 
 
 def where(op: Operation) -> None:
@@ -71,7 +87,7 @@ OPERATORS = (
     Operator("Sub", add, folds=True, scales=True, rotates=True, adds=True, negates=frozenset([1])),
     Operator("Sum", add, adds=True),
     Operator("Mul", multiply, folds=True, scales=True, rotates=True),
-    Operator("Div", scale, folds=True, scales=True, rotates=True),
+    Operator("Div", divide, folds=True, scales=True, rotates=True),
     Operator("Neg", scale, folds=True, rearranges=True),
     Operator("Identity", scale, view=True, folds=True, passes_sizes=True, rearranges=True),
     Operator("Dropout", scale),

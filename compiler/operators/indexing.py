@@ -77,7 +77,8 @@ def scatter_nd(op: Operation) -> None:
         op.relate_all(data[picked:], output[picked:])
         op.relate_all(updates[len(indices) - 1 :], output[picked:])
         op.whole([*data[:picked], *output[:picked]], "it is written to by index")
-    op.linear = (frozenset([0, 2]),)
+    if op.node.attributes.get_string("reduction", "none") in ("none", "add"):
+        op.linear = (frozenset([0, 2]),)
 
 
 def scatter_elements(op: Operation) -> None:

@@ -20,6 +20,10 @@ Axes = tuple[Axis, ...] | None
 # size of an axis.
 Sizes = Sequence[Axis | None]
 
+# The number types that collectives sum.
+FLOATS, INTEGERS = ("FLOAT", "DOUBLE", "FLOAT16", "BFLOAT16"), ("INT8", "UINT8", "INT32", "UINT32", "INT64")
+SUMMED = frozenset(ir.DataType[name] for name in (*FLOATS, *INTEGERS))
+
 
 @dataclass
 class Operation:
@@ -74,6 +78,12 @@ class Operation:
     def has_output(self, number: int) -> bool:
         """Whether an output exists, with a known shape."""
         return number < len(self.outputs) and self.outputs[number] is not None
+
+    @property
+    def gives_floats(self) -> bool:
+        """Whether its first output is known to be of floating point: then dividing it is linear."""
+        dtype = self.node.outputs[0].dtype
+        return dtype is not None and dtype.is_floating_point()
 
     def number(self, name: str, default: int) -> int:
         """An attribute that is a whole number."""
@@ -131,14 +141,16 @@ class Operation:
         Each term is a tensor; `-` skips one. Parentheses multiply factors, major first. `(h d + k d)` is two sections.
         The axis of a letter is `known`, or the first axis that has this letter alone. Terms may have more axes than
         their tensor, for broadcasting. Axes of size 1 fit any letter. Letters in `whole` are pinned, and those in
-        `contract` are summed over. If the node has more inputs than the pattern has terms, all its axes are pinned.
+        `contract` are summed over. If the node has more inputs or outputs than the pattern has terms, all its axes are
+        pinned.
         """
         letters = dict(known or {})
         sides = text.split("->")
-        if any(self.has(number) for number in range(len(sides[0].split(",")), len(self.inputs))):
+        tensors = [self.inputs, self.outputs]
+        beyond = (axes[len(side.split(",")) :] for side, axes in zip(sides, tensors, strict=True))
+        if any(axes is not None for values in beyond for axes in values):
             self.opaque()
             return
-        tensors = [self.inputs, self.outputs]
         pairs: list[tuple[Axis, str]] = []
         for side, values in zip(sides, tensors, strict=True):
             for number, term in enumerate(side.split(",")):
@@ -174,7 +186,10 @@ class Operation:
             self.sizes[number] = sizes
 
     def finish(self) -> None:
-        """Pin the axes that the rule did not touch."""
+        """Pin the axes that the rule did not touch, and what is summed over in a number type that ranks can't sum."""
+        dtype = self.node.outputs[0].dtype
+        if self.contracted and dtype is not None and dtype not in SUMMED:
+            self.whole([self.contracted], f"ranks can't sum {dtype.name}")
         for axes in (*self.inputs, *self.outputs):
             untouched = [axis for axis in axes or () if id(axis) not in self._touched]
             self.whole(untouched)

@@ -11,9 +11,10 @@ def _reduce(op: Operation) -> list[int]:
     """Relate the axes that are kept. Returns the numbers of those that are reduced."""
     data, output = op.input(0), op.output()
     named = op.numbers(1, "axes")
-    if named is None and (op.has(1) or (op.number("noop_with_empty_axes", 0))):
+    if named is None and op.has(1):
         return []
-    reduced = sorted({axis % len(data) for axis in named}) if named else list(range(len(data)))
+    all_of_none = [] if op.number("noop_with_empty_axes", 0) else list(range(len(data)))
+    reduced = sorted({axis % len(data) for axis in named}) if named else all_of_none
     kept = [axis for axis in range(len(data)) if axis not in reduced]
     keep = op.number("keepdims", 1)
     op.relate_all([data[axis] for axis in kept], [output[axis] for axis in kept] if keep else output)
@@ -32,7 +33,7 @@ def reduce_mean(op: Operation) -> None:
         _reduce(op)
     else:
         op.relate_all(op.input(0)[:2], op.output()[:2])
-    op.linear = (frozenset([0]),)
+    op.linear = (frozenset([0]),) if op.gives_floats else ()
 
 
 def reduce_nonlinear(op: Operation) -> None:
@@ -51,7 +52,9 @@ def along_axis(op: Operation) -> None:
     data = op.input(0)
     axis = op.number("axis", -1)
     if op.node.op_type == "CumSum":
-        axis = (op.numbers(1) or [0])[0]
+        if (given := op.numbers(1)) is None:
+            return
+        (axis,) = given
     opset = op.node.version or (op.node.graph.opset_imports.get("", 13) if op.node.graph is not None else 13)
     old = op.node.op_type in ("Softmax", "LogSoftmax", "Hardmax") and opset < 13
     first = op.number("axis", 1) % len(data) if old else axis % len(data)
@@ -65,14 +68,20 @@ def along_axis(op: Operation) -> None:
 def layer_norm(op: Operation) -> None:
     data = op.input(0)
     first = op.number("axis", -1) % len(data)
+    op.whole(data[first:])
     for number in range(len(op.outputs)):
         if op.has_output(number):
             op.relate_all(data[:first], op.output(number)[:first])
+    for number in (1, 2):  # a scale and a bias may have some of the axes before those that are normalized
+        if op.has(number):
+            op.broadcast(op.input(number), data)
 
 
 def skip_layer_norm(op: Operation) -> None:
-    for axes in (op.inputs[0], op.inputs[1], *op.outputs):
-        if axes is not None and len(axes) == len(op.input(0)):
+    """What is added first may be the same for the whole batch."""
+    op.relate_all(op.input(0)[:-1], op.output()[:-1])
+    for axes in (op.input(1), *op.outputs[1:]):
+        if axes is not None:
             op.broadcast(axes[:-1], op.input(0)[:-1])
 
 
@@ -107,8 +116,11 @@ def group_norm(op: Operation) -> None:
 
 
 def pool(op: Operation) -> None:
-    for number in range(len(op.outputs)):
-        op.relate_all(op.input(0)[:2], op.output(number)[:2])
+    """The places of maxima count through the whole input."""
+    if op.has_output(1):
+        op.opaque()
+    else:
+        op.relate_all(op.input(0)[:2], op.output()[:2])
 
 
 OPERATORS = (

@@ -28,10 +28,11 @@ def transpose(op: Operation) -> None:
 
 
 def expand(op: Operation) -> None:
-    """A repeated axis is new and unrelated to any other."""
+    """A repeated axis is new and unrelated to any other. The sizes given may be those of the last axes alone."""
     op.broadcast(op.input(0), op.output())
     op.free(op.output())
-    op.say_sizes(1, op.output())
+    given = ax.size_of(op.input(1)[0])
+    op.say_sizes(1, op.output()[max(0, len(op.output()) - given) :])
     op.linear = LINEAR
 
 
@@ -132,9 +133,14 @@ def _say_bounds(op: Operation, before: list[Axis | None], until: list[Axis | Non
 
 
 def pad(op: Operation) -> None:
-    """Axes that are not padded are the same."""
-    for source, target in zip(op.input(0), op.output(), strict=True):
-        if ax.size_of(source) == ax.size_of(target):
+    """Axes that are not padded are the same. One that is padded by -1 and 1 has the same size, and is not."""
+    pads, rank = op.numbers(1, "pads"), len(op.input(0))
+    places = op.numbers(3) if op.has(3) else list(range(rank))
+    if pads is None or places is None:
+        return
+    padded = {place % rank for place, *both in zip(places, pads, pads[len(places) :], strict=False) if any(both)}
+    for place, (source, target) in enumerate(zip(op.input(0), op.output(), strict=True)):
+        if place not in padded:
             op.relate(source, target)
 
 
@@ -143,7 +149,8 @@ def resize(op: Operation) -> None:
     for source, target in zip(op.input(0)[:2], op.output()[:2], strict=True):
         if ax.size_of(source) == ax.size_of(target):
             op.relate(source, target)
-    op.say_sizes(3, op.output())
+    rank = len(op.output())
+    op.say_sizes(3, [op.output()[place % rank] for place in op.numbers_of("axes") or range(rank)])
 
 
 def shape(op: Operation) -> None:

@@ -94,9 +94,10 @@ def find_candidates(graph: Graph, axis_map: AxisMap, size: Callable[[ir.Value], 
 
 
 def _conflicts(axis_map: AxisMap, atoms: Collection[Factor]) -> dict[Factor, set[Factor]]:
-    """For each atom the atoms that some value has beside it. Split along both, a rank would lack most of the value.
+    """For each atom the atoms that some value has beside it, or that some node sums over besides it.
 
-    Atoms in different sections of one axis do not conflict.
+    Split along both, a rank would lack most of the value, or of the terms. Atoms in different sections of one axis do
+    not conflict.
     """
     found: dict[Factor, set[Factor]] = defaultdict(set)
 
@@ -116,7 +117,9 @@ def _conflicts(axis_map: AxisMap, atoms: Collection[Factor]) -> dict[Factor, set
         return set[Factor]().union(*groups)
 
     operations = axis_map.operations.values()
-    for axes in dict.fromkeys(axes for each in operations for axes in (*each.inputs, *each.outputs) if axes):
+    summed = ((each.contracted,) for each in operations if len(each.contracted) > 1)
+    values = (axes for each in operations for axes in (*each.inputs, *each.outputs) if axes)
+    for axes in dict.fromkeys((*values, *summed)):
         visit(list(axes))
     return found
 

@@ -17,6 +17,7 @@ from splitc.compiler.operators.registry import REGISTRY
 from tests.helpers.blocks import FLOAT, Block, check_split
 
 Middle = Callable[[Block, ir.Value], ir.Value]
+INT32 = ir.DataType.INT32
 # The inner axis, and the other axes of what is in the middle.
 INNER, BATCH, PLACES, HIDDEN = 24, 2, 5, 12
 # Two ranks, with even shares and with uneven ones.
@@ -78,6 +79,19 @@ def sandwich(
         return b
 
     return Tiny(build, {"A", "B", *split}, whole if needs is not None else (), sums, shares)
+
+
+def of_integers(b: Block, middle: Callable[[ir.Value], ir.Value]) -> Block:
+    """x A B in integers, and of that what `middle` makes, in one axis of size 1 and one of HIDDEN at the end."""
+    numbers = np.random.default_rng(0)
+    x = b.op(
+        "Cast", b.indices("x", numbers.integers(0, 50, (BATCH, PLACES, HIDDEN)), [BATCH, PLACES, HIDDEN]), to=INT32
+    )
+    for name, shape in (("A", (HIDDEN, INNER)), ("B", (INNER, HIDDEN))):
+        weight = b.weight(name, ir.tensor(numbers.integers(-50, 50, shape, dtype=np.int32)))
+        x = b.op("MatMul", b.op("Mod", x, b.constant(97, np.int32)), weight)
+    b.give(b.op("Mod", middle(x), b.constant(50, np.int32)), dtype=INT32)
+    return b
 
 
 def softmax(b: Block, v: ir.Value) -> ir.Value:

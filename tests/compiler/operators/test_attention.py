@@ -49,7 +49,7 @@ def attention_operator(flat: bool) -> Block:
     return b
 
 
-def group_query_attention(packed: bool) -> Block:
+def group_query_attention(packed: bool, scores: bool = False) -> Block:
     """Batch 1: the CPU's kernel takes no larger one with a past."""
     b, kv_heads, head = Block(), 4, 16
     x = b.op("Softmax", b.data("x", (1, 5, HIDDEN), ["n", "t", HIDDEN]))
@@ -63,8 +63,12 @@ def group_query_attention(packed: bool) -> Block:
     tables = [b.weight(n, ir.tensor(b.random(n, 16, head // 2))) for n in ("cos", "sin")]
     heads = {"num_heads": HEADS, "kv_num_heads": kv_heads}
     kind = "com.microsoft.GroupQueryAttention"
-    out, *presents = b.ops(kind, *inputs, *pasts, *lengths, *tables, outputs=3, do_rotary=1, **heads)
+    if scores:
+        heads["qk_output"] = 1
+    out, *presents = b.ops(kind, *inputs, *pasts, *lengths, *tables, outputs=3 + scores, do_rotary=1, **heads)
     project_back(b, out, HEADS * head)
+    if scores:
+        b.give(presents.pop(), "scores", ["n", HEADS, "t", "s"])
     for present, name in zip(presents, "kv"):
         b.give(present, f"present_{name}", ["n", kv_heads, "s", head])
     return b
@@ -145,6 +149,26 @@ def rotary(kind: str, flat: bool) -> Block:
     return b
 
 
+def rotated_heads() -> Block:
+    """Heads as the batch, with tables of their own: no positions are given."""
+    b = Block(opset=23)
+    x = softmax(b, b.data("x", (5, HIDDEN)))
+    tables = [b.w(name, HEADS, 5, HEAD // 2) for name in ("cos", "sin")]
+
+    def projected(name: str) -> ir.Value:
+        return b.op("Transpose", b.op("Reshape", b.op("MatMul", x, b.w(name, HIDDEN, WIDTH)), b.ints(5, HEADS, HEAD)))
+
+    def turned(name: str) -> ir.Value:
+        by_head = b.op("Transpose", projected(name), perm=[1, 2, 0])
+        return b.op("RotaryEmbedding", by_head, *tables, num_heads=1)
+
+    scores = softmax(b, b.op("MatMul", turned("q"), b.op("Transpose", turned("k"), perm=[0, 2, 1])))
+    mixed = b.op("MatMul", scores, b.op("Transpose", projected("v"), perm=[1, 2, 0]))
+    flat = b.op("Reshape", b.op("Transpose", mixed, perm=[1, 0, 2]), b.ints(5, WIDTH))
+    b.give(softmax(b, b.op("MatMul", flat, b.w("o", WIDTH, HIDDEN))), shape=[5, HIDDEN])
+    return b
+
+
 def by_heads(build: Callable[[], Block], split: Collection[str] = PROJECTIONS) -> Tiny:
     return Tiny(build, split, sums=1, shares=SHARES)
 
@@ -162,6 +186,8 @@ GRAPHS: dict[str, Tiny] = {
 FORMS: dict[str, Tiny] = {
     "Attention, flat": by_heads(lambda: attention_operator(True)),
     "GroupQueryAttention, packed": by_heads(lambda: group_query_attention(True), {"qkv", "o"}),
+    "GroupQueryAttention, scores": by_heads(lambda: group_query_attention(False, scores=True)),
+    "RotaryEmbedding, tables of the batch": by_heads(rotated_heads, {*PROJECTIONS, "cos", "sin"}),
     "MultiHeadAttention, bias": by_heads(lambda: multi_head_attention("bias")),
     "MultiHeadAttention, heads": by_heads(lambda: multi_head_attention("heads")),
     "RotaryEmbedding, flat": by_heads(lambda: rotary("RotaryEmbedding", True)),

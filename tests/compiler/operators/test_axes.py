@@ -65,6 +65,18 @@ def test_rotated_halves_are_one() -> None:
     assert leaves(first) == leaves(second)
 
 
+@pytest.mark.parametrize(("length", "step"), [(1500, 1), (1500, 7), (12, 4)])
+def test_axis_that_is_rolled_is_whole(length: int, step: int) -> None:
+    """Concat of its end and its start, added to itself: all elements are the same one."""
+    axis, rolled = new_axis(length), new_axis(length)
+    start, end = cut(axis, [length - step, step])
+    first, second = cut(rolled, [step, length - step])
+    relate(first, end)
+    relate(second, start)
+    relate(axis, rolled)
+    assert all(atom.pinned for each in (axis, rolled) for atom in atoms(each))
+
+
 def test_heads_of_sections_are_found_after_they_were_cut() -> None:
     """q | k | v of heads x 4 each, where the head size is asked for on the whole: [8 | 2 | 2] x 4."""
     axis = new_axis(48)

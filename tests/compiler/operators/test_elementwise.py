@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from tests.helpers.blocks import FLOAT, SHARES, Block, check_split
+from tests.helpers.blocks import FLOAT, SHARES, Block, check_split, sharded
 from tests.helpers.operators import (
     INNER,
     TWO,
@@ -18,6 +18,7 @@ from tests.helpers.operators import (
     chain,
     check_operator,
     number,
+    of_integers,
     sandwich,
     spread,
     through,
@@ -152,6 +153,21 @@ def test_halves_are_summed_whether_a_rank_adds_the_bias_or_not(tmp_path: Path) -
     y = b.op("Add", b.op("MatMul", h, half("B", 32, 16)), half("bias", 16))
     b.give(b.op("Cast", b.op("Tanh", b.op("Mul", y, y)), to=FLOAT))
     check_split(b, tmp_path, {"A", "B"}, sums=1, tolerance=2e-3)
+
+
+def test_partial_integers_are_divided_after_they_are_summed(tmp_path: Path) -> None:
+    b = Block()
+    check_split(of_integers(b, lambda v: b.op("Div", v, b.constant(1000, np.int32))), tmp_path, "AB", TWO, sums=1)
+
+
+@pytest.mark.parametrize("name", ["BFLOAT16", "FLOAT16", "FLOAT8E4M3FN"])
+def test_partial_values_are_rounded_after_they_are_summed(name: str, tmp_path: Path) -> None:
+    b = Block(opset=19)
+    x = b.op("Softmax", b.data("x", (2, 5, 12)))
+    y = b.op("MatMul", b.op("Relu", b.op("MatMul", x, b.w("A", 12, INNER))), b.w("B", INNER, 12))
+    b.give(b.op("Cast", b.op("Cast", y, to=ir.DataType[name]), to=FLOAT))
+    (plan,) = check_split(b, tmp_path, "AB", [(1, 1)], tolerance=2e-2)
+    assert [value.dtype for value in sharded(plan).sums.summed] == [FLOAT]
 
 
 @pytest.mark.parametrize("kind", ["Add", "Sub", "Sum"])

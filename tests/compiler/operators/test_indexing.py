@@ -115,8 +115,9 @@ def test_form(form: str, tmp_path: Path) -> None:
     FORMS[form].check(tmp_path)
 
 
-def test_tied_table_is_split_by_rows_and_its_lookup_summed(tmp_path: Path) -> None:
-    b = Block()
+@pytest.mark.parametrize("opset", [9, 11, 12, 17])
+def test_tied_table_is_split_by_rows_and_its_lookup_summed(opset: int, tmp_path: Path) -> None:
+    b = Block(opset)
     ids = b.indices("ids", [[0, 29, -1], [7, -30, 15]], ["n", "t"])
     table = b.w("table", ROWS, COLUMNS)
     hidden = b.op("Gather", table, ids, axis=0)
@@ -124,6 +125,18 @@ def test_tied_table_is_split_by_rows_and_its_lookup_summed(tmp_path: Path) -> No
     check_split(b, tmp_path, {"table"}, sums=1)
     with Session(tmp_path / "package") as session, pytest.raises(EngineError, match="out of data bounds"):
         session.run({"ids": np.array([[0, 30]])})
+
+
+@pytest.mark.parametrize(("reduction", "sums"), [("none", 1), ("add", 1), ("max", 2), ("mul", 2)])
+def test_partial_rows_that_are_scattered(reduction: str, sums: int, tmp_path: Path) -> None:
+    """They are summed before anything but an addition."""
+    b = Block(opset=18)
+    x = b.op("Softmax", b.data("x", (4, COLUMNS)))
+    inner = b.op("Relu", b.op("MatMul", x, b.w("A", COLUMNS, MANY)))
+    data, updates = (b.op("MatMul", inner, b.w(name, MANY, COLUMNS)) for name in "BC")
+    order = b.constant([[3], [2], [1], [0]], np.int64)
+    b.give(b.op("ScatterND", data, order, updates, reduction=reduction), shape=[4, COLUMNS])
+    check_split(b, tmp_path, "ABC", [(1, 1)], sums=sums)
 
 
 def test_large_table_that_is_computed_from_weights(tmp_path: Path) -> None:

@@ -220,6 +220,30 @@ def test_flops(kind: str, attributes: dict[str, int], shapes: list[tuple[int, ..
     assert node_flops(node, dict(zip(names, shapes))) == flops
 
 
+def test_sums_of_two_axes_in_one_node(tmp_path: Path) -> None:
+    """Split along both, the ranks would lack the products of one's elements and another's."""
+    b = Block()
+    x = b.op("Softmax", b.data("x", (5, 12)))
+    first, second = (b.op("MatMul", x, b.w(name, 12, INNER)) for name in "AB")
+    b.give(b.op("Einsum", first, second, equation="bi,bj->b"), shape=[5])
+    check_split(b, tmp_path, "", [(1, 1)], sums=1)
+
+
+@pytest.mark.parametrize("kind", [np.uint32, np.uint64])
+def test_product_of_a_type_that_ranks_may_lack(kind: type[np.unsignedinteger], tmp_path: Path) -> None:
+    """Whole, where there is no sum of it."""
+    b = Block()
+    numbers = np.random.default_rng(0)
+    positive = b.op("Mul", b.op("Abs", b.data("x", (5, 12))), number(b, 9))
+    x = b.op("Cast", positive, to=ir.DataType.from_numpy(np.dtype(kind)))
+    for name, shape in (("A", (12, INNER)), ("B", (INNER, 12))):
+        x = b.op("MatMul", x, b.weight(name, ir.tensor(numbers.integers(0, 9, shape).astype(kind))))
+    y = b.op("Relu", b.op("MatMul", b.op("Cast", x, to=FLOAT), b.w("C", 12, INNER)))
+    b.give(b.op("MatMul", y, b.w("D", INNER, 12)), shape=[5, 12])
+    whole = "A" if kind is np.uint64 else ""
+    check_split(b, tmp_path, "CD", [(1, 1)], whole)
+
+
 @pytest.mark.parametrize("inner", [INNER, 2])
 def test_integer_product_with_a_scale_found_at_run_time(inner: int, tmp_path: Path) -> None:
     """What ONNX Runtime's quantize_dynamic writes: the ranks find the scale of the whole together."""

@@ -13,7 +13,7 @@ import pytest
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.registry import relate_axes
-from tests.helpers.blocks import SHARES, Block
+from tests.helpers.blocks import SHARES, Block, check_split
 from tests.helpers.operators import (
     HIDDEN,
     INNER,
@@ -25,6 +25,8 @@ from tests.helpers.operators import (
     as_image,
     by_heads,
     check_operator,
+    number,
+    of_integers,
     sandwich,
     softmax,
     through,
@@ -77,6 +79,15 @@ def normed(kind: str, *weights: str, heads: bool = True) -> Middle:
     return (lambda b, v: by_heads(b, v, middle)) if heads else middle
 
 
+def of_each_head(kind: str, *weights: str) -> Middle:
+    """A norm of each head's three numbers, with weights of its own for each head."""
+
+    def middle(b: Block, v: ir.Value) -> ir.Value:
+        return b.op(kind, v, *(b.w(name, 8, 3) for name in weights), axis=-1)
+
+    return lambda b, v: by_heads(b, v, middle)
+
+
 def skipped(kind: str, *weights: str, heads: bool = True) -> Middle:
     """As `normed`, of the sum with something else. It takes no more than three axes: heads are next to places."""
 
@@ -86,6 +97,11 @@ def skipped(kind: str, *weights: str, heads: bool = True) -> Middle:
         return b.op("Reshape", made, b.op("Shape", v)) if heads else made
 
     return middle
+
+
+def norm_of_a_sum(b: Block, image: ir.Value) -> ir.Value:
+    skip, scale = b.w("skip", INNER, PLACES), b.w("scale", PLACES)
+    return b.op("com.microsoft.SkipLayerNormalization", image, skip, scale)
 
 
 def norms(kind: str, *weights: str, opset: int = 17, shares: Sequence[Sequence[float]] = TWO) -> Tiny:
@@ -146,6 +162,16 @@ def pooled(kind: str, **attributes: Any) -> Middle:
     return lambda b, v: b.op(kind, v, **attributes)
 
 
+def places_of_largest(b: Block, v: ir.Value) -> ir.Value:
+    """Counted through the whole value."""
+    largest, places = b.ops("MaxPool", v, outputs=2, kernel_shape=[1])
+    return b.op("Add", largest, b.op("Mul", as_float(b, places), number(b, 0.01)))
+
+
+def reduced_along_none(b: Block, v: ir.Value) -> ir.Value:
+    return b.op("Tanh", b.op("ReduceSum", v, b.constant(np.zeros(0), np.int64), noop_with_empty_axes=1))
+
+
 def pooled_to_one(kind: str) -> Middle:
     """All places of a channel in one, from each."""
     return lambda b, v: b.op("Sub", v, b.op(kind, v))
@@ -196,6 +222,16 @@ FORMS: dict[str, Tiny] = {
     "softmax before opset 13": sandwich(
         lambda b, v: by_heads(b, v, along("Softmax", 3)), needs=along("Softmax", 1), opset=12
     ),
+    **{
+        f"{kind} of each head": sandwich(of_each_head(kind, *weights), split=set(weights), opset=opset)
+        for kind, weights, opset in (
+            ("LayerNormalization", ["scale", "shift"], 17),
+            ("RMSNormalization", ["scale"], 23),
+        )
+    },
+    "something added to each of a batch": sandwich(of_channels(norm_of_a_sum), split={"skip"}),
+    "places of maxima": sandwich(through("Relu"), needs=places_of_largest),
+    "sum along no axis": sandwich(reduced_along_none),
     "max": sandwich(reduced("ReduceMax", 1), shares=SHARES),
 }
 
@@ -208,6 +244,21 @@ def test_operator(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_form(form: str, tmp_path: Path) -> None:
     FORMS[form].check(tmp_path)
+
+
+def test_running_sum_along_an_axis_that_is_not_known(tmp_path: Path) -> None:
+    b = Block()
+    axis = b.indices("axis", 2, [])
+    x = softmax(b, b.data("x", (2, 5, HIDDEN)))
+    x = softmax(b, b.op("MatMul", b.op("Relu", b.op("MatMul", x, b.w("A", HIDDEN, INNER))), b.w("B", INNER, HIDDEN)))
+    x = b.op("CumSum", b.op("MatMul", x, b.w("C", HIDDEN, INNER)), axis)
+    b.give(softmax(b, b.op("MatMul", x, b.w("D", INNER, HIDDEN))))
+    check_split(b, tmp_path, "AB", TWO, "CD")
+
+
+def test_mean_of_partial_integers_is_taken_of_the_sum(tmp_path: Path) -> None:
+    b = Block()
+    check_split(of_integers(b, lambda v: b.op("ReduceMean", v, axes=[1])), tmp_path, "AB", TWO, sums=1)
 
 
 @pytest.mark.parametrize("name", WITHOUT_KERNEL)

@@ -98,6 +98,32 @@ def filled(b: Block, v: ir.Value) -> ir.Value:
     return b.op("Mul", v, b.op("ConstantOfShape", b.op("Shape", v), value=ir.tensor([2.0])))
 
 
+def padded_and_cut(b: Block, v: ir.Value) -> ir.Value:
+    """As long as before, and moved by one."""
+    return b.op("Pad", v, b.ints(0, 0, 1, 0, 0, -1))
+
+
+def padded_by_axes(b: Block, v: ir.Value) -> ir.Value:
+    return b.op("Pad", v, b.ints(1, 0), None, b.ints(-2))
+
+
+def expanded_along_the_last(b: Block, v: ir.Value) -> ir.Value:
+    """A column of the inner axis by a row of as many: the sizes that are given are those of the last axis alone."""
+    square = b.op("Expand", b.op("Unsqueeze", v, b.ints(3)), b.ints(INNER))
+    return b.op("ReduceMax", square, axes=[3], keepdims=0)
+
+
+def resized_along(*axes: int) -> Middle:
+    """The places of an image, to twice as many, by sizes of these axes alone."""
+
+    def middle(b: Block, image: ir.Value) -> ir.Value:
+        square = b.op("Unsqueeze", image, b.ints(3))
+        larger = b.op("Resize", square, None, None, b.ints(*[10] * len(axes)), axes=axes, mode="nearest")
+        return b.op("ReduceMax", larger, b.ints(3), keepdims=0)
+
+    return middle
+
+
 def padded_along(b: Block, v: ir.Value) -> ir.Value:
     return b.op("Slice", b.op("Pad", v, b.ints(0, 0, 1, 0, 0, 0)), b.ints(0), b.ints(INNER), b.ints(2))
 
@@ -158,6 +184,12 @@ FORMS: dict[str, Tiny] = {
     "strided slices": sandwich(strided, wide=2 * INNER, shares=SHARES),
     "batch and heads": sandwich(merged_with_batch, shares=SHARES),
     "expand to the sizes of another": sandwich(expanded_from_one, split={"row"}),
+    "pad of one axis": sandwich(padded_by_axes, opset=18),
+    "pad to the same size": sandwich(padded_elsewhere, needs=padded_and_cut),
+    "expand by fewer sizes": sandwich(lambda b, v: b.op("Relu", b.op("Expand", v, b.ints(1)))),
+    "expand of a column": sandwich(expanded_along_the_last),
+    "resize of one axis": sandwich(of_channels(resized_along(2)), opset=19),
+    "resize of two axes": sandwich(of_channels(resized_along(-2, -1)), opset=19),
     "resize by scales": sandwich(of_channels(stretched("Resize"))),
 }
 
