@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.operators.registry import operator_of
+from splitc.compiler.frontend.reads import is_random
 
 # A node is rematerializable if it and its ancestors take at most this share of the model's operations and weight bytes,
 # and at most this many bytes of weights. Then what several stages repeat is small beside the stages.
@@ -39,7 +39,7 @@ def find_rematerializable(graph: Graph, costs: Costs, shapes: frozenset[ir.Node]
             cones[node] = frozenset()
             continue
         producers = [producer for value in graph.reads[node] if (producer := value.producer()) is not None]
-        if operator_of(node).random or not all(producer in cones for producer in producers):
+        if not all(producer in cones for producer in producers) or is_random(node):
             continue
         if costs.is_product(node) and graph.weights(node):
             continue  # products with weights are the model, even if each is a small share of a deep one

@@ -19,8 +19,7 @@ from splitc.compiler.frontend.normal_form import COMPLETE, lift, take_off_passed
 from splitc.compiler.frontend.optional import mark_optional, source_of
 from splitc.compiler.frontend.origins import mark_origins
 from splitc.compiler.frontend.protos import lift_constants
-from splitc.compiler.frontend.reads import node_reads
-from splitc.compiler.operators.operator import Operator
+from splitc.compiler.frontend.reads import is_random, node_reads
 from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.manifest import Source
 from splitc.runtime.package_files import hash_file
@@ -80,18 +79,18 @@ class Graph:
     @cached_property
     def constant(self) -> frozenset[ir.Node]:
         """The nodes that compute from weights alone, with the same result in each run."""
-        return self._computed_from_weights(lambda operator: operator.random)
+        return self._computed_from_weights(is_random)
 
     @cached_property
     def folded(self) -> frozenset[ir.Node]:
         """The constant nodes that engines compute once. Dequantization is not: quantized weights stay packed."""
-        return self._computed_from_weights(lambda operator: operator.random or operator.unpacks)
+        return self._computed_from_weights(lambda node: is_random(node) or operator_of(node).unpacks)
 
-    def _computed_from_weights(self, excluded: Callable[[Operator], bool]) -> frozenset[ir.Node]:
+    def _computed_from_weights(self, excluded: Callable[[ir.Node], bool]) -> frozenset[ir.Node]:
         found: set[ir.Node] = set()
         for node in self.nodes:
             reads = self.reads[node]
-            if not excluded(operator_of(node)) and all(v.is_initializer() or v.producer() in found for v in reads):
+            if all(v.is_initializer() or v.producer() in found for v in reads) and not excluded(node):
                 found.add(node)
         return frozenset(found)
 

@@ -1,4 +1,4 @@
-"""What nodes read: their inputs, and the values that their subgraphs capture."""
+"""What nodes read: their inputs, and the values that their subgraphs capture. Which of them draw random numbers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Iterator
 
 import onnx_ir as ir
+
+from splitc.compiler.operators.registry import draws
 
 
 def subgraphs(node: ir.Node) -> Iterator[ir.Graph]:
@@ -29,6 +31,11 @@ def all_nodes(graph: ir.Graph) -> Iterator[ir.Node]:
         if node.attributes:
             for inner in subgraphs(node):
                 yield from all_nodes(inner)
+
+
+def is_random(node: ir.Node) -> bool:
+    """Whether a node, or one of a graph inside it, draws random numbers."""
+    return draws(node) or any(draws(inner) for graph in subgraphs(node) for inner in all_nodes(graph))
 
 
 def node_reads(node: ir.Node) -> Iterator[ir.Value]:

@@ -15,6 +15,8 @@ from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.sharding.shards import Shards
 
+# The number types of which ONNX Runtime has Where, and ranks have sums.
+_CHOSEN = frozenset(ir.DataType[name] for name in ("FLOAT", "DOUBLE", "FLOAT16", "INT32", "INT64"))
 # The operator of a reduction over the ranks, as TensorRT defines it.
 COLLECTIVE = "DistCollective"
 
@@ -118,6 +120,26 @@ def quantize_together(editor: Editor, ranks: int, node: ir.Node) -> None:
     for old, new in zip(outputs, (quantized, scale, point), strict=True):
         hand_over(old, new, "unused")
         old.replace_all_uses_with(new, replace_graph_outputs=True)
+
+
+def draw_once(editor: Editor, ranks: int, value: ir.Value, draws: bool) -> None:
+    """Replace random numbers by a sum over the ranks, to which only one of them adds what it `draws`."""
+    kind = value.dtype or ir.DataType.FLOAT
+    summed = kind if kind in _CHOSEN else ir.DataType.FLOAT if kind.is_floating_point() else ir.DataType.INT64
+
+    def wrap(old: ir.Value, dtype: ir.DataType, operator: str, *before: ir.Value, suffix: str, **how: Any) -> ir.Value:
+        new = editor.wrap(old, operator, [*before, old], suffix, **how)
+        new.type = ir.TensorType(dtype)
+        return new
+
+    if summed != kind:
+        value = wrap(value, summed, "Cast", suffix="drawn", to=summed)
+    if not draws:
+        yes, zero = editor.constant(np.array(True)), editor.scalar(0, value)
+        value = wrap(value, summed, "Where", yes, zero, suffix="uncounted")
+    value = wrap(value, summed, COLLECTIVE, suffix="part", **all_reduce("sum", ranks))
+    if summed != kind:
+        wrap(value, kind, "Cast", suffix="sum", to=kind)
 
 
 def drop_once_inputs(editor: Editor, node: ir.Node, once: frozenset[int], contracts: bool) -> ir.Value:

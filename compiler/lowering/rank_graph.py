@@ -38,6 +38,7 @@ class _RankGraph:
         self._sizes = SizeRewriter(self._shards, self._axes, self._length, self._editor)
         self._summed = frozenset(split.sums.summed)
         self._ranged = frozenset(split.sums.ranged)
+        self._drawn = frozenset(split.sums.drawn)
         for value in (value for node in self._graph for value in node.outputs):
             origin = origin_of(value)
             value.type = value.type or (origin.type if origin is not None else None)
@@ -66,6 +67,9 @@ class _RankGraph:
         if origin in self._ranged:  # even if this rank has all of the value, since other ranks do not
             forms.quantize_together(self._editor, self._split.ranks, node)
             return
+        if origin in self._drawn:
+            self._draw_once(node, origin)
+            return
         result = node.outputs[0]
         if operation.lookup and self._shards.is_split(operation.contracted):
             result = forms.look_up(self._editor, self._shards, node, operation)
@@ -76,6 +80,12 @@ class _RankGraph:
         if origin.outputs[0] in self._summed:
             attributes = forms.all_reduce("sum", self._split.ranks)
             self._editor.wrap(result, forms.COLLECTIVE, [result], "part", **attributes)
+
+    def _draw_once(self, node: ir.Node, origin: ir.Node) -> None:
+        """The first rank's random numbers on all of them."""
+        for value, made in zip(list(node.outputs), origin.outputs, strict=True):
+            if made in self._summed:
+                forms.draw_once(self._editor, self._split.ranks, value, self._rank == 0)
 
     def _axes(self, value: ir.Value) -> Axes:
         origin = origin_of(value)

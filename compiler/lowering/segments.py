@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from splitc.compiler.frontend.folding import LONGEST
-from splitc.compiler.frontend.reads import node_reads
+from splitc.compiler.frontend.reads import is_random, node_reads
 from splitc.compiler.operators.registry import operator_of
 
 
@@ -87,7 +87,7 @@ def _repeated_nodes(flow: Flow) -> frozenset[ir.Node]:
     inside = {node: reads for node, reads in flow.reads.items() if node not in once}
     constant: set[ir.Node] = set()
     for node, reads in inside.items():
-        if all(v.is_initializer() or v.producer() in constant for v in reads) and not operator_of(node).random:
+        if all(v.is_initializer() or v.producer() in constant for v in reads) and not is_random(node):
             constant.add(node)
     sizes: set[ir.Node] = set()
     for node, reads in inside.items():

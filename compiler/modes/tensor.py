@@ -23,6 +23,7 @@ from splitc.compiler.lowering.rank_graph import rank_graph
 from splitc.compiler.model_errors import CannotSplitError
 from splitc.compiler.modes.mode import Mode, Way
 from splitc.compiler.modes.pipeline import choose_stages, predict_pipeline, rematerialized, stage_cuts
+from splitc.compiler.nodes import describe_node
 from splitc.compiler.planning.assembly import assemble, check_memory
 from splitc.compiler.planning.clock import Clock, Prediction
 from splitc.compiler.planning.host_groups import group_devices, numbers_to_try, single_groups
@@ -210,6 +211,7 @@ def _make_plan(
             ranks.append(rank)
     weights = sharded_weights(analysis, sharded, choice)
     _check_split(weights)
+    _check_drawn(sharded)
     split = TensorSplit(analysis, choice, sharded)
     plan = assemble(analysis, request, split, ranks, stage_cuts(analysis, stages), weights, WHOLE)
     check_memory(plan, WHOLE)
@@ -248,6 +250,18 @@ def _check_split(weights: Sequence[WeightFate]) -> None:
             f"tensor mode can split nothing of this model ({format_bytes(total)} of weights):\n{listed}\n"
             "Use --split-mode layer."
         )
+
+
+def _check_drawn(sharded: ShardedModel) -> None:
+    """Raise CannotSplitError if ranks can't be given the random numbers that one of them draws."""
+    for value in sharded.sums.summed:
+        node = value.producer()
+        if not isinstance(value.type, ir.TensorType | None) or value.dtype == ir.DataType.STRING:
+            assert node is not None
+            raise CannotSplitError(
+                f"{describe_node(node)} ({node.op_type}) draws random numbers, and gives '{value.name}', which is no "
+                "tensor of numbers: the ranks can't hand it over to each other. Use --split-mode layer."
+            )
 
 
 def _total(budgets: Iterable[Budget]) -> Budget:

@@ -90,7 +90,7 @@ OPERATORS = (
     Operator("Div", divide, folds=True, scales=True, rotates=True),
     Operator("Neg", scale, folds=True, rearranges=True),
     Operator("Identity", scale, view=True, folds=True, passes_sizes=True, rearranges=True),
-    Operator("Dropout", scale),
+    Operator("Dropout", scale, random_if=2),
     Operator("Cast", cast, folds=True, passes_sizes=True, rearranges=True),
     Operator("CastLike", cast),
     Operator("Where", where, folds=True, scales=True),

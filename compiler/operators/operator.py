@@ -29,6 +29,7 @@ class Operator:
 
     Cost and memory:
     random: it draws random numbers, so it must not be computed twice.
+    random_if: the input that says whether it draws random numbers.
     unpacks: it makes a weight larger (dequantizes). Engines keep its input and compute it in each run.
     reads_part: it reads only as many bytes of its input as its output has.
     view: its output shares the memory of its first input.
@@ -66,6 +67,7 @@ class Operator:
     flops: Flops | None = None
     shapes: ShapeFunction | None = None
     random: bool = False
+    random_if: int | None = None
     unpacks: bool = False
     reads_part: bool = False
     view: bool = False

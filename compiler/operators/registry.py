@@ -42,17 +42,27 @@ def operator_of(node: ir.Node) -> Operator:
     return REGISTRY.get(name) or Operator(name)
 
 
+def draws(node: ir.Node) -> bool:
+    """Whether a node draws random numbers, or may: run twice, it does not give the same."""
+    operator = operator_of(node)
+    if operator.random_if is None or operator.random_if >= len(node.inputs):
+        return operator.random
+    asked = node.inputs[operator.random_if]
+    return asked is not None and (asked.const_value is None or bool(asked.const_value.numpy().any()))
+
+
 def relate_axes(operation: Operation) -> None:
     """Relate the axes of one node by its operator's rule. An operator without a rule needs every axis whole.
 
-    A rule takes a node that is valid: for any other it may raise an error of any kind.
+    So does one that draws random numbers, since all ranks have the same ones. A rule takes a node that is valid: for
+    any other it may raise an error of any kind.
     """
     node, rule = operation.node, operator_of(operation.node).axes
     shapes = (
         *zip(node.inputs, operation.inputs, strict=True),
         *zip(node.outputs, operation.outputs, strict=True),
     )
-    if rule is None or any(value is not None and value.name and axes is None for value, axes in shapes):
+    if rule is None or draws(node) or any(value is not None and value.name and axes is None for value, axes in shapes):
         operation.opaque()
         return
     rule(operation)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.reads import is_random
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Factor
 from splitc.compiler.sharding.axis_map import AxisMap
@@ -44,7 +45,8 @@ def choose(graph: Graph, axis_map: AxisMap, found: Candidates, size: Callable[[i
     partners = _find_partners(chosen, found, conflicts, ranks)
     atoms = tuple(atom for atom in found.order if atom in chosen or atom in partners.values())
     start = {node for atom in atoms for node in found.start(atom)}
-    sums = find_sums(axis_map, graph.position, frozenset(atoms), start, size)
+    drawn = [node for node in graph.nodes if is_random(node)] if atoms else []
+    sums = find_sums(axis_map, graph.position, frozenset(atoms), start, size, drawn)
     return Choice(atoms, partners, found.candidates, rejected, sums)
 
 

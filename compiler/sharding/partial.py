@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -22,13 +22,15 @@ class Sums:
     `partial` maps each partial value to the atoms that it is partial over. A rank without units of them contributes
     zero. `summed` are the values that are summed where they are made, in the model's order; the other partial values
     are passed on. `once` maps a node to the inputs that only one rank may add to a partial result. `ranged` are the
-    nodes for which the ranks find the least and the greatest element together.
+    nodes for which the ranks find the least and the greatest element together. `drawn` are those that draw random
+    numbers: one rank does, the others have zeros, and what they make is summed too.
     """
 
     partial: Mapping[ir.Value, frozenset[Factor]]
     summed: tuple[ir.Value, ...]
     once: Mapping[ir.Node, frozenset[int]]
     ranged: tuple[ir.Node, ...]
+    drawn: tuple[ir.Node, ...] = ()
 
     @property
     def count(self) -> int:
@@ -46,10 +48,12 @@ def find_sums(
     chosen: Collection[Factor],
     start: Iterable[ir.Node],
     size: Callable[[ir.Value], int],
+    drawn: Sequence[ir.Node] = (),
 ) -> Sums:
     """Follow partial values from the nodes that contract a chosen atom to where they must be whole.
 
     `start` are these nodes, and those that need the range of a chosen atom's elements. `size` gives a value's bytes.
+    `drawn` are the nodes that draw random numbers.
 
     A partial value passes through nodes that are linear in it. It is summed at the last place where that is possible:
     before it meets a whole value (the residual), before several nodes read it, or before it grows.
@@ -88,8 +92,10 @@ def find_sums(
                     heapq.heappush(queue, (position[reader], reader))
         elif operation.ranged and chosen_atoms(operation.inputs[0], chosen):
             ranged.append(node)
+    used = (value for node in drawn for value in node.outputs if value.uses() or value.is_graph_output())
+    summed.update(dict.fromkeys(used))
     in_order = sorted(summed, key=lambda value: (position[_maker(value)], value.index() or 0))
-    return Sums(partial, tuple(in_order), once, tuple(ranged))
+    return Sums(partial, tuple(in_order), once, tuple(ranged), tuple(drawn))
 
 
 def _is_handed_on(value: ir.Value, node: ir.Node) -> bool:

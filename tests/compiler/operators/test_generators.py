@@ -9,27 +9,28 @@ import onnx_ir as ir
 import pytest
 
 from models.writer import save
-from splitc.compiler import Request, plan_model
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler.model_errors import CannotSplitError
 from splitc.compiler.nodes import operator_name
 from splitc.compiler.operators.generators import OPERATORS
+from splitc.runtime import Session
+from tests.conftest import assert_close, run_whole
 from tests.helpers.blocks import FLOAT, Block
 from tests.helpers.graphs import read_graph
-from tests.helpers.operators import INNER, Middle, Tiny, check_operator, number, sandwich, through
-
-
-def settled(b: Block, v: ir.Value) -> ir.Value:
-    """A number that any random one becomes."""
-    return b.op("Clip", v, number(b, 0.5), number(b, 0.5))
-
-
-def beside(middle: Middle) -> Middle:
-    """Random numbers, settled, that are added to the value."""
-    return lambda b, v: b.op("Add", v, settled(b, middle(b, v)))
-
-
-def drawn_rows(b: Block, v: ir.Value) -> ir.Value:
-    """One sample a row of [2, 24] chances."""
-    return b.op("Cast", b.op("Multinomial", b.op("ReduceSum", v, b.ints(1), keepdims=0), sample_size=1), to=FLOAT)
+from tests.helpers.operators import (
+    BATCH,
+    HIDDEN,
+    INNER,
+    PLACES,
+    Middle,
+    Tiny,
+    as_float,
+    check_operator,
+    number,
+    sandwich,
+    softmax,
+    through,
+)
 
 
 def numbered(b: Block, v: ir.Value) -> ir.Value:
@@ -38,23 +39,113 @@ def numbered(b: Block, v: ir.Value) -> ir.Value:
     return b.op("Mul", v, b.op("Cast", numbers, to=FLOAT))
 
 
-GRAPHS: dict[str, Tiny] = {
-    "Bernoulli": sandwich(through("Relu"), needs=beside(lambda b, v: b.op("Bernoulli", b.op("Sigmoid", v)))),
-    "Multinomial": sandwich(
-        through("Relu"), needs=lambda b, v: b.op("Add", v, b.op("Unsqueeze", settled(b, drawn_rows(b, v)), b.ints(2)))
-    ),
-    "RandomNormal": sandwich(beside(lambda b, v: b.op("RandomNormal", shape=[1, 5, 1]))),
-    "RandomNormalLike": sandwich(through("Relu"), needs=beside(through("RandomNormalLike"))),
-    "RandomUniform": sandwich(beside(lambda b, v: b.op("RandomUniform", shape=[1, 5, 1]))),
-    "RandomUniformLike": sandwich(through("Relu"), needs=beside(through("RandomUniformLike"))),
-    "Range": sandwich(through("Relu"), needs=numbered),
+def chosen(b: Block, v: ir.Value, **how: object) -> ir.Value:
+    """Which are drawn by a chance of each."""
+    return as_float(b, b.op("Bernoulli", b.op("Sigmoid", v), **how))
+
+
+def sampled(b: Block, v: ir.Value) -> ir.Value:
+    """One number for each row of [n, t, 12] chances."""
+    flat = b.op("Reshape", v, b.ints(-1, HIDDEN))
+    return b.op("Reshape", as_float(b, b.op("Multinomial", flat, sample_size=1)), b.ints(BATCH, PLACES, 1))
+
+
+def dropped(b: Block, v: ir.Value) -> ir.Value:
+    return b.op("Dropout", v, number(b, 0.5), b.constant(True, np.bool_))
+
+
+def kept(b: Block, v: ir.Value) -> ir.Value:
+    """What a dropout keeps, as bools."""
+    return as_float(b, b.ops("Dropout", v, number(b, 0.5), b.constant(True, np.bool_), outputs=2)[1])
+
+
+def drawn_in_a_branch(b: Block, v: ir.Value) -> ir.Value:
+    branches = []
+    for kind in ("RandomNormal", "RandomUniform"):
+        node = ir.node(kind, [], {"shape": [BATCH, PLACES, HIDDEN]})
+        node.outputs[0].name, node.outputs[0].type = kind, ir.TensorType(FLOAT)
+        branches.append(ir.Graph([], node.outputs, nodes=[node], name=kind))
+    least = b.op("Greater", b.op("ReduceMax", v, keepdims=0), number(b, 2))
+    return b.op("If", least, then_branch=branches[0], else_branch=branches[1])
+
+
+DRAWN: dict[str, Middle] = {
+    "Bernoulli": chosen,
+    "Multinomial": sampled,
+    "RandomNormal": lambda b, v: b.op("RandomNormal", shape=[1, PLACES, 1]),
+    "RandomNormalLike": through("RandomNormalLike"),
+    "RandomUniform": lambda b, v: b.op("RandomUniform", shape=[BATCH, PLACES, HIDDEN]),
+    "RandomUniformLike": through("RandomUniformLike"),
 }
+FORMS: dict[str, Middle] = {
+    "Bernoulli, of bools": lambda b, v: chosen(b, v, dtype=ir.DataType.BOOL),
+    "Dropout": dropped,
+    "Dropout, its mask": kept,
+    "If": drawn_in_a_branch,
+}
+GRAPHS: dict[str, Tiny | Middle] = {**DRAWN, "Range": sandwich(through("Relu"), needs=numbered)}
 RANDOM = [operator.name for operator in OPERATORS if operator.random]
 
 
-@pytest.mark.parametrize("name", GRAPHS)
-def test_operator(name: str, tmp_path: Path) -> None:
-    check_operator(GRAPHS, name, tmp_path)
+def test_range(tmp_path: Path) -> None:
+    check_operator({"Range": sandwich(through("Relu"), needs=numbered)}, "Range", tmp_path)
+
+
+def with_noise(noise: Middle) -> Block:
+    """x A B + noise, which is given, and of that y = C D, with a norm before each product that needs the axis whole."""
+    b = Block()
+    h = b.data("x", (BATCH, PLACES, HIDDEN))
+    for first, second in ("AB", "CD"):
+        inner = b.op("Relu", b.op("MatMul", softmax(b, h), b.w(first, HIDDEN, INNER)))
+        h = b.op("MatMul", inner, b.w(second, INNER, HIDDEN))
+        if first == "A":
+            drawn = noise(b, softmax(b, h))
+            h = b.op("Add", h, drawn)
+    b.give(b.op("Identity", drawn), "drawn")
+    b.give(h, shape=[BATCH, PLACES, HIDDEN])
+    return b
+
+
+@pytest.mark.parametrize("shares", [(1, 1), (30, 1, 1), (1, 40)])
+@pytest.mark.parametrize("name", [*DRAWN, *FORMS])
+def test_ranks_compute_with_the_same_random_numbers(name: str, shares: tuple[float, ...], tmp_path: Path) -> None:
+    """The unsplit model gives the same of the numbers that the ranks had. Each run has others."""
+    block = with_noise((DRAWN | FORMS)[name])
+    save(block.model(), tmp_path / "model.onnx")
+    request = Request(split_mode="tensor", tensor_split=shares, memory=["1GiB"])
+    plan = plan_model(tmp_path / "model.onnx", [f"{len(shares)}xcpu"], request)
+    assert {each.name for each in plan.weights if each.split} == set("ABCD")
+    compile_model(plan, tmp_path / "package", verify=False)
+    with Session(tmp_path / "package", verify="never") as session:
+        got, again = session.run(block.feeds), session.run(block.feeds)
+    assert "Dropout" in name or (got["drawn"] != again["drawn"]).any()  # ONNX Runtime's drops nothing on a CPU
+    told = with_noise(lambda b, v: b.input("numbers", FLOAT, got["drawn"].shape))
+    save(told.model(), tmp_path / "told.onnx")
+    assert_close(got, run_whole(tmp_path / "told.onnx", {**block.feeds, "numbers": got["drawn"]}))
+
+
+def test_a_sequence_that_is_drawn_is_refused(tmp_path: Path) -> None:
+    """Ranks can't hand it over to each other."""
+    b = Block()
+    node = ir.node("SequenceConstruct", [ir.node("RandomNormal", [], {"shape": [2, HIDDEN]}).outputs[0]])
+    source = node.inputs[0].producer() if node.inputs[0] is not None else None
+    assert source is not None
+    source.outputs[0].name, node.outputs[0].name = "numbers", "list"
+    node.outputs[0].type = ir.SequenceType(ir.TensorType(FLOAT))
+    branch = ir.Graph([], node.outputs, nodes=[source, node], name="branch")
+    x = b.data("x", (2, HIDDEN))
+    drawn = b.op(
+        "If",
+        b.op("Greater", b.op("ReduceMax", x, keepdims=0), number(b, 0)),
+        then_branch=branch,
+        else_branch=branch.clone(),
+    )
+    b.give(b.op("SequenceAt", drawn, b.constant(0, np.int64)), "noise", [2, HIDDEN])
+    inner = b.op("Relu", b.op("MatMul", x, b.w("A", HIDDEN, INNER)))
+    b.give(b.op("MatMul", inner, b.w("B", INNER, HIDDEN)), shape=[2, HIDDEN])
+    save(b.model(), tmp_path / "model.onnx")
+    with pytest.raises(CannotSplitError, match="draws random numbers"):
+        plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="tensor", memory=["1GiB"]))
 
 
 @pytest.mark.parametrize("name", RANDOM)
