@@ -13,6 +13,7 @@ import onnx_ir.passes.common as passes
 from splitc.compiler.frontend.folding import fold_from, known_array, stand_in, take_branches
 from splitc.compiler.frontend.optional import defaults_hidden, optional_inputs, unmark
 from splitc.compiler.frontend.shapes import infer_shapes
+from splitc.compiler.frontend.unused import remove_unused
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.settings import setting_array
 
@@ -48,7 +49,7 @@ def bind_inputs(model: ir.Model, settings: Mapping[str, Any]) -> list[Fixed]:
         while fold_from(graph, known) + take_branches(graph) + _take_choices(model):
             passes.NameFixPass()(model)  # two branches may have used one name
         _keep_folded(graph, known)
-    passes.RemoveUnusedNodesPass()(model)
+    remove_unused(graph)
     for value in used:
         if value.is_graph_input() and not value.uses() and not value.is_graph_output():
             graph.inputs.remove(value)

@@ -14,6 +14,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnx import helper, numpy_helper
 
+from splitc.compiler.frontend.unused import let_go
 from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 
@@ -140,19 +141,10 @@ def take_branches(graph: ir.Graph) -> int:
         for old, new in zip(node.outputs, outputs, strict=True):
             stand_in(node, old, new, new in own)
             own.discard(new)  # it has been renamed, and can't take a second output's name
-        _let_go(node)
+        let_go(node)
         graph.remove(node, safe=True)
         count += 1
     return count
-
-
-def _let_go(node: ir.Node) -> None:
-    """Disconnect the nodes inside a node from the values that they read."""
-    for attribute in node.attributes.values():
-        if attribute.type == ir.AttributeType.GRAPH:
-            for inner in ir.traversal.RecursiveGraphIterator(attribute.as_graph()):
-                for number in range(len(inner.inputs)):
-                    inner.replace_input_with(number, None)
 
 
 def known_array(value: ir.Value | None) -> Array | None:

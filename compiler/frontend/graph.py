@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.binding import Fixed, bind_inputs
 from splitc.compiler.frontend.external_data import settle_weights
+from splitc.compiler.frontend.inference import count_axes
 from splitc.compiler.frontend.loading import invalid_model_explained
 from splitc.compiler.frontend.normal_form import COMPLETE, lift, take_off_passed
 from splitc.compiler.frontend.optional import mark_optional, source_of
@@ -70,6 +71,11 @@ class Graph:
     def position(self) -> Mapping[ir.Node, int]:
         """The index of each node in the model's order."""
         return {node: index for index, node in enumerate(self.nodes)}
+
+    @cached_property
+    def axis_counts(self) -> Mapping[ir.Value, int]:
+        """How many axes each value has, where that is known whatever the sizes."""
+        return count_axes(self.model)
 
     @cached_property
     def source(self) -> Source:

@@ -8,6 +8,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from splitc.compiler.frontend.reads import all_nodes, has_subgraphs, node_reads
+from splitc.compiler.frontend.unused import remove_unused
 from splitc.compiler.model_errors import ModelError
 
 
@@ -61,7 +62,8 @@ class RemoveUnused(ir.passes.InPlacePass):
         values = chain(graph.initializers.values(), (value for node in graph for value in node.outputs))
         if all(value.uses() or value.is_graph_output() for value in values) and not has_subgraphs(graph):
             return ir.passes.PassResult(model, False)
-        return passes.RemoveUnusedNodesPass()(model)
+        remove_unused(graph)
+        return ir.passes.PassResult(model, True)
 
 
 class FixOutputs(ir.passes.InPlacePass):

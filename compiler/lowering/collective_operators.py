@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import onnx_ir as ir
-import onnx_ir.passes.common as passes
 
+from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
 from splitc.compiler.lowering.rank_forms import COLLECTIVE
 
 DOMAIN = "splitc"
@@ -34,11 +34,10 @@ def use_operators(graph: ir.Graph, outputs: Collection[str]) -> ir.Graph:
     if last is not None:
         graph.opset_imports[DOMAIN] = 1
         graph.outputs.append(last.outputs[1])
-    passes.RemoveUnusedNodesPass()(ir.Model(graph, ir_version=10))
+    remove_unused(graph)
     if last is not None and (last.outputs[0].uses() or last.outputs[0].is_graph_output()):
         graph.outputs.pop()
-    for value in [value for value in graph.inputs if not value.uses() and not value.is_graph_output()]:
-        graph.inputs.remove(value)
+    remove_unused_inputs(graph)
     return graph
 
 

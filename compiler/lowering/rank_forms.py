@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.origins import hand_over
 from splitc.compiler.lowering.editor import Editor
+from splitc.compiler.lowering.open_shapes import open_shape
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Factor
 from splitc.compiler.operators.operation import Operation
@@ -19,6 +20,13 @@ from splitc.compiler.sharding.shards import Shards
 _CHOSEN = frozenset(ir.DataType[name] for name in ("FLOAT", "DOUBLE", "FLOAT16", "INT32", "INT64"))
 # The operator of a reduction over the ranks, as TensorRT defines it.
 COLLECTIVE = "DistCollective"
+
+
+def sum_over_ranks(editor: Editor, ranks: int, value: ir.Value) -> ir.Value:
+    """The sum of the ranks' parts in the place of this rank's."""
+    whole = editor.wrap(value, COLLECTIVE, [value], "part", **all_reduce("sum", ranks))
+    whole.shape = whole.shape or open_shape(whole)
+    return whole
 
 
 def all_reduce(operation: str, ranks: int) -> dict[str, Any]:
@@ -137,7 +145,7 @@ def draw_once(editor: Editor, ranks: int, value: ir.Value, draws: bool) -> None:
     if not draws:
         yes, zero = editor.constant(np.array(True)), editor.scalar(0, value)
         value = wrap(value, summed, "Where", yes, zero, suffix="uncounted")
-    value = wrap(value, summed, COLLECTIVE, suffix="part", **all_reduce("sum", ranks))
+    value = sum_over_ranks(editor, ranks, value)
     if summed != kind:
         wrap(value, kind, "Cast", suffix="sum", to=kind)
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import onnx_ir as ir
-import onnx_ir.passes.common as passes
 
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.frontend.optional import mark_part
 from splitc.compiler.frontend.origins import origin_of
+from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
 from splitc.compiler.lowering import rank_forms as forms
 from splitc.compiler.lowering.editor import Editor
 from splitc.compiler.lowering.size_rewriter import SizeRewriter
 from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.operators import axes as ax
+from splitc.compiler.operators.axes import Axis
 from splitc.compiler.operators.operation import Axes, Operation
 from splitc.compiler.sharding.partial import chosen_atoms
 from splitc.compiler.sharding.sharded_model import ShardedModel
@@ -51,10 +52,8 @@ class _RankGraph:
         for value in [*self._graph.inputs, *(value for node in self._graph for value in node.outputs)]:
             self._fit_shape(value)
         self._name_new()
-        passes.RemoveUnusedNodesPass()(ir.Model(self._graph, ir_version=10))
-        unused = [value for value in self._graph.inputs if not value.uses() and not value.is_graph_output()]
-        for value in unused:
-            self._graph.inputs.remove(value)
+        remove_unused(self._graph)
+        remove_unused_inputs(self._graph)
         return self._graph
 
     def _rewrite(self, node: ir.Node, origin: ir.Node) -> None:
@@ -78,8 +77,7 @@ class _RankGraph:
             if not self._split.owns(self._rank, operation):
                 result = self._editor.wrap(result, "Mul", [result, self._editor.scalar(0, result)], "uncounted")
         if origin.outputs[0] in self._summed:
-            attributes = forms.all_reduce("sum", self._split.ranks)
-            self._editor.wrap(result, forms.COLLECTIVE, [result], "part", **attributes)
+            forms.sum_over_ranks(self._editor, self._split.ranks, result)
 
     def _draw_once(self, node: ir.Node, origin: ir.Node) -> None:
         """The first rank's random numbers on all of them."""
@@ -128,11 +126,20 @@ class _RankGraph:
                 self._graph.outputs[number] = self._sizes.globalize_output(value)
 
     def _fit_shape(self, value: ir.Value) -> None:
-        """Replace a value's fixed sizes by those of the rank's shard."""
+        """Replace a value's sizes along sharded axes by the rank's own; symbols there are left out.
+
+        A symbol says that sizes are equal, and ONNX Runtime lets such values share a buffer. Shards of axes of equal
+        sizes differ.
+        """
         axes = self._axes(value)
         if value.shape is not None and axes is not None and self._shards.splits(axes):
             pairs = zip(value.shape, axes, strict=True)
-            value.shape = ir.Shape([self._shards.size(axis) if isinstance(s, int) else s for s, axis in pairs])
+            value.shape = ir.Shape([self._own_size(size, axis) for size, axis in pairs])
+
+    def _own_size(self, size: int | ir.SymbolicDim, axis: Axis) -> int | ir.SymbolicDim | None:
+        if not self._shards.is_split(axis):
+            return size
+        return self._shards.size(axis) if size == ax.size_of(axis) else None
 
     def _name_new(self) -> None:
         for number, node in enumerate(self._graph):

@@ -6,14 +6,16 @@ its own columns while the other ranks multiply theirs, and receives. So a rank n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
-import onnx_ir.passes.common as passes
 
 from splitc.compiler.analysis.stages import Stage
+from splitc.compiler.frontend.origins import origin_of
+from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
 from splitc.compiler.lowering.collective_operators import DOMAIN, HALF
+from splitc.compiler.lowering.open_shapes import open_shape
 from splitc.compiler.lowering.row_graphs import exchange_graph, find_exchanges, slice_graph, slice_name
 from splitc.compiler.sharding.products import Product
 from splitc.compiler.sharding.slices import SlicedProducts
@@ -66,6 +68,9 @@ class _Builder:
         self._token: ir.Value | None = None
         values = (value for node in graph for value in node.outputs)
         self._names = {value.name for value in (*graph.inputs, *graph.initializers.values(), *values)}
+        self._node_names = {node.name for node in graph}
+        # What was inserted for each node that computes from weights alone.
+        self._folded: dict[ir.Node, ir.Node] = {}
         self._likes: dict[ir.DataType, ir.Value] = {}
 
     def send(self, value: ir.Value, peer: int) -> ir.Value:
@@ -76,7 +81,9 @@ class _Builder:
     def receive(self, name: str, like: ir.Value, peer: int) -> ir.Value:
         """Receive a value of the type of another one from a rank."""
         assert like.dtype is not None
-        return self._transfer(RECEIVE, self._like(like.dtype), like.dtype, peer, name)
+        given = self._transfer(RECEIVE, self._like(like.dtype), like.dtype, peer, name)
+        given.shape = open_shape(like)
+        return given
 
     def multiply(
         self, sliced: SlicedProducts, rank: int, products: Sequence[Product], given: Mapping[ir.Value, ir.Value]
@@ -85,7 +92,7 @@ class _Builder:
         if not products:
             return {}
         part = slice_graph(sliced, rank, products)
-        made = self._insert(part, {value.name or "": each for value, each in given.items()})
+        made = self._insert(part, {value.name or "": each for value, each in given.items()}, sliced.graph.constant)
         inputs = [*([] if self._token is None else [self._token]), *made]
         (self._token,) = self._operator(AFTER, inputs, {}, [f"{made[0].name}/computed"])
         return dict(zip(((product, rank) for product in products), made, strict=True))
@@ -97,11 +104,10 @@ class _Builder:
             graph.opset_imports[DOMAIN] = 1
             self._token.type = ir.TensorType(ir.DataType.UINT8)
             graph.outputs.append(self._token)
-        passes.RemoveUnusedNodesPass()(ir.Model(graph, ir_version=10))
+        remove_unused(graph)
         if last is not None and (last.outputs[0].uses() or last.outputs[0].is_graph_output()):
             graph.outputs.pop()
-        for value in [value for value in graph.inputs if not value.uses() and not value.is_graph_output()]:
-            graph.inputs.remove(value)
+        remove_unused_inputs(graph)
         for value in (value for node in graph for value in node.outputs):
             if not value.is_graph_output() and value.shape is None:
                 value.type = None
@@ -124,8 +130,11 @@ class _Builder:
         self._graph.append(node)
         return node.outputs
 
-    def _insert(self, part: ir.Graph, given: Mapping[str, ir.Value]) -> list[ir.Value]:
-        """Move the nodes and weights of another graph into this one. Returns what were its outputs."""
+    def _insert(self, part: ir.Graph, given: Mapping[str, ir.Value], constant: Collection[ir.Node]) -> list[ir.Value]:
+        """Move the nodes and weights of another graph into this one. Returns what were its outputs.
+
+        What is computed from weights alone (`constant`) and was inserted before is shared: engines fold it.
+        """
         made, nodes = list(part.outputs), list(part)
         part.outputs.clear()
         for value in part.inputs:
@@ -139,9 +148,16 @@ class _Builder:
                 weight.name = self._unused(weight.name or "")
                 self._graph.register_initializer(weight)
         part.remove(nodes)
-        for value in (value for node in nodes for value in node.outputs):
-            value.name = self._unused(value.name or "")
-        self._graph.extend(nodes)
+        for node in nodes:
+            origin = origin_of(node)
+            first = node if origin is None or origin not in constant else self._folded.setdefault(origin, node)
+            if first is not node:
+                ir.convenience.replace_all_uses_with(node.outputs, first.outputs)
+                continue
+            node.name = _unused(node.name or "", self._node_names)
+            for value in node.outputs:
+                value.name = self._unused(value.name or "")
+            self._graph.append(node)
         return made
 
     def _like(self, dtype: ir.DataType) -> ir.Value:
@@ -154,8 +170,13 @@ class _Builder:
         return self._likes[dtype]
 
     def _unused(self, name: str) -> str:
-        """The name, with as many primes (') as it takes for nothing in the graph to have it."""
-        while name in self._names:
-            name += "'"
-        self._names.add(name)
-        return name
+        """The name, with as many primes (') as it takes for no value of the graph to have it."""
+        return _unused(name, self._names)
+
+
+def _unused(name: str, used: set[str | None]) -> str:
+    """The name, with as many primes (') as it takes for it to be none of the used ones. It is one from then on."""
+    while name in used:
+        name += "'"
+    used.add(name)
+    return name

@@ -14,6 +14,7 @@ from splitc.compiler.analysis.blocks import Block
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.origins import origin_of, stand_for
+from splitc.compiler.lowering.open_shapes import open_shape
 from splitc.compiler.lowering.rank_graph import rank_graph
 from splitc.compiler.lowering.segments import Flow, Segment, cut_segments, group_joints
 from splitc.compiler.lowering.stage_graph import stage_graph
@@ -77,13 +78,13 @@ def _exchange(
     exchange = ir.node(EXCHANGE, takes, num_outputs=len(ranks), name=name)
     exchange.meta[_PRODUCT] = product
     for rank, part in zip(ranks, exchange.outputs, strict=True):
-        part.name, part.type = slice_name(product, rank), product.result.type
+        part.name, part.type, part.shape = slice_name(product, rank), product.result.type, open_shape(product.result)
     joined = ir.node("Concat", exchange.outputs, {"axis": product.axis}, name=f"{name}/columns")
     whole = joined.outputs[0]
     graph.insert_before(node, [exchange, joined])
     old.replace_all_uses_with(whole, replace_graph_outputs=True)
     graph.remove(node, safe=True)
-    whole.name, whole.type, whole.shape = name, old.type, old.shape
+    whole.name, whole.type, whole.shape = name, old.type, old.shape or open_shape(old)
     stand_for(whole, product.result)
     return joined
 

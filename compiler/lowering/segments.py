@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.folding import LONGEST
 from splitc.compiler.frontend.reads import is_random, node_reads
+from splitc.compiler.lowering.open_shapes import open_shape
 from splitc.compiler.operators.registry import operator_of
 
 
@@ -182,6 +183,8 @@ def _extract(
         name=graph.name,
     )
     segment = view.clone()
+    for value in segment.inputs:
+        value.shape = value.shape or open_shape(value)
     for value in (value for node in segment for value in node.outputs):
         if not value.is_graph_output() and value.shape is None:
             value.type = None

@@ -8,6 +8,7 @@ import onnx_ir as ir
 from splitc.compiler.analysis.stages import Stage, borrowed_sizes, find_size
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.origins import stand_for
+from splitc.compiler.lowering.open_shapes import note_axes, open_shape
 
 
 def stage_graph(graph: Graph, stage: Stage) -> ir.Graph:
@@ -23,6 +24,7 @@ def stage_graph(graph: Graph, stage: Stage) -> ir.Graph:
         doc_string=graph.graph.doc_string,
         metadata_props=graph.graph.metadata_props,
     )
+    note_axes(graph.axis_counts)
     result = view.clone()
     _compute_borrowed(result, stage)
     _restore_shapes(graph, result)
@@ -37,8 +39,9 @@ def _restore_shapes(graph: Graph, result: ir.Graph) -> None:
     """
     whole = {value.name for value in (*graph.graph.inputs, *graph.graph.outputs)}
     for value in (*result.inputs, *result.outputs):
-        if value.name not in whole and value.shape is not None:
-            numbers = ir.Shape([size if isinstance(size, int) else None for size in value.shape])
+        if value.name not in whole:
+            sizes = [size if isinstance(size, int) else None for size in value.shape or ()]
+            numbers = ir.Shape(sizes) if value.shape is not None else open_shape(value)
             value.shape = graph.annotated.get(value.name or "", numbers)
     for node in result:
         for value in node.outputs:

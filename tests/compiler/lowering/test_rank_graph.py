@@ -1,0 +1,128 @@
+"""What a rank's graph says of values, and what it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from models.writer import save
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.runtime import Session
+from tests.conftest import assert_close, run_whole
+from tests.helpers.blocks import FLOAT, Block, check_rows, check_split
+from tests.helpers.operators import HIDDEN, INNER, number, softmax
+
+
+def feed_forward(b: Block, x: ir.Value, first: str, second: str) -> ir.Value:
+    inner = b.op("Relu", b.op("MatMul", softmax(b, x), b.w(first, HIDDEN, INNER)))
+    return b.op("MatMul", inner, b.w(second, INNER, HIDDEN))
+
+
+def branch(name: str, scale: float, read: ir.Value, shape: tuple[int, ...]) -> ir.Graph:
+    """A graph that scales a value of the graph around it."""
+    factor = ir.Value(
+        name=f"{name}.factor", type=ir.TensorType(FLOAT), shape=ir.Shape([]), const_value=ir.tensor(scale)
+    )
+    node = ir.node("Mul", [read, factor])
+    node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape = name, ir.TensorType(FLOAT), ir.Shape(shape)
+    return ir.Graph([], node.outputs, nodes=[node], initializers=[factor], name=name)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_sum_that_only_branches_read(verify: bool, tmp_path: Path) -> None:
+    """A rank that gives no output has no If, and takes part in the sum all the same."""
+    b = Block()
+    shape = (2, 5, HIDDEN)
+    summed = feed_forward(b, b.data("x", shape), "A", "B")
+    flag = b.op("Greater", b.op("ReduceMax", b.data("z", (3,)), keepdims=0), number(b, 0))
+    ways = {f"{way}_branch": branch(way, scale, summed, shape) for way, scale in (("then", 2.0), ("else", 3.0))}
+    b.give(b.op("ReduceMax", b.op("If", flag, **ways), axes=[1], keepdims=0), shape=[2, HIDDEN])
+    save(b.model(), tmp_path / "model.onnx")
+    plan = plan_model(tmp_path / "model.onnx", ["3xcpu"], Request(split_mode="tensor", memory=["1GiB"]))
+    compile_model(plan, tmp_path / "package", verify=verify)
+    with Session(tmp_path / "package") as session:
+        assert_close(session.run(b.feeds), run_whole(tmp_path / "model.onnx", b.feeds))
+
+
+def running_sum(b: Block, x: ir.Value) -> ir.Value:
+    """By a Scan over the places of [5, 12], whose body needs the number of axes of what it is given."""
+    total, each = (ir.Value(name=name, type=ir.TensorType(FLOAT)) for name in ("total", "each"))
+    after = ir.node("Add", [total, each])
+    given = ir.node("Tanh", [after.outputs[0]])
+    for node, name in ((after, "after"), (given, "given")):
+        node.outputs[0].name, node.outputs[0].type = name, ir.TensorType(FLOAT)
+    body = ir.Graph([total, each], [after.outputs[0], given.outputs[0]], nodes=[after, given], name="body")
+    return b.ops("Scan", b.op("ReduceMean", x, b.ints(0), keepdims=0), x, outputs=2, body=body, num_scan_inputs=1)[1]
+
+
+def with_scans(b: Block) -> ir.Value:
+    x = b.data("x", (5, HIDDEN), ["t", HIDDEN])
+    for layer in range(4):
+        y = feed_forward(b, x, f"A{layer}", f"B{layer}")
+        # A size that only the numbers of a computed shape tell.
+        zeros = b.op("ConstantOfShape", b.op("Shape", y), value=ir.tensor([0.0]))
+        x = b.op("Add", x, running_sum(b, b.op("Max", y, zeros)))
+    return x
+
+
+@pytest.mark.parametrize("mode", ["layer", "tensor", "row"])
+def test_scan_of_what_comes_from_another_rank(mode: str, tmp_path: Path) -> None:
+    b = Block(opset=18)
+    b.give(with_scans(b), shape=["t", HIDDEN])
+    save(b.model(), tmp_path / "model.onnx")
+    request = Request(split_mode=mode, memory=["1GiB"])
+    plan = plan_model(tmp_path / "model.onnx", ["3xcpu"], replace(request, row_min=2) if mode == "row" else request)
+    compile_model(plan, tmp_path / "package", verify=False)
+    with Session(tmp_path / "package") as session:
+        assert_close(session.run(b.feeds), run_whole(tmp_path / "model.onnx", b.feeds))
+
+
+def test_symbol_of_a_sharded_size_is_left_out(tmp_path: Path) -> None:
+    """Two axes of one name and size, of which ranks have different shards: their values may not share a buffer."""
+    b = Block()
+    x = softmax(b, b.data("x", (2, 5, HIDDEN), ["n", "t", HIDDEN]))
+    made = []
+    for first, second in ("AB", "CD"):
+        wide = b.op("MatMul", x, b.w(first, HIDDEN, INNER + 1))
+        wide.shape, wide.type = ir.Shape(["n", "t", "width"]), ir.TensorType(FLOAT)
+        inner = b.op("Relu", wide)
+        inner.shape, inner.type = wide.shape, wide.type
+        made.append(b.op("MatMul", inner, b.w(second, INNER + 1, HIDDEN)))
+    b.give(b.op("Sub", *made))
+    plan, *_ = check_split(b, tmp_path, "ABCD", [(1, 1)])
+    values = [value for graph in plan.program(0).graphs for node in graph for value in node.outputs if value.shape]
+    sizes = {str(size) for value in values for size in value.shape or ()}
+    assert {"n", "t"} <= sizes
+    assert "width" not in sizes
+
+
+def widened(b: Block, weight: ir.Value) -> ir.Value:
+    return b.op("Cast", weight, to=FLOAT)
+
+
+def turned(b: Block, weight: ir.Value) -> ir.Value:
+    return b.op("Transpose", weight, perm=[1, 0])
+
+
+@pytest.mark.parametrize("how", [widened, turned])
+def test_what_is_folded_from_a_weight_of_several_rounds_is_one_node(
+    how: Callable[[Block, ir.Value], ir.Value], tmp_path: Path
+) -> None:
+    b = Block()
+    shared = how(
+        b, b.weight("A", ir.tensor(b.random("A", 16, 16).astype(np.float16 if how is widened else np.float32)))
+    )
+    x = b.data("x", (10, 16), ["n", 16])
+    for _ in range(3):
+        x = b.op("Relu", b.op("MatMul", x, shared))
+    b.give(x, shape=["n", 16])
+    (plan,) = check_rows(b, tmp_path, "A", [(1, 1)], rounds=3)
+    kind = "Cast" if how is widened else "Transpose"
+    for rank in range(2):
+        (graph,) = plan.program(rank).graphs
+        assert [node.op_type for node in graph].count(kind) == 1
