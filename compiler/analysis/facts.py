@@ -12,16 +12,21 @@ from splitc.compiler.analysis.blocks import Partition, find_blocks
 from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.frontend.acceptance import check_accepted, refusals_first
 from splitc.compiler.frontend.asked_shapes import AskedShapes, Shape, check_order
+from splitc.compiler.frontend.fitted_sizes import Fitted, fit_sizes
 from splitc.compiler.frontend.graph import Graph, open_graph
+from splitc.compiler.frontend.input_sizes import input_sizes
 from splitc.compiler.frontend.loading import read_model
 from splitc.compiler.frontend.optional import defaults_hidden
-from splitc.compiler.frontend.shapes import bind_shapes, infer_shapes, input_shapes, read_symbols, reconcile
+from splitc.compiler.frontend.shapes import BoundShapes, infer_shapes, read_symbols, reconcile
 from splitc.compiler.frontend.states import find_states, growing_symbols
+from splitc.compiler.frontend.trial import LARGEST, Trial
 from splitc.runtime.counted import counting
 from splitc.runtime.manifest import State
 
 # Parts of an analysis that are counted: reading, opening, shapes, costs, blocks.
 PARTS = 5
+# A model that takes more operations is not run to try its sizes; on one core, these take a second or two.
+MOST_FLOPS = 3 * 10**9
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +34,7 @@ class Analysis:
     """A model's graph, its bound input shapes, its costs with these, its states and its blocks.
 
     `shapes` are the largest input shapes, which are planned for. Engines with a range of sizes also take the `smallest`
-    and are tuned for the `typical` ones.
+    and are tuned for the `typical` ones. `fitted` says how the largest were found and tried.
     """
 
     graph: Graph
@@ -39,6 +44,7 @@ class Analysis:
     costs: Costs
     states: tuple[State, ...]
     partition: Partition
+    fitted: Fitted
 
 
 def analyze(
@@ -74,13 +80,24 @@ def analyze(
 def _analyze(graph: Graph, asked: AskedShapes, wanted_blocks: int, done: Callable[[int], None]) -> Analysis:
     states = find_states(graph)
     growing = growing_symbols(graph, states)
-    smallest, typical, largest = (input_shapes(graph.model, given, growing, asked.stated) for given in asked.three())
+    three = [input_sizes(graph.model, given, growing, asked.stated) for given in asked.three()]
+    fitted = fit_sizes(graph, three[-1], Trial(graph), lambda bound: _is_small(graph, bound))
+    smallest, typical = (each.changed(fitted.changes).shapes(graph.model) for each in three[:-1])
+    largest = fitted.shapes
     check_order(smallest, typical, largest)
-    costs = Costs(graph, bind_shapes(graph.model, largest, defaults=True))
+    costs = Costs(graph, fitted.bound)
     reconcile(graph.model, costs.bound)
     done(1)
     blocks = find_blocks(graph, costs, wanted_blocks)
-    return Analysis(graph, largest, smallest, typical, costs, tuple(states), blocks)
+    return Analysis(graph, largest, smallest, typical, costs, tuple(states), blocks, fitted)
+
+
+def _is_small(graph: Graph, bound: BoundShapes) -> bool:
+    """Whether the whole model may be run to try it."""
+    if any(size < 0 for shape in bound.shapes.values() for size in shape):
+        return False
+    costs = Costs(graph, bound)
+    return costs.weight_bytes(graph.nodes) <= LARGEST and sum(map(costs.flops, graph.nodes)) <= MOST_FLOPS
 
 
 def with_blocks(analysis: Analysis, wanted: int) -> Analysis:

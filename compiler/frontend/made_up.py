@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from splitc.runtime.manifest import Fill, Role
+from splitc.compiler.frontend.binding import Fixed
+from splitc.runtime import manifest as m
 
 
-def choose_fill(value: ir.Value, role: Role | None) -> Fill:
+def choose_fill(value: ir.Value, role: m.Role | None) -> m.Fill:
     """How to fill the input `value`.
 
     Indices stay below the number of rows of their table, positions count up, masks are ones. Other floating point
     inputs are normally distributed; other integers and booleans are ones, since they are switches and lengths.
     """
     if role is not None and role.kind == "indices":
-        return Fill("randint", high=role.rows)
+        return m.Fill("randint", high=role.rows)
     if role is not None and role.kind == "positions":
-        return Fill("arange", high=role.rows)
+        return m.Fill("arange", high=role.rows)
     is_number = value.dtype is not None and value.dtype.is_floating_point()
-    return Fill("normal" if is_number and (role is None or role.kind != "mask") else "ones")
+    return m.Fill("normal" if is_number and (role is None or role.kind != "mask") else "ones")
+
+
+def describe_tensor(value: ir.Value) -> m.Tensor:
+    """An input or output as a manifest has it."""
+    assert isinstance(value.type, ir.TensorType)
+    shape = value.shape
+    sizes = None if shape is None else [size if isinstance(size, int) else size.value for size in shape]
+    return m.Tensor(value.name or "", str(value.type.dtype.numpy()), sizes)
+
+
+def describe_fixed(fixed: Fixed) -> m.FixedInput:
+    """A bound or removed input as a manifest has it."""
+    tensor = describe_tensor(fixed.input)
+    shape = tensor.shape if fixed.value is None else list(fixed.value.shape)
+    return m.FixedInput(tensor.name, tensor.dtype, shape, None if fixed.value is None else fixed.value.tolist())

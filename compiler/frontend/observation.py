@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import sympy
+from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
 
 from splitc.compiler.frontend.reads import subgraphs
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
@@ -49,7 +50,7 @@ class Origins:
         return list(zip(outputs, self.dtypes, strict=True))
 
 
-# All observations so far, by `_signature`.
+# All observations so far, by `signature`.
 _found: dict[str, list[Origins]] = {}
 
 
@@ -63,7 +64,7 @@ def observe(node: ir.Node) -> Observed | None:
     if any(value.shape is None or value.dtype is None for value in inputs) or any(subgraphs(node)):
         return None
     shapes = [tuple(value.shape or ()) for value in inputs]
-    found = _found.setdefault(_signature(node), [])
+    found = _found.setdefault(signature(node), [])
     known = next((each for each in found if each.hold(shapes)), None) or _find_origins(node, shapes)
     if known is None:
         return None
@@ -89,7 +90,7 @@ def _is_kept(value: ir.Value) -> bool:
     return value.const_value is not None and value.const_value.size <= SMALL
 
 
-def _signature(node: ir.Node) -> str:
+def signature(node: ir.Node) -> str:
     """A key that is equal for nodes that differ only in the sizes of their inputs."""
     lines = [f"{node.domain}.{node.op_type} {len(node.outputs)}"]
     lines += sorted(f"{name} {attribute.value}" for name, attribute in node.attributes.items())
@@ -147,12 +148,17 @@ def _explain(made: Sequence[Shape], tries: Sequence[Sequence[Shape]]) -> tuple[O
     return tuple(found)
 
 
-def refusal(node: ir.Node, shapes: Sequence[Shape | None]) -> str | None:
-    """Why ONNX Runtime does not run the node on inputs of these shapes (None: of no input); None if it does."""
+def refusal(node: ir.Node, shapes: Sequence[Shape | None], fill: Any = np.zeros) -> str | None:
+    """Why ONNX Runtime does not run the node on inputs of these shapes (None: of no input); None if it does.
+
+    None too if the CPU provider has no kernel for the node's types.
+    """
     pairs = zip(node.inputs, shapes, strict=True)
     made_up = [shape or () for value, shape in pairs if value is not None and not _is_kept(value)]
     try:
-        _run_filled(_alone(node, made_up), np.zeros)
+        _run_filled(_alone(node, made_up), fill)
+    except onnxruntime_build.NotImplemented:
+        return None
     except FAILURES as error:
         return str(error)
     return None

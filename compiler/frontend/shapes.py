@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -20,11 +20,7 @@ from splitc.compiler.frontend.folding import fold_shapes, take_branches
 from splitc.compiler.frontend.inference import Inference, infer_shapes_and_types
 from splitc.compiler.frontend.optional import optional_inputs
 from splitc.compiler.frontend.reads import all_nodes, has_subgraphs
-from splitc.runtime.errors import MisuseError
-from splitc.runtime.units import format_shape
 
-# Default sizes of dynamic dimensions: of an input's first one (usually the batch), and of any other.
-DEFAULT_BATCH, DEFAULT_LENGTH = 1, 16
 # Characters of the longest name of a dimension that is taken for a name or a sum of names.
 LONGEST = 200
 
@@ -91,99 +87,6 @@ def infer_shapes(model: ir.Model) -> Inference:
     return found
 
 
-def input_shapes(
-    model: ir.Model,
-    given: Mapping[str, Shape],
-    past: frozenset[str],
-    stated: Mapping[str, Sequence[int | None]] = MappingProxyType({}),
-) -> dict[str, Shape]:
-    """Bind every dimension of every input to a number, from the shapes that the user gave.
-
-    Dimensions that are not given are bound by symbols that they share with given ones, or else with those that are
-    `stated`, of inputs that are there. A symbol in `past` (the length
-    of a cache) is 0. Any other dimension gets the largest size given, of first dimensions for a first dimension and of
-    others for any other, since exporters give one length several symbols; or else a default. Raises MisuseError for a
-    shape of an unknown input, or one that contradicts the model or another one.
-    """
-    inputs = {value.name or "": value for value in model.graph.inputs}
-    for name, shape in given.items():
-        if name not in inputs:
-            raise MisuseError(f"--shapes names '{name}', and the model has no such input: it has {', '.join(inputs)}")
-        declared = inputs[name].shape
-        if declared is None:
-            continue
-        same_rank = len(declared) == len(shape)
-        if not same_rank or any(
-            isinstance(want, int) and want != size for want, size in zip(declared, shape, strict=True)
-        ):
-            want = format_shape([size if isinstance(size, int) else size.value for size in declared])
-            raise MisuseError(f"--shapes gives '{name}' as {format_shape(shape)}, and the model takes {want}")
-    bindings = {**_stated_symbols(inputs, stated, past), **_bind_symbols(inputs, given)}
-    free = {
-        (axis > 0, size)
-        for name, shape in given.items()
-        for axis, (declared, size) in enumerate(zip(inputs[name].shape or (), shape, strict=False))
-        if isinstance(declared, ir.SymbolicDim) and declared.value not in past
-    }
-    batch = max((size for later, size in free if not later), default=DEFAULT_BATCH)
-    length = max((size for later, size in free if later), default=DEFAULT_LENGTH)
-
-    @cache  # the caches of all layers have the same few sizes
-    def bind(size: int | ir.SymbolicDim, is_first: bool) -> int:
-        return _bind_size(size, bindings, past, batch if is_first else length)
-
-    unbound = {name: value.shape or () for name, value in inputs.items() if name not in given}
-    found = {name: tuple(bind(size, axis == 0) for axis, size in enumerate(shape)) for name, shape in unbound.items()}
-    return {**given, **found}
-
-
-def _bind_symbols(inputs: Mapping[str, ir.Value], given: Mapping[str, Shape]) -> dict[str, int]:
-    """The sizes of symbols in the given shapes. A 1 gives way to another size, since it may be broadcast to that.
-
-    Raises MisuseError for a symbol with two sizes.
-    """
-    found: dict[str, tuple[int, str]] = {}
-    for name, shape in given.items():
-        for symbol, size in zip(inputs[name].shape or (), shape, strict=False):
-            if isinstance(symbol, int) or not symbol.value:
-                continue
-            known, other = found.get(symbol.value, (1, name))
-            if 1 not in (known, size) and known != size:
-                raise MisuseError(
-                    f"the shapes contradict: the model's size '{symbol.value}' is {known} in '{other}' and {size} in "
-                    f"'{name}'"
-                )
-            if known == 1:
-                found[symbol.value] = (size, name)
-    return {symbol: size for symbol, (size, _) in found.items()}
-
-
-def _stated_symbols(
-    inputs: Mapping[str, ir.Value], stated: Mapping[str, Sequence[int | None]], past: frozenset[str]
-) -> dict[str, int]:
-    """The sizes of symbols that are stated, but for the length of a cache."""
-    pairs = [
-        (symbol.value, size)
-        for name, sizes in stated.items()
-        if name in inputs
-        for symbol, size in zip(inputs[name].shape or (), sizes, strict=False)
-        if isinstance(symbol, ir.SymbolicDim)
-    ]
-    return {symbol: size for symbol, size in pairs if symbol is not None and symbol not in past and size is not None}
-
-
-def _bind_size(size: int | ir.SymbolicDim, bindings: Mapping[str, int], past: frozenset[str], default: int) -> int:
-    if isinstance(size, int):
-        return size
-    if size.value is None or size.value in bindings:
-        return bindings.get(size.value or "", default)
-    # A dimension may be an expression, "past_length + sequence_length", or look like one: "batch-size".
-    known = {name: bindings.get(name, 0 if name in past else default) for name in size.free_symbols()}
-    result = evaluate_size(size, known)
-    # A name such as "batch-size" is no expression, and its result no size.
-    return default if result is None or (result <= 0 and size.value not in past) else result
-
-
 def evaluate_size(size: ir.SymbolicDim, bindings: Mapping[str, int]) -> int | None:
     """The value of an expression with these symbols; None if it has others."""
     result = size.evaluate(bindings)
@@ -232,8 +135,20 @@ def bind_shapes(
     `known` are values of inputs that are lists of sizes. With `defaults`, the values of optional inputs are used too:
     good enough for costs, but a request may override them.
     """
+    with bound_model(model, inputs, known, defaults) as (_, found):
+        return found
+
+
+@contextmanager
+def bound_model(
+    model: ir.Model,
+    inputs: Mapping[str, Shape],
+    known: Mapping[str, npt.NDArray[Any] | None] = MappingProxyType({}),
+    defaults: bool = False,
+) -> Iterator[tuple[ir.Model, BoundShapes]]:
+    """As `bind_shapes`, with a model whose values have these shapes, and the results of shape arithmetic."""
     with _scratch(model) as bound:
-        return _bind(bound, inputs, known, defaults)
+        yield bound, _bind(bound, inputs, known, defaults)
 
 
 @contextmanager

@@ -8,8 +8,7 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.stages import borrowed_sizes
-from splitc.compiler.frontend.binding import Fixed
-from splitc.compiler.frontend.made_up import choose_fill
+from splitc.compiler.frontend.made_up import choose_fill, describe_fixed, describe_tensor
 from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.lowering.programs import names
 from splitc.compiler.model_errors import ModelError
@@ -45,7 +44,7 @@ def make_manifest(
         number_type=number_type(analysis),
         threads=threads,
         inputs=_inputs(plan, fills),
-        outputs=[_tensor(value) for value in graph.outputs],
+        outputs=[describe_tensor(value) for value in graph.outputs],
         states=list(analysis.states),
         batch=find_batch(graph, plan.split.axis_map),
         blocks=[block.name for block in analysis.partition.blocks],
@@ -59,8 +58,8 @@ def make_manifest(
         ],
         files=list(files),
         build=m.Build(options) if built else None,
-        fixed=[_fixed(each) for each in graph.fixed],
-        optional=[] if built else [_tensor(value) for value in graph.optional],
+        fixed=[describe_fixed(each) for each in graph.fixed],
+        optional=[] if built else [describe_tensor(value) for value in graph.optional],
         shared_sizes=_shared_sizes(plan),
     )
 
@@ -93,12 +92,6 @@ def rank_entry(
     )
 
 
-def _fixed(fixed: Fixed) -> m.FixedInput:
-    tensor = _tensor(fixed.input)
-    shape = tensor.shape if fixed.value is None else list(fixed.value.shape)
-    return m.FixedInput(tensor.name, tensor.dtype, shape, None if fixed.value is None else fixed.value.tolist())
-
-
 def check_types(plan: Plan) -> None:
     """Raise ModelError if an input, an output or a value that crosses a cut has a type that can't be passed on."""
     graph = plan.analysis.graph
@@ -115,13 +108,6 @@ def check_types(plan: Plan) -> None:
                 )
 
 
-def _tensor(value: ir.Value) -> m.Tensor:
-    assert isinstance(value.type, ir.TensorType)
-    shape = value.shape
-    sizes = None if shape is None else [size if isinstance(size, int) else size.value for size in shape]
-    return m.Tensor(value.name or "", str(value.type.dtype.numpy()), sizes)
-
-
 def _inputs(plan: Plan, fills: Mapping[str, m.Fill]) -> list[m.Tensor]:
     graph = plan.analysis.graph
     roles = find_roles(graph)
@@ -129,14 +115,14 @@ def _inputs(plan: Plan, fills: Mapping[str, m.Fill]) -> list[m.Tensor]:
 
 
 def _input(plan: Plan, value: ir.Value, role: m.Role | None, asked: m.Fill | None) -> m.Tensor:
-    analysis, tensor = plan.analysis, _tensor(value)
+    analysis, tensor = plan.analysis, describe_tensor(value)
     low, typical, high = (list(each[tensor.name]) for each in (analysis.smallest, analysis.typical, analysis.shapes))
     built = find_kind(plan.engine).is_built
     least, most = (low, high) if built else (None, None)
     # Shards and built engines have a fixed number of dimensions, even if the model's input has not.
     fixed = tensor.shape is None and (built or plan.split.fixes_ranks)
     shape: m.Shape = [*high] if fixed else tensor.shape
-    fill = asked or choose_fill(value, role)
+    fill = asked or analysis.fitted.fills.get(tensor.name) or choose_fill(value, role)
     return m.Tensor(tensor.name, tensor.dtype, shape, typical, fill, least, most, role)
 
 

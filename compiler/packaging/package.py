@@ -23,6 +23,7 @@ from splitc.compiler.packaging.onnx_files import NONE, PlacedWeights, write_grap
 from splitc.compiler.packaging.package_writer import PackageWriter
 from splitc.compiler.packaging.self_check import check_loads, check_outputs
 from splitc.compiler.packaging.staging import check_room, full_disk_explained, written_aside
+from splitc.compiler.packaging.tried_sizes import check_sizes_tried
 from splitc.compiler.packaging.weight_files import Progress, WeightFile, write_weight_files
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.split import RankProgram
@@ -61,18 +62,22 @@ def compile_model(
 
     `jobs` files are written at once, and as many engines built if memory allows; None for as many as there are cores.
 
-    Every package is loaded once. In row and tensor mode it is also compared with the unsplit model, unless `verify` is
-    False. Either the whole package is written or nothing.
+    The model must run on the sizes that are planned for, and every package is loaded once. In row and tensor mode it is
+    also compared with the unsplit model. `verify` False leaves out the first and the last of these. Either the whole
+    package is written or nothing.
 
     Callbacks: `progress` gets the bytes of weights written and of all, `building` the number of engines built and of
     all, both from threads; `warn` deviations from the request, `say` the result of the comparison.
 
-    Raises MisuseError if `package` can't be written to, ModelError for an input or output of a type that can't be
-    passed on and for files that ONNX Runtime can't load, SplitcError if the disk is full, BuildError for engines that
-    can't be built, OutputsDifferError if the package's outputs differ from the model's.
+    Raises MisuseError if `package` can't be written to, ModelError for sizes on which the model does not run, for an
+    input or output of a type that can't be passed on and for files that ONNX Runtime can't load, SplitcError if the
+    disk is full, BuildError for engines that can't be built, OutputsDifferError if the package's outputs differ from
+    the model's.
     """
     target = Path(package)
     _check_request(plan, weights, build, fills, warn)
+    if verify:
+        check_sizes_tried(plan.analysis, fills, say)
     needed = sum(rank.memory.weights for rank in plan.ranks) if weights == "copy" else 0
     with full_disk_explained(target, needed), written_aside(target, force) as folder:
         writer = PackageWriter(folder)

@@ -154,7 +154,11 @@ def _run_unoptimized(graph: Graph, manifest: Manifest, feeds: Arrays) -> Arrays:
     try:
         session = load_unoptimized(graph.path, trusts_data=graph.trusts_data)
         names = [value.name for value in session.get_outputs()]
-        return dict(zip(names, session.run(names, {**feeds, **fixed_feeds(manifest, feeds)}), strict=True))
+        return dict(
+            zip(
+                names, session.run(names, {**feeds, **fixed_feeds(manifest.inputs, manifest.fixed, feeds)}), strict=True
+            )
+        )
     except ERRORS:
         return {}
 

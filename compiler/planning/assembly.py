@@ -76,6 +76,11 @@ def plan_warnings(analysis: Analysis, ranks: Sequence[RankPlan]) -> list[str]:
         found.append(
             f"the sizes of {len(uncertain)} values depend on data ({uncertain[0]}, ...): memory and time are too low"
         )
+    if analysis.fitted.problem is not None:
+        found.append(
+            "the model does not run on the sizes that are planned for, so memory and time may be wrong: give its "
+            f"inputs' shapes (--shapes). {analysis.fitted.problem.splitlines()[0]}"
+        )
     if unknown := [str(rank.device) for rank in ranks if rank.budget is None]:
         found.append(
             f"nothing was checked against a budget for {first_few(list(dict.fromkeys(unknown)))}: this machine has no "

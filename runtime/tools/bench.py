@@ -102,7 +102,7 @@ def bench(
     `trusts_data`, its data may lie outside its folder.
     """
     threads = baseline_threads or sorted({session.threads * len(session.manifest.ranks), session.threads}, reverse=True)
-    whole = {**feeds, **fixed_feeds(session.manifest, feeds)}
+    whole = {**feeds, **fixed_feeds(session.manifest.inputs, session.manifest.fixed, feeds)}
     others = {count: _baseline(baseline, count, whole, trusts_data) for count in threads} if baseline else {}
     count = 1 if in_flight == 1 else ROUND * in_flight
     rounds = max(1, runs // count)

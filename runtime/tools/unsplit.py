@@ -20,7 +20,7 @@ from splitc.runtime.engines.backends import make_backend
 from splitc.runtime.engines.kinds import ONNXRUNTIME
 from splitc.runtime.engines.onnx_session import has_data_outside
 from splitc.runtime.errors import MisuseError, PackageError
-from splitc.runtime.manifest import Manifest
+from splitc.runtime.manifest import FixedInput, Manifest, Tensor
 from splitc.runtime.settings import setting_array
 from splitc.runtime.units import format_bytes
 
@@ -70,7 +70,9 @@ def open_reference(
                 raise
             device, why = CPU, f"since {device} can't run it: {error}"
             run = stack.enter_context(open_unsplit(model, device, threads, trusts_data))
-        yield Reference(device, why, lambda feeds: run({**feeds, **fixed_feeds(manifest, feeds), **settings}))
+        yield Reference(
+            device, why, lambda feeds: run({**feeds, **fixed_feeds(manifest.inputs, manifest.fixed, feeds), **settings})
+        )
 
 
 def choose_reference(
@@ -131,17 +133,17 @@ def load_unsplit(backend: Backend, model: Path, trusts_data: bool) -> LoadedEngi
         raise PackageError(f"{error}\n--trust-external-data permits data outside the model's folder") from error
 
 
-def fixed_feeds(manifest: Manifest, feeds: Arrays) -> dict[str, npt.NDArray[Any]]:
-    """Arrays for the inputs of the model that the package does not have."""
+def fixed_feeds(inputs: Sequence[Tensor], fixed: Sequence[FixedInput], feeds: Arrays) -> dict[str, npt.NDArray[Any]]:
+    """Arrays for the inputs of the model that a package with these `inputs` does not have."""
     sizes = {
         symbol: size
-        for tensor in manifest.inputs
+        for tensor in inputs
         if tensor.name in feeds
         for symbol, size in zip(tensor.shape or (), feeds[tensor.name].shape, strict=False)
         if isinstance(symbol, str)
     }
     found = {}
-    for each in manifest.fixed:
+    for each in fixed:
         shape = [size if isinstance(size, int) else sizes.get(size or "", 1) for size in each.shape or ()]
         value = np.zeros(shape) if each.value is None else np.asarray(each.value)
         found[each.name] = value.astype(number_type(each.dtype)).reshape(shape)

@@ -71,7 +71,7 @@ def make_feeds(manifest: Manifest, shapes: Mapping[str, Sequence[int]]) -> Feeds
         for tensor in manifest.inputs
     ]
     own = make_inputs(sized)
-    return Feeds(own, {**own, **fixed_feeds(manifest, own)})
+    return Feeds(own, {**own, **fixed_feeds(manifest.inputs, manifest.fixed, own)})
 
 
 class Unsplit:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import onnx
@@ -8,13 +8,20 @@ import pytest
 
 from splitc.compiler.analysis.facts import analyze
 from splitc.compiler.frontend.asked_shapes import AskedShapes, parse_shapes
-from splitc.compiler.frontend.shapes import bind_shapes, infer_shapes, input_shapes
+from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.input_sizes import input_sizes
+from splitc.compiler.frontend.shapes import bind_shapes, infer_shapes
 from splitc.compiler.frontend.states import find_states, growing_symbols
 from splitc.runtime.errors import MisuseError
 from tests.helpers.command import splitc
 from tests.helpers.graphs import read_graph
 
 WriteModel = Callable[[str], Path]
+
+
+def shapes_of(graph: Graph, given: Mapping[str, tuple[int, ...]], past: frozenset[str]) -> dict[str, tuple[int, ...]]:
+    """The shapes of the inputs at first, before they are tried."""
+    return input_sizes(graph.model, given, past).shapes(graph.model)
 
 
 def test_shapes_are_read_in_both_spellings() -> None:
@@ -29,13 +36,13 @@ def test_other_shapes_are_refused(text: str) -> None:
 
 def test_shape_of_an_input_that_is_not_there(decoder: Path) -> None:
     with pytest.raises(MisuseError, match="names 'idz', and the model has no such input: it has input_ids"):
-        input_shapes(read_graph(decoder).model, {"idz": (1, 2)}, frozenset())
+        shapes_of(read_graph(decoder), {"idz": (1, 2)}, frozenset())
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 3), (1, 3, 5, 16)])
 def test_shape_that_contradicts_the_model(decoder: Path, shape: tuple[int, ...]) -> None:
     with pytest.raises(MisuseError, match="the model takes batch x 2 x past x 16"):
-        input_shapes(read_graph(decoder).model, {"past_key_values.0.key": shape}, frozenset())
+        shapes_of(read_graph(decoder), {"past_key_values.0.key": shape}, frozenset())
 
 
 @pytest.mark.parametrize(
@@ -48,13 +55,13 @@ def test_shape_that_contradicts_the_model(decoder: Path, shape: tuple[int, ...])
 )
 def test_shapes_that_contradict_each_other(decoder: Path, given: dict[str, tuple[int, ...]], said: str) -> None:
     with pytest.raises(MisuseError, match=f"the shapes contradict: the model's size {said}"):
-        input_shapes(read_graph(decoder).model, given, frozenset({"past"}))
+        shapes_of(read_graph(decoder), given, frozenset({"past"}))
 
 
 def test_sizes_that_broadcast_do_not_contradict(decoder: Path) -> None:
     """Some exporters give one name to a size and to one that may be 1 instead."""
     for given in ({"input_ids": (1, 3), "position_ids": (4, 3)}, {"input_ids": (4, 3), "position_ids": (1, 3)}):
-        shapes = input_shapes(read_graph(decoder).model, given, frozenset({"past"}))
+        shapes = shapes_of(read_graph(decoder), given, frozenset({"past"}))
         assert {name: shapes[name] for name in given} == given
         assert shapes["attention_mask"] == (4, 3)
 
@@ -77,18 +84,18 @@ def test_shapes_given_bind_what_other_inputs_share(decoder: Path) -> None:
     infer_shapes(graph.model)
     past = growing_symbols(graph, find_states(graph))
     assert past == {"past"}
-    shapes = input_shapes(graph.model, {"input_ids": (3, 7)}, past)
+    shapes = shapes_of(graph, {"input_ids": (3, 7)}, past)
     assert shapes["position_ids"] == (3, 7)
     assert shapes["attention_mask"] == (3, 7)
     assert shapes["past_key_values.1.value"] == (3, 2, 0, 16)
-    shapes = input_shapes(graph.model, {"input_ids": (3, 7), "past_key_values.0.key": (3, 2, 5, 16)}, past)
+    shapes = shapes_of(graph, {"input_ids": (3, 7), "past_key_values.0.key": (3, 2, 5, 16)}, past)
     assert shapes["attention_mask"] == (3, 12)
 
 
 def test_every_value_of_the_decoder_gets_its_shape(decoder: Path) -> None:
     graph = read_graph(decoder)
     infer_shapes(graph.model)
-    bound = bind_shapes(graph.model, input_shapes(graph.model, {"input_ids": (2, 3)}, frozenset({"past"})))
+    bound = bind_shapes(graph.model, shapes_of(graph, {"input_ids": (2, 3)}, frozenset({"past"})))
     assert not bound.uncertain
     assert bound.shapes["logits"] == (2, 3, 96)
     assert bound.shapes["present.3.key"] == (2, 2, 3, 16)

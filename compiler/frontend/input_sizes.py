@@ -1,0 +1,173 @@
+"""The sizes of a model's inputs: one for each symbol, given by the user, stated by a config, or made up."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from types import MappingProxyType
+
+import onnx_ir as ir
+
+from splitc.compiler.frontend.asked_shapes import Shape
+from splitc.compiler.frontend.shapes import evaluate_size
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.units import format_shape
+
+# Sizes that are made up at first: of an input's first dimension (usually the batch), and of any other.
+DEFAULT_BATCH, DEFAULT_LENGTH = 1, 16
+
+
+@dataclass(frozen=True)
+class InputSizes:
+    """The `given` shapes of some inputs, and a size for each symbol of all.
+
+    `fixed` follow from the given shapes. `stated` are those of a config beside the model, and hold where nothing else
+    is asked for. The others are `made_up`, those in `past` (lengths of caches) as 0.
+    """
+
+    given: Mapping[str, Shape]
+    fixed: Mapping[str, int]
+    stated: Mapping[str, int]
+    made_up: Mapping[str, int]
+    past: frozenset[str] = field(default_factory=frozenset)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each symbol."""
+        return {**self.made_up, **self.stated, **self.fixed}
+
+    def changed(self, changes: Mapping[str, int]) -> InputSizes:
+        """With other sizes for symbols that are not fixed."""
+        made_up = {symbol: changes.get(symbol, size) for symbol, size in self.made_up.items()}
+        stated = {symbol: changes.get(symbol, size) for symbol, size in self.stated.items()}
+        return replace(self, made_up=made_up, stated=stated)
+
+    def shapes(self, model: ir.Model) -> dict[str, Shape]:
+        """The shape of each input."""
+        sizes = self.sizes
+        bind = cache(lambda size: _bind(size, sizes))  # the caches of all layers have the same few sizes
+        found = {value.name or "": tuple(map(bind, value.shape or ())) for value in model.graph.inputs}
+        return {**found, **self.given}
+
+
+def input_sizes(
+    model: ir.Model,
+    given: Mapping[str, Shape],
+    past: frozenset[str],
+    stated: Mapping[str, Sequence[int | None]] = MappingProxyType({}),
+) -> InputSizes:
+    """A size for every symbol of the inputs.
+
+    A symbol that is neither given nor stated gets the largest size given, of first dimensions for a first dimension and
+    of others for any other, since exporters give one length several symbols; or else a default. Raises MisuseError for
+    a shape of an unknown input, or one that contradicts the model or another one.
+    """
+    inputs = {value.name or "": value for value in model.graph.inputs}
+    _check_given(inputs, given)
+    free = {
+        (axis > 0, size)
+        for name, shape in given.items()
+        for axis, (declared, size) in enumerate(zip(inputs[name].shape or (), shape, strict=False))
+        if isinstance(declared, ir.SymbolicDim) and declared.value not in past
+    }
+    batch = max((size for later, size in free if not later), default=DEFAULT_BATCH)
+    length = max((size for later, size in free if later), default=DEFAULT_LENGTH)
+    made_up = {
+        symbol: 0 if symbol in past else batch if is_first else length for symbol, is_first in _symbols(inputs).items()
+    }
+    return InputSizes(given, _given_symbols(inputs, given), _stated_symbols(inputs, stated, past), made_up, past)
+
+
+def symbols_of(value: ir.Value) -> frozenset[str]:
+    """The symbols that an input's sizes are made of. A name that looks like an expression may be one too."""
+    dynamic = [size for size in value.shape or () if isinstance(size, ir.SymbolicDim) and size.value]
+    return frozenset(symbol for size in dynamic for symbol in (size.value or "", *size.free_symbols()))
+
+
+def _symbols(inputs: Mapping[str, ir.Value]) -> dict[str, bool]:
+    """Each symbol, and whether it is a first dimension: of an input that has others too, or of nothing else."""
+    sizes = [
+        (size, axis, len(value.shape or ()))
+        for value in inputs.values()
+        for axis, size in enumerate(value.shape or ())
+        if isinstance(size, ir.SymbolicDim) and size.value
+    ]
+    plain = frozenset(size.value for size, _, _ in sizes if size.free_symbols() == {size.value})
+    places: dict[str, set[tuple[int, int]]] = {}
+    for size, axis, rank in sizes:
+        for symbol in _parts(size, plain):
+            places.setdefault(symbol, set()).add((axis, rank))
+    return {
+        symbol: any(axis == 0 and rank > 1 for axis, rank in found) or all(axis == 0 for axis, _ in found)
+        for symbol, found in places.items()
+    }
+
+
+def _parts(size: ir.SymbolicDim, plain: Collection[str | None]) -> Collection[str]:
+    """The symbols of a dimension: of an expression, "past_length + sequence_length", or one: "batch-size"."""
+    parts = size.free_symbols()
+    if not parts.isdisjoint(plain) or (evaluate_size(size, dict.fromkeys(parts, DEFAULT_LENGTH)) or 0) > 0:
+        return parts
+    return [size.value or ""]
+
+
+def _bind(size: int | ir.SymbolicDim, sizes: Mapping[str, int]) -> int:
+    if isinstance(size, int):
+        return size
+    if size.value in sizes:
+        return sizes[size.value or ""]
+    result = evaluate_size(size, sizes)
+    least = min((sizes.get(part, 1) for part in size.free_symbols()), default=1)
+    return least if result is None or result < min(least, 1) else result
+
+
+def _check_given(inputs: Mapping[str, ir.Value], given: Mapping[str, Shape]) -> None:
+    """Raise MisuseError for a shape of an unknown input, or one that contradicts the model."""
+    for name, shape in given.items():
+        if name not in inputs:
+            raise MisuseError(f"--shapes names '{name}', and the model has no such input: it has {', '.join(inputs)}")
+        declared = inputs[name].shape
+        if declared is None:
+            continue
+        same_rank = len(declared) == len(shape)
+        if not same_rank or any(
+            isinstance(want, int) and want != size for want, size in zip(declared, shape, strict=True)
+        ):
+            want = format_shape([size if isinstance(size, int) else size.value for size in declared])
+            raise MisuseError(f"--shapes gives '{name}' as {format_shape(shape)}, and the model takes {want}")
+
+
+def _given_symbols(inputs: Mapping[str, ir.Value], given: Mapping[str, Shape]) -> dict[str, int]:
+    """The sizes of symbols in the given shapes. A 1 gives way to another size, since it may be broadcast to that.
+
+    Raises MisuseError for a symbol with two sizes.
+    """
+    found: dict[str, tuple[int, str]] = {}
+    for name, shape in given.items():
+        for symbol, size in zip(inputs[name].shape or (), shape, strict=False):
+            if isinstance(symbol, int) or not symbol.value:
+                continue
+            known, other = found.get(symbol.value, (1, name))
+            if 1 not in (known, size) and known != size:
+                raise MisuseError(
+                    f"the shapes contradict: the model's size '{symbol.value}' is {known} in '{other}' and {size} in "
+                    f"'{name}'"
+                )
+            if known == 1:
+                found[symbol.value] = (size, name)
+    return {symbol: size for symbol, (size, _) in found.items()}
+
+
+def _stated_symbols(
+    inputs: Mapping[str, ir.Value], stated: Mapping[str, Sequence[int | None]], past: frozenset[str]
+) -> dict[str, int]:
+    """The sizes of symbols that are stated, but for the length of a cache."""
+    pairs = [
+        (symbol.value, size)
+        for name, sizes in stated.items()
+        if name in inputs
+        for symbol, size in zip(inputs[name].shape or (), sizes, strict=False)
+        if isinstance(symbol, ir.SymbolicDim)
+    ]
+    return {symbol: size for symbol, size in pairs if symbol is not None and symbol not in past and size is not None}

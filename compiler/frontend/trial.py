@@ -1,0 +1,165 @@
+"""Try a model on made-up inputs: whole in ONNX Runtime, or node by node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from threading import Timer
+
+import msgspec
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
+
+from splitc.compiler.frontend.asked_shapes import Shape
+from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.loading import load_unoptimized
+from splitc.compiler.frontend.made_up import choose_fill, describe_fixed, describe_tensor
+from splitc.compiler.frontend.observation import refusal, signature
+from splitc.compiler.frontend.reads import subgraphs
+from splitc.compiler.frontend.roles import find_roles
+from splitc.compiler.frontend.shapes import BoundShapes, shape_of
+from splitc.compiler.operators.registry import operator_of
+from splitc.runtime.engines.onnxruntime_cpu import ERRORS
+from splitc.runtime.fills import make_inputs
+from splitc.runtime.manifest import Fill, Tensor
+from splitc.runtime.onnx_types import CODES, KNOWN
+from splitc.runtime.tools.unsplit import fixed_feeds
+
+# The most bytes of weights, and of what a node reads, that are tried; the seconds that a run may take.
+LARGEST, LARGEST_NODE, LONGEST = 256 << 20, 32 << 20, 10.0
+# The most elements of an input that is made up.
+MOST_ELEMENTS = 1 << 24
+
+
+class Trial:
+    """The unsplit model, run on made-up inputs of any sizes."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+
+    @cached_property
+    def inputs(self) -> list[Tensor]:
+        """The inputs, with how they are filled."""
+        roles = find_roles(self._graph)
+        values = self._graph.graph.inputs
+        return [
+            msgspec.structs.replace(describe_tensor(value), fill=choose_fill(value, roles.get(value)))
+            for value in values
+        ]
+
+    def refusal(self, shapes: Mapping[str, Shape], fills: Mapping[str, Fill]) -> str | None:
+        """Why ONNX Runtime does not run the model on inputs of these shapes; None if it does.
+
+        None too if it takes longer than LONGEST, or if this machine's CPU lacks a kernel: neither tells of sizes.
+        """
+        inputs = [msgspec.structs.replace(each, sample_shape=[*shapes[each.name]]) for each in self.inputs]
+        feeds = make_inputs(inputs, fills=fills)
+        fixed = fixed_feeds(inputs, [describe_fixed(each) for each in self._graph.fixed], feeds)
+        options = ort.RunOptions()
+        options.log_severity_level = 4
+        timer = Timer(LONGEST, setattr, [options, "terminate", True])
+        timer.start()
+        try:
+            self._session.run(None, {**feeds, **fixed}, options)
+        except onnxruntime_build.NotImplemented:
+            return None
+        except ERRORS as error:
+            return None if options.terminate else str(error)
+        finally:
+            timer.cancel()
+        return None
+
+    @cached_property
+    def _session(self) -> ort.InferenceSession:
+        return load_unoptimized(self._graph.path, trusts_data=self._graph.trusts_data)
+
+
+def can_be_made_up(graph: Graph, shapes: Mapping[str, Shape]) -> bool:
+    """Whether numpy's arrays can be made up for all inputs."""
+    return all(map(_is_plain, graph.graph.inputs)) and all(
+        np.prod(shape, dtype=float) <= MOST_ELEMENTS for shape in shapes.values()
+    )
+
+
+def _is_plain(value: ir.Value) -> bool:
+    """Whether a value is a tensor of a number type that numpy and ONNX Runtime have in common."""
+    if not isinstance(value.type, ir.TensorType) or value.type.dtype in (ir.DataType.STRING, ir.DataType.UNDEFINED):
+        return False
+    name = str(value.type.dtype.numpy())
+    return name in KNOWN and name not in CODES
+
+
+def first_refused(
+    model: ir.Model, bound: BoundShapes, accepted: set[str], leave_large: bool = True
+) -> tuple[ir.Node, str] | None:
+    """The first node that ONNX Runtime does not run alone, on inputs of the bound shapes, and why. None if it runs all.
+
+    `model` has the results of shape arithmetic. Forms of nodes that are `accepted` are not tried again; new ones are
+    added. Shape arithmetic, nodes whose sizes depend on data, those with control flow and large ones are left out; the
+    last are refused instead, unless `leave_large`.
+    """
+    for node in model.graph:
+        inputs = [value for value in node.inputs if value is not None]
+        if not _can_be_tried(node, inputs, bound):
+            continue
+        shapes = [shape_of(value, bound.shapes) for value in inputs]
+        if sum(map(_bytes, inputs, shapes)) > LARGEST_NODE:
+            if leave_large or any(_bytes(value, shape_of(value)) > LARGEST_NODE for value in inputs):
+                continue
+            return node, "it is too large to be tried"
+        form = f"{signature(node)}\n{shapes}"
+        if form in accepted:
+            continue
+        if (error := _refuses(node, bound.shapes)) is not None:
+            return node, error
+        accepted.add(form)
+    return None
+
+
+def _can_be_tried(node: ir.Node, inputs: Sequence[ir.Value], bound: BoundShapes) -> bool:
+    """Whether all is known that decides if a node runs, and it is no shape arithmetic, which has been computed."""
+    values = [*inputs, *(value for value in node.outputs if value.name)]
+    if any(subgraphs(node)) or not all(map(_is_plain, values)) or all(v.const_value is not None for v in inputs):
+        return False
+    return not any(value.name in bound.uncertain or _may_be_sizes(value, bound.shapes) for value in inputs)
+
+
+def first_stretched(
+    model: ir.Model, bound: BoundShapes, declared: Mapping[str, ir.Shape]
+) -> tuple[ir.Node, str] | None:
+    """The first node that adds a weight to one row of a dynamic axis, as if it were many, and why that is wrong.
+
+    ONNX Runtime runs it, but a table of positions has as many rows as what it is added to. `declared` are shapes with
+    symbols.
+    """
+    for node in model.graph:
+        if not operator_of(node).adds:
+            continue
+        for value, other in zip(node.inputs, reversed(node.inputs), strict=True):
+            if value is None or other is None or not other.is_initializer():
+                continue
+            sizes = zip(
+                reversed(declared.get(value.name or "", ())), reversed(shape_of(value, bound.shapes)), strict=False
+            )
+            for (size, number), rows in zip(sizes, reversed(shape_of(other)), strict=False):
+                if isinstance(size, ir.SymbolicDim) and number == 1 < rows:
+                    return node, f"'{other.name}' has {rows} rows, and is added to 1"
+    return None
+
+
+def _refuses(node: ir.Node, shapes: Mapping[str, Shape]) -> str | None:
+    """Why a node is refused, both with zeros and with ones: the one are no divisors, the other no indices."""
+    found = [None if value is None else shape_of(value, shapes) for value in node.inputs]
+    return refusal(node, found, np.ones) and refusal(node, found, np.zeros)
+
+
+def _may_be_sizes(value: ir.Value, shapes: Mapping[str, Shape]) -> bool:
+    """Whether a value that is not known may be a list of sizes or places, on which it depends what a node accepts."""
+    is_known = value.const_value is not None or value.is_graph_input()
+    return not is_known and value.dtype == ir.DataType.INT64 and len(shape_of(value, shapes)) <= 1
+
+
+def _bytes(value: ir.Value, shape: Shape) -> float:
+    return float(np.prod(shape, dtype=float)) * (value.dtype.itemsize if value.dtype is not None else 0)

@@ -1,0 +1,30 @@
+"""Whether the model runs on the sizes that it is planned for, before a package is written for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from splitc.compiler.analysis.facts import Analysis
+from splitc.compiler.frontend.fitted_sizes import WHOLE
+from splitc.compiler.frontend.trial import Trial
+from splitc.compiler.model_errors import ModelError
+from splitc.runtime.manifest import Fill
+from splitc.runtime.units import format_shape
+
+
+def check_sizes_tried(analysis: Analysis, fills: Mapping[str, Fill], say: Callable[[str], None]) -> None:
+    """Say how the planned sizes were tried. Raises ModelError if the model does not run on them, nor with `fills`."""
+    fitted = analysis.fitted
+    problem = fitted.problem
+    if problem is not None and fills and fitted.tried == WHOLE:
+        problem = Trial(analysis.graph).refusal(analysis.shapes, {**fitted.fills, **fills})
+    if problem is None:
+        say(f"the model runs on the sizes that are planned for: {fitted.tried}")
+        return
+    given = [name for name in analysis.shapes if name in fitted.inputs.given]
+    sizes = ", ".join(f"{name} {format_shape(shape)}" for name, shape in analysis.shapes.items() if name not in given)
+    made_up = f" (made up: {sizes})" if sizes else ""
+    raise ModelError(
+        f"the model does not run on the sizes that are planned for{made_up}: {problem}\nNothing was written. Say what "
+        "it takes with --shapes, or which numbers with --fill; --no-verify writes the package as it is."
+    )

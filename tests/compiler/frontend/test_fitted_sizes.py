@@ -1,0 +1,132 @@
+"""Sizes that nobody gives: what the graph demands of them is found by running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from models.writer import save
+from splitc.compiler.analysis.facts import Analysis, analyze
+from splitc.compiler.frontend.asked_shapes import AskedShapes, Shape
+from splitc.compiler.frontend.fitted_sizes import WHOLE
+from splitc.runtime.manifest import Fill
+from tests.helpers.blocks import FLOAT, INT, Block
+from tests.helpers.command import splitc
+
+WriteModel = Callable[[str], Path]
+
+
+def fit(block: Block, folder: Path, given: Mapping[str, Shape] | None = None) -> Analysis:
+    save(block.model(), folder / "model.onnx")
+    return analyze(folder / "model.onnx", AskedShapes(given or {}), 1)
+
+
+def image_block(channels: str = "channels") -> Block:
+    """Patches of 8 x 8 of three planes, with nine positions."""
+    block = Block()
+    image = block.input("image", FLOAT, ["batch", channels, "height", "width"])
+    patches = block.op("Conv", image, block.w("patch", 8, 3, 8, 8), strides=[8, 8])
+    rows = block.op("Transpose", block.op("Reshape", patches, block.ints(0, 8, -1)), perm=[0, 2, 1])
+    block.give(block.op("Add", rows, block.w("positions", 1, 9, 8)))
+    return block
+
+
+def test_channels_and_sides_of_an_image(tmp_path: Path) -> None:
+    fitted = fit(image_block(), tmp_path).fitted
+    assert fitted.shapes["image"] == (1, 3, 24, 24)
+    assert (fitted.tried, fitted.problem) == (WHOLE, None)
+    assert not fitted.bound.uncertain
+
+
+def test_length_that_kernels_reach(tmp_path: Path) -> None:
+    block = Block()
+    value = block.op("Unsqueeze", block.input("sound", FLOAT, ["batch", "length"]), block.ints(1))
+    for number, (kernel, stride) in enumerate(((127, 64), (7, 3))):
+        value = block.op("Conv", value, block.w(f"w{number}", 1, 1, kernel), strides=[stride])
+    block.give(value)
+    analysis = fit(block, tmp_path)
+    assert analysis.fitted.problem is None
+    assert analysis.shapes["sound"][1] >= 127 + 6 * 64
+    assert min(analysis.costs.shapes["y"]) > 0
+
+
+def test_rows_that_belong_together(tmp_path: Path) -> None:
+    """Four rows of one input to one of another, as codebooks are: also where the first size of one is given."""
+    assert fit(codebooks(), tmp_path).shapes == {"ids": (4, 6), "past": (1, 6)}
+    assert fit(codebooks(), tmp_path, {"ids": (8, 6)}).shapes == {"ids": (8, 6), "past": (2, 6)}
+
+
+def codebooks() -> Block:
+    block = Block()
+    ids = block.op("Reshape", block.input("ids", INT, ["rows", 6]), block.ints(-1, 4, 6))
+    total = block.op("ReduceSum", block.op("Cast", ids, to=int(FLOAT)), block.ints(1), keepdims=0)
+    past = block.input("past", FLOAT, ["batch", 6])
+    block.give(block.op("Concat", past, total, axis=1), "y", ["batch", 12])
+    return block
+
+
+def test_head_size_of_a_cache_is_that_of_the_queries(tmp_path: Path) -> None:
+    block = Block()
+    past = [block.input(f"past_{part}", FLOAT, ["batch", 2, "past", "some_size"]) for part in ("key", "value")]
+    queries = [block.data(name, (1, 4, size), ["batch", 4, size]) for name, size in SIZES.items()]
+    mask = block.input("mask", INT, ["batch", "all"])
+    count = block.op("ReduceSum", mask, block.ints(1), keepdims=0)
+    total = block.op("Gather", block.op("Shape", mask), block.constant(1, np.int64))
+    lengths = [
+        block.op("Cast", each, to=int(ir.DataType.INT32)) for each in (block.op("Sub", count, block.ints(1)), total)
+    ]
+    made = block.ops(
+        "com.microsoft.GroupQueryAttention", *queries, *past, *lengths, outputs=3, num_heads=4, kv_num_heads=2
+    )
+    block.give(made[0], "y", ["batch", 4, 128])
+    for part, value in zip(("key", "value"), made[1:], strict=True):
+        block.give(value, f"present_{part}", ["batch", 2, "present", "some_size"])
+    assert fit(block, tmp_path).shapes["past_key"] == (1, 2, 0, 32)
+
+
+SIZES = {"q": 128, "k": 64, "v": 64}
+
+
+def test_number_that_a_size_follows_from(tmp_path: Path) -> None:
+    block = Block()
+    length = block.input("length", INT, [1])
+    ones = block.op("ConstantOfShape", length, value=ir.tensor(np.ones(1, np.float32)))
+    block.give(block.op("Slice", ones, block.ints(5), block.ints(6), block.ints(0)), "cut", ["m"])
+    block.give(block.op("Gather", ones, block.ints(5)), "y", [1])
+    fitted = fit(block, tmp_path).fitted
+    assert fitted.problem is None
+    assert fitted.fills == {"length": Fill("randint", 8, 9)}
+
+
+def test_cache_that_may_not_be_empty(tmp_path: Path) -> None:
+    block = Block()
+    past = block.input("past", FLOAT, [1, "past", 8])
+    last = block.op("Gather", past, block.constant(-1, np.int64), axis=1)
+    new = block.op("Unsqueeze", block.op("MatMul", last, block.w("w", 8, 8)), block.ints(1))
+    block.give(block.op("Concat", past, new, axis=1), "present", [1, "past + 1", 8])
+    analysis = fit(block, tmp_path)
+    assert [(state.input, state.output) for state in analysis.states] == [("past", "present")]
+    assert analysis.shapes["past"] == (1, 1, 8)
+
+
+def test_sizes_that_can_not_be_right_are_a_warning_of_plan_and_an_error_of_compile(tmp_path: Path) -> None:
+    """A given size that the graph refuses stays as it is given."""
+    save(image_block().model(), tmp_path / "model.onnx")
+    arguments = (tmp_path / "model.onnx", "-d", "2xcpu", "--split-mode", "layer", "--shapes", "image:1x4x24x24")
+    said = splitc("plan", *arguments).stderr
+    assert "the model does not run on the sizes that are planned for" in " ".join(said.split())
+    said = splitc("compile", *arguments, "-o", tmp_path / "package", code=1).stderr
+    assert "C: 4 kernel channels: 3" in " ".join(said.split())
+    assert not (tmp_path / "package").exists()
+    splitc("compile", *arguments, "-o", tmp_path / "package", "--no-verify")
+    assert (tmp_path / "package").is_dir()
+    assert "the whole model was run" in splitc("compile", *arguments[:-2], "-o", tmp_path / "other").stdout
+
+
+@pytest.mark.parametrize("channels", ["num-channels", "?"])
+def test_sizes_without_a_name(tmp_path: Path, channels: str) -> None:
+    assert fit(image_block(channels), tmp_path).shapes["image"] == (1, 3, 24, 24)
