@@ -7,6 +7,7 @@ from itertools import groupby
 
 import onnx_ir as ir
 
+from splitc.compiler.lowering.fusions import keep_unfused
 from splitc.compiler.lowering.segments import Segment
 from splitc.compiler.planning.rank_plan import RankPlan
 from splitc.compiler.planning.split import RankProgram
@@ -25,7 +26,7 @@ def stage_program(
     """The program of rank `number`, which runs the segments of its stage's graph and gives `outputs` to the caller."""
     taken = {value.name for segment in segments for value in segment.graph.inputs}
     inputs = [name for name in names(ranks[number].stage.feeds) if name in taken]
-    graphs = tuple(segment.graph for segment in segments if segment.graph.outputs)
+    graphs = tuple(keep_unfused(segment.graph) for segment in segments if segment.graph.outputs)
     steps = tuple(_steps(ranks, number, segments))
     return RankProgram(graphs, steps, tuple(inputs), tuple(outputs), tuple(parts), tuple(keeps))
 

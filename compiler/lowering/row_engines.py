@@ -153,6 +153,8 @@ class _Builder:
             first = node if origin is None or origin not in constant else self._folded.setdefault(origin, node)
             if first is not node:
                 ir.convenience.replace_all_uses_with(node.outputs, first.outputs)
+                for number in range(len(node.inputs)):
+                    node.replace_input_with(number, None)
                 continue
             node.name = _unused(node.name or "", self._node_names)
             for value in node.outputs:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import onnx_ir as ir
 
 from splitc.compiler.analysis.stages import Stage
+from splitc.compiler.lowering.fusions import keep_unfused
 from splitc.compiler.lowering.programs import names
 from splitc.compiler.lowering.row_engines import helper_graph, main_graph
 from splitc.compiler.lowering.row_graphs import main_segments, slice_graph, slice_name
@@ -74,5 +75,5 @@ def _helper_program(sliced: SlicedProducts, number: int) -> RankProgram:
 def _program(
     graphs: Iterable[ir.Graph], steps: Iterable[Step], inputs: Iterable[str], outputs: Iterable[str]
 ) -> RankProgram:
-    graphs = tuple(graph for graph in graphs if graph.outputs)
+    graphs = tuple(keep_unfused(graph) for graph in graphs if graph.outputs)
     return RankProgram(graphs, tuple(steps), tuple(inputs), tuple(outputs))

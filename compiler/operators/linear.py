@@ -187,7 +187,7 @@ OPERATORS = (
     Operator("Einsum", einsum, multiplies=True, rotates=True),
     Operator("Conv", convolution, convolution_flops, multiplies=True),
     Operator("ConvInteger", convolution, convolution_flops),
-    Operator("QLinearConv", flops=quantized_convolution_flops),
+    Operator("QLinearConv", flops=quantized_convolution_flops, rounds=True),
     Operator("ConvTranspose", transposed_convolution, transposed_convolution_flops),
     Operator("com.microsoft.MoE", experts, expert_flops),
 )

@@ -31,6 +31,7 @@ class Operator:
     random: it draws random numbers, so it must not be computed twice.
     random_if: the input that says whether it draws random numbers.
     unpacks: it makes a weight larger (dequantizes). Engines keep its input and compute it in each run.
+    rounds: it quantizes numbers that are computed, or computes with such. So a sum in another order may give others.
     reads_part: it reads only as many bytes of its input as its output has.
     view: its output shares the memory of its first input.
 
@@ -69,6 +70,7 @@ class Operator:
     random: bool = False
     random_if: int | None = None
     unpacks: bool = False
+    rounds: bool = False
     reads_part: bool = False
     view: bool = False
     folds: bool = False

@@ -131,9 +131,9 @@ def dequantized_shape(context: Any, node: ir.Node) -> None:
 OPERATORS = (
     Operator("DequantizeLinear", linear_quantization, unpacks=True),
     Operator("com.microsoft.DequantizeLinear", linear_quantization, shapes=dequantized_shape, unpacks=True),
-    Operator("QuantizeLinear", linear_quantization),
-    Operator("com.microsoft.QuantizeLinear", linear_quantization, shapes=quantized_shape),
-    Operator("DynamicQuantizeLinear", dynamic_quantization),
-    Operator("QLinearMatMul", quantized_matmul, product_flops, matrix=3),
+    Operator("QuantizeLinear", linear_quantization, rounds=True),
+    Operator("com.microsoft.QuantizeLinear", linear_quantization, shapes=quantized_shape, rounds=True),
+    Operator("DynamicQuantizeLinear", dynamic_quantization, rounds=True),
+    Operator("QLinearMatMul", quantized_matmul, product_flops, matrix=3, rounds=True),
     Operator("com.microsoft.MatMulNBits", matmul_blocks, blocks_flops, multiplies=True, matrix=1),
 )

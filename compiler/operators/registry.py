@@ -22,6 +22,8 @@ from splitc.compiler.operators import (
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import Operator
 
+# The accuracy level with which ONNX Runtime quantizes what a weight of few bits is multiplied with.
+QUANTIZES = 4
 FAMILIES = (attention, elementwise, generators, indexing, linear, quantized, recurrent, reduction, shaping)
 
 
@@ -49,6 +51,22 @@ def draws(node: ir.Node) -> bool:
         return operator.random
     asked = node.inputs[operator.random_if]
     return asked is not None and (asked.const_value is None or bool(asked.const_value.numpy().any()))
+
+
+def rounds(node: ir.Node) -> bool:
+    """Whether a node quantizes numbers that are computed, or ONNX Runtime does so for it.
+
+    It does for a product with a weight that was stored in few bits: if the node allows for it (`accuracy_level`), or if
+    the product is the only reader of the dequantized weight, with which it is fused then.
+    """
+    operator = operator_of(node)
+    if operator.matrix is None or operator.rounds:
+        return operator.rounds
+    if node.attributes.get_int("accuracy_level", 0) == QUANTIZES:
+        return True
+    weight = node.inputs[operator.matrix] if operator.matrix < len(node.inputs) else None
+    unpacked = weight.producer() if weight is not None else None
+    return unpacked is not None and operator_of(unpacked).unpacks and len(unpacked.outputs[0].uses()) == 1
 
 
 def relate_axes(operation: Operation) -> None:

@@ -12,6 +12,7 @@ from splitc.compiler.frontend.made_up import choose_fill, describe_fixed, descri
 from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.lowering.programs import names
 from splitc.compiler.model_errors import ModelError
+from splitc.compiler.operators.registry import rounds
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import LISTED
 from splitc.compiler.planning.rank_plan import RankPlan
@@ -127,10 +128,14 @@ def _input(plan: Plan, value: ir.Value, role: m.Role | None, asked: m.Fill | Non
 
 
 def number_type(analysis: Analysis) -> str:
-    """The least precise type of at least a tenth of the weights. It limits how closely outputs can agree."""
+    """The least precise type of at least a tenth of the weights. It limits how closely outputs can agree.
+
+    Weights of few bits do so only if what they are multiplied with is rounded too: else all is computed in floats.
+    """
     sizes: dict[str, int] = {}
+    rounded = any(map(rounds, analysis.graph.nodes))
     for weight in analysis.costs.weights(analysis.graph.nodes):
-        if weight.dtype is not None:
+        if weight.dtype is not None and (rounded or weight.dtype.is_floating_point()):
             kind = f"int{weight.dtype.bitwidth}" if weight.dtype.is_integer() else str(weight.dtype.numpy())
             sizes[kind] = sizes.get(kind, 0) + analysis.costs.value_bytes(weight)
     order = ["int4", "int2", "int8", "bfloat16", "float16", "float32"]
