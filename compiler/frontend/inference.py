@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import chain
+from threading import RLock
 from typing import Any
 
 import onnx
@@ -14,9 +16,11 @@ import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 from onnx_shape_inference import (
     SYM_DATA_KEY,
+    OpShapeInferenceRegistry,
     OpUsageError,
     ShapeInferenceContext,
     ShapeInferenceError,
+    _registry,
     infer_symbolic_shapes,
     registry,
 )
@@ -58,7 +62,8 @@ def infer_shapes_and_types(model: ir.Model) -> Inference:
     with repetitions() as repeated:
         if len(nodes) > len(model.graph) or not _infer_in_order(model, nodes, rules):
             repeated.clear()
-            infer_symbolic_shapes(model, warn_on_missing=False)
+            with _own_rules():
+                infer_symbolic_shapes(model, warn_on_missing=False)
     if any(value.dtype in UNKNOWN for node in model.graph for value in node.outputs if value.name):
         _add_types(model)
     return Inference(frozenset(observed), frozenset(repeated))
@@ -93,7 +98,7 @@ def _infer_in_order(model: ir.Model, nodes: Sequence[ir.Node], rules: Mapping[tu
 
 def _find_rule(domain: str, name: str, version: int) -> Rule | None:
     """The rule of an operator, which is registered if the library has none for this version; None if it needs none."""
-    known: Rule | None = registry.get(domain, name, version)
+    known: Rule | None = RULES.get(domain, name, version)
     if known is not None:
         return known
     rule = None
@@ -103,7 +108,7 @@ def _find_rule(domain: str, name: str, version: int) -> Rule | None:
         # ONNX Runtime had some operators before ONNX did, such as LayerNormalization.
         rule = registry.get(domain, name, onnx.defs.onnx_opset_version())
     made = _forgiving(rule)
-    registry.register(domain, name, version)(made)
+    RULES.register(domain, name, version)(made)
     return made
 
 
@@ -166,15 +171,55 @@ def _add_types(model: ir.Model) -> None:
             value.type = None
 
 
-def _complete_library() -> None:
-    """Register the missing shape functions, and wrap all rules to be forgiving. A later registration replaces one."""
+def _not_beyond(rule: Rule) -> Rule:
+    """The rule for Slice, but an end that is a number may lie beyond the axis: it may be any large number."""
+
+    def infer(context: Any, node: ir.Node) -> None:
+        rule(context, node)
+        data, output = node.inputs[0], node.outputs[0]
+        if data is None or data.shape is None or output.shape is None:
+            return
+        pairs = list(zip(data.shape, output.shape, strict=True))
+        if any(isinstance(size, ir.SymbolicDim) and isinstance(cut, int) and cut > 1 for size, cut in pairs):
+            sizes = [_least(size, cut) for size, cut in pairs]
+            output.shape = context.name_anonymous_dims_in_shape(ir.Shape(sizes))
+
+    return infer
+
+
+def _least(size: int | ir.SymbolicDim, cut: int | ir.SymbolicDim) -> int | ir.SymbolicDim | None:
+    """How much a slice leaves of an axis: at most what it has. (Of one that has anything, one is left.)"""
+    if isinstance(size, int) or not isinstance(cut, int) or cut <= 1:
+        return cut
+    return ir.SymbolicDim(f"Min({size.value}, {cut})") if size.value and size.value.isidentifier() else None
+
+
+def _own_registry() -> OpShapeInferenceRegistry:
+    """The library's rules, all forgiving, with the shape functions that it lacks."""
+    found = OpShapeInferenceRegistry()
+    registry.collect()
+    for domain, name, versions in registry.iter_supported():
+        for version in versions:
+            rule = registry.get(domain, name, version)
+            rule = _not_beyond(rule) if (domain, name) == ("", "Slice") else rule
+            found.register(domain, name, version)(_forgiving(rule))
     for operator in REGISTRY.values():
         domain, _, name = operator.name.rpartition(".")
-        if operator.shapes is not None and not registry.has(domain, name):
-            registry.register(domain, name)(operator.shapes)
-    for domain, name, versions in list(registry.iter_supported()):
-        for version in versions:
-            registry.register(domain, name, version)(_forgiving(registry.get(domain, name, version)))
+        if operator.shapes is not None and not found.has(domain, name):
+            found.register(domain, name)(_forgiving(operator.shapes))
+    return found
 
 
-_complete_library()
+@contextmanager
+def _own_rules() -> Iterator[None]:
+    """Have the library infer by our rules, and leave its own registry as it is."""
+    with _swapping:
+        _registry.registry = RULES
+        try:
+            yield
+        finally:
+            _registry.registry = registry
+
+
+RULES = _own_registry()
+_swapping = RLock()

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from onnx_shape_inference import infer_symbolic_shapes, registry
 
 from splitc.compiler.frontend import inference
 from splitc.compiler.frontend.shapes import infer_shapes
@@ -45,3 +46,12 @@ def test_made_up_symbols_are_left_to_the_library(write_model: WriteModel, monkey
     monkeypatch.setattr(inference, "_infer_in_order", lambda model, nodes, rules: False)
     assert mixed == inferred(path)
     assert mixed["i"][0] is not None
+
+
+def test_the_library_s_own_rules_stay_as_they_are(decoder: Path) -> None:
+    model = read_graph(decoder).model
+    infer_shapes(model)
+    ours = registry.get("", "Slice", 13), registry.get("", "Relu", 14)
+    infer_symbolic_shapes(model.clone())
+    assert all(rule.__module__.startswith("onnx_shape_inference") for rule in ours if rule is not None)
+    assert None not in ours

@@ -185,6 +185,26 @@ def test_dimensions_as_exporters_write_them(write_model: WriteModel, size: str) 
     assert analyze(path, AskedShapes({"x": (7, 4)}), 1).costs.shapes["y"] == (7, 4)
 
 
+def test_end_of_a_slice_may_be_any_large_number(write_model: WriteModel) -> None:
+    """Such an end is no size, nor is what shape arithmetic makes of it (as tf2onnx writes each Einsum)."""
+    path = write_model(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[n, 4] x) => (float[m, 4] y)
+        <int64[1] zero = {0}, int64[1] far = {1000000000}, int64[1] one = {1}, int64[1] four = {4}>
+        { all = Slice(x, zero, far, zero)
+          sizes = Shape(all)
+          rows = Gather(sizes, zero)
+          other = Gather(sizes, one)
+          most = Max(rows, one)
+          same = Min(other, four)
+          target = Concat <axis = 0> (most, same)
+          y = Expand(all, target) }"""
+    )
+    bound = analyze(path, AskedShapes({"x": (3, 4)}), 1).costs.bound
+    assert bound.shapes["y"] == (3, 4)
+    assert list(bound.constants["target"]) == [3, 4]
+
+
 def test_size_that_inference_gets_wrong_is_forgotten(write_model: WriteModel) -> None:
     """A slice to the end, written as some large number: inference takes that for the size when it does not know it."""
     path = write_model(
