@@ -42,7 +42,7 @@ class SizeRewriter:
     def rewrite(self, node: ir.Node, operation: Operation) -> None:
         """Correct the sizes that a node reads, and record the sizes that it gives."""
         if operator_of(node).reads_shape:
-            self._note_shape(node)
+            self._note_shape(node, operation.inputs[0])
             return
         dtype = node.outputs[0].dtype
         passing = operator_of(node).passes_sizes and not operation.sizes and (dtype is None or dtype.is_integer())
@@ -62,9 +62,7 @@ class SizeRewriter:
         for name, sizes in operation.attributes.items():
             self._rewrite_attribute(node, name, sizes)
 
-    def _note_shape(self, node: ir.Node) -> None:
-        source = node.inputs[0]
-        axes = self.axes_of(source) if source is not None else None
+    def _note_shape(self, node: ir.Node, axes: Axes) -> None:
         if axes is None or not self.shards.splits(axes):
             return
         if node.op_type == "Size":
@@ -127,7 +125,7 @@ class SizeRewriter:
         tensor = value.const_value if value.is_initializer() else None
         if tensor is not None:
             old = tensor.numpy()
-            new = self._constant_sizes(np.atleast_1d(old), sizes, operator_of(node).takes_places)
+            new = constant_sizes(self.shards, np.atleast_1d(old), sizes, operator_of(node).takes_places)
             return value if np.array_equal(np.atleast_1d(old), new) else self.editor.constant(new.reshape(old.shape))
         entries = self._entries(value)
         wanted = list(sizes)[: len(entries)]
@@ -150,14 +148,6 @@ class SizeRewriter:
         if parts == list(concat.inputs):
             return concat.outputs[0]
         return self._emit(node, "Concat", parts, axis=0)
-
-    def _constant_sizes(self, old: Array, sizes: Sizes, positions: bool) -> Array:
-        """Replace whole sizes by the rank's. Other numbers (-1, 0, 1 for a repeated axis) stay, unless `positions`."""
-        new: Array = old.copy()
-        for number, axis in enumerate(sizes):
-            if axis is not None and self.shards.is_split(axis) and (positions or old[number] == ax.size_of(axis)):
-                new[number] = self.shards.size(axis)
-        return new
 
     def _ratio(self, have: Axis | None, want: Axis | None) -> tuple[int, int] | None:
         """The numbers to multiply and divide by to turn the size `have` into `want`; None if they are the same.
@@ -212,14 +202,23 @@ class SizeRewriter:
             return
         if attribute.type == ir.AttributeType.INT:
             old = np.array([attribute.as_int()])
-            new = self._constant_sizes(old, sizes, False)
+            new = constant_sizes(self.shards, old, sizes, False)
             replacement = ir.AttrInt64(name, int(new[0]))
         else:
             old = np.array(attribute.as_ints())
-            new = self._constant_sizes(old, sizes, operator_of(node).takes_places)
+            new = constant_sizes(self.shards, old, sizes, operator_of(node).takes_places)
             replacement = ir.AttrInt64s(name, [int(each) for each in new])
         if not np.array_equal(old, new):
             node.attributes[name] = replacement
+
+
+def constant_sizes(shards: Shards, old: Array, sizes: Sizes, positions: bool) -> Array:
+    """Replace whole sizes by the rank's. Other numbers (-1, 0, 1 for a repeated axis) stay, unless `positions`."""
+    new: Array = old.copy()
+    for number, axis in enumerate(sizes):
+        if axis is not None and shards.is_split(axis) and (positions or old[number] == ax.size_of(axis)):
+            new[number] = shards.size(axis)
+    return new
 
 
 def _numbers(value: ir.Value | None) -> list[int] | None:

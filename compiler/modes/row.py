@@ -36,11 +36,14 @@ from splitc.compiler.planning.split import RankProgram
 from splitc.compiler.planning.stage_search import Assignment
 from splitc.compiler.remembered import remembered
 from splitc.compiler.sharding.axis_map import AxisMap, find_axes
+from splitc.compiler.sharding.choice import Choice
 from splitc.compiler.sharding.held import held_shards
+from splitc.compiler.sharding.partial import NO_SUMS
 from splitc.compiler.sharding.probe_sizes import bind_probe_sizes
 from splitc.compiler.sharding.products import Product, Products, find_products
 from splitc.compiler.sharding.report import sliced_weights
 from splitc.compiler.sharding.slices import SlicedProducts, slice_products
+from splitc.compiler.trials.trial import broken_rules, find_broken
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.units import first_few, format_bytes
@@ -160,7 +163,7 @@ def _make_plan(analysis: Analysis, resources: Resources, request: Request, share
     """
     devices, budgets = resources.devices, resources.budgets
     stage = _whole(analysis)
-    products = find_products(analysis, request.row_min)
+    products, broken = _products(analysis, request.row_min)
     _check_enough_to_slice(analysis, products, request.row_min)
     if shares is None:
         shares = _shares_of_room(analysis, stage, products, budgets)
@@ -190,7 +193,21 @@ def _make_plan(analysis: Analysis, resources: Resources, request: Request, share
     cuts = [crossing[kind] for kind in kinds[1:]]
     plan = assemble(analysis, request, RowSplit(analysis, sliced, request.row_min), ranks, cuts, weights, WHOLE)
     check_memory(plan, WHOLE)
-    return plan
+    return replace(plan, warnings=(*plan.warnings, *broken_rules(broken)))
+
+
+@remembered
+def _products(analysis: Analysis, least: int) -> tuple[Products, Mapping[ir.Node, str]]:
+    """The products that can be sliced, and the nodes whose rules did not hold when they were tried: these are whole."""
+    opaque: dict[ir.Node, str] = {}
+    while True:
+        products = find_products(analysis, least, opaque)
+        columns = tuple(dict.fromkeys(product.columns for product in products.found))
+        choice = Choice(columns, {}, (), {}, NO_SUMS)
+        broken = find_broken(analysis.graph, products.axis_map, choice, analysis.costs.bound.shapes)
+        if not broken:
+            return products, opaque
+        opaque.update(broken)
 
 
 def _slice(analysis: Analysis, products: Products, shares: Sequence[float]) -> SlicedProducts:

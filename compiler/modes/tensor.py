@@ -35,13 +35,14 @@ from splitc.compiler.planning.resources import Budget, Resources
 from splitc.compiler.planning.split import RankProgram
 from splitc.compiler.planning.stage_search import Assignment, Target
 from splitc.compiler.remembered import remembered
-from splitc.compiler.sharding.axis_map import AxisMap, map_axes
-from splitc.compiler.sharding.candidates import Candidates, find_candidates
+from splitc.compiler.sharding.axis_map import AxisMap, find_axes, probe_sizes
+from splitc.compiler.sharding.candidates import find_candidates
 from splitc.compiler.sharding.choice import Choice, choose
 from splitc.compiler.sharding.held import held_shards
 from splitc.compiler.sharding.partial import chosen_atoms
 from splitc.compiler.sharding.report import AxisFate, WeightFate, axis_fates, sharded_weights
 from splitc.compiler.sharding.sharded_model import ShardedModel, shard_model
+from splitc.compiler.trials.trial import broken_rules, find_broken
 from splitc.runtime.device_profiles import HOST
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.manifest import Part
@@ -186,8 +187,8 @@ def _make_plan(
         for weight in analysis.costs.weights(stage.nodes)
     }
     groups = [shares[first : first + count] for first in range(0, len(shares), count)]
-    choice = _choose(analysis, count)
-    sharded = shard_model(analysis.graph, map_axes(analysis), choice, groups, home)
+    axis_map, choice, broken = _choose(analysis, count)
+    sharded = shard_model(analysis.graph, axis_map, choice, groups, home)
     ranks = []
     repeated = rematerialized(analysis, stages)
     for number, (each, stage) in enumerate(zip(chosen, stages, strict=True)):
@@ -215,18 +216,24 @@ def _make_plan(
     split = TensorSplit(analysis, choice, sharded)
     plan = assemble(analysis, request, split, ranks, stage_cuts(analysis, stages), weights, WHOLE)
     check_memory(plan, WHOLE)
-    return replace(plan, warnings=(*plan.warnings, *_warn_if_idle(ranks, sharded)))
+    return replace(plan, warnings=(*plan.warnings, *_warn_if_idle(ranks, sharded), *broken_rules(broken)))
 
 
 @remembered
-def _choose(analysis: Analysis, count: int) -> Choice:
-    """The axes to shard over so many ranks."""
-    return choose(analysis.graph, map_axes(analysis), _candidates(analysis), analysis.costs.value_bytes, count)
+def _choose(analysis: Analysis, count: int) -> tuple[AxisMap, Choice, Mapping[ir.Node, str]]:
+    """The axes to shard over so many ranks, and the nodes whose rules did not hold when they were tried.
 
-
-@remembered
-def _candidates(analysis: Analysis) -> Candidates:
-    return find_candidates(analysis.graph, map_axes(analysis), analysis.costs.value_bytes)
+    A node whose rule does not hold is opaque, and the axes are chosen again.
+    """
+    opaque: dict[ir.Node, str] = {}
+    graph, size = analysis.graph, analysis.costs.value_bytes
+    while True:
+        axis_map = find_axes(graph, probe_sizes(analysis), opaque)
+        choice = choose(graph, axis_map, find_candidates(graph, axis_map, size), size, count)
+        broken = find_broken(graph, axis_map, choice, analysis.costs.bound.shapes)
+        if not broken:
+            return axis_map, choice, opaque
+        opaque.update(broken)
 
 
 def _warn_if_idle(ranks: Sequence[RankPlan], sharded: ShardedModel) -> list[str]:

@@ -147,6 +147,12 @@ def _mask(op: Operation, number: int) -> str:
     return ["-", "b", "b t", "b l t", "b h m m"][len(op.input(number))] if op.has(number) else "-"
 
 
+def key_lengths(op: Operation, number: int) -> int | None:
+    """The lengths that GroupQueryAttention takes: the whole cache is used. What is not, the kernel leaves unset."""
+    keys = ax.size_of(op.output(1)[2] if op.has_output(1) else op.input(0)[1])
+    return {5: keys - 1, 6: keys}.get(number)
+
+
 def attention_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
     """2 x 2 x output elements x keys, for queries times keys and scores times values; plus a fused projection."""
     output = outputs[0] if outputs else ()
@@ -176,6 +182,7 @@ OPERATORS = (
         multiplies=True,
         attends=True,
         in_place=True,
+        example=key_lengths,
     ),
     Operator(
         "com.microsoft.MultiHeadAttention",

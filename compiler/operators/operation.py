@@ -194,7 +194,7 @@ class Operation:
             untouched = [axis for axis in axes or () if id(axis) not in self._touched]
             self.whole(untouched)
 
-    def opaque(self) -> None:
+    def opaque(self, reason: str = "") -> None:
         """Pin all axes: nothing is known about the node."""
         for axes in (*self.inputs, *self.outputs):
-            self.whole(axes or ())
+            self.whole(axes or (), reason)

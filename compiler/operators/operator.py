@@ -17,6 +17,8 @@ Shapes = Sequence[tuple[int, ...]]
 Flops = Callable[[ir.Node, Shapes, Shapes], int]
 # A shape function of onnx-shape-inference, with its context and a node as arguments.
 ShapeFunction = Callable[[Any, ir.Node], None]
+# What an input may hold, for a node that is tried on made-up data; None if it may hold anything.
+Example = Callable[[Operation, int], Any]
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Operator:
     Splits:
     matrix: the input that is the matrix of a product, whose columns row mode may slice.
     in_place: it can write a state's new value over the old one.
+    example: what its inputs may hold where not anything goes: lengths, positions.
     adds: it is an addition, so one sum serves all its partial inputs.
     negates: inputs that it subtracts.
     factors: for an input, the attribute that scales it, which is dropped together with it.
@@ -89,6 +92,7 @@ class Operator:
     rotates: bool = False
     matrix: int | None = None
     in_place: bool = False
+    example: Example | None = None
     adds: bool = False
     negates: frozenset[int] = frozenset()
     factors: Mapping[int, str] = field(default_factory=dict)

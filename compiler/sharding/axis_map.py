@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy.typing as npt
@@ -44,22 +45,32 @@ class AxisMap:
                     yield value, axes
 
 
-def find_axes(graph: Graph, bound: BoundShapes) -> AxisMap:
-    """Relate all axes of the model, node by node. `bound` should have distinct sizes for unrelated axes."""
+def find_axes(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, str] = MappingProxyType({})) -> AxisMap:
+    """Relate all axes of the model, node by node. `bound` should have distinct sizes for unrelated axes.
+
+    The axes of `opaque` nodes are whole, each for its reason.
+    """
     inputs = {value: _fresh(bound.shapes.get(value.name or "")) for value in graph.graph.inputs}
-    return _relate(graph, bound, graph.nodes, inputs, frozenset())
+    return _relate(graph, bound, graph.nodes, inputs, frozenset(), opaque)
 
 
 @remembered
-def map_axes(analysis: Analysis) -> AxisMap:
-    """All axes of a model, found with probe sizes."""
-    graph = analysis.graph
-    return find_axes(graph, bind_probe_sizes(graph, analysis.shapes, analysis.costs.certain))
+def probe_sizes(analysis: Analysis) -> BoundShapes:
+    """The shapes with probe sizes."""
+    return bind_probe_sizes(analysis.graph, analysis.shapes, analysis.costs.certain)
 
 
-def find_axes_separately(graph: Graph, bound: BoundShapes, nodes: Collection[ir.Node]) -> AxisMap:
-    """Relate the axes of these nodes, each separately: they share only the axes of weights and of folded weights."""
-    return _relate(graph, bound, _with_constant(graph, nodes, graph.constant), {}, frozenset(nodes))
+def find_axes_separately(
+    graph: Graph,
+    bound: BoundShapes,
+    nodes: Collection[ir.Node],
+    opaque: Mapping[ir.Node, str] = MappingProxyType({}),
+) -> AxisMap:
+    """Relate the axes of these nodes, each separately: they share only the axes of weights and of folded weights.
+
+    The axes of `opaque` nodes are whole, each for its reason.
+    """
+    return _relate(graph, bound, _with_constant(graph, nodes, graph.constant), {}, frozenset(nodes), opaque)
 
 
 def _relate(
@@ -68,6 +79,7 @@ def _relate(
     nodes: Iterable[ir.Node],
     shared: dict[ir.Value, Axes],
     separate: Collection[ir.Node],
+    opaque: Mapping[ir.Node, str],
 ) -> AxisMap:
     """The axes of the nodes, in order. `shared` starts with the axes of the graph's inputs and is added to.
 
@@ -95,7 +107,10 @@ def _relate(
         constants = [_constant(value, bound) for value in node.inputs]
         weights = [n for n, value in enumerate(node.inputs) if value is not None and graph.is_constant(value)]
         operation = Operation(node, [axes_of(value) for value in node.inputs], made, constants, weights)
-        relate_node(operation)
+        if node in opaque:
+            operation.opaque(opaque[node])
+        else:
+            relate_node(operation)
         for value in graph.reads[node]:
             if value not in node.inputs:  # a subgraph reads it
                 for axis in axes_of(value) or ():

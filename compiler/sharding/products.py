@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import onnx_ir as ir
 
@@ -18,7 +19,6 @@ from splitc.compiler.nodes import describe_node
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Factor
 from splitc.compiler.operators.registry import operator_of
-from splitc.compiler.remembered import remembered
 from splitc.compiler.sharding.axis_map import AxisMap, find_axes_separately
 from splitc.runtime.units import format_shape
 
@@ -67,9 +67,11 @@ class Products:
     declined: Mapping[ir.Node, Declined]
 
 
-@remembered
-def find_products(analysis: Analysis, least: int) -> Products:
-    """The products of a model whose matrices are at least `least` x `least`."""
+def find_products(analysis: Analysis, least: int, opaque: Mapping[ir.Node, str] = MappingProxyType({})) -> Products:
+    """The products of a model whose matrices are at least `least` x `least`.
+
+    The axes of `opaque` nodes are whole, each for its reason.
+    """
     graph = analysis.graph
     constant = graph.constant
     readers = _readers(graph, constant)
@@ -80,7 +82,7 @@ def find_products(analysis: Analysis, least: int) -> Products:
     _decline_shared(readers, declined)
     candidates = [node for node in nodes if node not in declined]
     unpacking = _unpacking(graph, candidates, constant)
-    axis_map = find_axes_separately(graph, analysis.costs.certain, [*candidates, *unpacking])
+    axis_map = find_axes_separately(graph, analysis.costs.certain, [*candidates, *unpacking], opaque)
     given = {atom for node in candidates for atom in _run_time_atoms(axis_map, node, constant)}
     columns = {node: _columns(axis_map, node, given) for node in candidates}
     declined.update({node: each for node, each in columns.items() if isinstance(each, Declined)})

@@ -54,7 +54,7 @@ def assign_units(
         parts = groups[group]
         partner = partners.get(atom)
         if partner is not None:
-            ranges[atom], ranges[partner] = _divide_units(atom.size, partner.size, parts)
+            ranges[atom], ranges[partner] = divide_units(atom.size, partner.size, parts)
             continue
         if atom in partners.values():
             continue  # it is divided with the atom that it is the partner of
@@ -63,7 +63,7 @@ def assign_units(
         carried[group] = [
             c + (atom.size * part - n) * unit for c, part, n in zip(carried[group], parts, counts, strict=True)
         ]
-        ranges[atom] = _ranges(counts)
+        ranges[atom] = ranges_of(counts)
     return ranges
 
 
@@ -81,7 +81,8 @@ def largest_remainder(ideal: Sequence[float], total: int, owed: Sequence[float] 
     return counts
 
 
-def _ranges(counts: Sequence[int]) -> list[Range]:
+def ranges_of(counts: Sequence[int]) -> list[Range]:
+    """Consecutive ranges of so many units each. One without a unit replicates a neighbour's."""
     ranges: list[Range] = []
     start = 0
     for count in counts:
@@ -94,7 +95,7 @@ def _ranges(counts: Sequence[int]) -> list[Range]:
     return ranges
 
 
-def _divide_units(units: int, inner: int, parts: Sequence[float]) -> tuple[list[Range], list[Range]]:
+def divide_units(units: int, inner: int, parts: Sequence[float]) -> tuple[list[Range], list[Range]]:
     """Ranges where there are fewer units than ranks: consecutive ranks share a unit and divide its `inner` units."""
     outer_ranges: list[Range] = []
     inner_ranges: list[Range] = []
@@ -106,7 +107,7 @@ def _divide_units(units: int, inner: int, parts: Sequence[float]) -> tuple[list[
             end += 1
         group = parts[first:end]
         counts = largest_remainder([inner * part / sum(group) for part in group], inner)
-        inner_ranges += _ranges(counts)
+        inner_ranges += ranges_of(counts)
         outer_ranges += [Range(unit, unit + 1)] * len(group)
         first = end
     return outer_ranges, inner_ranges

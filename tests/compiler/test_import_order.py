@@ -18,6 +18,7 @@ ORDER = (
     "sharding",
     "planning",
     "lowering",
+    "trials",
     "modes",
     "packaging",
     "plan_tables",

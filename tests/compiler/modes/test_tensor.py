@@ -15,6 +15,7 @@ from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.model_errors import ModelError
 from splitc.compiler.modes.replanning import plan_from_file
+from splitc.compiler.modes.tensor import TensorSplit
 from splitc.compiler.operators import registry
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.planning.plan_file import to_file, write_plan
@@ -105,7 +106,7 @@ def test_little_split_is_said(tmp_path: Path) -> None:
     assert any("17% of the blocks' weights could be split" in warning for warning in plan.warnings)
 
 
-def test_wrong_rule_is_found_before_anything_is_written(
+def test_a_wrong_rule_costs_memory_and_no_result(
     decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A product whose rule forgets that it sums."""
@@ -116,8 +117,25 @@ def test_wrong_rule_is_found_before_anything_is_written(
         known.axes(op)
         op.contracted = ()
 
+    right = plan_model(decoder, ["2xcpu"], TENSOR)
     monkeypatch.setattr(registry, "REGISTRY", {**registry.REGISTRY, "MatMul": replace(known, axes=wrong)})
     plan = plan_model(decoder, ["2xcpu"], TENSOR)
+    assert any(warning.startswith("MatMul stays whole in") for warning in plan.warnings)
+    assert 0 < sum(each.split for each in plan.weights) < sum(each.split for each in right.weights)
+    assert any("its rule did not hold" in (weight.reason or "") for weight in plan.weights)
+    compile_model(plan, tmp_path / "package", verify=False)
+    with Session(tmp_path / "package") as session:
+        assert_close(session.run(decoder_feeds()), run_whole(decoder, decoder_feeds()), 2e-5)
+
+
+def test_outputs_that_differ_are_found_before_anything_is_written(
+    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums that the lowering forgets."""
+    plan = plan_model(decoder, ["2xcpu"], TENSOR)
+    assert isinstance(plan.split, TensorSplit)
+    forgetful = replace(plan.split.sharded, sums=replace(plan.split.sharded.sums, summed=()))
+    plan = replace(plan, split=replace(plan.split, sharded=forgetful))
     with pytest.raises(OutputsDifferError, match=r"outputs of the split model differ .* Nothing was written"):
         compile_model(plan, tmp_path / "package")
     assert not (tmp_path / "package").exists()

@@ -1,0 +1,219 @@
+"""Forms: nodes that are alike in all that decides whether they may be sharded. One of each form is tried."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from splitc.compiler.frontend.asked_shapes import Shape
+from splitc.compiler.nodes import operator_name
+from splitc.compiler.operators import axes as ax
+from splitc.compiler.operators.axes import Axis, Factor
+from splitc.compiler.operators.operation import Axes, Operation, Sizes
+from splitc.compiler.sharding.axis_map import AxisMap
+from splitc.compiler.sharding.choice import Choice
+from splitc.compiler.sharding.partial import Sums
+
+# Larger sizes than this are the same to a form: what is tried has smaller ones in their place.
+LARGE = 12
+# What an atom is to a form.
+WHOLE, SHARDED, PARTNER = range(3)
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """A node that stands for all nodes of its form.
+
+    `atoms` are the atoms of its axes, with what they are to it, in the order in which they are met. `inner` maps an
+    atom with fewer units than ranks to its partner. `partial` are the inputs that are partial. `adds` is whether its
+    result is partial, `once` are the inputs that one rank adds, and `ranged` is whether ranks find a range together.
+    `planned` are the sizes of the atoms in the shapes that were planned for.
+    """
+
+    digest: str
+    node: ir.Node
+    operation: Operation
+    atoms: Mapping[Factor, int]
+    inner: Mapping[Factor, Factor]
+    partial: frozenset[int]
+    adds: bool
+    once: frozenset[int]
+    ranged: bool
+    planned: Mapping[Factor, int]
+
+
+def find_forms(
+    axis_map: AxisMap, choice: Choice, versions: Mapping[str, int], planned: Mapping[str, Shape]
+) -> Iterator[tuple[ir.Node, Form]]:
+    """The nodes that a choice shards, each with its form.
+
+    `versions` are the opsets of the model's domains, `planned` the shapes of its values that were planned for.
+    """
+    finder = _Finder(axis_map, choice, versions, planned)
+    for node, operation in axis_map.operations.items():
+        if (form := finder.form_of(node, operation)) is not None:
+            yield node, form
+
+
+class _Finder:
+    """Finds the forms of a model's nodes."""
+
+    def __init__(
+        self, axis_map: AxisMap, choice: Choice, versions: Mapping[str, int], planned: Mapping[str, Shape]
+    ) -> None:
+        self._planned = planned
+        self._roles = dict.fromkeys(choice.chosen, SHARDED) | dict.fromkeys(choice.partners.values(), PARTNER)
+        self._partners = choice.partners
+        self._sums, self._summed = choice.sums, frozenset(choice.sums.summed)
+        self._ranged = frozenset(choice.sums.ranged)
+        self._versions = versions
+        self._forms: dict[Hashable, Form] = {}
+        self._is_sharded: dict[Axis, bool] = {}
+
+    def form_of(self, node: ir.Node, operation: Operation) -> Form | None:
+        """The form of a node; None for a node of which each rank has all."""
+        partial = partial_inputs(node, self._sums, self._summed)
+        values = (*operation.inputs, *operation.outputs, (operation.contracted,))
+        if not partial and not any(self._shards(axis) for axes in values for axis in axes or ()):
+            return None
+        once = frozenset(self._sums.once.get(node, ()))
+        adds = bool(node.outputs) and node.outputs[0] in self._sums.partial
+        ranged = node in self._ranged
+        writer = _Writer(self._roles)
+        key = (
+            (
+                operator_name(node),
+                self._versions.get(node.domain, 1),
+                tuple(sorted(partial)),
+                adds,
+                tuple(sorted(once)),
+                ranged,
+            ),
+            writer.describe(node, operation),
+            tuple((writer.numbers[a], writer.numbers.get(b)) for a, b in self._partners.items() if a in writer.numbers),
+        )
+        if key not in self._forms:
+            inner = {a: b for a, b in self._partners.items() if a in writer.numbers and b in writer.numbers}
+            atoms = {atom: self._roles.get(atom, WHOLE) for atom in writer.numbers}
+            digest = blake2b(repr(key).encode(), digest_size=16).hexdigest()
+            self._forms[key] = Form(
+                digest, node, operation, atoms, inner, partial, adds, once, ranged, self._sizes(node, operation)
+            )
+        return self._forms[key]
+
+    def _sizes(self, node: ir.Node, operation: Operation) -> dict[Factor, int]:
+        """The planned sizes of the atoms that are axes of their own."""
+        pairs = [*zip(node.inputs, operation.inputs, strict=True), *zip(node.outputs, operation.outputs, strict=True)]
+        found: dict[Factor, int] = {}
+        for value, axes in pairs:
+            shape = self._planned.get(value.name or "") if value is not None else None
+            for axis, size in zip(axes or (), shape or (), strict=False):
+                if len(axis) == 1:
+                    found.setdefault(axis[0], size)
+        return found
+
+    def _shards(self, axis: Axis) -> bool:
+        if axis not in self._is_sharded:
+            self._is_sharded[axis] = any(atom in self._roles for atom in ax.atoms(axis))
+        return self._is_sharded[axis]
+
+
+def partial_inputs(node: ir.Node, sums: Sums, summed: frozenset[ir.Value]) -> frozenset[int]:
+    """The inputs that arrive partial, by number."""
+    if not sums.partial:
+        return frozenset()
+    inputs = enumerate(node.inputs)
+    return frozenset(n for n, value in inputs if value is not None and value in sums.partial and value not in summed)
+
+
+class _Writer:
+    """Writes down a node as its rule sees it. Atoms are numbered as they are met."""
+
+    def __init__(self, roles: Mapping[Factor, int]) -> None:
+        self.numbers: dict[Factor, int] = {}
+        self._roles = roles
+        self._large: dict[int, int] = {}
+
+    def describe(self, node: ir.Node, operation: Operation) -> Hashable:
+        op = operation
+        inputs = [self._input(op, number) for number in range(len(node.inputs))]
+        outputs = [(str(v.dtype), bool(v.name), self._axes(a)) for v, a in zip(node.outputs, op.outputs, strict=True)]
+        attributes = sorted((name, self._attribute(op, name, each)) for name, each in node.attributes.items())
+        recorded = (op.zero, op.lookup, op.ranged, op.equal_parts, sorted(op.once), [sorted(s) for s in op.linear])
+        sizes = [(number, self._sizes(each)) for number, each in sorted(op.sizes.items())]
+        contracted = self._axis(op.contracted)
+        atoms = [(self._size(atom), self._roles.get(atom, WHOLE)) for atom in self.numbers]
+        return repr((inputs, outputs, attributes, recorded, sizes, contracted, atoms))
+
+    def _size(self, atom: Factor) -> int:
+        """The size of an atom as it is tried, up to the order of large ones."""
+        if atom in self._roles:
+            return 0
+        return atom.size if atom.size <= LARGE else -1 - self._large.setdefault(atom.size, len(self._large))
+
+    def _axes(self, axes: Axes) -> Hashable:
+        return None if axes is None else tuple([self._axis(axis) for axis in axes])
+
+    def _axis(self, axis: Axis) -> Hashable:
+        return tuple([self._leaf(leaf) for leaf in axis])
+
+    def _leaf(self, leaf: Factor) -> Hashable:
+        if (number := self.numbers.get(leaf)) is not None:
+            return number
+        if leaf.is_atom:
+            return self.numbers.setdefault(leaf, len(self.numbers))
+        return tuple([self._axis(tuple(ax.leaves(section))) for section in leaf.sections])
+
+    def _input(self, operation: Operation, number: int) -> Hashable:
+        value = operation.node.inputs[number]
+        if value is None:
+            return None
+        content = content_of(operation, number)
+        if content is None:
+            known: Hashable = value.is_initializer()
+        elif number in operation.sizes:
+            known = self._constant_sizes(content, operation.sizes[number])
+        else:
+            known = (content.shape, content.tobytes())
+        return str(value.dtype), known, self._axes(operation.inputs[number])
+
+    def _constant_sizes(self, content: Any, sizes: Sizes) -> Hashable:
+        """The entries of a list of sizes: those that are the sizes of axes are written as such."""
+        entries = zip(np.atleast_1d(content).tolist(), sizes, strict=False)
+        return tuple("size" if axis is not None and ax.size_of(axis) == n else n for n, axis in entries)
+
+    def _attribute(self, operation: Operation, name: str, attribute: ir.Attr) -> str:
+        if name in operation.attributes:
+            values = [attribute.value] if isinstance(attribute.value, int) else attribute.value
+            return repr((self._constant_sizes(values, operation.attributes[name]),))
+        value = attribute.value
+        if isinstance(value, ir.TensorProtocol):
+            return repr((value.dtype, tuple(value.shape), value.tobytes()))
+        return repr(tuple(value) if isinstance(value, (list, tuple)) else value)
+
+    def _sizes(self, sizes: Sizes) -> Hashable:
+        return tuple([None if axis is None else self._axis(tuple(ax.leaves(axis))) for axis in sizes])
+
+
+# Constants of so many elements decide what a node does (axes, bounds, scales of a Resize). Others are data.
+FEW_SCALES = range(2, 9)
+
+
+def content_of(operation: Operation, number: int) -> Any:
+    """What an input holds, as an array, if it decides what the node does; None for data, which may be anything."""
+    value, constant = operation.node.inputs[number], operation.constants[number]
+    assert value is not None
+    if constant is not None and constant.dtype in (np.int64, np.int32):
+        return constant
+    tensor = value.const_value if value.is_initializer() else None
+    if tensor is None:
+        return None
+    is_flag = tensor.dtype == ir.DataType.BOOL and tensor.size == 1
+    is_list = tensor.dtype == ir.DataType.FLOAT and tensor.size in FEW_SCALES and len(tensor.shape) == 1
+    is_whole = all(atom.pinned for axis in operation.inputs[number] or () for atom in ax.atoms(axis))
+    return tensor.numpy() if is_flag or (is_list and is_whole) else None

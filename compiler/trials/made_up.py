@@ -1,0 +1,52 @@
+"""Made-up data for a node that is tried: anything that its operator takes."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from splitc.compiler.operators import axes as ax
+from splitc.compiler.operators.operation import Operation
+from splitc.compiler.operators.registry import operator_of
+
+Array = npt.NDArray[Any]
+# The scale of quantized numbers, and the largest of them: what is summed does not saturate.
+SCALE, LARGEST = 0.37, 3
+
+
+def made_up(operation: Operation, number: int, shape: tuple[int, ...], dtype: ir.DataType, seed: str) -> Array:
+    """Data for an input, by its type and by what it is to the operator. The same for the same seed."""
+    example = operator_of(operation.node).example
+    if example is not None and (array := example(operation, number)) is not None:
+        return np.full(shape, array, dtype.numpy())
+    generator = np.random.default_rng(zlib.crc32(f"{seed}/{number}".encode()))
+    if dtype.is_floating_point():
+        if not shape or shape == (1,):
+            return np.full(shape, SCALE, dtype.numpy())
+        return generator.standard_normal(shape).astype(dtype.numpy())
+    if dtype == ir.DataType.BOOL:
+        return generator.integers(0, 2, shape).astype(np.bool_)
+    if dtype.bitwidth <= 8:
+        return generator.integers(-LARGEST if dtype.is_signed() else 0, LARGEST + 1, shape).astype(dtype.numpy())
+    for index, table in operator_of(operation.node).lookups:
+        if index == number and operation.has(table):
+            rows = ax.size_of(operation.input(table)[operation.number("axis", 0)])
+            return np.resize(generator.permutation(rows), shape).astype(dtype.numpy())
+    # Of what may be an index, a length or a flag, any operator takes these.
+    return (
+        np.ones(shape, dtype.numpy()) if np.prod(shape) <= 1 else generator.integers(0, 2, shape).astype(dtype.numpy())
+    )
+
+
+def parts_of(array: Array, seed: str) -> list[Array]:
+    """Random parts of which the sum is the array. The second is zero, as a rank's without units is."""
+    generator = np.random.default_rng(zlib.crc32(seed.encode()))
+    if array.dtype.kind in "iub":
+        first = generator.integers(0, LARGEST + 1, array.shape).astype(array.dtype)
+    else:
+        first = generator.standard_normal(array.shape).astype(array.dtype)
+    return [first, np.zeros_like(array), array - first]

@@ -1,0 +1,252 @@
+"""Forms as one model of tiny nodes that have nothing to do with each other, and how three ranks hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from splitc.compiler.analysis.stages import Stage
+from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.origins import mark_origins
+from splitc.compiler.frontend.shapes import BoundShapes
+from splitc.compiler.lowering.size_rewriter import constant_sizes
+from splitc.compiler.operators import axes as ax
+from splitc.compiler.operators.axes import Axis, Factor
+from splitc.compiler.operators.operation import Axes, Operation, Sizes
+from splitc.compiler.operators.registry import operator_of
+from splitc.compiler.sharding.axis_map import AxisMap
+from splitc.compiler.sharding.partial import Sums
+from splitc.compiler.sharding.sharded_model import ShardedModel
+from splitc.compiler.sharding.shards import Shards
+from splitc.compiler.sharding.shares import Range, Ranges, divide_units, ranges_of
+from splitc.compiler.trials.forms import LARGE, PARTNER, SHARDED, Form, content_of
+from splitc.compiler.trials.made_up import made_up, parts_of
+
+Array = npt.NDArray[Any]
+
+RANKS = 3
+# The units of each rank, for the first sharded axis of a form, the second, and so on: one rank has none.
+UNITS = ((2, 0, 3), (0, 4, 3), (6, 5, 0), (3, 0, 10))
+# Where axes must be multiples of something.
+EVEN_UNITS = ((8, 0, 16), (0, 16, 8), (16, 8, 0), (8, 0, 16))
+# The shares of ranks that divide the partner of an axis of two units.
+SHARES, OUTER = (0.3, 0.2, 0.5), 2
+# The most elements of a value that is tried.
+MOST_ELEMENTS = 1 << 21
+
+
+class CannotTryError(Exception):
+    """The form of this number can't be tried at these sizes."""
+
+    def __init__(self, number: int, reason: str) -> None:
+        super().__init__(reason)
+        self.number = number
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """How sizes are made up.
+
+    `units` are those of sharded axes. Other axes have probe sizes, or the `planned` ones. Sizes over `largest` are
+    replaced. With `single`, there is one row of a batch.
+    """
+
+    units: Sequence[tuple[int, ...]]
+    planned: bool
+    largest: int
+    single: bool = False
+
+
+# In the order in which they are tried. Some operators take only some sizes.
+SIZINGS = (
+    *(Sizing(UNITS, planned, largest) for planned in (False, True) for largest in (LARGE, 256, 4, MOST_ELEMENTS)),
+    *(Sizing(UNITS, planned, 256, single=True) for planned in (False, True)),
+    *(Sizing(EVEN_UNITS, planned, 256, single) for single in (False, True) for planned in (False, True)),
+)
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """One tiny node a form, its data by the name of the input, and its node in the model's graph."""
+
+    sharded: ShardedModel
+    stage: Stage
+    nodes: Sequence[ir.Node]
+    feeds: Mapping[str, Array]
+    parts: Mapping[str, Sequence[Array]]
+
+
+def tiny_model(forms: Sequence[Form], sizing: Sizing, versions: Mapping[str, int], bound: BoundShapes) -> TinyModel:
+    """The model of these forms. Raises CannotTryError for sizes that are too large, or a type without made-up data."""
+    makers = [_Maker(form, sizing, number) for number, form in enumerate(forms)]
+    nodes = [maker.build() for maker in makers]
+    operations = {node: maker.made for node, maker in zip(nodes, makers, strict=True)}
+    axes: dict[ir.Value, Axes] = {}
+    ranges: Ranges = {}
+    for maker, node in zip(makers, nodes, strict=True):
+        ranges.update(maker.ranges)
+        axes.update((v, a) for v, a in zip(node.inputs, maker.made.inputs, strict=True) if v is not None)
+        axes.update(zip(node.outputs, maker.made.outputs, strict=True))
+    graph = _graph(nodes, makers, versions)
+    sums = Sums(
+        {value: frozenset() for form, node in zip(forms, nodes, strict=True) if form.adds for value in node.outputs},
+        (),
+        {node: form.once for form, node in zip(forms, nodes, strict=True) if form.once},
+        tuple(node for form, node in zip(forms, nodes, strict=True) if form.ranged),
+    )
+    empty = replace(bound, shapes={}, constants={})
+    sharded = ShardedModel(graph, AxisMap(operations, axes, empty), ranges, RANKS, sums)
+    stage = Stage((), tuple(nodes), tuple(graph.graph.inputs), (), (), tuple(graph.graph.outputs), ())
+    feeds = {name: array for maker in makers for name, array in maker.feeds.items()}
+    parts = {name: arrays for maker in makers for name, arrays in maker.parts.items()}
+    return TinyModel(sharded, stage, nodes, feeds, parts)
+
+
+def _graph(nodes: Sequence[ir.Node], makers: Sequence[_Maker], versions: Mapping[str, int]) -> Graph:
+    values = [value for maker in makers for value in maker.values.values()]
+    initializers = [value for value in values if value.const_value is not None]
+    inputs = [value for value in values if value.const_value is None]
+    outputs = [value for node in nodes for value in node.outputs if value.name]
+    graph = ir.Graph(
+        inputs, outputs, nodes=nodes, initializers=initializers, opset_imports=dict(versions), name="forms"
+    )
+    mark_origins(graph)
+    reads = {node: tuple(value for value in node.inputs if value is not None) for node in nodes}
+    return Graph(Path(), ir.Model(graph, ir_version=10), reads, {}, ())
+
+
+class _Maker:
+    """Makes the tiny node of one form, with its axes, its data and the units of each rank."""
+
+    def __init__(self, form: Form, sizing: Sizing, number: int) -> None:
+        self.values: dict[tuple[ir.Value, int], ir.Value] = {}
+        self.feeds: dict[str, Array] = {}
+        self.parts: dict[str, Sequence[Array]] = {}
+        self._form, self._number, self._name = form, number, f"f{number}"
+        own = _units(form, sizing.units)
+        known = form.planned if sizing.planned else {}
+        sizes = {atom: known.get(atom, atom.size) for atom in form.atoms}
+        large = sorted({size for size in sizes.values() if size > sizing.largest})
+        sizes = {atom: 5 + large.index(size) if size in large else size for atom, size in sizes.items()}
+        if sizing.single and form.operation.inputs[0]:
+            sizes.update(dict.fromkeys(ax.atoms(form.operation.inputs[0][0]), 1))
+        sizes |= {atom: max(each.stop for each in ranges) for atom, ranges in own.items()}
+        # The tiny node is what a rank would run that has so many units of each axis.
+        self._tiny = Shards({atom: Range(0, size) for atom, size in sizes.items()})
+        self._factors = {atom: Factor(size, pinned=atom.pinned) for atom, size in sizes.items()}
+        self.ranges: Ranges = {self._factors[atom]: ranges for atom, ranges in own.items()}
+        self.made = self._operation(form.operation)
+
+    def build(self) -> ir.Node:
+        """The node, with its made-up inputs in `values`, `feeds` and `parts`."""
+        node = self._form.node
+        self.made.node = ir.Node(
+            node.domain,
+            node.op_type,
+            [self._input(number) for number in range(len(node.inputs))],
+            [self._attribute(attribute) for attribute in node.attributes.values()],
+            outputs=[
+                ir.Value(name=f"{self._name}_o{n}" if value.name else "", type=value.type)
+                for n, value in enumerate(node.outputs)
+            ],
+            name=self._name,
+        )
+        return self.made.node
+
+    def _operation(self, operation: Operation) -> Operation:
+        """The node's operation with tiny axes."""
+        return replace(
+            operation,
+            inputs=[self._axes(axes) for axes in operation.inputs],
+            outputs=[self._axes(axes) for axes in operation.outputs],
+            contracted=self._axis(operation.contracted),
+            sizes={number: self._sizes(sizes) for number, sizes in operation.sizes.items()},
+            attributes={name: self._sizes(sizes) for name, sizes in operation.attributes.items()},
+        )
+
+    def _axes(self, axes: Axes) -> Axes:
+        return None if axes is None else tuple(map(self._axis, axes))
+
+    def _sizes(self, sizes: Sizes) -> Sizes:
+        return [None if axis is None else self._axis(axis) for axis in sizes]
+
+    def _axis(self, axis: Axis) -> Axis:
+        return tuple(self._leaf(leaf) for leaf in ax.leaves(axis))
+
+    def _leaf(self, leaf: Factor) -> Factor:
+        if leaf not in self._factors:
+            if leaf.is_atom:  # of an axis that only a list of sizes names
+                return Factor(leaf.size)
+            sections = tuple(map(self._axis, leaf.sections))
+            self._factors[leaf] = Factor(sum(map(ax.size_of, sections)), sections=sections)
+        return self._factors[leaf]
+
+    def _attribute(self, attribute: ir.Attr) -> ir.Attr:
+        sizes = self._form.operation.attributes.get(attribute.name)
+        if sizes is None:
+            return attribute
+        is_number = attribute.type == ir.AttributeType.INT
+        old = np.array([attribute.as_int()] if is_number else attribute.as_ints())
+        takes_places = not is_number and operator_of(self._form.node).takes_places
+        new = [int(each) for each in constant_sizes(self._tiny, old, sizes, takes_places)]
+        return ir.AttrInt64(attribute.name, new[0]) if is_number else ir.AttrInt64s(attribute.name, new)
+
+    def _input(self, number: int) -> ir.Value | None:
+        node, operation = self._form.node, self._form.operation
+        value = node.inputs[number]
+        if value is None:
+            return None
+        # Weights have axes of their own at each use.
+        key = (value, number if value.is_initializer() else -1)
+        if key not in self.values:
+            axes = self.made.inputs[number]
+            if axes is None or value.dtype is None:
+                raise CannotTryError(self._number, f"the shape or the type of its input {number} is not known")
+            array = self._array(operation, number, tuple(map(ax.size_of, axes)), value.dtype)
+            name = f"{self._name}_i{number}"
+            made = ir.Value(name=name, shape=ir.Shape(array.shape), type=value.type)
+            if value.is_initializer():
+                made.const_value = ir.Tensor(array, value.dtype, name=name)
+            else:
+                self.feeds[name] = array
+                if number in self._form.partial:
+                    self.parts[name] = parts_of(array, self._name)
+            self.values[key] = made
+        return self.values[key]
+
+    def _array(self, operation: Operation, number: int, shape: tuple[int, ...], dtype: ir.DataType) -> Array:
+        content, sizes = content_of(operation, number), operation.sizes.get(number)
+        if np.prod(shape, dtype=np.float64) > MOST_ELEMENTS:
+            raise CannotTryError(self._number, f"its input {number} is too large to be tried")
+        if sizes is not None and content is not None:
+            flat = np.atleast_1d(content)
+            new = constant_sizes(self._tiny, flat, sizes, operator_of(operation.node).takes_places)
+            return np.asarray(new.reshape(content.shape))
+        if sizes is not None:
+            entries = [1 if axis is None else self._tiny.size(axis) for axis in sizes]
+            return np.array(entries, dtype.numpy()).reshape(shape)
+        if content is not None and content.shape == shape:
+            return np.asarray(content)
+        return made_up(self.made, number, shape, dtype, self._name)
+
+
+def _units(form: Form, units: Sequence[tuple[int, ...]]) -> dict[Factor, list[Range]]:
+    """The units of each rank of the form's sharded axes."""
+    found: dict[Factor, list[Range]] = {}
+    place = 0
+    for atom, role in form.atoms.items():
+        if atom in form.inner:
+            inner = sum(units[place % len(units)])
+            found[atom], found[form.inner[atom]] = divide_units(OUTER, inner, SHARES)
+        elif role == SHARDED or (role == PARTNER and atom not in form.inner.values()):
+            found[atom] = ranges_of(units[place % len(units)])
+        else:
+            continue
+        place += 1
+    return found

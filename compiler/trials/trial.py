@@ -1,0 +1,44 @@
+"""Try the rules of the nodes that a choice of axes shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import onnx_ir as ir
+
+from splitc.compiler.frontend.asked_shapes import Shape
+from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.nodes import operator_name
+from splitc.compiler.sharding.axis_map import AxisMap
+from splitc.compiler.sharding.choice import Choice
+from splitc.compiler.trials.forms import Form, find_forms
+from splitc.compiler.trials.known import keep_trials, known_trials
+from splitc.compiler.trials.running import try_forms
+
+
+def find_broken(graph: Graph, axis_map: AxisMap, choice: Choice, planned: Mapping[str, Shape]) -> dict[ir.Node, str]:
+    """The nodes that can't be sharded as chosen, since their operator's rule does not hold, each with the reason.
+
+    One node of each form is run in ONNX Runtime at tiny sizes, whole and in uneven shards, as the lowering writes them.
+    `planned` are the shapes that were planned for, by name.
+    """
+    versions = graph.graph.opset_imports
+    forms = list(find_forms(axis_map, choice, versions, planned))
+    distinct: Mapping[str, Form] = {form.digest: form for _, form in forms}
+    known = known_trials()
+    if new := [form for digest, form in distinct.items() if digest not in known]:
+        results = try_forms(new, versions, axis_map.bound)
+        keep_trials(results)
+        known = {**known, **results}
+    return {node: f"its rule did not hold: {why}" for node, form in forms if (why := known[form.digest])}
+
+
+def broken_rules(broken: Mapping[ir.Node, str]) -> list[str]:
+    """A warning for each operator whose rule did not hold."""
+    reasons: dict[str, list[str]] = {}
+    for node, reason in broken.items():
+        reasons.setdefault(operator_name(node), []).append(reason)
+    return [
+        f"{name} stays whole in {len(each)} nodes: tried in shards, {each[0]}. Only memory is lost; please report it"
+        for name, each in reasons.items()
+    ]
