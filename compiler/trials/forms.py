@@ -141,14 +141,16 @@ class _Writer:
 
     def describe(self, node: ir.Node, operation: Operation) -> Hashable:
         op = operation
-        inputs = [self._input(op, number) for number in range(len(node.inputs))]
-        outputs = [(str(v.dtype), bool(v.name), self._axes(a)) for v, a in zip(node.outputs, op.outputs, strict=True)]
-        attributes = sorted((name, self._attribute(op, name, each)) for name, each in node.attributes.items())
-        recorded = (op.zero, op.lookup, op.ranged, op.equal_parts, sorted(op.once), [sorted(s) for s in op.linear])
-        sizes = [(number, self._sizes(each)) for number, each in sorted(op.sizes.items())]
+        inputs = tuple([self._input(op, number) for number in range(len(node.inputs))])
+        outputs = tuple([(v.dtype, bool(v.name), self._axes(a)) for v, a in zip(node.outputs, op.outputs, strict=True)])
+        attributes = tuple(
+            [(name, self._attribute(op, name, node.attributes[name])) for name in sorted(node.attributes)]
+        )
+        recorded = (op.zero, op.lookup, op.ranged, op.equal_parts, op.once, op.linear)
+        sizes = tuple([(number, self._sizes(each)) for number, each in op.sizes.items()])
         contracted = self._axis(op.contracted)
-        atoms = [(self._size(atom), self._roles.get(atom, WHOLE)) for atom in self.numbers]
-        return repr((inputs, outputs, attributes, recorded, sizes, contracted, atoms))
+        atoms = tuple([(self._size(atom), self._roles.get(atom, WHOLE)) for atom in self.numbers])
+        return inputs, outputs, attributes, recorded, sizes, contracted, atoms
 
     def _size(self, atom: Factor) -> int:
         """The size of an atom as it is tried, up to the order of large ones."""
@@ -180,21 +182,20 @@ class _Writer:
             known = self._constant_sizes(content, operation.sizes[number])
         else:
             known = (content.shape, content.tobytes())
-        return str(value.dtype), known, self._axes(operation.inputs[number])
+        return value.dtype, known, self._axes(operation.inputs[number])
 
     def _constant_sizes(self, content: Any, sizes: Sizes) -> Hashable:
         """The entries of a list of sizes: those that are the sizes of axes are written as such."""
         entries = zip(np.atleast_1d(content).tolist(), sizes, strict=False)
         return tuple("size" if axis is not None and ax.size_of(axis) == n else n for n, axis in entries)
 
-    def _attribute(self, operation: Operation, name: str, attribute: ir.Attr) -> str:
-        if name in operation.attributes:
-            values = [attribute.value] if isinstance(attribute.value, int) else attribute.value
-            return repr((self._constant_sizes(values, operation.attributes[name]),))
+    def _attribute(self, operation: Operation, name: str, attribute: ir.Attr) -> Hashable:
         value = attribute.value
-        if isinstance(value, ir.TensorProtocol):
-            return repr((value.dtype, tuple(value.shape), value.tobytes()))
-        return repr(tuple(value) if isinstance(value, (list, tuple)) else value)
+        if name in operation.attributes:
+            return self._constant_sizes([value] if isinstance(value, int) else value, operation.attributes[name])
+        if attribute.type == ir.AttributeType.TENSOR:
+            return value.dtype, tuple(value.shape), value.tobytes()
+        return tuple(value) if isinstance(value, (list, tuple)) else value
 
     def _sizes(self, sizes: Sizes) -> Hashable:
         return tuple([None if axis is None else self._axis(tuple(ax.leaves(axis))) for axis in sizes])

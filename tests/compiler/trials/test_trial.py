@@ -1,0 +1,159 @@
+"""Rules that are wrong in one way or another: each is found when its node is tried, and the model is right anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from models.writer import save
+from splitc.compiler import Plan, Request, plan_model
+from splitc.compiler.operators import registry
+from splitc.compiler.operators.operation import Operation
+from splitc.compiler.operators.operator import AxesRule
+from splitc.compiler.trials import known, trial
+from splitc.compiler.trials.forms import Form
+from splitc.compiler.trials.running import try_forms
+from splitc.runtime.cache import cache_file
+from tests.helpers.blocks import FLOAT, Block, check_rows, check_split
+from tests.helpers.operators import HIDDEN, INNER, softmax
+
+KNOWN = dict(registry.REGISTRY)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def known_rule(name: str) -> AxesRule:
+    rule = KNOWN[name].axes
+    assert rule is not None
+    return rule
+
+
+def replace_rule(monkeypatch: pytest.MonkeyPatch, name: str, rule: AxesRule) -> None:
+    monkeypatch.setattr(registry, "REGISTRY", {**KNOWN, name: replace(KNOWN[name], axes=rule)})
+
+
+def broken_operators(plan: Plan) -> list[str]:
+    return [warning.partition(" ")[0] for warning in plan.warnings if "please report it" in warning]
+
+
+def all_axes_free(op: Operation) -> None:
+    op.relate_all(op.input(0), op.output())
+
+
+def linear_too(op: Operation) -> None:
+    all_axes_free(op)
+    op.linear = (frozenset({0}),)
+
+
+def forgets_the_heads(op: Operation) -> None:
+    known_rule("com.microsoft.MultiHeadAttention")(op)
+    op.attributes.clear()
+
+
+def beside_a_pair(build: Callable[[Block, ir.Value], ir.Value]) -> Block:
+    """What is tried, and after it two products of C and D, which can always be split."""
+    b = Block()
+    x = softmax(b, b.data("x", (2, 5, HIDDEN), ["n", "t", HIDDEN]))
+    x = softmax(b, build(b, x))
+    b.give(softmax(b, b.op("MatMul", b.op("MatMul", x, b.w("C", HIDDEN, INNER)), b.w("D", INNER, HIDDEN))))
+    return b
+
+
+def pair(b: Block, x: ir.Value) -> ir.Value:
+    return b.op("MatMul", b.op("Softmax", b.op("MatMul", x, b.w("A", HIDDEN, INNER))), b.w("B", INNER, HIDDEN))
+
+
+def clipped(b: Block, x: ir.Value) -> ir.Value:
+    return b.op("Relu", b.op("MatMul", b.op("MatMul", x, b.w("A", HIDDEN, INNER)), b.w("B", INNER, HIDDEN)))
+
+
+def attention(b: Block, x: ir.Value) -> ir.Value:
+    q, k, v = (b.op("MatMul", x, b.w(name, HIDDEN, INNER)) for name in ("Q", "K", "V"))
+    return b.op("MatMul", b.op("com.microsoft.MultiHeadAttention", q, k, v, num_heads=4), b.w("B", INNER, HIDDEN))
+
+
+# The operator, its wrong rule, and what has it.
+WRONG: dict[str, tuple[str, AxesRule, Callable[[Block, ir.Value], ir.Value]]] = {
+    "an axis that is needed whole": ("Softmax", all_axes_free, pair),
+    "what is not linear": ("Relu", linear_too, clipped),
+    "an attribute that counts": ("com.microsoft.MultiHeadAttention", forgets_the_heads, attention),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_rule_is_found_and_the_model_is_right(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, rule, build = WRONG[case]
+    replace_rule(monkeypatch, name, rule)
+    (plan,) = check_split(beside_a_pair(build), tmp_path, "CD", shares=((3, 1),))
+    assert broken_operators(plan) == [name]
+
+
+def test_right_rules_are_not_doubted(tmp_path: Path) -> None:
+    (plan,) = check_split(beside_a_pair(attention), tmp_path, "QKVBCD", shares=((3, 1),))
+    assert plan.warnings == ()
+
+
+def test_rules_are_tried_in_row_mode_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product whose columns are said to be the rows of its square matrix."""
+
+    def rows_for_columns(op: Operation) -> None:
+        if (matrix := op.node.inputs[1]) is None or matrix.name != "A":
+            known_rule("MatMul")(op)
+        else:
+            op.relate(op.input(1)[0], op.output()[-1])
+
+    def square(b: Block, x: ir.Value) -> ir.Value:
+        return b.op("MatMul", x, b.w("A", HIDDEN, HIDDEN))
+
+    replace_rule(monkeypatch, "MatMul", rows_for_columns)
+    (plan,) = check_rows(beside_a_pair(square), tmp_path, "CD", shares=((1, 1),), whole="A")
+    assert broken_operators(plan) == ["MatMul"]
+
+
+def test_results_are_kept_until_the_code_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tmp_path / "model.onnx"
+    save(beside_a_pair(attention).model(), model)
+    tried: list[int] = []
+
+    def count(forms: Sequence[Form], *others: Any) -> dict[str, str]:
+        tried.append(len(forms))
+        return try_forms(forms, *others)
+
+    def plan() -> None:
+        plan_model(model, ["2xcpu"], Request(split_mode="tensor"))
+
+    monkeypatch.setattr(trial, "try_forms", count)
+    plan()
+    plan()
+    assert len(tried) == 1
+    cache_file(known.FILE).write_bytes(b"no JSON")
+    plan()
+    assert len(tried) == 2
+    monkeypatch.setattr(known, "_versions", lambda: "other code")
+    plan()
+    assert tried[1:] == [tried[0], tried[0]]
+
+
+def test_cache_that_cannot_be_written_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    check_split(beside_a_pair(attention), tmp_path, "QKVBCD", shares=((1, 1),))
+
+
+def test_sizes_of_a_weight_are_those_of_all_of_it(tmp_path: Path) -> None:
+    """A Shape of a weight that each rank has a shard of."""
+    b = Block()
+    x = softmax(b, b.data("x", (2, 5, HIDDEN), ["n", "t", HIDDEN]))
+    inner = b.op("MatMul", x, b.w("A", HIDDEN, INNER))
+    width = b.op("Cast", b.op("Gather", b.op("Shape", b.w("A", HIDDEN, INNER)), b.constant(1, np.int64)), to=FLOAT)
+    b.give(softmax(b, b.op("MatMul", b.op("Div", inner, width), b.w("B", INNER, HIDDEN))))
+    check_split(b, tmp_path, "AB")
