@@ -30,13 +30,14 @@ class BoundShapes:
     """Bound shapes of values by name. A size that depends on data (NonZero) counts as 1; its value is `uncertain`.
 
     `constants` are the results of shape arithmetic with these shapes. `observed` are the operators without a shape
-    rule, which ONNX Runtime ran on made-up inputs.
+    rule, which ONNX Runtime ran on made-up inputs. `repeated` are nodes that have the form of another one.
     """
 
     shapes: Mapping[str, Shape]
     uncertain: frozenset[str]
     constants: Mapping[str, npt.NDArray[Any]]
     observed: frozenset[str] = frozenset()
+    repeated: frozenset[ir.Node] = frozenset()
 
 
 def read_symbols(model: ir.Model) -> None:
@@ -187,10 +188,12 @@ def _bind(
         value.shape = ir.Shape(inputs[value.name or ""])
         if (numbers := known.get(value.name or "")) is not None:
             value.const_value = ir.tensor(numbers, name=value.name)
-    observed = infer_shapes(bound).observed
+    found = infer_shapes(bound)
+    observed = found.observed
     # Inferred shapes allow more shape arithmetic to be computed, and the other way round.
     while fold_shapes(bound.graph) + take_branches(bound.graph) and not _is_known(bound.graph):
-        observed |= infer_shapes(bound).observed
+        found = infer_shapes(bound)
+        observed |= found.observed
     values = [*bound.graph.inputs, *(value for node in bound.graph for value in node.outputs)]
     named = {value.name: value for value in values if value.name}
     shapes = {name: value.shape for name, value in named.items() if value.shape is not None}
@@ -199,6 +202,7 @@ def _bind(
         frozenset(name for name in named if name not in shapes or not shapes[name].is_static()),
         {name: value.const_value.numpy() for name, value in named.items() if value.const_value is not None},
         observed,
+        found.repeated,
     )
 
 
