@@ -13,22 +13,22 @@ def difference(name: str, relative: float, passed: bool, problem: str | None = N
     return Difference(name, relative, relative, (0,), 1.0, 1.0 + relative, passed, problem=problem)
 
 
-def test_output_may_be_as_far_off_as_optimizations_move_it() -> None:
-    """As in models whose activations are quantized to 8 bits."""
+def test_output_may_be_about_as_far_off_as_rounding_moves_it() -> None:
+    """As in models whose activations are quantized to 8 bits: it differs by two steps, or by three."""
     found = [difference("y", 0.06, False), difference("z", 0.0, True)]
-    assert _judge(found, [difference("y", 0.09, False), difference("z", 0.0, True)]) == (
-        "; ONNX Runtime's optimizations move the model's own outputs by 9.0e-02"
-    )
+    own = [[difference("y", move, False), difference("z", 0.0, True)] for move in (0.0, 0.04)]
+    assert "rounding" in (said := _judge(found, own))
+    assert said.endswith("4.0e-02")
 
 
 @pytest.mark.parametrize(
     "own",
     [
-        [difference("y", 0.05, False), difference("z", 0.2, False)],
+        [difference("y", 0.02, False), difference("z", 0.2, False)],
         [difference("z", 0.2, False)],
         [difference("y", float("inf"), False, "it is missing"), difference("z", 0.2, False)],
     ],
 )
 def test_output_that_is_farther_off_is_a_fault(own: list[Difference]) -> None:
     with pytest.raises(OutputsDifferError, match=r"1 of 2 outputs .* 'y' most \(6.0e-02 of its largest value\)"):
-        _judge([difference("y", 0.06, False), difference("z", 0.1, False)], own)
+        _judge([difference("y", 0.06, False), difference("z", 0.1, False)], [own])
