@@ -205,7 +205,7 @@ def _own_registry() -> OpShapeInferenceRegistry:
             found.register(domain, name, version)(_forgiving(rule))
     for operator in REGISTRY.values():
         domain, _, name = operator.name.rpartition(".")
-        if operator.shapes is not None and not found.has(domain, name):
+        if operator.shapes is not None:
             found.register(domain, name)(_forgiving(operator.shapes))
     return found
 

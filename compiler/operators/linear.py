@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import onnx_ir as ir
@@ -80,11 +81,21 @@ def einsum(op: Operation) -> None:
 
 
 def convolution(op: Operation) -> None:
+    """One of floats takes a bias, and one of integers the zero points of both."""
+    op.contracted = convolve(op, 0, 1, range(2, len(op.inputs)))
+    if op.node.op_type == "Conv":
+        op.once = frozenset([2])
+    else:
+        op.zero = 2
+
+
+def convolve(op: Operation, image: int, filters: int, of_channels: Iterable[int]) -> Axis:
     """Channels are like a matrix's rows and columns, with groups as a factor of both.
 
-    Spatial axes are needed whole unless the kernel's size is 1.
+    Spatial axes are needed whole unless the kernel's size is 1. `of_channels` are the inputs with a number for each
+    channel of the result, or one for all. Returns the axis that is summed over.
     """
-    data, kernel, output = op.input(0), op.input(1), op.output()
+    data, kernel, output = op.input(image), op.input(filters), op.output()
     op.relate(data[0], output[0])
     for place, window, result in zip(data[2:], kernel[2:], output[2:], strict=True):
         if ax.size_of(window) == 1 and ax.size_of(place) == ax.size_of(result):
@@ -95,15 +106,11 @@ def convolution(op: Operation) -> None:
     op.relate(kernel[0], (*groups, *outer))
     op.relate(output[1], (*groups, *outer))
     op.free([inner])
-    op.contracted = inner
     op.attributes["group"] = [groups]
-    for number in range(2, len(op.inputs)):
+    for number in of_channels:
         if op.has(number) and op.input(number) and ax.size_of(op.input(number)[0]) == ax.size_of(output[1]):
             op.relate(op.input(number)[0], output[1])
-    if op.node.op_type == "Conv":
-        op.once = frozenset([2])
-    else:
-        op.zero = 2
+    return inner
 
 
 def transposed_convolution(op: Operation) -> None:
@@ -163,10 +170,6 @@ def convolution_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
     return 2 * math.prod(outputs[0]) * math.prod(inputs[1][1:])
 
 
-def quantized_convolution_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
-    return 2 * math.prod(outputs[0]) * math.prod(inputs[3][1:])
-
-
 def transposed_convolution_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
     return 2 * math.prod(inputs[0]) * math.prod(inputs[1][1:])
 
@@ -187,7 +190,6 @@ OPERATORS = (
     Operator("Einsum", einsum, multiplies=True, rotates=True),
     Operator("Conv", convolution, convolution_flops, multiplies=True),
     Operator("ConvInteger", convolution, convolution_flops),
-    Operator("QLinearConv", flops=quantized_convolution_flops, rounds=True),
     Operator("ConvTranspose", transposed_convolution, transposed_convolution_flops),
     Operator("com.microsoft.MoE", experts, expert_flops),
 )

@@ -27,7 +27,7 @@ class Operator:
 
     axes: the rule for its axes. Without one, it needs every axis whole.
     flops: its cost. Without one, it costs one operation for each element of its first output.
-    shapes: its shape function, if onnx-shape-inference has none.
+    shapes: its shape function, if onnx-shape-inference has none, or a wrong one.
 
     Cost and memory:
     random: it draws random numbers, so it must not be computed twice.

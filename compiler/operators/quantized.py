@@ -9,7 +9,6 @@ import onnx_ir as ir
 
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis
-from splitc.compiler.operators.linear import product, product_flops
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import Operator, Shapes
 
@@ -42,17 +41,6 @@ def relate_blocks(op: Operation, place: Axis, scale: Axis) -> None:
 def dynamic_quantization(op: Operation) -> None:
     op.relate_all(op.input(0), op.output())
     op.ranged = True
-
-
-def quantized_matmul(op: Operation) -> None:
-    """The result is rounded, so the contracted axis is needed whole."""
-    left, right, output = op.input(0), op.input(3), op.output()
-    product(op, left, right)
-    op.contracted = ()
-    op.whole([left[-1]], "its product is rounded")
-    for number in (4, 5, 6, 7):
-        if op.has(number) and op.input(number):
-            relate_blocks(op, output[-1], op.input(number)[-1])
 
 
 def matmul_blocks(op: Operation) -> None:
@@ -134,6 +122,5 @@ OPERATORS = (
     Operator("QuantizeLinear", linear_quantization, rounds=True),
     Operator("com.microsoft.QuantizeLinear", linear_quantization, shapes=quantized_shape, rounds=True),
     Operator("DynamicQuantizeLinear", dynamic_quantization, rounds=True),
-    Operator("QLinearMatMul", quantized_matmul, product_flops, matrix=3, rounds=True),
     Operator("com.microsoft.MatMulNBits", matmul_blocks, blocks_flops, multiplies=True, matrix=1),
 )

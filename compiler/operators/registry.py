@@ -14,6 +14,7 @@ from splitc.compiler.operators import (
     generators,
     indexing,
     linear,
+    qlinear,
     quantized,
     recurrent,
     reduction,
@@ -24,7 +25,7 @@ from splitc.compiler.operators.operator import Operator
 
 # The accuracy level with which ONNX Runtime quantizes what a weight of few bits is multiplied with.
 QUANTIZES = 4
-FAMILIES = (attention, elementwise, generators, indexing, linear, quantized, recurrent, reduction, shaping)
+FAMILIES = (attention, elementwise, generators, indexing, linear, qlinear, quantized, recurrent, reduction, shaping)
 
 
 def _collect() -> dict[str, Operator]:

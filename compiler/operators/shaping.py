@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis
 from splitc.compiler.operators.operation import Operation
@@ -52,13 +54,18 @@ def constant_of_shape(op: Operation) -> None:
     op.say_sizes(0, op.output())
 
 
-def concat(op: Operation) -> None:
+def join(op: Operation, values: Sequence[int]) -> None:
+    """These inputs are sections of the axis that is joined."""
     joined = op.number("axis", 0) % max(1, len(op.output()))
-    sections = op.cut(op.output()[joined], [ax.size_of(op.input(n)[joined]) for n in range(len(op.inputs))])
-    for number, section in enumerate(sections):
+    sections = op.cut(op.output()[joined], [ax.size_of(op.input(number)[joined]) for number in values])
+    for number, section in zip(values, sections, strict=True):
         axes = op.input(number)
         op.relate_all([*axes[:joined], *axes[joined + 1 :]], [*op.output()[:joined], *op.output()[joined + 1 :]])
         op.relate(axes[joined], section)
+
+
+def concat(op: Operation) -> None:
+    join(op, range(len(op.inputs)))
     op.linear = (frozenset(range(len(op.inputs))),)
 
 

@@ -15,7 +15,6 @@ from tests.helpers.operators import (
     INNER,
     Tiny,
     as_float,
-    as_image,
     check_operator,
     number,
     sandwich,
@@ -153,15 +152,6 @@ def experts() -> Block:
     return b
 
 
-def quantized_convolution(b: Block, v: ir.Value) -> ir.Value:
-    def convolved(b: Block, image: ir.Value) -> ir.Value:
-        weight = stored(b, "Q", INNER, INNER, 1), number(b, 0.01), b.constant(0, np.int8)
-        result = number(b, 0.05), b.constant(128, np.uint8)
-        return b.op("DequantizeLinear", b.op("QLinearConv", *quantized(b, image), *weight, *result), *result)
-
-    return as_image(b, v, convolved)
-
-
 GRAPHS: dict[str, Tiny] = {
     "MatMul": Tiny(weight_on_the_left_transposed_or_batched, "ABCD", sums=2, shares=SHARES),
     "MatMulInteger": Tiny(integer_products, "AB", sums=1, shares=SHARES),
@@ -178,7 +168,6 @@ GRAPHS: dict[str, Tiny] = {
     "ConvTranspose": Tiny(transposed_convolutions, "CcGD", "d", sums=1, shares=SHARES),
     "com.microsoft.MoE": Tiny(experts, "AaBCcD", "bd", sums=2, shares=SHARES),
     "ConvInteger": Tiny(integer_convolutions, "AB", sums=1),
-    "QLinearConv": sandwich(through("Relu"), needs=quantized_convolution, whole="CDQ"),
 }
 
 

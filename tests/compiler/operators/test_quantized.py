@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 
 from tests.helpers.blocks import SHARES, Block, check_split
-from tests.helpers.operators import HIDDEN, INNER, Middle, Tiny, check_operator, number, sandwich, softmax, stored
+from tests.helpers.operators import INNER, Middle, Tiny, check_operator, number, sandwich, softmax, stored
 
 
 def rounded_activation(domain: str = "") -> Middle:
@@ -58,33 +58,6 @@ def scale_found_at_run_time(b: Block, v: ir.Value) -> ir.Value:
     return b.op("DequantizeLinear", *b.ops("DynamicQuantizeLinear", v, outputs=3))
 
 
-def rounded_product(name: str, rows: int, columns: int) -> Middle:
-    """QLinearMatMul, with a scale for each column of the weight."""
-
-    def middle(b: Block, v: ir.Value) -> ir.Value:
-        scale, zero = number(b, 0.05), b.constant(128, np.uint8)
-        weight = (
-            stored(b, name, rows, columns),
-            b.op("Exp", b.w(f"{name}.scales", columns)),
-            stored(b, f"{name}.zeros", columns),
-        )
-        result = number(b, 2), b.constant(128, np.uint8)
-        left = b.op("QuantizeLinear", v, scale, zero)
-        return b.op("DequantizeLinear", b.op("QLinearMatMul", left, scale, zero, *weight, *result), *result)
-
-    return middle
-
-
-def rounded_products() -> Block:
-    """The first is column-parallel. The second needs its rows whole, as its result is rounded, and not its columns."""
-    b = Block()
-    x = softmax(b, b.data("x", (2, 5, HIDDEN), ["n", "t", HIDDEN]))
-    inner = rounded_product("A", HIDDEN, INNER)(b, x)
-    x = softmax(b, b.op("MatMul", inner, b.w("B", INNER, HIDDEN)))
-    b.give(softmax(b, rounded_product("D", INNER, HIDDEN)(b, b.op("MatMul", x, b.w("C", HIDDEN, INNER)))))
-    return b
-
-
 def few_bits(zeros: bool) -> Block:
     """MatMulNBits: whole blocks of 16, and pairs of blocks where zero points share a byte."""
     b = Block()
@@ -108,7 +81,6 @@ GRAPHS: dict[str, Tiny] = {
     ),
     "com.microsoft.QuantizeLinear": sandwich(rounded_by_column, split={"scales", "zeros"}),
     "DynamicQuantizeLinear": sandwich(scale_found_at_run_time),
-    "QLinearMatMul": Tiny(rounded_products, {"A", "A.scales", "A.zeros", "B"}, {"C", "D"}),
     "com.microsoft.MatMulNBits": Tiny(
         lambda: few_bits(False), {"A", "A.scales", "B", "B.scales"}, sums=1, shares=SHARES
     ),

@@ -1,0 +1,117 @@
+"""Operators of quantized values alone (QOperator). They take the scales and zero points of what they read and make.
+
+Their results are rounded, so what they sum over is needed whole.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import onnx_ir as ir
+from onnx_shape_inference import registry
+
+from splitc.compiler.operators.linear import convolve, gemm_flops, product, product_flops
+from splitc.compiler.operators.operation import Operation
+from splitc.compiler.operators.operator import AxesRule, Operator, Shapes
+from splitc.compiler.operators.quantized import relate_blocks
+from splitc.compiler.operators.shaping import join
+
+ROUNDED = "its product is rounded"
+
+
+def matmul(op: Operation) -> None:
+    left, right, output = op.input(0), op.input(3), op.output()
+    product(op, left, right)
+    op.contracted = ()
+    op.whole([left[-1]], ROUNDED)
+    for number in (4, 5, 6, 7):
+        if op.has(number) and op.input(number):
+            relate_blocks(op, output[-1], op.input(number)[-1])
+
+
+def gemm(op: Operation) -> None:
+    """Without a scale of its own the result is of floats: then it is a sum like any other."""
+    left = op.input(0)[::-1] if op.number("transA", 0) else op.input(0)
+    right = op.input(3)[::-1] if op.number("transB", 0) else op.input(3)
+    product(op, left, right)
+    for number in (4, 5, 6):  # the scales and zero points of columns, and a bias
+        if op.has(number):
+            op.broadcast(op.input(number), op.output())
+    op.zero, op.once = 2, frozenset([6])
+    if op.has(7):
+        op.contracted, op.once = (), frozenset()
+        op.whole([left[-1]], ROUNDED)
+
+
+def convolution(op: Operation) -> None:
+    if not op.number("channels_last", 0):
+        op.whole([convolve(op, 0, 3, (4, 5, 8))], ROUNDED)
+
+
+def elementwise(*values: int) -> AxesRule:
+    """Of these inputs; the others are scales and zero points of each, one for all of its elements."""
+
+    def rule(op: Operation) -> None:
+        for number in values:
+            op.broadcast(op.input(number), op.output())
+
+    return rule
+
+
+def softmax(op: Operation) -> None:
+    """Along one axis, or before opset 13 along all axes from the given one on."""
+    data, opset = op.input(0), op.number("opset", 13)
+    first = op.number("axis", -1) % len(data)
+    along = [first] if opset >= 13 else range(first, len(data))
+    op.relate_all(*([axes[n] for n in range(len(data)) if n not in along] for axes in (data, op.output())))
+
+
+def concat(op: Operation) -> None:
+    """The result's scale and zero point come first. Then come three inputs for each value."""
+    join(op, range(2, len(op.inputs), 3))
+
+
+def pool(op: Operation) -> None:
+    """Each channel by itself."""
+    if not op.number("channels_last", 0):
+        op.relate_all(op.input(0)[:2], op.output()[:2])
+
+
+def convolution_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+    return 2 * math.prod(outputs[0]) * math.prod(inputs[3][1:])
+
+
+def gemm_shape(context: Any, node: ir.Node) -> None:
+    """In the type of its zero point, or of floats without one."""
+    left, right, zero = node.inputs[0], node.inputs[3], node.inputs[8] if len(node.inputs) > 8 else None
+    if left is None or right is None or left.shape is None or right.shape is None:
+        return
+    rows = left.shape[1 if node.attributes.get_int("transA", 0) else 0]
+    columns = right.shape[0 if node.attributes.get_int("transB", 0) else 1]
+    dtype = ir.DataType.FLOAT if zero is None else zero.dtype
+    context.set_shape_and_dtype(node.outputs[0], ir.Shape([rows, columns]), dtype)
+
+
+def pool_shape(context: Any, node: ir.Node) -> None:
+    """That of the operator of floats. Raises ValueError if channels come last."""
+    if node.attributes.get_int("channels_last", 0):
+        raise ValueError("only the shape of images with channels first is known")
+    registry.get("", node.op_type.removeprefix("QLinear"), 19)(context, node)  # type: ignore[misc]  # never None
+
+
+OPERATORS = (
+    Operator("QLinearConv", convolution, convolution_flops, rounds=True),
+    Operator("com.microsoft.QLinearConv", convolution, convolution_flops, rounds=True),
+    Operator("QLinearMatMul", matmul, product_flops, matrix=3, rounds=True),
+    Operator("com.microsoft.QGemm", gemm, gemm_flops, gemm_shape, matrix=3, rounds=True),
+    Operator("com.microsoft.QLinearAdd", elementwise(0, 3), rounds=True),
+    Operator("com.microsoft.QLinearMul", elementwise(0, 3), rounds=True),
+    Operator("com.microsoft.QLinearWhere", elementwise(0, 1, 4), rounds=True),
+    Operator("com.microsoft.QLinearSigmoid", elementwise(0), rounds=True),
+    Operator("com.microsoft.QLinearLeakyRelu", elementwise(0), rounds=True),
+    Operator("com.microsoft.QLinearSoftmax", softmax, rounds=True),
+    Operator("com.microsoft.QLinearConcat", concat, rounds=True),
+    Operator("com.microsoft.QLinearAveragePool", pool, shapes=pool_shape, rounds=True),
+    Operator("com.microsoft.QLinearGlobalAveragePool", pool, shapes=pool_shape, rounds=True),
+)
