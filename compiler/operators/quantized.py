@@ -23,19 +23,23 @@ def linear_quantization(op: Operation) -> None:
             scales = op.input(number)
             places = data if len(scales) == len(data) else [data[axis]]
             for scale, place in zip(scales, places, strict=False):
-                relate_blocks(op, place, scale)
+                block = relate_blocks(op, place, scale)
+                if ax.size_of(block) == op.number("block_size", 0):
+                    op.attributes["block_size"] = [block]
 
 
-def relate_blocks(op: Operation, place: Axis, scale: Axis) -> None:
-    """Relate an axis to its scales: one for the whole axis, for each index, or for each block. Blocks stay whole."""
+def relate_blocks(op: Operation, place: Axis, scale: Axis) -> Axis:
+    """Relate an axis to its scales: one for all of it, for each index, or for each block. Returns a block's axis."""
     count, size = ax.size_of(scale), ax.size_of(place)
     if count == 1:
-        return
+        return ()
     if size % count:
         op.whole([place, scale], "its blocks do not divide it")
-    else:
-        op.relate(place, (*scale, *ax.new_axis(size // count)))
-        op.free([scale])
+        return ()
+    block = ax.new_axis(size // count)
+    op.relate(place, (*scale, *block))
+    op.free([scale])
+    return block
 
 
 def dynamic_quantization(op: Operation) -> None:

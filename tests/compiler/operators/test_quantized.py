@@ -31,6 +31,16 @@ def rounded_by_column(b: Block, v: ir.Value) -> ir.Value:
     )
 
 
+def few_blocks() -> Block:
+    """Two blocks of twelve: several ranks have parts of one."""
+    b = Block(21)
+    x = b.op("Softmax", b.data("x", (2, 5, 12), ["n", "t", 12]))
+    inner = b.op("Relu", b.op("MatMul", x, b.w("A", 12, INNER)))
+    weight = b.op("DequantizeLinear", stored(b, "B", INNER, 12), b.w("b", 2, 12), axis=0, block_size=12)
+    b.give(b.op("Softmax", b.op("MatMul", inner, weight)))
+    return b
+
+
 def scales_by_column_and_block() -> Block:
     b = Block(opset=21)
     x = softmax(b, b.data("x", (2, 5, 12), ["n", "t", 12]))
@@ -87,6 +97,7 @@ GRAPHS: dict[str, Tiny] = {
 }
 FORMS: dict[str, Tiny] = {
     "zero points of 4 bits": Tiny(lambda: few_bits(True), {"A", "A.scales", "B", "B.scales"}, sums=1, shares=SHARES),
+    "fewer blocks than ranks": Tiny(few_blocks, "ABb", sums=1, shares=((1, 1, 1), (1, 1, 1, 1), (3, 1, 2))),
     "one scale": sandwich(rounded_activation("com.microsoft.")),
 }
 
