@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class SplitcError(Exception):
     """A failure that its message explains. The command line prints it without a traceback, and exits with 1.
@@ -57,3 +59,18 @@ class FeedError(MisuseError):
 
 class SizesError(FeedError, EngineError):
     """An engine failed on feeds that have two sizes where the model has one name for both."""
+
+
+def named(error: SplitcError, module: str) -> SplitcError:
+    """The error with the module's name before it."""
+    found = type(error)(f"module '{module}': {error}")
+    found.__cause__ = error
+    return found
+
+
+def raise_all(errors: Sequence[SplitcError]) -> None:
+    """Raise what went wrong with several modules as one error, of the kind of the first; nothing if nothing did."""
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise type(errors[0])("\n".join(map(str, errors))) from errors[0]

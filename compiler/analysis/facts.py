@@ -18,8 +18,8 @@ from splitc.compiler.frontend.input_sizes import input_sizes
 from splitc.compiler.frontend.loading import read_model
 from splitc.compiler.frontend.optional import defaults_hidden
 from splitc.compiler.frontend.shapes import BoundShapes, infer_shapes, read_symbols, reconcile
+from splitc.compiler.frontend.sizes_tried import LARGEST, Trial
 from splitc.compiler.frontend.states import find_states, growing_symbols
-from splitc.compiler.frontend.trial import LARGEST, Trial
 from splitc.runtime.counted import counting
 from splitc.runtime.manifest import State
 

@@ -13,9 +13,9 @@ from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
 
 from splitc.compiler.frontend.external_data import SMALL
 from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.loading import load_unoptimized
 from splitc.compiler.model_errors import ModelError
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
+from splitc.runtime.engines.unoptimized import load_unoptimized
 
 
 class RefusedError(ModelError):

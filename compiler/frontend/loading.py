@@ -12,14 +12,12 @@ from pathlib import Path
 import google.protobuf.message
 import onnx
 import onnx_ir as ir
-import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
 
 from splitc.compiler.frontend.external_data import check_external_data
 from splitc.compiler.frontend.protos import Contents, contents_of, inner_graphs
 from splitc.compiler.model_errors import ModelError
-from splitc.runtime.engines.onnx_session import open_onnx, too_large
-from splitc.runtime.engines.operator_library import library_path
+from splitc.runtime.engines.onnx_session import too_large
 
 
 def read_model(path: Path, trusts_data: bool = False) -> tuple[onnx.ModelProto, frozenset[Path]]:
@@ -49,29 +47,6 @@ def invalid_model_explained(path: Path) -> Iterator[None]:
         while reason.__cause__ is not None:
             reason = reason.__cause__
         raise ModelError(f"{path} is not a valid ONNX model: {reason}") from error
-
-
-def load_unoptimized(
-    model: Path | bytes, uses_operators: bool = False, trusts_data: bool = False
-) -> ort.InferenceSession:
-    """Load an ONNX file, or what is in one, in ONNX Runtime without optimizations.
-
-    External weights are mapped into memory, not read.
-
-    One that `uses_operators` of splitc's library can't be run. Raises one of ERRORS: NotImplemented if the CPU provider
-    has no kernel for an operator.
-    """
-    options = ort.SessionOptions()
-    if uses_operators:
-        options.register_custom_ops_library(str(library_path()))
-    options.log_severity_level, options.intra_op_num_threads = 4, 1  # or a thread for each core would be started
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.enable_mem_pattern = False  # one allocation of all weights' size, which Linux refuses above the memory's
-    options.enable_mem_reuse = False  # planning the reuse takes 20 seconds for 8,000 nodes
-    options.add_session_config_entry("session.disable_prepacking", "1")
-    if isinstance(model, bytes):
-        return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"], enable_fallback=0)
-    return open_onnx(model, options, ["CPUExecutionProvider"], trusts_data)
 
 
 def read_proto(path: Path) -> onnx.ModelProto:

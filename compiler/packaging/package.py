@@ -21,9 +21,9 @@ from splitc.compiler.packaging.building import BuildSettings, check_settings, fi
 from splitc.compiler.packaging.manifest_entries import check_types, make_manifest, rank_entry
 from splitc.compiler.packaging.onnx_files import NONE, PlacedWeights, write_graphs
 from splitc.compiler.packaging.package_writer import PackageWriter
+from splitc.compiler.packaging.planned_sizes import check_sizes_tried
 from splitc.compiler.packaging.self_check import check_loads, check_outputs
 from splitc.compiler.packaging.staging import check_room, full_disk_explained, written_aside
-from splitc.compiler.packaging.tried_sizes import check_sizes_tried
 from splitc.compiler.packaging.weight_files import Progress, WeightFile, write_weight_files
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.split import RankProgram

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 
 import msgspec
@@ -11,20 +12,20 @@ import numpy as np
 import psutil
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.loading import load_unoptimized
 from splitc.compiler.model_errors import ModelError
 from splitc.compiler.planning.plan import Plan
 from splitc.runtime.collectives.engine_meeting import EngineMeeting
 from splitc.runtime.devices import free_bytes, host_numbers
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS, open_session
+from splitc.runtime.engines.unoptimized import load_unoptimized
 from splitc.runtime.errors import OutputsDifferError, PackageError, SplitcError
 from splitc.runtime.fills import make_inputs
 from splitc.runtime.manifest import Manifest, Tensor
 from splitc.runtime.session import Session
 from splitc.runtime.tools.compare import Difference, compare
-from splitc.runtime.tools.unsplit import Arrays, fixed_feeds, open_reference
+from splitc.runtime.tools.judge import judge
+from splitc.runtime.tools.unsplit import Arrays, Reference, open_reference
 from splitc.runtime.units import format_bytes
 from splitc.runtime.verification import NEVER
 
@@ -111,13 +112,7 @@ def check_outputs(plan: Plan, package: Path) -> Verdict:
                     expected = whole.run(feeds)
                 except SplitcError:
                     continue  # the model does not take these sizes together
-                differences = compare(expected, session.run(feeds), number_type=session.manifest.number_type)
-                worst = max((each.relative for each in differences), default=0.0)
-                said = f"{len(differences)} outputs agree with {whole} (largest error {worst:.1e})"
-                if not all(each.passed for each in differences):
-                    moved = [_run_unoptimized(graph, session.manifest, feeds), *map(whole.run, _nudged(feeds))]
-                    said += _judge(differences, [compare(expected, each) for each in moved])
-                return Verdict(True, said)
+                return Verdict(True, _compare(session, whole, feeds, expected))
     return Verdict(
         False,
         "the model itself fails on made-up inputs; say what it takes with --fill, or compare it on real ones: "
@@ -140,6 +135,20 @@ def _find_devices(plan: Plan) -> list[str]:
 def _whole_bytes(plan: Plan) -> int:
     """An upper bound of the unsplit model's bytes on made-up inputs: those of all ranks together."""
     return sum(rank.memory.total for rank in plan.ranks)
+
+
+def _compare(session: Session, whole: Reference, feeds: Arrays, expected: Arrays) -> str:
+    """Compare the package with the unsplit model, and say what came of it. Raises OutputsDifferError if it differs."""
+    compared = partial(compare, number_type=session.manifest.number_type)
+    plain = cache(lambda: whole.run_unoptimized(feeds))
+    judged = judge(compared, expected, session.run(feeds), lambda: whole.run(feeds), plain)
+    worst = max((each.relative for each in judged.differences), default=0.0)
+    agree = f"{len(judged.differences)} outputs agree with {whole} (largest error {worst:.1e})"
+    said = "; ".join([agree, *judged.notes])
+    if not judged.passed:
+        moved = [plain(), *map(whole.run, _nudged(feeds))]
+        said += _judge(judged.differences, [compare(expected, each) for each in moved])
+    return said
 
 
 def _judge(differences: Sequence[Difference], own: Sequence[Sequence[Difference]]) -> str:
@@ -167,20 +176,6 @@ def _nudged(feeds: Arrays) -> Iterator[Arrays]:
                 name: np.nextafter(array, array.dtype.type(end)) if array.dtype in NUDGED else array
                 for name, array in feeds.items()
             }
-
-
-def _run_unoptimized(graph: Graph, manifest: Manifest, feeds: Arrays) -> Arrays:
-    """The outputs of the unsplit model without optimizations; empty if it fails to run without them."""
-    try:
-        session = load_unoptimized(graph.path, trusts_data=graph.trusts_data)
-        names = [value.name for value in session.get_outputs()]
-        return dict(
-            zip(
-                names, session.run(names, {**feeds, **fixed_feeds(manifest.inputs, manifest.fixed, feeds)}), strict=True
-            )
-        )
-    except ERRORS:
-        return {}
 
 
 def _check_all(differences: Sequence[Difference]) -> None:

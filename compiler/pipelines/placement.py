@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_request import DEFAULT_HEADROOM, Request
 from splitc.compiler.planning.resources import Budget, find_budgets
 from splitc.runtime.devices import Device
-from splitc.runtime.errors import DoesNotFitError, MisuseError
+from splitc.runtime.errors import DoesNotFitError, MisuseError, SplitcError, raise_all
 
 # Modules are split, the largest first, until the fullest device holds at most this much more than an even share: less
 # is not worth making a small module slower.
@@ -62,15 +63,28 @@ def plan_pipeline(
     modules = sorted(modules, key=lambda each: -each.module.facts.weights_bytes)
     named = [each for each in modules if each.devices is not None]
     free = [each for each in modules if each.devices is None]
+    errors: list[SplitcError] = []
     for each in named:
-        planner.place(each, each.devices or (), NAMED)
+        with _collected(errors):
+            planner.place(each, each.devices or (), NAMED)
     splits = planner.count_splits([each.module.facts.weights_bytes for each in free])
     for number, each in enumerate(free):
-        planner.place_freely(each, number < splits)
+        with _collected(errors):
+            planner.place_freely(each, number < splits)
+    raise_all(errors)
     if request.tensor_split is not None and all(len(each.plan.ranks) == 1 for each in planner.done.values()):
         raise MisuseError("--tensor-split has no effect: no model of the folder is split, each is whole on one device")
     common = find_common({name: planner.done[name].plan for name in read.names}, swap)
     return PipelinePlan(read, tuple(planner.done[name] for name in read.names), planner.budgets, common, swap)
+
+
+@contextmanager
+def _collected(errors: list[SplitcError]) -> Iterator[None]:
+    """Keep the error of one module, and go on with the others."""
+    try:
+        yield
+    except SplitcError as error:
+        errors.append(error)
 
 
 def _find_budgets(devices: Sequence[Device], request: Request) -> Mapping[str, Budget]:

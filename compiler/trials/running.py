@@ -11,7 +11,6 @@ import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
-from splitc.compiler.frontend.loading import load_unoptimized
 from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.lowering.rank_forms import COLLECTIVE
 from splitc.compiler.lowering.rank_graph import rank_graph
@@ -20,6 +19,7 @@ from splitc.compiler.operators.operation import Axes
 from splitc.compiler.sharding.sharded_model import ShardedModel
 from splitc.compiler.trials.forms import Form
 from splitc.compiler.trials.tiny import RANKS, SIZINGS, CannotTryError, Sizing, TinyModel, tiny_model
+from splitc.runtime.engines.unoptimized import load_unoptimized
 from splitc.runtime.tools.compare import compare
 
 Array = npt.NDArray[Any]

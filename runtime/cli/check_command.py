@@ -17,7 +17,7 @@ from splitc.runtime.cli.run_options import Load, as_run, loading, measure_ranks,
 from splitc.runtime.cli.run_tables import differences_table, modules_table, print_memory
 from splitc.runtime.cli.shared_options import FILL, INPUTS, JSON, MEASURE, PACKAGE, REPORT, SEED, TRUST_DATA
 from splitc.runtime.cli.terminal import out, print_json
-from splitc.runtime.errors import MisuseError, OutputsDifferError
+from splitc.runtime.errors import MisuseError, OutputsDifferError, SplitcError, named, raise_all
 from splitc.runtime.manifest_file import read_manifest
 from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.pipeline_file import PipelineFile, find_module, read_pipeline
@@ -25,17 +25,22 @@ from splitc.runtime.reports.page_writer import check_report, write_page
 from splitc.runtime.session import choose_devices
 from splitc.runtime.settings import parse_settings
 from splitc.runtime.tools.compare import Difference, compare
+from splitc.runtime.tools.judge import judge
 from splitc.runtime.tools.unsplit import bound_inputs, open_reference
 
 
 @dataclass(frozen=True)
 class Checked:
-    """How the outputs differ from those of the unsplit model, on which device that ran and why, and ranks' memory."""
+    """How the outputs differ from those of the unsplit model, on which device that ran and why, and ranks' memory.
+
+    `notes` say which differences are the unsplit model's own doing.
+    """
 
     outputs: list[Difference]
     reference: str
     why: str
     memory: list[RankMemory]
+    notes: list[str]
 
     def __str__(self) -> str:
         return f"the unsplit model on {self.reference}, {self.why}"
@@ -94,10 +99,12 @@ def check(
                 settings=bound_inputs(session.manifest, parse_settings(settings)),
                 trusts_data=trusts_data,
             )
+            compared = partial(compare, number_type=session.manifest.number_type, rtol=rtol, atol=atol)
             with opened as whole:
-                expected = whole.run(feeds)
-            found = compare(expected, actual, number_type=session.manifest.number_type, rtol=rtol, atol=atol)
-            return Checked(found, str(whole.device), whole.why, measure_ranks(session, feeds) if memory else [])
+                again, plain = partial(whole.run, feeds), partial(whole.run_unoptimized, feeds)
+                judged = judge(compared, whole.run(feeds), actual, again, plain)
+            measured = measure_ranks(session, feeds) if memory else []
+            return Checked(judged.differences, str(whole.device), whole.why, measured, judged.notes)
 
     check_report(report, [path for path in (package, model, inputs) if path])
     module = load.keywords["module"]
@@ -116,6 +123,7 @@ def check(
     else:
         out.print(f"compared with {found}")
         out.print(differences_table(found.outputs))
+        _print_notes(found)
         if found.memory:
             print_memory(found.memory)
     _conclude(found.failed, len(found.outputs), f"with {source.name}", as_json)
@@ -145,19 +153,36 @@ def _check_modules(
 ) -> None:
     """Compare each module of a package with its own model, one after the other."""
     sources = {module.name: _find_model(package, pipeline, module.name, folder) for module in pipeline.modules}
-    found = {name: check_one(partial(load, package, module=name), source) for name, source in sources.items()}
+    found: dict[str, Checked] = {}
+    errors: list[SplitcError] = []
+    for name, source in sources.items():
+        try:
+            found[name] = check_one(partial(load, package, module=name), source)
+        except SplitcError as error:
+            errors.append(named(error, name))
     if report:
         _write_report(report, package, found, load.keywords["devices"])
     if as_json:
         print_json({"modules": found})
-    else:
+    elif found:
         out.print(modules_table({name: each.outputs for name, each in found.items()}))
         for name, each in found.items():
             out.print(f"{name}: compared with {each}")
+            _print_notes(each, f"{name}: ")
             if each.memory:
                 print_memory(each.memory)
     failed = [f"{name}.{output}" for name, each in found.items() for output in each.failed]
-    _conclude(failed, sum(len(each.outputs) for each in found.values()), f"in {len(found)} modules", as_json)
+    count = sum(len(each.outputs) for each in found.values())
+    try:
+        _conclude(failed, count, f"in {len(found)} modules", as_json)
+    except OutputsDifferError as error:
+        errors.insert(0, error)
+    raise_all(errors)
+
+
+def _print_notes(checked: Checked, before: str = "") -> None:
+    for note in checked.notes:
+        out.print(f"{before}{note}", soft_wrap=True)
 
 
 def _write_report(path: Path, package: Path, found: Mapping[str, Checked], asked: Sequence[str]) -> None:

@@ -19,6 +19,8 @@ from splitc.runtime.engines import Backend, LoadedEngine
 from splitc.runtime.engines.backends import make_backend
 from splitc.runtime.engines.kinds import ONNXRUNTIME
 from splitc.runtime.engines.onnx_session import has_data_outside
+from splitc.runtime.engines.onnxruntime_cpu import ERRORS
+from splitc.runtime.engines.unoptimized import load_unoptimized
 from splitc.runtime.errors import MisuseError, PackageError
 from splitc.runtime.manifest import FixedInput, Manifest, Tensor
 from splitc.runtime.settings import setting_array
@@ -31,11 +33,15 @@ CPU = Device("cpu", 0)
 
 @dataclass(frozen=True)
 class Reference:
-    """The unsplit model on a device, and why on this one. `run` takes the feeds of the package."""
+    """The unsplit model on a device, and why on this one. Both functions take the feeds of the package.
+
+    `run_unoptimized` runs it on the CPU without ONNX Runtime's optimizations, and gives nothing if it fails so.
+    """
 
     device: Device
     why: str
     run: RunModel
+    run_unoptimized: RunModel
 
     def __str__(self) -> str:
         return f"the unsplit model on {self.device}, {self.why}"
@@ -70,9 +76,25 @@ def open_reference(
                 raise
             device, why = CPU, f"since {device} can't run it: {error}"
             run = stack.enter_context(open_unsplit(model, device, threads, trusts_data))
+
+        def all_feeds(feeds: Arrays) -> Arrays:
+            return {**feeds, **fixed_feeds(manifest.inputs, manifest.fixed, feeds), **settings}
+
         yield Reference(
-            device, why, lambda feeds: run({**feeds, **fixed_feeds(manifest.inputs, manifest.fixed, feeds), **settings})
+            device,
+            why,
+            lambda feeds: run(all_feeds(feeds)),
+            lambda feeds: _run_unoptimized(model, all_feeds(feeds), trusts_data),
         )
+
+
+def _run_unoptimized(model: Path, feeds: Arrays, trusts_data: bool) -> dict[str, npt.NDArray[Any]]:
+    try:
+        session = load_unoptimized(model, trusts_data=trusts_data)
+        names = [value.name for value in session.get_outputs()]
+        return dict(zip(names, session.run(names, dict(feeds)), strict=True))
+    except ERRORS:
+        return {}
 
 
 def choose_reference(

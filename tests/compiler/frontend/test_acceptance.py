@@ -10,8 +10,8 @@ from models.writer import save
 from splitc.compiler.analysis.facts import analyze
 from splitc.compiler.frontend import acceptance
 from splitc.compiler.frontend.asked_shapes import AskedShapes
-from splitc.compiler.frontend.loading import load_unoptimized
 from splitc.compiler.model_errors import ModelError
+from splitc.runtime.engines.unoptimized import load_unoptimized
 
 
 def decoder(folder: Path, layers: int) -> Path:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.frontend.fitted_sizes import WHOLE
-from splitc.compiler.frontend.trial import Trial
+from splitc.compiler.frontend.sizes_tried import Trial
 from splitc.compiler.model_errors import ModelError
 from splitc.runtime.manifest import Fill
 from splitc.runtime.units import format_shape

@@ -14,7 +14,6 @@ from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
 
 from splitc.compiler.frontend.asked_shapes import Shape
 from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.loading import load_unoptimized
 from splitc.compiler.frontend.made_up import choose_fill, describe_fixed, describe_tensor
 from splitc.compiler.frontend.observation import refusal, signature
 from splitc.compiler.frontend.reads import subgraphs
@@ -22,6 +21,7 @@ from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.frontend.shapes import BoundShapes, shape_of
 from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
+from splitc.runtime.engines.unoptimized import load_unoptimized
 from splitc.runtime.fills import make_inputs
 from splitc.runtime.manifest import Fill, Tensor
 from splitc.runtime.onnx_types import CODES, KNOWN
