@@ -101,9 +101,12 @@ def _method(answer: Answer, method: ModelMethod, session: Session) -> Callable[.
 
 
 def _diffusers_answer(part: Any, outputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """In diffusers, what a model makes is its `sample`, whatever an exporter calls it."""
-    first, *others = outputs
-    return {"sample": outputs[first], **{name: outputs[name] for name in others}}
+    """In diffusers, what a model makes is its `sample`, whatever an exporter calls it; or tuples (ControlNet)."""
+    made = numbered_together(outputs, {})
+    first, *others = made
+    if isinstance(made[first], tuple):
+        return made
+    return {"sample": made[first], **{name: made[name] for name in others}}
 
 
 def _transformers_answer(part: Any, outputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,12 +50,14 @@ class ModelMethod:
         return {name: value for name, value in feeds.items() if value is not None}, arguments
 
     def _flat(self, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """The arguments, with those of dicts and of the signature's `*args` one by one."""
+        """The arguments; those of dicts, of the signature's `*args` and of lists with numbered inputs one by one."""
         for name, value in arguments.items():
             if isinstance(value, Mapping):
                 yield from self._flat(value)
             elif name in self.signature.parameters and self.signature.parameters[name].kind == VARIABLE:
                 yield from ((f"{name}[{place}]", each) for place, each in enumerate(value))
+            elif isinstance(value, (list, tuple)) and any(each.name == f"{name}_0" for each in self.inputs):
+                yield from ((f"{name}_{place}", each) for place, each in enumerate(value))
             else:
                 yield name, value
 
@@ -90,12 +93,13 @@ def method_of(owner: type, method: str, name: str, session: Any) -> ModelMethod:
 def numbered_together(outputs: Mapping[str, Any], lengths: Mapping[str, int]) -> dict[str, Any]:
     """Outputs with names that end in a number, as in `hidden_states.3`, become one tuple, `hidden_states`.
 
-    `lengths` are those of tuples by name, where they are known. Places that the model does not give are None.
+    `lengths` are those of tuples by name, where they are known. Places that the model does not give are None. With an
+    underscore, as in `samples_3`, they do so if there are several, numbered from 0 on.
     """
     found: dict[str, Any] = {}
     for name, value in outputs.items():
-        stem, dot, number = name.rpartition(".")
-        if dot and number.isdigit():
+        stem, dot, number = name.rpartition("." if "." in name else "_")
+        if dot and number.isdigit() and (dot == "." or _count(outputs, stem) > max(1, int(number))):
             found.setdefault(stem, {})[int(number)] = value
         else:
             found[name] = value
@@ -105,6 +109,11 @@ def numbered_together(outputs: Mapping[str, Any], lengths: Mapping[str, int]) ->
         else value
         for name, value in found.items()
     }
+
+
+def _count(names: Collection[str], stem: str) -> int:
+    """How many of the names are `stem_0`, `stem_1` and so on, without a gap."""
+    return next(number for number in itertools.count() if f"{stem}_{number}" not in names)
 
 
 def _holds_tensors(value: Any) -> bool:

@@ -14,7 +14,7 @@ from splitc.runtime.cli.generated import Generated
 from splitc.runtime.cli.terminal import print_warning
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.decoder_prompt import find_prompt
-from splitc.runtime.generate.encoder_decoder import EncoderDecoder, find_features, reads_sound
+from splitc.runtime.generate.encoder_decoder import EncoderDecoder, describe_encoder, find_features, reads_text
 from splitc.runtime.generate.log_mel import read_log_mel
 from splitc.runtime.generate.package_configs import find_beside, generation_config, read_beside, understood
 from splitc.runtime.generate.room import USUAL
@@ -82,8 +82,8 @@ def _encode(
     """What the encoder makes, for each window of a sound, and the decoder's prompt if the user gave it."""
     start = time.perf_counter()
     if asked.audio is None:
-        if asked.prompt is None and asked.prompt_ids is None and reads_sound(model.encoder):
-            raise MisuseError("this package writes speech down: give it as --audio speech.wav")
+        if asked.prompt is None and asked.prompt_ids is None and model.encoder and not reads_text(model.encoder):
+            raise MisuseError(f"generate needs what the model is to read: {describe_encoder(model.encoder)}")
         tokens = read_prompt(made.text, asked.prompt, asked.prompt_ids)
         encoded = model.encode_tokens(tokens)
         made.timings.encoder_seconds = time.perf_counter() - start

@@ -109,21 +109,40 @@ def reads_sound(encoder: Manifest | None) -> bool:
     return len(inputs) == 1 and "float" in inputs[0].dtype and len(inputs[0].shape or ()) == 3
 
 
+def reads_text(encoder: Manifest) -> bool:
+    """Whether an encoder takes tokens."""
+    return any(tensor.role is not None and tensor.role.kind == "indices" for tensor in encoder.inputs)
+
+
+def describe_encoder(encoder: Manifest) -> str:
+    """What an encoder takes, for messages, and what to do."""
+    kinds = {2: "the samples of a sound", 3: "the features of a sound", 4: "an image"}
+    arrays = [tensor for tensor in encoder.inputs if "float" in tensor.dtype and len(tensor.shape or ()) in kinds]
+    named = ", ".join(tensor.name for tensor in encoder.inputs)
+    if reads_text(encoder):
+        return f"its encoder takes a text ({named}); give it as --prompt"
+    if reads_sound(encoder):
+        return f"its encoder takes the features of a sound ({named}), as of speech; give it as --audio speech.wav"
+    what = kinds[len(arrays[0].shape or ())] if len(arrays) == 1 else "something else"
+    return (
+        f"its encoder takes {what} ({named}), which generate does not make of a file: in Python, "
+        "EncoderDecoder.encode takes the arrays, and EncoderDecoder.generate goes on with what comes of them"
+    )
+
+
 def find_features(encoder: Manifest | None) -> Tensor:
     """The input of an encoder that takes a sound's features. Raises MisuseError for one that takes something else."""
     inputs = [] if encoder is None else encoder.inputs
     if not reads_sound(encoder):
-        taken = f"its encoder takes {', '.join(tensor.name for tensor in inputs)}" if inputs else "it has no encoder"
-        raise MisuseError(f"can't read a sound with this package: {taken}; give a --prompt instead")
+        taken = "it has no encoder; give a --prompt instead" if encoder is None else describe_encoder(encoder)
+        raise MisuseError(f"can't read a sound with this package: {taken}")
     return inputs[0]
 
 
 def _feeds_of_tokens(encoder: Manifest, tokens: Sequence[int]) -> dict[str, Array]:
     """The feeds of an encoder of text. Raises MisuseError if it takes something else."""
-    roles = {tensor.role.kind for tensor in encoder.inputs if tensor.role is not None}
-    if "indices" not in roles:
-        taken = ", ".join(tensor.name for tensor in encoder.inputs)
-        raise MisuseError(f"can't read a text with this package: its encoder takes {taken}; give --audio speech.wav")
+    if not reads_text(encoder):
+        raise MisuseError(f"can't read a text with this package: {describe_encoder(encoder)}")
     if not tokens:
         raise MisuseError("the prompt has no tokens")
     return Feeder(encoder, find_signature(encoder)).feeds(tokens, len(tokens))

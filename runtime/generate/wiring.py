@@ -100,10 +100,13 @@ def find_links(reader: Manifest, maker: Manifest) -> dict[str, str]:
 
 
 def _fits(taken: Tensor, made: Tensor) -> bool:
-    """Whether they are states of an encoder, of one width."""
+    """Whether they are states of an encoder, of one width: if a model names it by a symbol, it may be any."""
     if taken.dtype != made.dtype or taken.shape is None or made.shape is None:
         return False
-    return len(taken.shape) == len(made.shape) == STATES_AXES and taken.shape[-1] == made.shape[-1]
+    if not len(taken.shape) == len(made.shape) == STATES_AXES:
+        return False
+    widths = {taken.shape[-1], made.shape[-1]}
+    return len(widths) == 1 or any(not isinstance(width, int) for width in widths)
 
 
 def find_masks(reader: Manifest, read: Collection[str]) -> dict[str, str]:

@@ -96,3 +96,16 @@ def test_numbered_outputs_are_one_tuple() -> None:
     outputs = {"last": 9, "states.0": 0, "states.10": 10, "states.1": 1, "attentions.0": 5}
     found = numbered_together({**outputs, **{f"states.{n}": n for n in range(2, 10)}}, {"states": 12})
     assert found == {"last": 9, "states": (*range(11), None), "attentions": (5,)}
+
+
+def test_lists_go_into_numbered_inputs_and_come_of_numbered_outputs() -> None:
+    """As what a ControlNet makes for a denoiser."""
+    unet = method(forward, "sample", "timestep", "encoder_hidden_states", "residuals_0", "residuals_1")
+    feeds, _ = unet.bind((SAMPLE, 1, STATES), {"residuals": (SAMPLE, STATES)})
+    assert feeds["residuals_0"] is SAMPLE and feeds["residuals_1"] is STATES
+    with pytest.raises(FeedError, match="'residuals_2', and the compiled model has no such input"):
+        unet.bind((SAMPLE, 1, STATES), {"residuals": (SAMPLE, STATES, STATES)})
+    with pytest.raises(FeedError, match="without 'residuals_1'"):
+        unet.bind((SAMPLE, 1, STATES), {"residuals": (SAMPLE,)})
+    found = numbered_together({"down_0": 1, "down_1": 2, "middle": 3, "level_7": 4, "one_0": 5}, {})
+    assert found == {"down": (1, 2), "middle": 3, "level_7": 4, "one_0": 5}

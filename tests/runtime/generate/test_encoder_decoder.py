@@ -12,14 +12,18 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
+from msgspec.structs import replace
 
 from splitc.compiler import Request, compile_pipeline, plan_pipeline
 from splitc.runtime import Pipeline
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.errors import FeedError, SplitcError
-from splitc.runtime.generate.encoder_decoder import EncoderDecoder
+from splitc.runtime.generate.encoder_decoder import EncoderDecoder, describe_encoder
 from splitc.runtime.generate.log_mel import LogMel
 from splitc.runtime.generate.sound import read_sound
+from splitc.runtime.generate.wiring import find_links, find_wiring
+from splitc.runtime.manifest import Tensor
+from splitc.runtime.manifest_file import read_manifest
 from tests.conftest import DECODER
 from tests.helpers import encoder_decoders as made
 from tests.helpers.command import splitc
@@ -198,8 +202,11 @@ def whole_speech(speech: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "this package writes speech down: give it as --audio speech.wav"),
-        (("--prompt", "w1"), "can't read a text with this package: its encoder takes input_features"),
+        ((), r"the features of a sound \(input_features\), as of speech; give it as --audio speech.wav"),
+        (
+            ("--prompt", "w1"),
+            "can't read a text with this package: its encoder takes the features of a sound",
+        ),
         (("--audio", "missing.wav"), "can't read missing.wav"),
         (("--audio", __file__), "is no WAV file of whole numbers .*ffmpeg"),
         (("--audio", "SOUND", "--language", "fr"), "--language fr: .* has de, en"),
@@ -288,3 +295,24 @@ def test_held_feeds_are_given_once(tensor_text: Path) -> None:
         sequence.run({"input_ids": np.array([[1]])})
         with pytest.raises(SplitcError, match="before its first run"):
             sequence.hold(caches)
+
+
+def test_encoder_that_does_not_say_its_width_is_one(tensor_text: Path) -> None:
+    """Exporters name a width by a symbol where their own inference fails."""
+    manifests = {name: read_manifest(tensor_text / name) for name in ("encoder_model", "decoder_model")}
+    (states,) = manifests["encoder_model"].outputs
+    unnamed = replace(states, name="hidden", shape=["batch", "positions", "width"])
+    encoder = replace(manifests["encoder_model"], outputs=[unnamed])
+    assert find_links(manifests["decoder_model"], encoder) == {"encoder_hidden_states": "hidden"}
+    assert find_wiring({**manifests, "encoder_model": encoder}).encoder == "encoder_model"
+    other = replace(encoder, outputs=[replace(unnamed, shape=["batch", "positions", made.WIDTH + 1])])
+    assert find_links(manifests["decoder_model"], other) == {}
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [(["b", 3, 8, 8], "takes an image (x), which generate does not make"), (["b", "n"], "the samples of a sound (x)")],
+)
+def test_what_an_encoder_takes_is_said(tensor_text: Path, shape: list[Any], said: str) -> None:
+    manifest = read_manifest(tensor_text / "encoder_model")
+    assert said in describe_encoder(replace(manifest, inputs=[Tensor("x", "float32", shape)]))
