@@ -148,6 +148,9 @@ GRAPHS: dict[str, Tiny] = {
         sums=2,
         shares=SHARES,
     ),
+    "com.microsoft.QLinearConv": sandwich(
+        convolved("com.microsoft.QLinearConv", False), split={"G", "G.scales", "G.bias"}
+    ),
     "QLinearMatMul": Tiny(products, {"A", "A.scales", "A.zeros", "B"}, {"C", "D"}),
     "com.microsoft.QGemm": Tiny(gemms, {"A", "A.scales", "A.bias", "B"}, {"B.bias", "C", "D"}, sums=1, shares=SHARES),
     "com.microsoft.QLinearAdd": sandwich(between("com.microsoft.QLinearAdd", "w"), split={"w"}, shares=SHARES),
@@ -165,8 +168,6 @@ GRAPHS: dict[str, Tiny] = {
 FORMS: dict[str, Tiny] = {
     "softmax before opset 13": sandwich(lambda b, v: by_heads(b, v, normalized(3, 12)), needs=normalized(1, 12)),
 }
-# ONNX Runtime writes it for images whose channels come last; as of now it runs on no other ones than ONNX's own does.
-WITHOUT_KERNEL = {"com.microsoft.QLinearConv"}
 
 
 @pytest.mark.parametrize("name", GRAPHS)
