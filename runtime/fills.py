@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -10,7 +11,10 @@ import numpy as np
 from splitc.runtime.arrays import Array, number_type
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.manifest import Fill, Tensor
+from splitc.runtime.units import shortened
 
+# How ends of random numbers are written, and how large they may be.
+_NUMBER, MOST = re.compile(r"-?[0-9]{1,30}"), 1 << 63
 FILLS: Mapping[str, Fill] = {
     "normal": Fill("normal"),
     "ones": Fill("ones"),
@@ -32,12 +36,14 @@ def parse_fills(texts: Sequence[str]) -> dict[str, Fill]:
             raise MisuseError(f"--fill says twice how to make up '{name}', the second time by {text}")
         if name and how in FILLS:
             fills[name] = FILLS[how]
-        elif name and word == "randint" and len(ends) == 2 and all(end.lstrip("-").isdigit() for end in ends):
+        elif name and word == "randint" and len(ends) == 2 and all(map(_NUMBER.fullmatch, ends)):
             fills[name] = Fill("randint", *map(int, ends))
         else:
             raise MisuseError(f"can't read --fill {text}: write NAME= and {', '.join(FILLS)}, or randint:LOW:HIGH")
         if fills[name].kind == "randint" and fills[name].low >= fills[name].high:
             raise MisuseError(f"--fill {text}: there is no number from {ends[0]} to before {ends[1]}")
+        if fills[name].kind == "randint" and not -MOST <= fills[name].low < fills[name].high <= MOST:
+            raise MisuseError(f"--fill {shortened(text)}: the numbers go from -2^63 to 2^63, at most")
     return fills
 
 

@@ -95,6 +95,11 @@ def _names(manifest: Manifest) -> Iterator[str]:
     for state in manifest.states:
         if state.input not in inputs or state.output not in outputs:
             yield f"the state from '{state.output}' to '{state.input}' is none of an output and an input"
+    shapes = {tensor.name: tensor.shape for tensor in manifest.inputs}
+    for state in manifest.states:
+        shape = shapes.get(state.input)
+        if state.grows is not None and shape is not None and not 0 <= state.grows < len(shape):
+            yield f"the state '{state.input}' grows along axis {state.grows}, and it has {len(shape)} axes"
     for name in manifest.batch or {}:
         if name not in (*inputs, *outputs):
             yield f"'{name}', which has a batch, is neither an input nor an output"

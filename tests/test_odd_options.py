@@ -67,6 +67,8 @@ def test_odd_values_end_in_a_message(command: str, seed: int, decoder: Path, pac
         (["--tensor-split", "1,nan"], "shares above 0"),
         (["--tensor-split", "inf,1"], "shares above 0"),
         (["--memory", "9" * 5000 + "GiB"], "more memory than there can be"),
+        (["--shapes", "input_ids:1x" + "9" * 20], "--shapes gives 'input_ids' the size 99999999999999999999"),
+        (["--shapes", "input_ids:1x" + "9" * 5000], "and the largest is"),
         (["--headroom", "9" * 5000], "more memory than there can be"),
         (["-d", "100000xcpu"], "more devices than splitc plans for, which is 1024"),
         (["-d", "cpu" + "9" * 5000], "unknown device 'cpu999"),

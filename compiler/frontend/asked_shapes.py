@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.units import format_shape
+from splitc.runtime.units import format_shape, shortened
 
 Shape = tuple[int, ...]
+# The largest size that is planned for: of more, not even one byte each has room.
+LARGEST = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,11 @@ def check_order(smallest: Mapping[str, Shape], typical: Mapping[str, Shape], lar
             )
 
 
+def check_size(size: int) -> bool:
+    """Whether a size may be planned for."""
+    return 0 <= size <= LARGEST
+
+
 def parse_shapes(texts: Sequence[str]) -> dict[str, Shape]:
     """Shapes from `name:1x16` or polygraphy's `name:[1,16]`. A scalar is `name:[]`.
 
@@ -56,8 +63,10 @@ def parse_shapes(texts: Sequence[str]) -> dict[str, Shape]:
     for text in texts:
         name, _, sizes = text.rpartition(":")
         numbers = re.split(r"[x,]", sizes.strip().strip("[]").replace(" ", ""))
-        if not name or not all(number.isdigit() for number in numbers if number):
+        if not name or not all(number.isascii() and number.isdigit() for number in numbers if number):
             raise MisuseError(f"can't read the shape '{text}': write NAME:1x16 or NAME:[1,16]")
+        if large := [number for number in numbers if len(number) > 15 or int(number or 0) > LARGEST]:
+            raise MisuseError(f"--shapes gives '{name}' the size {shortened(large[0])}, and the largest is {LARGEST:,}")
         if name in shapes:
             raise MisuseError(f"two shapes are given for '{name}', the second as '{text}': leave out one of them")
         shapes[name] = tuple(int(number) for number in numbers if number)

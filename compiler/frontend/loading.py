@@ -31,6 +31,7 @@ def read_model(path: Path, trusts_data: bool = False) -> tuple[onnx.ModelProto, 
     proto = read_proto(path)
     contents = contents_of(proto)
     _check_texts(contents, path)
+    _check_declared(proto.graph, path)
     for graph, outside in _graphs(proto.graph, frozenset()):
         _check_names(graph, path, outside)
     _check_operators(proto, contents)
@@ -85,6 +86,13 @@ def _graphs(graph: onnx.GraphProto, outside: frozenset[str]) -> Iterator[tuple[o
     names = outside.union(given, chain.from_iterable(node.output for node in graph.node))
     for inner in chain.from_iterable(map(inner_graphs, graph.node)):
         yield from _graphs(inner, names)
+
+
+def _check_declared(graph: onnx.GraphProto, path: Path) -> None:
+    """Raise ModelError for an input or output that is declared twice: results are known by their names."""
+    for kind, values in (("input", graph.input), ("output", graph.output)):
+        if twice := [name for name, count in Counter(value.name for value in values).items() if count > 1]:
+            raise ModelError(f"{path}: the {kind} '{twice[0]}' is declared twice: leave out one of them")
 
 
 def _check_names(graph: onnx.GraphProto, path: Path, outside: frozenset[str]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from splitc.compiler.analysis.facts import Analysis, analyze
-from splitc.compiler.frontend.asked_shapes import Shape
+from splitc.compiler.frontend.asked_shapes import LARGEST, Shape, check_size
 from splitc.compiler.modes.table import find_mode
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import SCHEMA, PlanFile, check_hosts, read_plan
@@ -48,6 +48,7 @@ def replan(model: Path, file: PlanFile, path: Path, trusts_data: bool = False) -
         raise MisuseError(
             f"{path} has a rank in stage {wrong[0]}, and stages are numbers from 0 to {len(file.ranks) - 1}"
         )
+    _check_sizes(file, path)
     mode = find_mode(file.split_mode)
     request = Request(
         split_mode=file.split_mode,
@@ -71,12 +72,22 @@ def replan(model: Path, file: PlanFile, path: Path, trusts_data: bool = False) -
     return mode.replan(analysis, resources, request, file, chosen)
 
 
+def _check_sizes(file: PlanFile, path: Path) -> None:
+    """Raise MisuseError for a size that is none."""
+    for key in ("shapes", "min_shapes", "opt_shapes"):
+        for name, shape in getattr(file, key).items():
+            if not all(map(check_size, shape)):
+                raise MisuseError(
+                    f'{path} has the line "{name}: {shape}" under "{key}": sizes go from 0 to {LARGEST:,}'
+                )
+
+
 def _shapes(lists: Mapping[str, list[int]]) -> dict[str, Shape]:
     return {name: tuple(shape) for name, shape in lists.items()}
 
 
 def _check_states(analysis: Analysis, states: Sequence[State]) -> Sequence[State]:
-    """Raise MisuseError for a state that names no input or output of the model, or an input twice."""
+    """Raise MisuseError for a state of no input or output of the model, for an input twice, or of no axis."""
     inputs = [value.name for value in analysis.graph.graph.inputs]
     outputs = [value.name for value in analysis.graph.outputs]
     for number, state in enumerate(states):
@@ -84,6 +95,12 @@ def _check_states(analysis: Analysis, states: Sequence[State]) -> Sequence[State
             raise MisuseError(f"the plan has the state {state.input} <- {state.output}: the model lacks one of these")
         if state.input in [other.input for other in states[:number]]:
             raise MisuseError(f"the plan has two states for the input {state.input}")
+        rank = len(analysis.shapes[state.input])
+        if state.grows is not None and not 0 <= state.grows < rank:
+            raise MisuseError(
+                f"the plan has the state {state.input} <- {state.output}, which grows along axis {state.grows}: it has "
+                f"the axes 0 to {rank - 1}"
+            )
     return states
 
 

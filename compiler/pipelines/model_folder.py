@@ -73,6 +73,7 @@ def read_folder(
     if (path / PIPELINE).is_file() or ((path / MANIFEST).is_file() and (path / "rank0").is_dir()):
         raise ModelError(f"{path} is a package, made by 'splitc compile': name the folder of the ONNX models")
     files = list(files_of_folder(path))
+    _check_names_readable(files)
     models = {each: read_facts(path / each) for each in find_models(files)}
     if not models:
         raise ModelError(f"{path} has no ONNX file in it (*.onnx), nor in its subfolders")
@@ -95,6 +96,16 @@ def read_folder(
     if not trusts_links:
         _check_inside(path, travel, models)
     return ModelFolder(path, tuple(modules), tuple(travel), tuple(left_out))
+
+
+def _check_names_readable(files: Sequence[PurePosixPath]) -> None:
+    """Raise ModelError for a file whose name is no UTF-8, as the package's tables of contents must be."""
+    for file in files:
+        try:
+            str(file).encode()
+        except UnicodeEncodeError:
+            shown = os.fsencode(file).decode("utf-8", "replace")
+            raise ModelError(f"the name of the file {shown} is no UTF-8: give it another one") from None
 
 
 def _check_inside(folder: Path, files: Sequence[PurePosixPath], models: Iterable[PurePosixPath]) -> None:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -90,19 +91,30 @@ def _divide_devices(names: Sequence[str], texts: Sequence[str]) -> tuple[dict[st
             shared.append(part)
             continue
         for module in need_modules(name.strip(), names, "-d"):
-            own.setdefault(module, []).append(devices)
+            if module in own:
+                raise MisuseError(
+                    f"-d names devices for {module} twice, the second time {devices}: write {module}={own[module][0]}"
+                    f"&{devices} for all of them"
+                )
+            own[module] = [devices]
+            twice = [each for each, count in Counter(map(str, parse_devices([devices]))).items() if count > 1]
+            if twice:
+                raise MisuseError(f"-d {part} names {twice[0]} twice for {module}: leave out one")
     return own, shared
 
 
 def _divide_modes(names: Sequence[str], text: str) -> tuple[str, dict[str, str]]:
     """The split mode of all modules, and those of single ones."""
-    mode, own = Request().split_mode, {}
+    mode, own = Request().split_mode, dict[str, str]()
     for part in (part.strip() for part in text.split(",")):
         name, equals, asked = part.partition("=")
         if not equals:
             mode = part
             continue
-        own.update(dict.fromkeys(need_modules(name.strip(), names, "--split-mode"), asked.strip()))
+        for module in need_modules(name.strip(), names, "--split-mode"):
+            if module in own:
+                raise MisuseError(f"--split-mode names two modes for {module}, {own[module]} and {asked.strip()}")
+            own[module] = asked.strip()
     return mode, own
 
 

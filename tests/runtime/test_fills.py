@@ -48,7 +48,19 @@ def test_user_says_how_inputs_are_made_up() -> None:
     assert made["x"].tolist() == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("text", ["ids", "=ones", "ids=twos", "ids=randint", "ids=randint:1", "ids=randint:a:b"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ids",
+        "=ones",
+        "ids=twos",
+        "ids=randint",
+        "ids=randint:1",
+        "ids=randint:a:b",
+        "ids=randint:--1:5",
+        "ids=randint:²:5",
+    ],
+)
 def test_fill_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(MisuseError, match="write NAME= and normal, ones, zeros, arange, or randint:LOW:HIGH"):
         parse_fills([text])
@@ -57,6 +69,8 @@ def test_fill_that_is_none_is_refused(text: str) -> None:
 def test_fill_without_numbers_or_input_is_refused() -> None:
     with pytest.raises(MisuseError, match="there is no number from 3 to before 3"):
         parse_fills(["ids=randint:3:3"])
+    with pytest.raises(MisuseError, match=r"from -2\^63 to 2\^63"):
+        parse_fills(["ids=randint:0:99999999999999999999"])
     with pytest.raises(MisuseError, match="--fill names 'nothing', and there is no such input: there are ids, mask"):
         make_inputs(INPUTS, fills=parse_fills(["nothing=ones"]))
 

@@ -82,6 +82,10 @@ def test_ranks_have_engines_of_their_own(layers: Path) -> None:
     refused(layers, swap, r"rank 0 has the engine 'rank1/stage1\.onnx', which is not in the folder rank0")
 
 
+def test_states_grow_along_an_axis_that_they_have(layers: Path) -> None:
+    refused(layers, lambda m: m["states"][0].update(grows=99), "grows along axis 99, and it has 4 axes")
+
+
 def test_files_that_are_there_twice(layers: Path) -> None:
     refused(layers, lambda m: m["files"].append(m["files"][0]), "is there 2 times")
 

@@ -12,6 +12,8 @@ import pytest
 from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler.frontend.loading import read_model
+from splitc.compiler.model_errors import ModelError
 from splitc.runtime import Session
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.tools.compare import compare
@@ -90,3 +92,14 @@ def test_names_of_dimensions_are_names(whole: onnx.ModelProto, name: str, tmp_pa
     plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="tensor"))
     compile_model(plan, tmp_path / "package")
     _agree(tmp_path / "model.onnx", tmp_path / "package")
+
+
+@pytest.mark.parametrize("kind", ["input", "output"])
+def test_value_that_is_declared_twice(whole: onnx.ModelProto, kind: str, tmp_path: Path) -> None:
+    model = onnx.ModelProto()
+    model.CopyFrom(whole)
+    values = getattr(model.graph, kind)
+    values.append(values[0])
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(ModelError, match=f"the {kind} '{values[0].name}' is declared twice"):
+        read_model(tmp_path / "model.onnx")

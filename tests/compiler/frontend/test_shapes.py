@@ -28,7 +28,7 @@ def test_shapes_are_read_in_both_spellings() -> None:
     assert parse_shapes(["ids:1x16", "a:b:[2, 3]", "scalar:[]"]) == {"ids": (1, 16), "a:b": (2, 3), "scalar": ()}
 
 
-@pytest.mark.parametrize("text", ["ids", "ids:axb", ":1x2", "ids:1x-1"])
+@pytest.mark.parametrize("text", ["ids", "ids:axb", ":1x2", "ids:1x-1", "ids:²x4"])
 def test_other_shapes_are_refused(text: str) -> None:
     with pytest.raises(MisuseError, match="write NAME:1x16"):
         parse_shapes([text])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -111,6 +112,13 @@ def test_folders_that_are_odd(tmp_path: Path) -> None:
         read_folder(tmp_path)
     (tmp_path / "pipeline.json").touch()
     with pytest.raises(ModelError, match="is a package, made by 'splitc compile'"):
+        read_folder(tmp_path)
+
+
+def test_name_that_is_no_text(tmp_path: Path) -> None:
+    diffusers_folder(tmp_path)
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/a\xff.txt")).touch()
+    with pytest.raises(ModelError, match="no UTF-8: give it another one"):
         read_folder(tmp_path)
 
 

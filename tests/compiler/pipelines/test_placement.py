@@ -172,6 +172,13 @@ def test_uses_of_a_merged_decoder(tmp_path: Path) -> None:
         (["cpu0"], {"tensor_split": [1]}, "--tensor-split has no effect: no model of the folder is split"),
         (["3xcpu"], {"tensor_split": [1, 2]}, "--tensor-split has 2 shares, and there are 3 devices"),
         (["unet=gpu7", "cpu0"], {}, "unknown device 'gpu7'"),
+        (["te=cpu0", "te=cpu1"], {}, "-d names devices for text_encoder twice, the second time cpu1: write"),
+        (["te=cpu0&cpu0", "cpu0"], {}, "-d te=cpu0&cpu0 names cpu0 twice for text_encoder"),
+        (
+            ["2xcpu"],
+            {"split_mode": "unet=layer,unet=tensor"},
+            "two modes for unet, layer and tensor",
+        ),
         (["unet=cpu0", "cpu1"], {"memory": ["cpu7=1GiB"]}, "--memory names 'cpu7', and the devices are cpu0, cpu1"),
     ],
 )

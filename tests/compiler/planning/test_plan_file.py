@@ -85,6 +85,8 @@ def test_emptied_rank_is_left_out(decoder: Path, plan_path: Path) -> None:
         (lambda plan: plan["blocks"].update({"layers.0": 2}), 'the line "layers.1: 1" after a block in stage 2'),
         (lambda plan: plan["blocks"].update({"layers.0": 7}), 'the line "layers.0: 7", and it has stages 0 to 2'),
         (lambda plan: plan["blocks"].update({"layers.0": "x"}), "is no plan: Expected `int`"),
+        (lambda plan: plan["shapes"].update({"input_ids": [1, -1]}), r'the line "input_ids: \[1, -1\]" under "shapes"'),
+        (lambda plan: plan["states"][0].update({"grows": 99}), "which grows along axis 99: it has the axes 0 to 3"),
         (lambda plan: plan["source"].update({"sha256": "0" * 64}), "was made for another model"),
         (lambda plan: plan.update({"schema": 7}), "schema version 7, and this splitc reads version 2"),
         (lambda plan: plan["ranks"][0].update({"device": "gpu0"}), "unknown device 'gpu0'"),
