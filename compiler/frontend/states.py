@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import onnx_ir as ir
 
@@ -19,6 +19,9 @@ def find_states(graph: Graph) -> list[State]:
 
     An output's past is the nearest input upstream with the same type, rank and fixed sizes, unless a nearer pair has
     taken it. If a node takes several (keys and values), inputs and outputs are paired in order.
+
+    To be alike is no evidence: between the two is no product, and a model has an input and an
+    output besides its states.
     """
     distances = sorted(
         (distance, graph.graph.outputs.index(output), order, output, value)
@@ -30,6 +33,10 @@ def find_states(graph: Graph) -> list[State]:
     for _, _, _, output, value in distances:
         if output not in pairs and value not in pairs.values():
             pairs[output] = value
+    if not _has_others(graph, pairs):  # what grows is a cache more likely than what stays as it is
+        pairs = {output: value for output, value in pairs.items() if _grows(value, output) is not None}
+    if not _has_others(graph, pairs):
+        return []
     return [
         State(
             pairs[output].name or "",
@@ -42,6 +49,11 @@ def find_states(graph: Graph) -> list[State]:
     ]
 
 
+def _has_others(graph: Graph, pairs: Mapping[ir.Value, ir.Value]) -> bool:
+    """Whether the model has an output and an input besides these."""
+    return bool(set(graph.graph.outputs) - pairs.keys()) and bool(set(graph.graph.inputs) - set(pairs.values()))
+
+
 def _grows(past: ir.Value, present: ir.Value) -> int | None:
     """The axis along which a state grows in each run: the first one whose symbol changes. None if it does not grow."""
     for axis, (before, after) in enumerate(zip(past.shape or (), present.shape or (), strict=False)):
@@ -52,20 +64,31 @@ def _grows(past: ir.Value, present: ir.Value) -> int | None:
 
 
 def _inputs_upstream(graph: Graph, output: ir.Value) -> Iterator[tuple[int, ir.Value]]:
-    """The model's inputs within FARTHEST nodes above `output`, nearest first, with their distances."""
+    """The model's inputs within FARTHEST nodes above `output`, nearest first, with their distances.
+
+    What a product makes is something new: the past is concatenated, written to, or updated element by element.
+    """
     seen: set[ir.Value] = {output}
     level = [output]
     for distance in range(FARTHEST):
         above = []
         for value in level:
             producer = value.producer()
-            for read in graph.reads[producer] if producer is not None else ():
+            if producer is None or _is_product(producer, value):
+                continue
+            for read in graph.reads[producer]:
                 if read not in seen and not read.is_initializer():
                     seen.add(read)
                     above.append(read)
                     if read.is_graph_input():
                         yield distance, read
         level = above
+
+
+def _is_product(node: ir.Node, value: ir.Value) -> bool:
+    """Whether a node's output is a product. Attention's first one is; the others are its past with the new."""
+    operator = operator_of(node)
+    return value is node.outputs[0] if operator.attends else operator.multiplies
 
 
 def _is_in_place(past: ir.Value, present: ir.Value) -> bool:

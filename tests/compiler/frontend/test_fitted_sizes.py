@@ -106,7 +106,9 @@ def test_cache_that_may_not_be_empty(tmp_path: Path) -> None:
     block = Block()
     past = block.input("past", FLOAT, [1, "past", 8])
     last = block.op("Gather", past, block.constant(-1, np.int64), axis=1)
-    new = block.op("Unsqueeze", block.op("MatMul", last, block.w("w", 8, 8)), block.ints(1))
+    step = block.op("Add", block.op("MatMul", last, block.w("w", 8, 8)), block.input("step", FLOAT, [1, 8]))
+    new = block.op("Unsqueeze", step, block.ints(1))
+    block.give(block.op("Neg", step), "y", [1, 8])
     block.give(block.op("Concat", past, new, axis=1), "present", [1, "past + 1", 8])
     analysis = fit(block, tmp_path)
     assert [(state.input, state.output) for state in analysis.states] == [("past", "present")]
