@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.memory import stage_memory
 from splitc.compiler.analysis.stages import divide_blocks
@@ -67,6 +71,12 @@ class LayerSplit:
         stage = ranks[number].stage
         segment = Segment(stage_graph(self.analysis.graph, stage), ())
         return stage_program(ranks, number, [segment], names(stage.outputs))
+
+    def places(self, value: ir.Value, part: int) -> Mapping[int, npt.NDArray[np.int64]]:
+        return {}
+
+    def is_partial(self, value: ir.Value) -> bool:
+        return False
 
     def axis_fates(self) -> None:
         return None

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.analysis.costs import nominal_speed
@@ -117,6 +119,12 @@ class RowSplit:
     def program(self, ranks: Sequence[RankPlan], number: int, engine: str) -> RankProgram:
         inside = has_operators(engine, [rank.device for rank in ranks])
         return row_program(self.sliced, ranks[0].stage, number, inside)
+
+    def places(self, value: ir.Value, part: int) -> Mapping[int, npt.NDArray[np.int64]]:
+        return {}
+
+    def is_partial(self, value: ir.Value) -> bool:
+        return False
 
     def axis_fates(self) -> None:
         return None

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
@@ -130,6 +132,12 @@ class TensorSplit:
         values = (*rank.stage.feeds, *rank.stage.outputs)
         found = [shards.part(value.name or "", self.sharded.axes(value), value.shape) for value in values]
         return [part for part in found if part is not None]
+
+    def places(self, value: ir.Value, part: int) -> Mapping[int, npt.NDArray[np.int64]]:
+        return self.sharded.shards(part).places(self.sharded.axes(value))
+
+    def is_partial(self, value: ir.Value) -> bool:
+        return value in self.sharded.sums.partial and value not in self.sharded.sums.summed
 
     def axis_fates(self) -> list[AxisFate]:
         return axis_fates(self.sharded, self.choice, self.analysis.costs.value_bytes)

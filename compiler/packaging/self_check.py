@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
@@ -13,6 +13,8 @@ import psutil
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from splitc.compiler.model_errors import ModelError
+from splitc.compiler.packaging.block_check import compare_blocks
+from splitc.compiler.packaging.rounding import excuse, nudged, own_moves
 from splitc.compiler.planning.plan import Plan
 from splitc.runtime.collectives.engine_meeting import EngineMeeting
 from splitc.runtime.devices import free_bytes, host_numbers
@@ -22,19 +24,16 @@ from splitc.runtime.engines.unoptimized import load_unoptimized
 from splitc.runtime.errors import OutputsDifferError, PackageError, SplitcError
 from splitc.runtime.fills import make_inputs
 from splitc.runtime.manifest import Manifest, Tensor
+from splitc.runtime.manifest_file import read_manifest
 from splitc.runtime.session import Session
 from splitc.runtime.tools.compare import Difference, compare
 from splitc.runtime.tools.judge import judge
 from splitc.runtime.tools.unsplit import Arrays, Reference, open_reference
-from splitc.runtime.units import format_bytes
+from splitc.runtime.units import first_few
 from splitc.runtime.verification import NEVER
 
 # The most bytes of weights of a model that is compared, since it is loaded twice.
 LARGEST = 2 << 30
-# How much farther off than rounding moved the unsplit model's outputs, in a few tries, the split model's may be.
-ROUNDING = 2
-# The number types of inputs of which numpy knows the next number.
-NUDGED = (np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64))
 # The most elements that a made-up input may have.
 MOST_ELEMENTS = 1 << 24
 
@@ -91,10 +90,7 @@ def check_outputs(plan: Plan, package: Path) -> Verdict:
     weights = plan.analysis.costs.weight_bytes(graph.nodes)
     limit = min(LARGEST, psutil.virtual_memory().available // 3)
     if weights > limit:
-        return Verdict(
-            False,
-            f"its weights are {format_bytes(weights)}, and more than {format_bytes(limit)} is not loaded to compare",
-        )
+        return _check_blocks(plan, package, limit)
     with Session(package, verify=NEVER, devices=_find_devices(plan)) as session:
         threads = session.threads * len(session.manifest.ranks)
         opened = open_reference(
@@ -117,6 +113,22 @@ def check_outputs(plan: Plan, package: Path) -> Verdict:
         False,
         "the model itself fails on made-up inputs; say what it takes with --fill, or compare it on real ones: "
         "splitc check --inputs",
+    )
+
+
+def _check_blocks(plan: Plan, package: Path, most: int) -> Verdict:
+    """Compare one block of each form, since the whole is too large. Raises OutputsDifferError where they differ."""
+    checked = compare_blocks(plan, package, read_manifest(package), most)
+    left_out = first_few([f"not {name}: {reason}" for name, reason in checked.skipped.items()])
+    if not checked.differences:
+        return Verdict(False, f"the model is too large to be compared whole, and no block could be: {left_out}")
+    differences = [each for block in checked.differences.values() for each in block]
+    _check_all(differences)
+    worst = max((each.relative for each in differences), default=0.0)
+    return Verdict(
+        True,
+        f"the model is too large to be compared whole: {len(checked.differences)} of its {checked.blocks} blocks, one "
+        f"of each form, agree with the model's own (largest error {worst:.1e})" + (f"; {left_out}" if left_out else ""),
     )
 
 
@@ -146,7 +158,7 @@ def _compare(session: Session, whole: Reference, feeds: Arrays, expected: Arrays
     agree = f"{len(judged.differences)} outputs agree with {whole} (largest error {worst:.1e})"
     said = "; ".join([agree, *judged.notes])
     if not judged.passed:
-        moved = [plain(), *map(whole.run, _nudged(feeds))]
+        moved = [plain(), *map(whole.run, nudged(feeds))]
         said += _judge(judged.differences, [compare(expected, each) for each in moved])
     return said
 
@@ -158,24 +170,12 @@ def _judge(differences: Sequence[Difference], own: Sequence[Sequence[Difference]
     output is then some steps off. So it may differ by ROUNDING times what rounding was seen to do. Raises
     OutputsDifferError if it differs more.
     """
-    known: dict[str, float] = {}
-    for each in (each for run in own for each in run if each.problem is None):
-        known[each.name] = max(each.relative, known.get(each.name, 0.0))
-    _check_all([replace(d, passed=d.passed or d.relative <= ROUNDING * known.get(d.name, 0.0)) for d in differences])
+    _check_all(excuse(differences, own))
+    largest = max(own_moves(own).values())
     return (
         "; that is rounding, which the model makes much of: without ONNX Runtime's optimizations, or with inputs that "
-        f"differ in their last digit, its own outputs move by {max(known.values()):.1e}"
+        f"differ in their last digit, its own outputs move by {largest:.1e}"
     )
-
-
-def _nudged(feeds: Arrays) -> Iterator[Arrays]:
-    """The feeds with all numbers of floating point a step up, and a step down; nothing if there are none."""
-    if any(array.dtype in NUDGED for array in feeds.values()):
-        for end in (np.inf, -np.inf):
-            yield {
-                name: np.nextafter(array, array.dtype.type(end)) if array.dtype in NUDGED else array
-                for name, array in feeds.items()
-            }
 
 
 def _check_all(differences: Sequence[Difference]) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.frontend.shapes import BoundShapes
@@ -73,6 +75,12 @@ class Split(Protocol):
 
     def program(self, ranks: Sequence[RankPlan], number: int, engine: str) -> RankProgram:
         """The graphs and steps of rank `number`, for this kind of engine."""
+
+    def places(self, value: ir.Value, part: int) -> Mapping[int, npt.NDArray[np.int64]]:
+        """The indices of what rank `part` of its group has of a value, along each axis that is sharded."""
+
+    def is_partial(self, value: ir.Value) -> bool:
+        """Whether the ranks of a group have parts of a value that are yet to be summed."""
 
     def axis_fates(self) -> Sequence[AxisFate] | None:
         """The axes of weights, and whether they are sharded; None if the mode does not look at axes."""

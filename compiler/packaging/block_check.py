@@ -1,0 +1,275 @@
+"""Compare a package with a model that is too large to be run whole: one block of each form at a time.
+
+A block is run alone, with its real weights, as the model has it and as the package's ranks have it: their engines'
+nodes from what the block takes to what it gives. What it takes is made up. Weights are mapped from their files.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_ir as ir
+
+from splitc.compiler.analysis.blocks import Block
+from splitc.compiler.analysis.stages import Stage
+from splitc.compiler.frontend.reads import is_random
+from splitc.compiler.frontend.shapes import BoundShapes, shape_of
+from splitc.compiler.lowering.stage_graph import stage_graph
+from splitc.compiler.model_errors import ModelError
+from splitc.compiler.nodes import describe_node, operator_name
+from splitc.compiler.operators.registry import operator_of
+from splitc.compiler.packaging.joined_graph import JoinedGraph, join_ranks, reads_of
+from splitc.compiler.packaging.rounding import excuse, nudged
+from splitc.compiler.planning.plan import Plan
+from splitc.runtime.engines.onnxruntime_cpu import ERRORS
+from splitc.runtime.engines.unoptimized import load_unoptimized
+from splitc.runtime.fills import fill_array
+from splitc.runtime.manifest import Fill, Manifest
+from splitc.runtime.tools.compare import Difference, compare
+from splitc.runtime.units import format_bytes
+
+Array = npt.NDArray[Any]
+# The types of shape arithmetic.
+SIZES = (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL)
+# Weights of so many bytes and more are not in the graphs that are run, but given to them.
+LARGE = 1 << 10
+
+
+@dataclass(frozen=True)
+class BlockVerdict:
+    """What came of comparing blocks: each one's differences by its name, and the reasons for those left out."""
+
+    differences: Mapping[str, Sequence[Difference]]
+    skipped: Mapping[str, str]
+    blocks: int
+
+
+class CannotCompareError(Exception):
+    """A block can't be compared."""
+
+
+def compare_blocks(plan: Plan, package: Path, manifest: Manifest, most: int) -> BlockVerdict:
+    """Compare one block of each form on each group of devices. One with more than `most` bytes of weights is left out.
+
+    Peak memory is about what the engines of one block hold, whole and in shards, and the values in it.
+    """
+    joined = join_ranks(package, manifest)
+    found: dict[str, Sequence[Difference]] = {}
+    skipped: dict[str, str] = {}
+    distinct = dict(_distinct(plan))
+    for block in distinct.values():
+        stage = _stage_of(plan, block)
+        size = plan.analysis.costs.weight_bytes(stage.nodes)
+        if size > most:
+            skipped[block.name] = (
+                f"its weights are {format_bytes(size)}, and more than {format_bytes(most)} is not loaded"
+            )
+            continue
+        try:
+            found[block.name] = _compare_block(plan, joined, manifest, stage)
+        except CannotCompareError as error:
+            skipped[block.name] = str(error)
+    return BlockVerdict(found, skipped, len(plan.analysis.partition.blocks))
+
+
+def _distinct(plan: Plan) -> Iterator[tuple[Hashable, Block]]:
+    """One block of each form in each group of devices: operators and the sizes of weights decide."""
+    for group, stage in {rank.group: rank.stage for rank in plan.ranks}.items():
+        for block in reversed(stage.blocks):
+            yield (group, tuple(_describe(node) for node in block.nodes)), block
+
+
+def _describe(node: ir.Node) -> Hashable:
+    weights = (v for v in node.inputs if v is not None and v.is_initializer())
+    return operator_name(node), tuple((shape_of(value), value.dtype) for value in weights)
+
+
+def _stage_of(plan: Plan, block: Block) -> Stage:
+    """A block as a stage of its own, with the rematerializable nodes and the shape arithmetic that it depends on.
+
+    A rank computes with sizes of shards, so a shape vector that another block makes can't be made up. What is unpacked
+    for a block is taken as it was before: ranks exchange it so.
+    """
+    graph = plan.analysis.graph
+    inside = set(plan.analysis.partition.with_upstream(block))
+    takes: dict[ir.Value, None] = {}
+    stack = list(inside)
+    while stack:
+        node = stack.pop()
+        for value in graph.reads[node]:
+            producer = value.producer()
+            if value.is_initializer() or producer in inside:
+                continue
+            if producer is not None and (value.dtype in SIZES or operator_of(producer).unpacks):
+                inside.add(producer)
+                stack.append(producer)
+            else:
+                takes[value] = None
+    own = set(block.nodes)
+    gives = [
+        value
+        for node in block.nodes
+        for value in node.outputs
+        if value.is_graph_output() or any(use.node not in own for use in value.uses())
+    ]
+    nodes = tuple(sorted(inside, key=graph.position.__getitem__))
+    made = [value for value in takes if value.producer() not in inside]
+    return Stage((block,), nodes, tuple(made), (), (), tuple(gives), ())
+
+
+def _compare_block(plan: Plan, joined: JoinedGraph, manifest: Manifest, stage: Stage) -> list[Difference]:
+    if drawing := next((node for node in stage.nodes if is_random(node)), None):
+        raise CannotCompareError(f"{describe_node(drawing)} draws random numbers")
+    run, feeds, whole = _run_whole(plan, manifest, stage)
+    own = {rank.part: number for number, rank in enumerate(plan.ranks) if stage.blocks[0] in rank.stage.blocks}
+    outputs: dict[str, tuple[ir.Value, int]] = {}
+    for value in stage.outputs:
+        for number in own.values():
+            outputs.update(dict.fromkeys(joined.names(number, value.name or "")[:1], (value, number)))
+    made = _run_ranks(plan, joined, stage, feeds, list(outputs))
+    differences = list(_differences(plan, whole, made, outputs, manifest.number_type))
+    if all(each.passed for each in differences):
+        return differences
+    moved = [compare(whole, run(each)) for each in nudged(feeds)]
+    return excuse(differences, moved)
+
+
+def _run_ranks(
+    plan: Plan, joined: JoinedGraph, stage: Stage, feeds: Mapping[str, Array], outputs: Sequence[str]
+) -> dict[str, Array]:
+    """What the ranks make of a block, by the names of values in the joined graph."""
+    fed = {
+        name: _share(plan, value, number, feeds[value.name or ""])
+        for value in {*stage.feeds, *plan.analysis.graph.graph.inputs}
+        for number in range(len(plan.ranks))
+        for name in _places_of(joined, number, value.name or "")
+    }
+    nodes, missing = joined.needed(outputs, fed)
+    if lacking := sorted(missing - fed.keys() - joined.weights.keys()):
+        raise CannotCompareError(f"its ranks need '{lacking[0]}', which is not in it")
+    weights = {name: joined.weights[name] for name in missing if name in joined.weights}
+    try:
+        return _run(nodes, weights, {name: fed[name] for name in missing if name in fed}, outputs, joined.opsets)
+    except ERRORS as error:
+        raise ModelError(
+            f"the package's ranks can't run {stage.blocks[0].name}, and the model can: {error}\nNothing was written. "
+            "This is a fault of splitc; please report it. --no-verify writes the package as it is."
+        ) from error
+
+
+def _places_of(joined: JoinedGraph, rank: int, name: str) -> list[str]:
+    whole = f"{rank}/{name}"
+    return [whole, *joined.inside.get(whole, ())]
+
+
+def _share(plan: Plan, value: ir.Value, rank: int, array: Array) -> Array:
+    """What a rank gets of a value that a block takes: its shard, or its part of what is yet to be summed."""
+    if plan.split.is_partial(value):
+        return array if plan.ranks[rank].part == 0 else np.zeros_like(array)
+    return _held(plan, value, rank, array)
+
+
+def _held(plan: Plan, value: ir.Value, rank: int, array: Array) -> Array:
+    for axis, places in plan.split.places(value, plan.ranks[rank].part).items():
+        array = np.take(array, places, axis)
+    return array
+
+
+def _differences(
+    plan: Plan,
+    whole: Mapping[str, Array],
+    made: Mapping[str, Array],
+    outputs: Mapping[str, tuple[ir.Value, int]],
+    number_type: str,
+) -> Iterator[Difference]:
+    partial: dict[str, Array] = {}
+    for name, (value, rank) in outputs.items():
+        known = value.name or ""
+        if plan.split.is_partial(value):
+            partial[known] = partial[known] + made[name] if known in partial else made[name]
+            continue
+        expected = _held(plan, value, rank, whole[known])
+        yield from compare({known: expected}, {known: made[name]}, number_type=number_type)
+    for known, array in partial.items():
+        yield from compare({known: whole[known]}, {known: array}, number_type=number_type)
+
+
+def _run_whole(
+    plan: Plan, manifest: Manifest, stage: Stage
+) -> tuple[Callable[[Mapping[str, Array]], dict[str, Array]], dict[str, Array], dict[str, Array]]:
+    """What runs a block as the model has it, made-up values for it, and what it makes of them.
+
+    The values have probe sizes, or the planned ones if it does not run at those.
+    """
+    graph = plan.analysis.graph
+    part = stage_graph(graph, stage)
+    nodes = [ir.serde.serialize_node(node) for node in part]
+    weights = {name: value.const_value for name, value in part.initializers.items() if value.const_value is not None}
+    opsets, outputs = dict(graph.graph.opset_imports), [value.name or "" for value in stage.outputs]
+
+    def run(feeds: Mapping[str, Array]) -> dict[str, Array]:
+        return _run(nodes, weights, feeds, outputs, opsets)
+
+    taken = dict.fromkeys([*stage.feeds, *graph.graph.inputs])
+    reason = ""
+    for bound in (plan.split.probe_shapes, plan.analysis.costs.bound):
+        try:
+            feeds = {value.name or "": _made_up(value, bound, manifest) for value in taken}
+            return run, feeds, run(feeds)
+        except (*ERRORS, ValueError, CannotCompareError) as error:
+            reason = " ".join(str(error).split())[:200]
+    raise CannotCompareError(f"it does not run alone: {reason}")
+
+
+def _made_up(value: ir.Value, bound: BoundShapes, manifest: Manifest) -> Array:
+    """An array for a value that a block takes: as for an input of the model if it is one, or what sizes make it."""
+    name = value.name or ""
+    generator = np.random.default_rng(zlib.crc32(name.encode()))
+    dtype = value.dtype or ir.DataType.FLOAT
+    if name not in bound.shapes:
+        raise CannotCompareError(f"the sizes of '{name}' are not known")
+    if (constant := bound.constants.get(name)) is not None:
+        return constant.astype(dtype.numpy()).reshape(bound.shapes[name])
+    known = next((tensor.fill for tensor in manifest.inputs if tensor.name == name), None)
+    made = Fill("randint", 0, 8) if dtype.bitwidth <= 8 and dtype != ir.DataType.BOOL else Fill("ones")
+    fill = known or (Fill("normal") if dtype.is_floating_point() else made)
+    return fill_array(fill, str(dtype.numpy()), bound.shapes[name], generator)
+
+
+def _run(
+    nodes: Sequence[onnx.NodeProto],
+    weights: Mapping[str, ir.TensorProtocol],
+    feeds: Mapping[str, Array],
+    outputs: Sequence[str],
+    opsets: Mapping[str, int],
+) -> dict[str, Array]:
+    """Run some nodes. Large weights are given to them, so that they stay mapped."""
+    model = onnx.ModelProto(ir_version=10)
+    for domain, version in opsets.items():
+        model.opset_import.add(domain=domain, version=version)
+    graph = model.graph
+    graph.name = "block"
+    graph.node.extend(nodes)
+    read = {name for node in nodes for name in reads_of(node)}
+    given = {name: array for name, array in feeds.items() if name in read or name in outputs}
+    for name, tensor in weights.items():
+        if tensor.nbytes < LARGE or str(tensor.dtype.numpy()) not in np.sctypeDict:
+            graph.initializer.append(ir.serde.serialize_tensor(ir.Tensor(tensor.numpy(), tensor.dtype, name=name)))
+            graph.initializer[-1].name = name
+        else:
+            given[name] = tensor.numpy()
+    for name, array in given.items():
+        kind = ir.DataType.from_numpy(array.dtype)
+        # What is fed has no sizes: from these ONNX Runtime would conclude values, at times of another type.
+        sizes = list(array.shape) if name in weights else [None] * array.ndim
+        graph.input.append(onnx.helper.make_tensor_value_info(name, int(kind), sizes))
+    graph.output.extend(onnx.ValueInfoProto(name=name) for name in outputs)
+    session = load_unoptimized(model.SerializeToString())
+    return dict(zip(outputs, session.run(list(outputs), given), strict=True))

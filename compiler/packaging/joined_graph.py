@@ -1,0 +1,180 @@
+"""A package as one graph: the engines of all ranks, with what crosses between them as edges.
+
+So a part of a package can be run, with all ranks that compute it, and without any other part.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+from onnx.helper import make_node
+
+from splitc.compiler.lowering.collective_operators import ALL_REDUCE, DOMAIN, HALF
+from splitc.compiler.lowering.row_engines import RECEIVE, SEND
+from splitc.runtime.manifest import Manifest
+from splitc.runtime.steps import Receive, Reduce, Run
+
+# What computes a reduction where all parts are in one graph.
+_REDUCTIONS = {"sum": "Sum", "max": "Max", 0: "Sum", 1: "Max"}
+
+
+@dataclass(frozen=True)
+class JoinedGraph:
+    """The nodes of all ranks by the values that they make, and the weights.
+
+    A value of a rank is named `rank/name`, one inside an engine `rank.engine/name`. `inside` are the names inside
+    engines for each value of a rank.
+    """
+
+    nodes: Mapping[str, onnx.NodeProto]
+    weights: Mapping[str, ir.TensorProtocol]
+    inside: Mapping[str, list[str]]
+    opsets: Mapping[str, int]
+
+    def names(self, rank: int, name: str) -> list[str]:
+        """The names that a rank's value has in the graph; none if the rank has no such value."""
+        whole = f"{rank}/{name}"
+        return [each for each in (whole, *self.inside.get(whole, ())) if each in self.nodes]
+
+    def needed(self, outputs: Iterable[str], given: Collection[str]) -> tuple[list[onnx.NodeProto], set[str]]:
+        """The nodes that make these values from those that are given, and what they read that nothing makes."""
+        found: dict[int, onnx.NodeProto] = {}
+        missing: set[str] = set()
+        stack = list(outputs)
+        while stack:
+            name = stack.pop()
+            node = self.nodes.get(name)
+            if name in given or name in self.weights or node is None:
+                missing.add(name)
+            elif id(node) not in found:
+                found[id(node)] = node
+                local = set(_made_inside(node))
+                stack += [read for read in reads_of(node) if read and read not in local]
+        return list(found.values()), missing
+
+
+@dataclass
+class _Joiner:
+    """A joined graph under construction."""
+
+    package: Path
+    manifest: Manifest
+    nodes: dict[str, onnx.NodeProto] = field(default_factory=dict)
+    weights: dict[str, ir.TensorProtocol] = field(default_factory=dict)
+    inside: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    opsets: dict[str, int] = field(default_factory=dict)
+    # The operators that exchange values inside engines, in each rank's order: sums by rank, the others by both ends.
+    sums: dict[int, list[tuple[onnx.NodeProto, list[int]]]] = field(default_factory=lambda: defaultdict(list))
+    sent: dict[tuple[int, int], list[str]] = field(default_factory=lambda: defaultdict(list))
+    received: dict[tuple[int, int], list[str]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, node: onnx.NodeProto) -> None:
+        self.nodes.update(dict.fromkeys([name for name in node.output if name], node))
+
+    def join(self, kind: str, inputs: Iterable[str], output: str) -> None:
+        self.add(make_node(kind, list(inputs), [output], name=output))
+
+    def add_rank(self, rank: int) -> None:
+        for step in self.manifest.ranks[rank].program:
+            if isinstance(step, Run):
+                self.add_engine(rank, step.engine)
+            elif isinstance(step, Receive):
+                self.join("Identity", [f"{step.source}/{step.value}"], f"{rank}/{step.value}")
+            elif isinstance(step, Reduce):
+                for part, whole in zip(step.parts, step.wholes, strict=True):
+                    parts = [f"{other}/{part}" for other in step.ranks]
+                    self.join(_REDUCTIONS[step.operation], parts, f"{rank}/{whole}")
+
+    def add_engine(self, rank: int, number: int) -> None:
+        engine = self.manifest.ranks[rank].engines[number]
+        path = self.package / (engine.source or engine.path)
+        model = onnx.load(path, load_external_data=False)
+        self.opsets.update({each.domain: each.version for each in model.opset_import if each.domain != DOMAIN})
+        prefix = f"{rank}.{number}/"
+        given = {tensor.name for tensor in model.graph.initializer}
+        for tensor in model.graph.initializer:
+            self.weights[prefix + tensor.name] = ir.serde.deserialize_tensor(tensor, base_path=path.parent)
+        for value in (value for value in model.graph.input if value.name not in given):
+            self.join("Identity", [f"{rank}/{value.name}"], prefix + value.name)
+        for node in model.graph.node:
+            for name in node.output:
+                self.inside[f"{rank}/{name}"].append(prefix + name)
+            _rename(node, lambda name: prefix + name)
+            if node.domain == DOMAIN:
+                self.add_exchange(rank, node, engine.group)
+            else:
+                self.add(node)
+        for value in model.graph.output:
+            if f"{rank}/{value.name}" not in self.nodes:
+                self.join("Identity", [prefix + value.name], f"{rank}/{value.name}")
+
+    def add_exchange(self, rank: int, node: onnx.NodeProto, group: list[int]) -> None:
+        kind = node.op_type.removesuffix(HALF)
+        peer = next((each.i for each in node.attribute if each.name == "peer"), 0)
+        if kind == ALL_REDUCE:
+            self.sums[rank].append((node, group))
+        elif kind == SEND:
+            self.sent[rank, peer].append(node.input[0])
+            self.join("Identity", [node.input[0]], node.output[0])
+        elif kind == RECEIVE:
+            self.received[peer, rank].append(node.output[0])
+
+    def connect(self) -> None:
+        """Connect the operators inside engines: the ranks run them in one order."""
+        for own in self.sums.values():
+            for place, (node, group) in enumerate(own):
+                operation = next((each.i for each in node.attribute if each.name == "operation"), 0)
+                parts = [self.sums[other][place][0].input[0] for other in group]
+                self.join(_REDUCTIONS[operation], parts, node.output[0])
+        for ends, names in self.received.items():
+            for source, target in zip(self.sent[ends], names, strict=True):
+                self.join("Identity", [source], target)
+
+
+def join_ranks(package: Path, manifest: Manifest) -> JoinedGraph:
+    """The package's engines as one graph. They are ONNX files; their weights stay on disk."""
+    joiner = _Joiner(package, manifest)
+    for rank in range(len(manifest.ranks)):
+        joiner.add_rank(rank)
+    joiner.connect()
+    return JoinedGraph(joiner.nodes, joiner.weights, dict(joiner.inside), joiner.opsets)
+
+
+def _graphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    for attribute in node.attribute:
+        if attribute.type == onnx.AttributeProto.GRAPH:
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def _rename(node: onnx.NodeProto, rename: Callable[[str], str]) -> None:
+    """Rename all values that a node and the graphs inside it read and make."""
+    node.name = rename(node.name) if node.name else ""
+    node.input[:] = [rename(name) if name else "" for name in node.input]
+    node.output[:] = [rename(name) if name else "" for name in node.output]
+    for graph in _graphs(node):
+        for value in (*graph.input, *graph.output, *graph.initializer, *graph.value_info):
+            value.name = rename(value.name)  # type: ignore[attr-defined]  # each of these has a name
+        for inner in graph.node:
+            _rename(inner, rename)
+
+
+def reads_of(node: onnx.NodeProto) -> Iterator[str]:
+    yield from node.input
+    for graph in _graphs(node):
+        yield from (value.name for value in graph.output)
+        for inner in graph.node:
+            yield from reads_of(inner)
+
+
+def _made_inside(node: onnx.NodeProto) -> Iterator[str]:
+    for graph in _graphs(node):
+        yield from (value.name for value in (*graph.input, *graph.initializer))  # type: ignore[attr-defined]
+        for inner in graph.node:
+            yield from inner.output
+            yield from _made_inside(inner)
