@@ -42,6 +42,14 @@ SIZES = (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL)
 LARGE = 1 << 10
 
 
+class CannotCompareError(Exception):
+    """A block can't be compared."""
+
+
+# What running a block as the model has it may raise.
+FAILURES: tuple[type[Exception], ...] = (*ERRORS, ValueError, CannotCompareError)
+
+
 @dataclass(frozen=True)
 class BlockVerdict:
     """What came of comparing blocks: each one's differences by its name, and the reasons for those left out."""
@@ -49,10 +57,6 @@ class BlockVerdict:
     differences: Mapping[str, Sequence[Difference]]
     skipped: Mapping[str, str]
     blocks: int
-
-
-class CannotCompareError(Exception):
-    """A block can't be compared."""
 
 
 def compare_blocks(plan: Plan, package: Path, manifest: Manifest, most: int) -> BlockVerdict:
@@ -223,7 +227,7 @@ def _run_whole(
         try:
             feeds = {value.name or "": _made_up(value, bound, manifest) for value in taken}
             return run, feeds, run(feeds)
-        except (*ERRORS, ValueError, CannotCompareError) as error:
+        except FAILURES as error:
             reason = " ".join(str(error).split())[:200]
     raise CannotCompareError(f"it does not run alone: {reason}")
 

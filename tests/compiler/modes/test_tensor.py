@@ -142,16 +142,6 @@ def test_outputs_that_differ_are_found_before_anything_is_written(
     compile_model(plan, tmp_path / "package", verify=False)
 
 
-def test_model_too_large_to_compare_is_said_to_be_unverified(
-    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("splitc.compiler.packaging.self_check.LARGEST", 1000)
-    warnings: list[str] = []
-    compile_model(plan_model(decoder, ["2xcpu"], TENSOR), tmp_path / "package", warn=warnings.append)
-    assert len(warnings) == 1
-    assert "unverified: its weights are" in warnings[0]
-
-
 def test_package_runs_sizes_that_were_not_planned(decoder: Path, tmp_path: Path) -> None:
     compile_model(plan_model(decoder, ["3xcpu"], TENSOR), tmp_path / "package")
     with Session(tmp_path / "package") as session:

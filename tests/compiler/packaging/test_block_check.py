@@ -1,0 +1,84 @@
+"""A model that is too large to be compared whole is compared a block of each form at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+
+from splitc.compiler import Plan, Request, compile_model, plan_model
+from splitc.compiler.modes.tensor import TensorSplit
+from splitc.compiler.packaging import self_check
+from splitc.compiler.sharding import shards
+from splitc.compiler.sharding.cut_tensor import CutTensor
+from splitc.runtime.errors import OutputsDifferError
+
+
+@pytest.fixture(autouse=True)
+def small_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many bytes as a block has, and not the model."""
+    monkeypatch.setattr(self_check, "LARGEST", 1 << 18)
+
+
+def plan_of(decoder: Path, mode: str) -> Plan:
+    request = Request(split_mode=mode, memory=["1GiB"])
+    return plan_model(decoder, ["3xcpu"], replace(request, row_min=2) if mode == "row" else request)
+
+
+def said_of(plan: Plan, package: Path) -> tuple[list[str], list[str]]:
+    """What compile says, and its warnings."""
+    said: list[str] = []
+    warnings: list[str] = []
+    compile_model(plan, package, say=said.append, warn=warnings.append)
+    return [each for each in said if "blocks" in each], warnings
+
+
+@pytest.mark.parametrize("mode", ["tensor", "row"])
+def test_blocks_of_each_form_are_compared(mode: str, decoder: Path, tmp_path: Path) -> None:
+    said, warnings = said_of(plan_of(decoder, mode), tmp_path / "package")
+    assert len(said) == 1
+    assert "of each form, agree with the model's own (largest error" in said[0]
+    assert warnings == []
+
+
+@pytest.mark.parametrize("mode", ["tensor", "row"])
+def test_blocks_between_segments_too(mode: str, decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that can have no collectives inside."""
+    monkeypatch.setattr("splitc.compiler.lowering.engine_segments.has_collectives", lambda *_: False)
+    test_blocks_of_each_form_are_compared(mode, decoder, tmp_path)
+
+
+def test_sum_that_the_lowering_forgets_is_found(decoder: Path, tmp_path: Path) -> None:
+    plan = plan_of(decoder, "tensor")
+    assert isinstance(plan.split, TensorSplit)
+    forgetful = replace(plan.split.sharded, sums=replace(plan.split.sharded.sums, summed=()))
+    plan = replace(plan, split=replace(plan.split, sharded=forgetful))
+    with pytest.raises(OutputsDifferError, match="Nothing was written"):
+        compile_model(plan, tmp_path / "package")
+    assert not (tmp_path / "package").exists()
+
+
+def test_shard_of_the_wrong_rows_is_found(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def shifted(tensor: ir.TensorProtocol, places: dict[int, object], shape: ir.Shape, name: str) -> ir.TensorProtocol:
+        moved = {
+            axis: slice(max(0, each.start - 1), max(0, each.start - 1) + each.stop - each.start)
+            if isinstance(each, slice)
+            else each
+            for axis, each in places.items()
+        }
+        return CutTensor(tensor, moved, shape, name)  # type: ignore[arg-type]  # as shards are cut
+
+    plan = plan_of(decoder, "tensor")
+    monkeypatch.setattr(shards, "CutTensor", shifted)
+    with pytest.raises(OutputsDifferError, match="Nothing was written"):
+        compile_model(plan, tmp_path / "package")
+
+
+def test_blocks_that_are_too_large_are_named(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_check, "LARGEST", 1 << 10)
+    said, warnings = said_of(plan_of(decoder, "tensor"), tmp_path / "package")
+    assert said == []
+    assert any("unverified: the model is too large to be compared whole, and no block could be" in w for w in warnings)
+    assert any("at most 1.00 KiB are loaded" in warning for warning in warnings)
