@@ -95,10 +95,3 @@ def test_runtime_imports_nothing_of_the_compiler() -> None:
 def test_every_import_is_of_a_module_that_is_there() -> None:
     known = modules()
     assert [each for needs in graph().values() for each in needs if each not in known] == []
-
-
-def test_names_are_given_once() -> None:
-    """In the compiler neither, which a reader searches at the same time."""
-    paths = [*RUNTIME.rglob("*.py"), *(RUNTIME.parent / "compiler").rglob("*.py")]
-    names = [path.stem for path in paths if path.stem not in ("__init__", "__main__", "cli")]
-    assert [name for name in set(names) if names.count(name) > 1] == []
