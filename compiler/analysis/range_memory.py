@@ -1,10 +1,10 @@
-"""The memory of every run of blocks, found quickly: the search over cuts asks for thousands of runs."""
+"""The memory of runs of blocks: a lower bound that is found quickly, and the exact count, which takes longer."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import accumulate
 
@@ -13,101 +13,117 @@ import onnx_ir as ir
 from splitc.compiler.analysis.blocks import Partition
 from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.analysis.liveness import peak_bytes
-from splitc.compiler.analysis.memory import largest_product_weight, state_names
+from splitc.compiler.analysis.memory import largest_product_weight, stage_memory, state_names
+from splitc.compiler.analysis.stages import divide_blocks
 from splitc.runtime.manifest import State
 
 
 class RangeMemory:
-    """An upper bound of `stage_memory` for every run of blocks, put together from what is known of single blocks."""
+    """The bytes that a stage holds, for every run of blocks: those from number `start` to before number `end`.
+
+    The search over cuts asks for thousands of runs. It gets a lower bound from what is known of single blocks: all that
+    a stage holds throughout, and the highest peak that one of its blocks has by itself, with what is rematerialized for
+    it. A longer run has all of that too.
+    """
 
     def __init__(self, costs: Costs, states: Sequence[State], partition: Partition) -> None:
-        self._costs = costs
-        blocks = partition.blocks
-        names = state_names(states)
+        self._costs, self._states, self._partition = costs, states, partition
+        size, names = costs.value_bytes, state_names(states)
         outputs = frozenset(costs.graph.graph.outputs)
-        self._own, self._shared = self._count_weights(partition)
-        self._totals: dict[tuple[int, int], int] = {}
-        self._loading = [largest_product_weight(costs, block.nodes) for block in blocks]
-        self._rematerialized = [self._rematerialized_values(block.nodes, partition) for block in blocks]
-        # Bytes of each block's model inputs and outputs: states count as cache.
-        self._cache, self._ends = [0] * len(blocks), [0] * len(blocks)
-        for number, block in enumerate(blocks):
-            reads = {value for node in partition.with_upstream(block) for value in costs.graph.reads[node]}
-            made = {value for node in block.nodes for value in node.outputs}
-            for value in {value for value in reads if value.is_graph_input()} | (made & outputs):
-                held = self._cache if value.name in names else self._ends
-                held[number] += costs.value_bytes(value)
-        home = {node: number for number, block in enumerate(blocks) for node in block.nodes}
-        # The values that cross each cut, each with the block that makes it and the blocks that read it.
-        self._crossing: list[list[tuple[ir.Value, int, set[int]]]] = [[] for _ in range(len(blocks) + 1)]
-        for value, (maker, readers) in self._uses(home).items():
-            for cut in range(maker + 1, max(readers) + 1):
-                self._crossing[cut].append((value, maker, readers))
-        self.cut_bytes = [sum(costs.value_bytes(value) for value, _, _ in crossing) for crossing in self._crossing]
-        passing = {value for crossing in self._crossing for value, _, _ in crossing}
-        self._inside = self._peaks_inside(partition, passing | outputs)
+        # Shape nodes read no value if the stage finds its sizes elsewhere.
+        needed = [partition.with_upstream(block) - partition.shapes for block in partition.blocks]
+        reads = [{value for node in nodes for value in costs.graph.reads[node]} for nodes in needed]
+        made = [{value for node in block.nodes for value in node.outputs} for block in partition.blocks]
+        ends = [
+            {value for value in read if value.is_graph_input()} | (given & outputs)
+            for read, given in zip(reads, made, strict=True)
+        ]
+        self._weights = _Held(map(costs.weights, needed), size)
+        self._cache = _Held(([value for value in each if value.name in names] for each in ends), size)
+        self._ends = _Held(([value for value in each if value.name not in names] for each in ends), size)
+        self._loading = [largest_product_weight(costs, block.nodes) for block in partition.blocks]
+        self._crossing = self._find_crossing()
+        self.cut_bytes = [sum(size(value) for value, _, _ in crossing) for crossing in self._crossing]
+        # What crosses a cut or leaves the model is held throughout, and not part of a peak.
+        held = outputs.union(value for crossing in self._crossing for value, _, _ in crossing)
+        self._peaks = [self._peak(nodes, held) for nodes in needed]
+        self._outputs = outputs
+        self._bounds: dict[tuple[int, int], int] = {}
+        self._exact: dict[tuple[int, int], int] = {}
 
-    def _count_weights(self, partition: Partition) -> tuple[list[int], dict[tuple[int, ...], int]]:
-        """Bytes of the weights that only one block reads, summed up to each block; and of others, by their blocks."""
-        readers: dict[ir.Value, list[int]] = {}
-        for number, block in enumerate(partition.blocks):
-            for weight in self._costs.weights(partition.with_upstream(block)):
-                readers.setdefault(weight, []).append(number)
-        own, shared = [0] * len(partition.blocks), Counter[tuple[int, ...]]()
-        for weight, numbers in readers.items():
-            if len(numbers) == 1:
-                own[numbers[0]] += self._costs.value_bytes(weight)
-            else:
-                shared[tuple(numbers)] += self._costs.value_bytes(weight)
-        return list(accumulate(own, initial=0)), dict(shared)
-
-    def _rematerialized_values(self, nodes: Iterable[ir.Node], partition: Partition) -> frozenset[ir.Value]:
-        """Rematerialized values that the nodes read. They may live as long as the stage."""
-        reads = (value for node in nodes for value in self._costs.graph.reads[node])
-        return frozenset(value for value in reads if value.producer() in partition.rematerializable)
-
-    def _uses(self, home: Mapping[ir.Node, int]) -> dict[ir.Value, tuple[int, set[int]]]:
-        """For each value that a block makes: this block, and the blocks that read the value."""
+    def _find_crossing(self) -> list[list[tuple[ir.Value, int, set[int]]]]:
+        """The values that cross each cut, each with the block that makes it and the blocks that read it."""
+        home = {node: number for number, block in enumerate(self._partition.blocks) for node in block.nodes}
         uses: dict[ir.Value, tuple[int, set[int]]] = {}
         for node, number in home.items():
             for value in self._costs.graph.reads[node]:
                 producer = value.producer()
                 if producer is not None and producer in home:
                     uses.setdefault(value, (home[producer], set()))[1].add(number)
-        return uses
+        crossing: list[list[tuple[ir.Value, int, set[int]]]] = [[] for _ in range(len(self._partition.blocks) + 1)]
+        for value, (maker, readers) in uses.items():
+            for cut in range(maker + 1, max(readers) + 1):
+                crossing[cut].append((value, maker, readers))
+        return crossing
 
-    def _peaks_inside(self, partition: Partition, ends: AbstractSet[ir.Value]) -> list[int]:
-        """For each block the peak bytes of the values that only this block makes and reads."""
+    def _peak(self, nodes: AbstractSet[ir.Node], held: AbstractSet[ir.Value]) -> int:
+        """The peak bytes of a block's nodes and those rematerialized for it, without the values in `held`."""
 
         def size(value: ir.Value) -> int:
-            return 0 if value in ends else self._costs.value_bytes(value)
+            return 0 if value in held else self._costs.value_bytes(value)
 
-        reads = self._costs.graph.reads.__getitem__
-        return [peak_bytes(block.nodes, reads, size) for block in partition.blocks]
+        graph = self._costs.graph
+        return peak_bytes(sorted(nodes, key=graph.position.__getitem__), graph.reads.__getitem__, size)
 
     def weights(self, start: int, end: int) -> int:
-        """Bytes of the weights of the blocks from `start` to before `end`, each weight counted once."""
-        shared = sum(
-            size for blocks, size in self._shared.items() if bisect_left(blocks, start) < bisect_left(blocks, end)
-        )
-        return self._own[end] - self._own[start] + shared
+        """Bytes of the weights, each counted once."""
+        return self._weights.of(start, end)
 
-    def total(self, start: int, end: int) -> int:
-        """Bytes of weights, cache and activations of the blocks from `start` to before `end`."""
-        if (start, end) not in self._totals:
-            self._totals[start, end] = self._total(start, end)
-        return self._totals[start, end]
+    def at_least(self, start: int, end: int) -> int:
+        """A lower bound of `exact`; the exact bytes if these were asked for before."""
+        if (start, end) in self._exact:
+            return self._exact[start, end]
+        if (start, end) not in self._bounds:
+            self._bounds[start, end] = self._bound(start, end)
+        return self._bounds[start, end]
 
-    def _total(self, start: int, end: int) -> int:
-        size = self._costs.value_bytes
-        repeated = frozenset[ir.Value]().union(*self._rematerialized[start:end])
-        held = {value for value, _, readers in self._crossing[start] if any(start <= r < end for r in readers)}
-        held |= {value for value, maker, _ in self._crossing[end] if maker >= start}
-        peak = 0
-        for number in range(start, end):
-            inner = [cut for cut in (number, number + 1) if start < cut < end]
-            passing = {value for cut in inner for value, maker, _ in self._crossing[cut] if maker >= start}
-            peak = max(peak, self._inside[number] + sum(map(size, passing - held)))
-        activations = sum(self._ends[start:end]) + peak + sum(map(size, repeated | held))
-        running = activations + sum(self._cache[start:end])
+    def exact(self, start: int, end: int) -> int:
+        """Bytes of weights, cache and activations: those of `stage_memory`."""
+        if (start, end) not in self._exact:
+            ends = sorted({start, end, len(self._partition.blocks)} - {0})
+            stages = divide_blocks(self._costs.graph, self._partition, ends)
+            memory = stage_memory(self._costs, self._states, stages[ends.index(end)])
+            self._exact[start, end] = memory.total
+        return self._exact[start, end]
+
+    def _bound(self, start: int, end: int) -> int:
+        taken = {value for value, _, readers in self._crossing[start] if any(start <= r < end for r in readers)}
+        sent = {value for value, maker, _ in self._crossing[end] if maker >= start}
+        sizes = sum(map(self._costs.value_bytes, (taken | sent) - self._outputs))
+        running = sizes + self._ends.of(start, end) + self._cache.of(start, end) + max(self._peaks[start:end])
         return self.weights(start, end) + max(running, *self._loading[start:end])
+
+
+class _Held:
+    """Bytes of values that each of some blocks needs, for any run of them, each value counted once."""
+
+    def __init__(self, needed: Iterable[Iterable[ir.Value]], size: Callable[[ir.Value], int]) -> None:
+        blocks: dict[ir.Value, list[int]] = {}
+        count = 0
+        for number, values in enumerate(needed):
+            count += 1
+            for value in values:
+                blocks.setdefault(value, []).append(number)
+        own, shared = [0] * count, Counter[tuple[int, ...]]()
+        for value, numbers in blocks.items():
+            if len(numbers) == 1:
+                own[numbers[0]] += size(value)
+            else:
+                shared[tuple(numbers)] += size(value)
+        self._own: Sequence[int] = list(accumulate(own, initial=0))  # of values that one block needs, before each
+        self._shared: Mapping[tuple[int, ...], int] = dict(shared)
+
+    def of(self, start: int, end: int) -> int:
+        """Bytes of the values that the blocks from `start` to before `end` need."""
+        shared = sum(size for by, size in self._shared.items() if bisect_left(by, start) < bisect_left(by, end))
+        return self._own[end] - self._own[start] + shared

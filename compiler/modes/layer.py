@@ -20,7 +20,7 @@ from splitc.compiler.lowering.segments import Segment
 from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.modes.mode import Mode, Way
 from splitc.compiler.modes.pipeline import choose_stages, predict_pipeline, rematerialized, stage_cuts
-from splitc.compiler.planning.assembly import assemble
+from splitc.compiler.planning.assembly import assemble, check_memory, engine_bytes
 from splitc.compiler.planning.clock import Clock, Prediction
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import PlanFile
@@ -31,6 +31,7 @@ from splitc.compiler.planning.split import RankProgram
 from splitc.compiler.planning.stage_search import Assignment, Target
 from splitc.compiler.sharding.axis_map import AxisMap, find_axes
 from splitc.compiler.sharding.probe_sizes import bind_probe_sizes
+from splitc.runtime.engines.kinds import choose_engine
 from splitc.runtime.errors import DoesNotFitError
 from splitc.runtime.units import format_bytes
 
@@ -93,12 +94,15 @@ def plan_layers(analysis: Analysis, resources: Resources, request: Request) -> P
     seconds = resources.block_seconds(analysis)
     devices = resources.devices
     shares = request.tensor_split or [1.0] * len(devices)
+    engine = choose_engine(request.engine, devices)
     targets = [
-        Target(str(device), share, budget, host=device.host)
+        Target(str(device), share, budget, engine_bytes(device, devices, engine), host=device.host)
         for device, share, budget in zip(devices, shares, resources.budgets, strict=True)
     ]
     chosen = choose_stages(analysis, seconds, targets, request, resources)
-    return _make_plan(analysis, resources, request, chosen, seconds)
+    plan = _make_plan(analysis, resources, request, chosen, seconds)
+    check_memory(plan)
+    return plan
 
 
 def _make_plan(

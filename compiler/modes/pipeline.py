@@ -43,7 +43,8 @@ def choose_stages(
         names=[block.name for block in analysis.partition.blocks],
         load=load,
         weights=memory.weights,
-        memory=memory.total,
+        memory=memory.at_least,
+        exact=memory.exact,
         cut=memory.cut_bytes.__getitem__,
         link=lambda size, far: between_hosts.seconds(size) if far else 0.0,  # CPU devices share their memory
     )

@@ -12,6 +12,7 @@ from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.planning.split import Split
 from splitc.compiler.sharding.report import WeightFate, warn_if_little_split
 from splitc.runtime.device_profiles import find_profile
+from splitc.runtime.devices import Device
 from splitc.runtime.engines.kinds import ONNXRUNTIME, choose_engine, has_collectives, has_gpu_each
 from splitc.runtime.errors import DoesNotFitError
 from splitc.runtime.units import first_few, format_bytes
@@ -45,24 +46,24 @@ def assemble(
 
 
 def _with_sessions(ranks: Sequence[RankPlan], engine: str, split: Split) -> tuple[RankPlan, ...]:
-    """The ranks with what their sessions take on a GPU beside the first one, which the headroom covers, and NCCL.
-
-    Several engines of a rank have a session each, and a single one has two.
-    """
+    """The ranks with the memory of their engines' libraries."""
     devices = [rank.device for rank in ranks]
-    if engine != ONNXRUNTIME:
-        return tuple(ranks)
-    inside, connected = has_collectives(engine, devices), has_gpu_each(devices)
-
-    def size(rank: RankPlan) -> int:
-        profile = find_profile(rank.device.kind)
-        sessions = split.more_sessions(rank, inside) or 1
-        return sessions * profile.engine_bytes + connected * profile.communicator_bytes
-
+    inside = has_collectives(engine, devices)
+    sizes = [engine_bytes(rank.device, devices, engine, split.more_sessions(rank, inside) or 1) for rank in ranks]
     return tuple(
-        replace(rank, memory=replace(rank.memory, engines=size(rank))) if rank.device.kind == "cuda" else rank
-        for rank in ranks
+        replace(rank, memory=replace(rank.memory, engines=size)) for rank, size in zip(ranks, sizes, strict=True)
     )
+
+
+def engine_bytes(device: Device, devices: Sequence[Device], engine: str, sessions: int = 1) -> int:
+    """What a rank's sessions take on a GPU beside the first one, which the headroom covers, and NCCL.
+
+    Several engines of a rank have a session each, and a single one has two. `devices` are those of all ranks.
+    """
+    if engine != ONNXRUNTIME or device.kind != "cuda":
+        return 0
+    profile = find_profile(device.kind)
+    return sessions * profile.engine_bytes + has_gpu_each(devices) * profile.communicator_bytes
 
 
 def plan_warnings(analysis: Analysis, ranks: Sequence[RankPlan]) -> list[str]:
@@ -86,27 +87,24 @@ def plan_warnings(analysis: Analysis, ranks: Sequence[RankPlan]) -> list[str]:
             f"nothing was checked against a budget for {first_few(list(dict.fromkeys(unknown)))}: this machine has no "
             f"such device, so give its memory, as in --memory {unknown[0]}=40GiB"
         )
-    for number, rank in enumerate(ranks):
-        if rank.missing > 0:
-            found.append(f"rank {number} needs more than the budget of {rank.device}")
     return found
 
 
-def check_memory(plan: Plan, whole: str) -> None:
+def check_memory(plan: Plan, whole: str = "") -> None:
     """Raise DoesNotFitError for the rank that lacks most bytes. `whole` says where unsplit weights are held."""
     lacking, number = max((rank.missing, number) for number, rank in enumerate(plan.ranks))
     if not lacking:
         return
     rank = plan.ranks[number]
-    unsplit = sum(each.bytes - each.split for each in plan.weights)
+    unsplit = format_bytes(sum(each.bytes - each.split for each in plan.weights))
+    why = f"; {unsplit} of weights can't be split and are {whole}" if whole else ""
     lines = [
         f"  rank {n} {r.device}: {format_bytes(r.memory.total)} of {format_bytes(r.budget)}"
         for n, r in enumerate(plan.ranks)
     ]
     raise DoesNotFitError(
         f"rank {number} ({rank.device}) needs {format_bytes(rank.memory.total)} and may use "
-        f"{format_bytes(rank.budget)}, {format_bytes(lacking)} short; {format_bytes(unsplit)} of weights can't be "
-        f"split and are {whole}:\n"
+        f"{format_bytes(rank.budget)}, {format_bytes(lacking)} short{why}:\n"
         + "\n".join(lines)
         + "\nGive the devices more memory (--memory, --headroom), add one (-d), give this one a smaller share "
         "(--tensor-split), or plan for smaller inputs (--shapes)."

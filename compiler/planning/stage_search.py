@@ -27,14 +27,21 @@ Floats = npt.NDArray[np.float64]
 class Target:
     """A device to plan for. Loads are divided by its `speed`. `budget` is in bytes, or None if it is not known.
 
-    `most_weights` limits the bytes of weights alone. `host` is where it is; None is this machine.
+    `engines` are the bytes of that which its engines' libraries take. `most_weights` limits the bytes of weights alone.
+    `host` is where it is; None is this machine.
     """
 
     device: str
     speed: float
     budget: int | None
+    engines: int = 0
     most_weights: int | None = None
     host: int | None = None
+
+    @property
+    def room(self) -> int | None:
+        """Bytes for the blocks."""
+        return None if self.budget is None else self.budget - self.engines
 
 
 @dataclass(frozen=True)
@@ -42,14 +49,16 @@ class StageCosts:
     """What the planner asks about the blocks from number `start` to before number `end`.
 
     `load` is their time on a device of speed 1, or any other additive quantity. `weights` are the bytes of their
-    weights, and `memory` all bytes that they hold. `cut` are the bytes that cross before block i, and `link` is the
-    time for a number of bytes to cross, to a target of another host or (False) of the same one.
+    weights, and `exact` all bytes that they hold. `memory` is a lower bound of these that is found quickly. `cut` are
+    the bytes that cross before block i, and `link` is the time for a number of bytes to cross, to a target of another
+    host or (False) of the same one.
     """
 
     names: Sequence[str]
     load: Callable[[int, int], float]
     weights: Callable[[int, int], int]
     memory: Callable[[int, int], int]
+    exact: Callable[[int, int], int]
     cut: Callable[[int], int]
     link: Callable[[int, bool], float]
 
@@ -83,11 +92,34 @@ def plan_stages(
         raise MisuseError(
             f"{len(targets)} devices, and the model can be cut into {count} pieces at most: name fewer devices with -d"
         )
-    limits = {(target.budget, target.most_weights) for target in targets}  # the same for most of them
+    limits = {(target.room, target.most_weights) for target in targets}  # the same for most of them
     fitting = {each: np.array([_fitting(costs, start, *each) for start in range(count)]) for each in limits}
-    fits = np.array([fitting[target.budget, target.most_weights] for target in targets])
     work = np.array([[costs.load(i, j) if j > i else np.inf for j in range(count + 1)] for i in range(count)])
-    loads = np.where(fits, work[None] / np.array([target.speed for target in targets])[:, None, None], np.inf)
+    times = work[None] / np.array([target.speed for target in targets])[:, None, None]
+    while True:
+        fits = np.array([fitting[target.room, target.most_weights] for target in targets])
+        chain = _cheapest(costs, targets, np.where(fits, times, np.inf), objective, spread, slack)
+        if chain is None:
+            raise DoesNotFitError(explain_misfit(costs, targets))
+        misfits = [each for each in chain if not _fits_exactly(costs, targets[each.target], each)]
+        if not misfits:
+            return chain
+        for each in misfits:  # its first block may go with fewer others than the bound says
+            target = targets[each.target]
+            row = fitting[target.room, target.most_weights][each.start]
+            row &= _fitting(replace(costs, memory=costs.exact), each.start, target.room, target.most_weights)
+            row[each.end] = False
+
+
+def _fits_exactly(costs: StageCosts, target: Target, each: Assignment) -> bool:
+    return target.room is None or costs.exact(each.start, each.end) <= target.room
+
+
+def _cheapest(
+    costs: StageCosts, targets: Sequence[Target], loads: Floats, objective: str, spread: bool, slack: float
+) -> list[Assignment] | None:
+    """The best stages if the blocks from i to before j take `loads[k, i, j]` on target k; None if there are none."""
+    count = len(costs.names)
     sides = np.array([[0.0] + [costs.link(costs.cut(i), far) for i in range(1, count)] for far in (False, True)])
     links = _Links(sides, np.array([[int(one.host != other.host) for other in targets] for one in targets]))
     combine = np.add if objective == "latency" else np.maximum
@@ -95,7 +127,7 @@ def plan_stages(
     if spread:
         by_stages = {stages: chain for stages, chain in by_stages.items() if stages == len(targets)}
     if not by_stages:
-        raise DoesNotFitError(explain_misfit(costs, targets))
+        return None
     best = min(chain.cost for chain in by_stages.values())
     stages = min(stages for stages, chain in by_stages.items() if chain.cost <= best * (1 + SAME))
     if objective == "latency":
@@ -203,16 +235,14 @@ def explain_misfit(costs: StageCosts, targets: Sequence[Target]) -> str:
     start, count = 0, len(costs.names)
     lines = []
     for target in targets:
-        end = start
-        while end < count and (target.budget is None or costs.memory(start, end + 1) <= target.budget):
-            end += 1
+        end = _filled(costs, target, start)
         held = f"{costs.names[start]} to {costs.names[end - 1]}" if end > start else "no block"
-        size = format_bytes(costs.memory(start, end) if end > start else 0)
+        size = format_bytes(target.engines + (costs.exact(start, end) if end > start else 0))
         lines.append(f"  {target.device} holds {held}: {size} of {format_bytes(target.budget)}")
         start = end
-    needed, available = costs.memory(0, count), sum(target.budget or 0 for target in targets)
+    needed, available = costs.exact(0, count), sum(max(0, target.room or 0) for target in targets)
     if start < count:
-        first, rest = costs.memory(start, start + 1), costs.memory(start, count)
+        first, rest = costs.exact(start, start + 1), costs.exact(start, count)
         lines.append(f"  The first block that does not fit is {costs.names[start]}, which needs {format_bytes(first)}.")
         lines.append(f"  With one more device of {format_bytes(rest)}, it would fit.")
     else:
@@ -223,3 +253,13 @@ def explain_misfit(costs: StageCosts, targets: Sequence[Target]) -> str:
         + "\n".join(lines)
         + "\nGive the devices more memory (--memory, --headroom), add one (-d), or plan for smaller inputs (--shapes)."
     )
+
+
+def _filled(costs: StageCosts, target: Target, start: int) -> int:
+    """The end of the most blocks from `start` that fit a target."""
+    room, end = target.room, len(costs.names)
+    if room is None:
+        return end
+    while end > start and (costs.memory(start, end) > room or costs.exact(start, end) > room):
+        end -= 1
+    return end

@@ -60,7 +60,7 @@ def keys(rank: Rank) -> dict[str, tuple[str, int]]:
 
 
 def test_gpu_holds_them_once(decoders: Path, tmp_path: Path) -> None:
-    request = Request(split_mode="layer", spread=True, shapes={"x": (1, 32)}, memory=["1GiB"])
+    request = Request(split_mode="layer", spread=True, shapes={"x": (1, 32)}, memory=["4GiB"])
     alone, both = (
         plan_pipeline(decoders, [f"{name}=cuda0&cuda1" for name in wanted], request, wanted)
         for wanted in (BOTH[:1], BOTH)
@@ -71,7 +71,7 @@ def test_gpu_holds_them_once(decoders: Path, tmp_path: Path) -> None:
     weights = [sum(each.weights for each in plan.devices) for plan in (alone, both)]
     assert weights[1] - weights[0] < WEIGHT  # what else the second one has
     devices = ",".join(f"{name}=cuda0&cuda1" for name in BOTH)
-    command = ["plan", decoders, "-d", devices, "--memory", "1GiB", "--shapes", "x:1x32", "--engine", "onnxruntime"]
+    command = ["plan", decoders, "-d", devices, "--memory", "4GiB", "--shapes", "x:1x32", "--engine", "onnxruntime"]
     shown = " ".join(splitc(*command, "--split-mode", "layer").stdout.split())
     assert "of weights are held once, for several modules" in shown
 
