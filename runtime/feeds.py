@@ -10,19 +10,24 @@ import numpy.typing as npt
 from splitc.runtime.arrays import Array, number_type
 from splitc.runtime.errors import EngineError, FeedError, SizesError
 from splitc.runtime.gpu_feeds import Feed, is_on_gpu, on_host, read_gpu_feed
-from splitc.runtime.manifest import Manifest, Tensor
+from splitc.runtime.manifest import FixedInput, Manifest, Tensor
 from splitc.runtime.units import format_shape
 
 
 def check_feeds(
-    feeds: Mapping[str, npt.ArrayLike], inputs: Sequence[Tensor], optional: Sequence[Tensor] = (), copy: bool = False
+    feeds: Mapping[str, npt.ArrayLike],
+    inputs: Sequence[Tensor],
+    optional: Sequence[Tensor] = (),
+    fixed: Sequence[FixedInput] = (),
+    copy: bool = False,
 ) -> dict[str, Array]:
     """The feeds as arrays on the host; with `copy` as new ones, which the caller can't change.
 
-    Feeds for `optional` inputs may be missing. Raises FeedError if a name, a number type or a shape does not fit the
-    inputs.
+    Feeds for `optional` inputs may be missing. Those for `fixed` ones, which the package has not, are left out: users
+    of the model always give them. Raises FeedError if a name, a number type or a shape does not fit the inputs, or a
+    value is not the one that its input was bound to.
     """
-    taken = take_feeds(feeds, inputs, optional, copy)
+    taken = take_feeds(feeds, inputs, optional, fixed, copy)
     return {name: on_host(feed) for name, feed in taken.items()}
 
 
@@ -30,12 +35,18 @@ def take_feeds(
     feeds: Mapping[str, npt.ArrayLike],
     inputs: Sequence[Tensor],
     optional: Sequence[Tensor] = (),
+    fixed: Sequence[FixedInput] = (),
     copy: bool = False,
     on_gpus: Collection[str] = (),
 ) -> dict[str, Feed]:
     """As `check_feeds`, but arrays on GPUs stay there if they are for one of the inputs `on_gpus`."""
     if not isinstance(feeds, Mapping):
         raise FeedError(f"feeds are arrays by the names of inputs, as in a dict, not {type(feeds).__name__}")
+    if given := [each for each in fixed if each.name in feeds]:
+        for each in given:
+            _check_fixed(feeds[each.name], each)
+        left_out = {each.name for each in given}
+        feeds = {name: feed for name, feed in feeds.items() if name not in left_out}
     known = {tensor.name: tensor for tensor in (*optional, *inputs)}
     if missing := [tensor.name for tensor in inputs if tensor.name not in feeds]:
         raise FeedError(
@@ -65,6 +76,18 @@ def _read(feed: npt.ArrayLike, tensor: Tensor, on_gpu: bool) -> Feed:
     if array.dtype.type is np.void and array.dtype.itemsize == number_type(tensor.dtype).itemsize:
         return array.view(number_type(tensor.dtype))
     return array
+
+
+def _check_fixed(feed: npt.ArrayLike, fixed: FixedInput) -> None:
+    """Raise FeedError unless the feed fits an input that the package has not."""
+    tensor = Tensor(fixed.name, fixed.dtype, fixed.shape)
+    array = _read(feed, tensor, on_gpu=fixed.value is None)
+    _check_array(array, tensor)
+    if fixed.value is not None and not np.array_equal(on_host(array), np.asarray(fixed.value).astype(array.dtype)):
+        raise FeedError(
+            f"input '{fixed.name}' is {on_host(array).tolist()}, and the package was compiled with {fixed.value}: "
+            "leave it out, or compile again with another --set"
+        )
 
 
 def _check_array(array: Feed, tensor: Tensor) -> None:

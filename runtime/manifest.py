@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -58,7 +59,10 @@ class Tensor(Struct, frozen=True):
 
 
 class FixedInput(Struct, frozen=True):
-    """An input of the model that the package does not have: bound to `value`, or (None) not read by anything."""
+    """An input of the model that no rank takes: bound to `value`, or (None) not read by anything.
+
+    Requests need not give it. What they give must fit, and is ignored.
+    """
 
     name: str
     dtype: str
@@ -283,3 +287,14 @@ class Manifest(Struct, frozen=True):
     fixed: list[FixedInput] = []
     optional: list[Tensor] = []
     shared_sizes: list[str] = []
+
+    @property
+    def tensors(self) -> dict[str, Sequence[Tensor | FixedInput]]:
+        """All that requests give or get, by what it is: one of the fixed inputs may be given, and changes nothing."""
+        return {
+            "input": self.inputs,
+            "optional input": self.optional,
+            "bound input": [each for each in self.fixed if each.value is not None],
+            "ignored input": [each for each in self.fixed if each.value is None],
+            "output": self.outputs,
+        }

@@ -104,7 +104,7 @@ class StateSequence:
         with self._alone():
             if self._failed:
                 raise SplitcError("a run of this sequence failed, so its states are lost: start another one")
-            arrays = check_feeds(feeds, self._fed, self._session.manifest.optional)
+            arrays = check_feeds(feeds, self._fed, self._session.manifest.optional, self._session.manifest.fixed)
             initial: Mapping[str, Array | Zeros] = {} if self._begun else self._begin(arrays)
             before = None
             if self._grows and (initial := self._lengthen(self._zeros(arrays))):

@@ -197,7 +197,7 @@ class Session:
             return self.run_timed(feeds, on_device)[0]
         if on_device:
             raise MisuseError("on_device: the outputs of micro-batches are joined on the host: leave one of both out")
-        arrays = check_feeds(feeds, self.inputs, self.optional)
+        arrays = check_feeds(feeds, self.inputs, self.optional, self.manifest.fixed)
         batches = cut_batches(arrays, self.manifest.batch, micro_batch)
         answers = list(in_order(map(self._submit, batches), self.in_flight))
         return join_batches(answers, self.manifest.batch)
@@ -218,7 +218,7 @@ class Session:
         return self._submit(self._take(feeds, copy=True), on_device)
 
     def _take(self, feeds: Mapping[str, npt.ArrayLike], copy: bool = False) -> dict[str, Feed]:
-        return take_feeds(feeds, self.inputs, self.optional, copy, self.device_arrays.feeds)
+        return take_feeds(feeds, self.inputs, self.optional, self.manifest.fixed, copy, self.device_arrays.feeds)
 
     def _submit(self, arrays: Mapping[str, Feed], on_device: bool = False) -> Future[dict[str, Array]]:
         """As `submit`, for arrays that nobody changes while the request is in flight."""

@@ -80,7 +80,8 @@ def analyze(
 def _analyze(graph: Graph, asked: AskedShapes, wanted_blocks: int, done: Callable[[int], None]) -> Analysis:
     states = find_states(graph)
     growing = growing_symbols(graph, states)
-    three = [input_sizes(graph.model, given, growing, asked.stated) for given in asked.three()]
+    ignored = [each.input for each in graph.fixed]
+    three = [input_sizes(graph.model, given, growing, asked.stated, ignored) for given in asked.three()]
     fitted = fit_sizes(graph, three[-1], Trial(graph), lambda bound: _is_small(graph, bound))
     smallest, typical = (each.changed(fitted.changes).shapes(graph.model) for each in three[:-1])
     largest = fitted.shapes

@@ -56,19 +56,21 @@ def input_sizes(
     given: Mapping[str, Shape],
     past: frozenset[str],
     stated: Mapping[str, Sequence[int | None]] = MappingProxyType({}),
+    ignored: Collection[ir.Value] = (),
 ) -> InputSizes:
-    """A size for every symbol of the inputs.
+    """A size for every symbol of the inputs. Shapes of `ignored` inputs may be given too, and say as much of symbols.
 
     A symbol that is neither given nor stated gets the largest size given, of first dimensions for a first dimension and
     of others for any other, since exporters give one length several symbols; or else a default. Raises MisuseError for
     a shape of an unknown input, or one that contradicts the model or another one.
     """
     inputs = {value.name or "": value for value in model.graph.inputs}
-    _check_given(inputs, given)
+    known = {**inputs, **{value.name or "": value for value in ignored}}
+    _check_given(known, given)
     free = {
         (axis > 0, size)
         for name, shape in given.items()
-        for axis, (declared, size) in enumerate(zip(inputs[name].shape or (), shape, strict=False))
+        for axis, (declared, size) in enumerate(zip(known[name].shape or (), shape, strict=False))
         if isinstance(declared, ir.SymbolicDim) and declared.value not in past
     }
     batch = max((size for later, size in free if not later), default=DEFAULT_BATCH)
@@ -76,7 +78,8 @@ def input_sizes(
     made_up = {
         symbol: 0 if symbol in past else batch if is_first else length for symbol, is_first in _symbols(inputs).items()
     }
-    return InputSizes(given, _given_symbols(inputs, given), _stated_symbols(inputs, stated, past), made_up, past)
+    own = {name: shape for name, shape in given.items() if name in inputs}
+    return InputSizes(own, _given_symbols(known, given), _stated_symbols(inputs, stated, past), made_up, past)
 
 
 def symbols_of(value: ir.Value) -> frozenset[str]:

@@ -23,6 +23,7 @@ def lift(model: ir.Model) -> None:
         passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     if has_subgraphs(model.graph):
         passes.LiftSubgraphInitializersToMainGraphPass()(model)
+        passes.NameFixPass()(model)  # what was lifted may have the name of a value of another branch
 
 
 class NameInitializerOutputs(ir.passes.InPlacePass):

@@ -99,13 +99,13 @@ class _Analyses:
         self._first = analyze(model, asked.asked_shapes, 1, asked.settings, asked.trust_external_data)
         self._finer: dict[int, Analysis] = {}
 
-    def get(self, stages: int) -> Analysis:
+    def get(self, stages: int, devices: int) -> Analysis:
         found = self._first
         if stages > len(found.partition.blocks):
             if stages not in self._finer:
                 self._finer[stages] = with_blocks(found, stages)
             found = self._finer[stages]
-        if stages > 1:
+        if devices > 1:
             check_divisible(found)
         return found
 
@@ -135,7 +135,7 @@ def _try(
     taken = resources.take(sorted(group_devices(resources.devices, resources.budgets, way.stages, way.size)))
     wanted = replace(request, split_mode=option.mode, spread=True, pipeline_stages=way.stages)
     try:
-        plan = mode.plan(analyses.get(mode.stages(wanted, way.devices)), taken, wanted)
+        plan = mode.plan(analyses.get(mode.stages(wanted, way.devices), way.devices), taken, wanted)
     except (ModelError, DoesNotFitError, MisuseError) as error:
         return Alternative(option.name, option.mode, way.devices, refused=_in_short(error)), None
     found = predict(plan, taken.machine, request.threads, _measured(plan.analysis, taken, request))

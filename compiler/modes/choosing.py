@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from splitc.compiler.analysis.divisibility import check_divisible
-from splitc.compiler.analysis.facts import Analysis, analyze
+from splitc.compiler.analysis.facts import analyze
 from splitc.compiler.model_errors import CannotSplitError
 from splitc.compiler.modes.auto import plan_auto
 from splitc.compiler.modes.table import AUTO, FALLBACKS, MODES, find_mode
@@ -76,7 +76,10 @@ def _host_warnings(resources: Resources, request: Request) -> list[str]:
 
 def _plan_in_mode(model: Path, resources: Resources, request: Request) -> Plan:
     mode = find_mode(request.split_mode)
-    analysis = _analyze(model, mode.stages(request, len(resources.devices)), request)
+    stages = mode.stages(request, len(resources.devices))
+    analysis = analyze(model, request.asked_shapes, stages, request.settings, request.trust_external_data)
+    if len(resources.devices) > 1:
+        check_divisible(analysis)
     return mode.plan(analysis, resources, request)
 
 
@@ -92,10 +95,3 @@ def _check_request(request: Request, devices: Sequence[Device]) -> None:
     request.check_modes()
     if request.interconnect is not None and len(host_numbers(devices)) < 2:
         raise MisuseError("--interconnect is a link between hosts, and the devices are not of several: see --hosts")
-
-
-def _analyze(model: Path, stages: int, request: Request) -> Analysis:
-    analysis = analyze(model, request.asked_shapes, stages, request.settings, request.trust_external_data)
-    if stages > 1:
-        check_divisible(analysis)
-    return analysis

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from splitc.runtime.cli.collective_words import describe_collectives
 from splitc.runtime.cli.terminal import fitted, out, table
-from splitc.runtime.manifest import Build, Built, Manifest, Role
+from splitc.runtime.manifest import Build, Built, FixedInput, Manifest, Tensor
 from splitc.runtime.mode_words import words_of
 from splitc.runtime.pipeline_file import PipelineFile
 from splitc.runtime.tools.module_sums import IN_TURN, sum_modules
@@ -38,10 +38,9 @@ def print_manifest(manifest: Manifest, routes: Mapping[str, Sequence[str]]) -> N
         out.print(f"between GPUs of this machine: {', '.join(pairs)} {way}")
     out.print()
     rows = table("", "name", "type", "shape", "role")
-    kinds = {"input": manifest.inputs, "optional input": manifest.optional, "output": manifest.outputs}
-    for kind, tensors in kinds.items():
+    for kind, tensors in manifest.tensors.items():
         for tensor in tensors:
-            name, role = fitted(tensor.name, out.width - NAMELESS), _describe_role(tensor.role)
+            name, role = fitted(tensor.name, out.width - NAMELESS), _describe_role(tensor)
             rows.add_row(kind, name, tensor.dtype, format_shape(tensor.shape), role)
     out.print(rows)
     if manifest.states:
@@ -75,8 +74,10 @@ def module_title(name: str, split_mode: str, ranks: int) -> str:
     return f"{name}, {split_mode}" if ranks > 1 else name
 
 
-def _describe_role(role: Role | None) -> str:
-    if role is None:
+def _describe_role(tensor: Tensor | FixedInput) -> str:
+    if isinstance(tensor, FixedInput):
+        return "nothing reads it" if tensor.value is None else f"is {tensor.value}"
+    if (role := tensor.role) is None:
         return ""
     return f"{role.kind} below {role.rows}" if role.rows else role.kind
 

@@ -80,9 +80,10 @@ def _holds(title: str, manifest: Manifest) -> Chapter:
     facts = [("split mode", mode), ("engines", manifest.engine), ("numbers", manifest.number_type)]
     if manifest.collectives:
         facts.append((words_of(manifest.split_mode).exchanges, f"{manifest.collectives} a run"))
-    kinds = {"input": manifest.inputs, "optional input": manifest.optional, "output": manifest.outputs}
     rows = [
-        (kind, each.name, each.dtype, format_shape(each.shape)) for kind, tensors in kinds.items() for each in tensors
+        (kind, each.name, each.dtype, format_shape(each.shape))
+        for kind, tensors in manifest.tensors.items()
+        for each in tensors
     ]
     tensors = Section("Inputs and outputs", tables=[Table("All of them", ("", "name", "type", "shape"), rows)])
     return Chapter(title, facts, (), [*_body(manifest, (), whole=True), tensors])

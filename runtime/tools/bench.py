@@ -19,7 +19,7 @@ from splitc.runtime.ranks.loop import Replay
 from splitc.runtime.ranks.request import Served
 from splitc.runtime.session import Session
 from splitc.runtime.steps import Receive, Reduce, Run
-from splitc.runtime.tools.unsplit import fixed_feeds, load_unsplit, need_inputs
+from splitc.runtime.tools.unsplit import all_feeds, load_unsplit, need_inputs
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def bench(
     `trusts_data`, its data may lie outside its folder.
     """
     threads = baseline_threads or sorted({session.threads * len(session.manifest.ranks), session.threads}, reverse=True)
-    whole = {**feeds, **fixed_feeds(session.manifest.inputs, session.manifest.fixed, feeds)}
+    whole = all_feeds(session.manifest, feeds)
     others = {count: _baseline(baseline, count, whole, trusts_data) for count in threads} if baseline else {}
     count = 1 if in_flight == 1 else ROUND * in_flight
     rounds = max(1, runs // count)
@@ -142,7 +142,7 @@ class _Stream:
 
 def _stream(session: Session, feeds: Mapping[str, npt.NDArray[Any]], count: int, in_flight: int) -> _Stream:
     """Run the feeds `count` times, with at most `in_flight` at a time."""
-    arrays = check_feeds(feeds, session.inputs)
+    arrays = check_feeds(feeds, session.inputs, fixed=session.manifest.fixed)
     latencies, timeline = [], []
     first = time.perf_counter()
     alone = in_flight == 1

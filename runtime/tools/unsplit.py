@@ -77,14 +77,11 @@ def open_reference(
             device, why = CPU, f"since {device} can't run it: {error}"
             run = stack.enter_context(open_unsplit(model, device, threads, trusts_data))
 
-        def all_feeds(feeds: Arrays) -> Arrays:
-            return {**feeds, **fixed_feeds(manifest.inputs, manifest.fixed, feeds), **settings}
-
         yield Reference(
             device,
             why,
-            lambda feeds: run(all_feeds(feeds)),
-            lambda feeds: _run_unoptimized(model, all_feeds(feeds), trusts_data),
+            lambda feeds: run({**all_feeds(manifest, feeds), **settings}),
+            lambda feeds: _run_unoptimized(model, {**all_feeds(manifest, feeds), **settings}, trusts_data),
         )
 
 
@@ -153,6 +150,11 @@ def load_unsplit(backend: Backend, model: Path, trusts_data: bool) -> LoadedEngi
         if trusts_data or not has_data_outside(model):
             raise
         raise PackageError(f"{error}\n--trust-external-data permits data outside the model's folder") from error
+
+
+def all_feeds(manifest: Manifest, feeds: Arrays) -> dict[str, npt.NDArray[Any]]:
+    """The feeds of a package, and those of the inputs that it has not, as far as they are not given."""
+    return {**fixed_feeds(manifest.inputs, manifest.fixed, feeds), **feeds}
 
 
 def fixed_feeds(inputs: Sequence[Tensor], fixed: Sequence[FixedInput], feeds: Arrays) -> dict[str, npt.NDArray[Any]]:

@@ -21,7 +21,7 @@ from splitc.runtime.devices import Device
 from splitc.runtime.fills import make_inputs
 from splitc.runtime.manifest import Manifest
 from splitc.runtime.tools.compare import compare
-from splitc.runtime.tools.unsplit import fixed_feeds
+from splitc.runtime.tools.unsplit import all_feeds
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 # Requests under way at the same time; rounds of turns, and the seconds and the most requests of a turn.
@@ -71,7 +71,7 @@ def make_feeds(manifest: Manifest, shapes: Mapping[str, Sequence[int]]) -> Feeds
         for tensor in manifest.inputs
     ]
     own = make_inputs(sized)
-    return Feeds(own, {**own, **fixed_feeds(manifest.inputs, manifest.fixed, own)})
+    return Feeds(own, all_feeds(manifest, own))
 
 
 class Unsplit:

@@ -16,7 +16,7 @@ from splitc.compiler.model_errors import ModelError
 from splitc.compiler.modes.replanning import plan_from_file
 from splitc.compiler.planning.plan_file import to_file, write_plan
 from splitc.runtime import Session
-from splitc.runtime.errors import MisuseError, OutputsDifferError
+from splitc.runtime.errors import FeedError, MisuseError, OutputsDifferError
 from splitc.runtime.manifest_file import read_manifest
 from splitc.runtime.settings import parse_settings
 from tests.conftest import Arrays, assert_close, run_whole
@@ -61,9 +61,29 @@ def feeds(use_past: bool) -> Arrays:
     return {**arrays, "use_past": np.array([use_past])}
 
 
-def test_refusal_names_the_option_and_the_input_that_decides(merged: Path) -> None:
+@pytest.mark.parametrize("mode", ["layer", "row", "tensor"])
+def test_refusal_names_the_option_and_the_input_that_decides(mode: str, merged: Path) -> None:
     with pytest.raises(ModelError, match="the input 'use_past', so bind it to a constant, as in --set use_past=true"):
-        plan_model(merged, ["2xcpu"], Request(split_mode="layer"))
+        plan_model(merged, ["2xcpu"], Request(split_mode=mode))
+
+
+def test_branches_that_use_one_name_run_on_one_device(write_model: WriteModel, tmp_path: Path) -> None:
+    """The constant of one branch, which becomes a weight of the model, has the name of a value in the other."""
+    path = write_model(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        switched (float[n] x, bool flag) => (float[n] y) {
+            y = If (flag) <
+                then_branch = one () => (float[n] a) { c = Constant <value = float {2.0}> ()  a = Mul (x, c) },
+                else_branch = two () => (float[n] b) { c = Neg (x)  b = Exp (c) }
+            >
+        }"""
+    )
+    compile_model(plan_model(path, ["cpu0"], Request()), tmp_path / "package")
+    x = np.array([1, 2], np.float32)
+    with Session(tmp_path / "package") as session:
+        for flag in (True, False):
+            whole = {"x": x, "flag": np.array(flag)}
+            assert_close(session.run(whole), run_whole(path, whole))
 
 
 @pytest.mark.parametrize("mode", ["layer", "row"])
@@ -84,10 +104,28 @@ def test_branch_that_is_taken_is_split_and_takes_what_it_reads(
         names = [tensor.name for tensor in session.inputs]
         assert names == (["x", "past"] if use_past else ["x"])
         assert_close(session.run({name: whole[name] for name in names}), expected)
+        assert_close(session.run(whole), expected)
+        with pytest.raises(FeedError, match=r"'use_past' is \[(True|False)\], and the package was compiled with"):
+            session.run({**whole, "use_past": np.array([not use_past])})
+        if not use_past:
+            with pytest.raises(FeedError, match="'past' has shape 3 x 8, and the model takes n x 32"):
+                session.run({**whole, "past": whole["past"][:, :8]})
     manifest = read_manifest(tmp_path / "package")
     values = {each.name: each.value for each in manifest.fixed}
     assert values == ({"use_past": [True]} if use_past else {"use_past": [False], "past": None})
     assert all(rank.weights_bytes >= 2 * 32 * 32 * 4 for rank in manifest.ranks)
+
+
+def test_input_that_lost_its_readers_has_a_shape_and_is_listed(merged: Path, tmp_path: Path) -> None:
+    package = str(tmp_path / "package")
+    made = ["compile", str(merged), "-o", package, "-d", "2xcpu", "--split-mode", "layer", "--set", "use_past=false"]
+    done = CliRunner().invoke(app, [*made, "--shapes", "past:5x32"], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert read_manifest(Path(package)).inputs[0].sample_shape == [5, 32]
+    listed = CliRunner().invoke(app, ["inspect", package], catch_exceptions=False).output
+    assert "ignored input  past" in listed and "bound input    use_past" in listed
+    wrong = CliRunner().invoke(app, [*made, "--force", "--shapes", "past:5x31"])
+    assert "'past' as 5 x 31, and the model takes n x 32" in str(wrong.exception)
 
 
 def test_check_feeds_the_whole_model_what_was_set(merged: Path, tmp_path: Path) -> None:
