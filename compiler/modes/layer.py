@@ -23,7 +23,7 @@ from splitc.compiler.modes.pipeline import choose_stages, predict_pipeline, rema
 from splitc.compiler.planning.assembly import assemble, check_memory, engine_bytes
 from splitc.compiler.planning.clock import Clock, Prediction
 from splitc.compiler.planning.plan import Plan
-from splitc.compiler.planning.plan_file import PlanFile
+from splitc.compiler.planning.plan_file import PlanFile, check_stages
 from splitc.compiler.planning.plan_request import Request
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.planning.resources import Resources
@@ -137,6 +137,7 @@ def _replan(
     analysis: Analysis, resources: Resources, request: Request, file: PlanFile, chosen: Sequence[Assignment]
 ) -> Plan:
     """The plan of a file. Raises DoesNotFitError, which names the blocks, if a rank needs more than its budget."""
+    check_stages(file.ranks, range(len(file.ranks)), "in layer mode each rank is a stage of its own, in their order")
     plan = _make_plan(analysis, resources, request, chosen, resources.block_seconds(analysis))
     for rank in plan.ranks:
         if rank.missing:

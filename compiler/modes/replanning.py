@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from splitc.compiler.analysis.facts import Analysis, analyze
-from splitc.compiler.frontend.asked_shapes import LARGEST, Shape, check_size
+from splitc.compiler.frontend.asked_shapes import Shape
 from splitc.compiler.modes.table import find_mode
 from splitc.compiler.planning.plan import Plan
-from splitc.compiler.planning.plan_file import SCHEMA, PlanFile, check_hosts, read_plan
+from splitc.compiler.planning.plan_file import SCHEMA, PlanFile, check_devices, check_entries, read_plan
 from splitc.compiler.planning.plan_request import ROW_MIN, Request
 from splitc.compiler.planning.resources import Resources
 from splitc.compiler.planning.stage_search import Assignment
@@ -44,11 +44,7 @@ def replan(model: Path, file: PlanFile, path: Path, trusts_data: bool = False) -
         raise MisuseError(
             f"{path} was made for another model ({file.source.name}, SHA-256 {file.source.sha256[:12]}...)"
         )
-    if wrong := [rank.stage for rank in file.ranks if not 0 <= rank.stage < len(file.ranks)]:
-        raise MisuseError(
-            f"{path} has a rank in stage {wrong[0]}, and stages are numbers from 0 to {len(file.ranks) - 1}"
-        )
-    _check_sizes(file, path)
+    check_entries(file)
     mode = find_mode(file.split_mode)
     request = Request(
         split_mode=file.split_mode,
@@ -63,23 +59,28 @@ def replan(model: Path, file: PlanFile, path: Path, trusts_data: bool = False) -
     )
     analysis = analyze(model, request.asked_shapes, ALL if file.finest else 1, file.settings, trusts_data)
     stages = request.pipeline_stages
+    _check_shapes(analysis, file)
     if file.states is not None:
         analysis = replace(analysis, states=tuple(_check_states(analysis, file.states)))
     chosen = assignments(file.blocks, stages, [block.name for block in analysis.partition.blocks])
     devices = parse_devices([rank.device for rank in file.ranks])
-    check_hosts(file, devices)
+    check_devices(file, devices)
     resources = Resources(tuple(devices), tuple(rank.budget_bytes for rank in file.ranks))
     return mode.replan(analysis, resources, request, file, chosen)
 
 
-def _check_sizes(file: PlanFile, path: Path) -> None:
-    """Raise MisuseError for a size that is none."""
-    for key in ("shapes", "min_shapes", "opt_shapes"):
-        for name, shape in getattr(file, key).items():
-            if not all(map(check_size, shape)):
-                raise MisuseError(
-                    f'{path} has the line "{name}: {shape}" under "{key}": sizes go from 0 to {LARGEST:,}'
-                )
+def _check_shapes(analysis: Analysis, file: PlanFile) -> None:
+    """Raise MisuseError for an input without a line, and for a size of 0: only states are empty before a sequence."""
+    shapes, states = file.shapes, {state.input for state in (*analysis.states, *(file.states or ()))}
+    for value in analysis.graph.graph.inputs:
+        name = value.name or ""
+        if name not in shapes:
+            raise MisuseError(f'the plan leaves out the input {name}: add a line for it under "shapes"')
+        if 0 in shapes[name] and name not in states:
+            raise MisuseError(
+                f'the plan has the line "{name}: {list(shapes[name])}" under "shapes": there is nothing to plan for '
+                "with a size of 0"
+            )
 
 
 def _shapes(lists: Mapping[str, list[int]]) -> dict[str, Shape]:

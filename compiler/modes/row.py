@@ -30,7 +30,7 @@ from splitc.compiler.planning.assembly import assemble, check_memory
 from splitc.compiler.planning.clock import Clock, Prediction
 from splitc.compiler.planning.host_groups import single_groups
 from splitc.compiler.planning.plan import Plan
-from splitc.compiler.planning.plan_file import PlanFile, check_file_shares
+from splitc.compiler.planning.plan_file import PlanFile, check_file_shares, check_stages
 from splitc.compiler.planning.plan_request import Request
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.planning.resources import Budget, Resources, as_shares
@@ -360,6 +360,7 @@ def _replan(
     analysis: Analysis, resources: Resources, request: Request, file: PlanFile, chosen: Sequence[Assignment]
 ) -> Plan:
     """The plan of a file. Only the main rank may have a share of 0."""
+    check_stages(file.ranks, [0] * len(file.ranks), "in row mode there is one stage")
     check_file_shares(file.ranks, may_be_empty=1)
     return _make_plan(analysis, resources, request, [rank.share for rank in file.ranks])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from splitc.compiler.frontend.asked_shapes import Shape
+from splitc.compiler.frontend.asked_shapes import LARGEST, Shape, check_size
 from splitc.compiler.planning.plan import Plan
+from splitc.compiler.planning.plan_request import OBJECTIVES
 from splitc.compiler.planning.rank_plan import Rematerialized
 from splitc.runtime.devices import Device, host_numbers
 from splitc.runtime.errors import MisuseError
@@ -219,8 +221,17 @@ def _count_hosts(devices: Sequence[Device]) -> int:
     return max(1, len(host_numbers(devices)))
 
 
-def check_hosts(file: PlanFile, devices: Sequence[Device]) -> None:
-    """Raise MisuseError, which names the entry, if the ranks' `devices` are not on as many hosts as the file says."""
+def check_devices(file: PlanFile, devices: Sequence[Device]) -> None:
+    """Raise MisuseError, which names the line, if the ranks' `devices` are not on as many hosts as the file says.
+
+    The same for a device that two ranks have: each would take it to have the whole budget.
+    """
+    for number, device in enumerate(devices):
+        if device in devices[:number]:
+            raise MisuseError(
+                f'the plan has the line "device: {device}" for the ranks {devices.index(device)} and {number}: give '
+                "each rank a device of its own"
+            )
     count = _count_hosts(devices)
     if file.hosts not in (None, count):
         named = ", ".join(f"host{number}" for number in host_numbers(devices)) or "no host"
@@ -230,7 +241,42 @@ def check_hosts(file: PlanFile, devices: Sequence[Device]) -> None:
         )
 
 
+def check_entries(file: PlanFile) -> None:
+    """Raise MisuseError, which names the line, for what no plan has: it needs no look at the model."""
+    if file.objective not in OBJECTIVES:
+        raise MisuseError(f'the plan has the line "objective: {file.objective}": there are {", ".join(OBJECTIVES)}')
+    if file.row_min is not None and file.row_min < 1:
+        raise MisuseError(f'the plan has the line "row_min: {file.row_min}": the least side of a matrix is 1')
+    for key in ("shapes", "min_shapes", "opt_shapes"):
+        for name, shape in getattr(file, key).items():
+            if not all(map(check_size, shape)):
+                raise MisuseError(
+                    f'the plan has the line "{name}: {shape}" under "{key}": sizes go from 0 to {LARGEST:,}'
+                )
+    for number, rank in enumerate(file.ranks):
+        where = f"of rank {number} ({rank.device})"
+        if not 0 <= rank.share < math.inf:  # neither is NaN
+            raise MisuseError(f'the plan has the line "share: {rank.share}" {where}: a share is a number from 0 on')
+        if not 0 <= rank.stage < len(file.ranks):
+            raise MisuseError(
+                f'the plan has the line "stage: {rank.stage}" {where}: stages are numbers from 0 to '
+                f"{len(file.ranks) - 1}"
+            )
+
+
+def check_stages(ranks: Sequence[RankEntry], stages: Sequence[int], why: str) -> None:
+    """Raise MisuseError, which names the line and says `why`, for a rank in another stage than these."""
+    for number, (rank, stage) in enumerate(zip(ranks, stages, strict=True)):
+        if rank.stage != stage:
+            raise MisuseError(
+                f'the plan has the line "stage: {rank.stage}" of rank {number} ({rank.device}), which is {stage}: {why}'
+            )
+
+
 def check_file_shares(ranks: Sequence[RankEntry], may_be_empty: int = 0) -> None:
-    """Raise MisuseError for a share of 0 or less. The first `may_be_empty` ranks may have a share of 0."""
-    if any(rank.share <= 0 for rank in ranks[may_be_empty:]) or any(rank.share < 0 for rank in ranks):
-        raise MisuseError("the plan has a rank with a share of 0 or less: remove the rank instead")
+    """Raise MisuseError for a share of 0. The first `may_be_empty` ranks may have that."""
+    for number, rank in enumerate(ranks[may_be_empty:], may_be_empty):
+        if rank.share == 0:
+            raise MisuseError(
+                f'the plan has the line "share: {rank.share}" of rank {number} ({rank.device}): remove the rank instead'
+            )

@@ -16,7 +16,6 @@ import numpy.typing as npt
 from splitc.runtime.errors import DoesNotFitError, MisuseError
 from splitc.runtime.units import format_bytes
 
-OBJECTIVES = ("throughput", "latency")
 # Costs that differ by less than this share are equal.
 SAME = 1e-9
 

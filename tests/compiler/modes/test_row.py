@@ -229,7 +229,7 @@ def test_shares_are_edited_in_the_plan(decoder: Path, tmp_path: Path) -> None:
         assert_close(session.run(feeds), run_whole(decoder, feeds))
     content["ranks"][1]["share"] = 0
     path.write_text(json.dumps(content))
-    with pytest.raises(MisuseError, match="a share of 0 or less"):
+    with pytest.raises(MisuseError, match=r"the line \"share: 0.0\" of rank 1 \(cpu1\): remove the rank"):
         plan_from_file(decoder, path)
     content["ranks"][1].update(share=1, budget_bytes=1000)
     path.write_text(json.dumps(content))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,11 @@ def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))
+
+
+def swap_stages(plan: dict[str, Any]) -> None:
+    first, second, _ = plan["ranks"]
+    first["stage"], second["stage"] = second["stage"], first["stage"]
 
 
 def test_plan_comes_back_as_it_was(decoder: Path, plan_path: Path) -> None:
@@ -86,6 +92,22 @@ def test_emptied_rank_is_left_out(decoder: Path, plan_path: Path) -> None:
         (lambda plan: plan["blocks"].update({"layers.0": 7}), 'the line "layers.0: 7", and it has stages 0 to 2'),
         (lambda plan: plan["blocks"].update({"layers.0": "x"}), "is no plan: Expected `int`"),
         (lambda plan: plan["shapes"].update({"input_ids": [1, -1]}), r'the line "input_ids: \[1, -1\]" under "shapes"'),
+        (
+            lambda plan: plan["shapes"].update({"input_ids": [0, 16]}),
+            r'"input_ids: \[0, 16\]" under "shapes": there',
+        ),
+        (lambda plan: plan["shapes"].pop("input_ids"), "leaves out the input input_ids"),
+        (lambda plan: plan["ranks"][1].update({"share": math.nan}), r'the line "share: nan" of rank 1 \(cpu1\)'),
+        (lambda plan: plan["ranks"][1].update({"share": math.inf}), r'the line "share: inf" of rank 1 \(cpu1\)'),
+        (lambda plan: plan["ranks"][1].update({"share": -1}), r'the line "share: -1.0" of rank 1 \(cpu1\)'),
+        (lambda plan: plan["ranks"][1].update({"device": "CPU:0"}), 'the line "device: cpu0" for the ranks 0 and 1'),
+        (swap_stages, r'the line "stage: 1" of rank 0 \(cpu0\), which is 0: in layer mode each rank is a stage'),
+        (lambda plan: plan["ranks"][1].update({"stage": 9}), r'the line "stage: 9" of rank 1 \(cpu1\): stages are num'),
+        (
+            lambda plan: plan.update({"objective": "speed"}),
+            'the line "objective: speed": there are throughput, latency',
+        ),
+        (lambda plan: plan.update({"row_min": 0}), 'the line "row_min: 0": the least side of a matrix is 1'),
         (lambda plan: plan["states"][0].update({"grows": 99}), "which grows along axis 99: it has the axes 0 to 3"),
         (lambda plan: plan["source"].update({"sha256": "0" * 64}), "was made for another model"),
         (lambda plan: plan.update({"schema": 7}), "schema version 7, and this splitc reads version 2"),
