@@ -12,6 +12,7 @@ from splitc.compiler.analysis.blocks import Partition, find_blocks
 from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.frontend.acceptance import check_accepted, refusals_first
 from splitc.compiler.frontend.asked_shapes import AskedShapes, Shape, check_order
+from splitc.compiler.frontend.asked_states import AskedStates
 from splitc.compiler.frontend.fitted_sizes import Fitted, fit_sizes
 from splitc.compiler.frontend.graph import Graph, open_graph
 from splitc.compiler.frontend.input_sizes import input_sizes
@@ -53,13 +54,14 @@ def analyze(
     wanted_blocks: int,
     settings: Mapping[str, Any] = MappingProxyType({}),
     trusts_data: bool = False,
+    states: AskedStates = AskedStates(),
 ) -> Analysis:
     """Open the model and find its blocks, at least `wanted_blocks` if it can be cut that finely.
 
     The inputs in `settings` become constants. With `trusts_data`, the model's external data may lie outside its folder.
 
-    Raises ModelError for a model that `read_model` or ONNX Runtime refuses, MisuseError for shapes and settings that do
-    not fit the model.
+    Raises ModelError for a model that `read_model` or ONNX Runtime refuses, MisuseError for shapes, settings and states
+    that do not fit the model.
     """
     done = counting("analyzing the model", PARTS)
     proto, files = read_model(path, trusts_data)
@@ -72,14 +74,16 @@ def analyze(
             inferred = infer_shapes(graph.model)
         check_accepted(graph, proto, inferred.repeated)
         done(1)
-        found = _analyze(graph, asked, wanted_blocks, done)
+        found = _analyze(graph, asked, states, wanted_blocks, done)
     done(1)
     return found
 
 
-def _analyze(graph: Graph, asked: AskedShapes, wanted_blocks: int, done: Callable[[int], None]) -> Analysis:
-    states = find_states(graph)
-    growing = growing_symbols(graph, states)
+def _analyze(
+    graph: Graph, asked: AskedShapes, asked_states: AskedStates, wanted_blocks: int, done: Callable[[int], None]
+) -> Analysis:
+    states = find_states(graph, asked_states)
+    growing = growing_symbols(graph, [*find_states(graph), *states])  # lengths are what they are, whoever holds them
     ignored = [each.input for each in graph.fixed]
     three = [input_sizes(graph.model, given, growing, asked.stated, ignored) for given in asked.three()]
     fitted = fit_sizes(graph, three[-1], Trial(graph), lambda bound: _is_small(graph, bound))

@@ -6,37 +6,27 @@ from collections.abc import Iterator, Mapping
 
 import onnx_ir as ir
 
+from splitc.compiler.frontend.asked_states import AskedStates
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.operators.registry import operator_of
+from splitc.runtime.errors import MisuseError
 from splitc.runtime.manifest import State
+from splitc.runtime.units import format_shape
 
 # The most nodes between a past and its present: a concatenation, a scatter, an attention operator, and some reshapes.
 FARTHEST = 8
 
 
-def find_states(graph: Graph) -> list[State]:
-    """Pairs of an input and the output that replaces it, in the order of the outputs.
+def find_states(graph: Graph, asked: AskedStates = AskedStates()) -> list[State]:
+    """The states that are asked for, and those found whose input and output are in none of these.
 
-    An output's past is the nearest input upstream with the same type, rank and fixed sizes, unless a nearer pair has
-    taken it. If a node takes several (keys and values), inputs and outputs are paired in order.
-
-    To be alike is no evidence: between the two is no product, and a model has an input and an
-    output besides its states.
+    They are in the order of the outputs. Raises MisuseError for a pair that is asked for and can't be a state.
     """
-    distances = sorted(
-        (distance, graph.graph.outputs.index(output), order, output, value)
-        for output in graph.graph.outputs
-        for order, (distance, value) in enumerate(_inputs_upstream(graph, output))
-        if _is_alike(value, output)
-    )
-    pairs: dict[ir.Value, ir.Value] = {}
-    for _, _, _, output, value in distances:
-        if output not in pairs and value not in pairs.values():
-            pairs[output] = value
-    if not _has_others(graph, pairs):  # what grows is a cache more likely than what stays as it is
-        pairs = {output: value for output, value in pairs.items() if _grows(value, output) is not None}
-    if not _has_others(graph, pairs):
-        return []
+    pairs = _check_asked(graph, asked.outputs)
+    if not asked.alone:
+        for output, value in _find_pairs(graph).items():
+            if output not in pairs and value not in pairs.values():
+                pairs[output] = value
     return [
         State(
             pairs[output].name or "",
@@ -47,6 +37,65 @@ def find_states(graph: Graph) -> list[State]:
         for output in graph.graph.outputs
         if output in pairs
     ]
+
+
+def _check_asked(graph: Graph, asked: Mapping[str, str]) -> dict[ir.Value, ir.Value]:
+    """The inputs by the outputs that replace them. Raises MisuseError for what is not there, or does not fit."""
+    inputs = {value.name or "": value for value in graph.graph.inputs}
+    outputs = {value.name or "": value for value in graph.graph.outputs}
+    pairs: dict[ir.Value, ir.Value] = {}
+    for past, present in asked.items():
+        given = f"--state {past}={present}"
+        for kind, name, values in (("input", past, inputs), ("output", present, outputs)):
+            if name not in values:
+                raise MisuseError(f"{given}: the model has no {kind} '{name}': it has {', '.join(values)}")
+        value, output = inputs[past], outputs[present]
+        if output in pairs:
+            raise MisuseError(f"{given}: the output replaces '{pairs[output].name}' already, and can be one state only")
+        if value.dtype != output.dtype:
+            types = [each.dtype.name if each.dtype else "unknown" for each in (value, output)]
+            raise MisuseError(f"{given}: the input takes {types[0]} and the output is {types[1]}")
+        if value.shape is not None and output.shape is not None and not _may_follow(value.shape, output.shape):
+            shapes = " and the output is ".join(map(_shown, (value.shape, output.shape)))
+            raise MisuseError(f"{given}: the input takes {shapes}")
+        pairs[output] = value
+    return pairs
+
+
+def _shown(shape: ir.Shape) -> str:
+    return format_shape([size if isinstance(size, int) else size.value for size in shape])
+
+
+def _may_follow(past: ir.Shape, present: ir.Shape) -> bool:
+    """Whether an output of one shape can be an input of the other."""
+    return len(past) == len(present) and all(
+        a == b or not (isinstance(a, int) and isinstance(b, int)) for a, b in zip(past, present, strict=True)
+    )
+
+
+def _find_pairs(graph: Graph) -> dict[ir.Value, ir.Value]:
+    """Inputs by the outputs that replace them.
+
+    An output's past is the nearest input upstream with the same type, rank and fixed sizes, unless a nearer pair has
+    taken it. If a node takes several (keys and values), inputs and outputs are paired in order.
+
+    To be alike is no evidence: the output has nothing of the input's product with a weight, which is what a layer makes
+    of its input, with the input added or without, unless it is longer. And a model has an input and an output besides
+    its states.
+    """
+    distances = sorted(
+        (distance, graph.graph.outputs.index(output), order, output, value)
+        for output in graph.graph.outputs
+        for order, (distance, value) in enumerate(_inputs_upstream(graph, output))
+        if _is_alike(value, output)
+    )
+    pairs: dict[ir.Value, ir.Value] = {}
+    for _, _, _, output, value in distances:
+        if output not in pairs and value not in pairs.values() and not _is_layer(graph, value, output):
+            pairs[output] = value
+    if not _has_others(graph, pairs):  # what grows is a cache more likely than what stays as it is
+        pairs = {output: value for output, value in pairs.items() if _grows(value, output) is not None}
+    return pairs if _has_others(graph, pairs) else {}
 
 
 def _has_others(graph: Graph, pairs: Mapping[ir.Value, ir.Value]) -> bool:
@@ -83,6 +132,22 @@ def _inputs_upstream(graph: Graph, output: ir.Value) -> Iterator[tuple[int, ir.V
                     if read.is_graph_input():
                         yield distance, read
         level = above
+
+
+def _is_layer(graph: Graph, past: ir.Value, present: ir.Value) -> bool:
+    """Whether the present has a product of the past with a weight in it, as x + f(x) has, and is no longer."""
+    producer = None if _grows(past, present) is not None else present.producer()
+    readers = [graph.position[use.node] for use in past.uses() if use.node in graph.position]
+    if producer is None or not readers:
+        return False
+    multiplied = {past: False}  # what the past leads to
+    for node in graph.nodes[min(readers) : graph.position[producer] + 1]:
+        reads = () if operator_of(node).reads_shape else graph.reads[node]
+        if found := [multiplied[value] for value in reads if value in multiplied]:
+            weighed = any(map(graph.is_constant, reads))
+            for value in node.outputs:
+                multiplied[value] = any(found) or (weighed and _is_product(node, value))
+    return multiplied.get(present, False)
 
 
 def _is_product(node: ir.Node, value: ir.Value) -> bool:

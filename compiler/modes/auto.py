@@ -96,7 +96,9 @@ class _Analyses:
     """The model's analysis, with finer blocks where a plan needs more of them."""
 
     def __init__(self, model: Path, asked: Request) -> None:
-        self._first = analyze(model, asked.asked_shapes, 1, asked.settings, asked.trust_external_data)
+        self._first = analyze(
+            model, asked.asked_shapes, 1, asked.settings, asked.trust_external_data, asked.asked_states
+        )
         self._finer: dict[int, Analysis] = {}
 
     def get(self, stages: int, devices: int) -> Analysis:

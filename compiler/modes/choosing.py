@@ -77,7 +77,9 @@ def _host_warnings(resources: Resources, request: Request) -> list[str]:
 def _plan_in_mode(model: Path, resources: Resources, request: Request) -> Plan:
     mode = find_mode(request.split_mode)
     stages = mode.stages(request, len(resources.devices))
-    analysis = analyze(model, request.asked_shapes, stages, request.settings, request.trust_external_data)
+    analysis = analyze(
+        model, request.asked_shapes, stages, request.settings, request.trust_external_data, request.asked_states
+    )
     if len(resources.devices) > 1:
         check_divisible(analysis)
     return mode.plan(analysis, resources, request)

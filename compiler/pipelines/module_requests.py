@@ -51,7 +51,7 @@ def divide_request(folder: ModelFolder, devices: Sequence[str], request: Request
     named = parse_devices([*(text for texts in own.values() for text in texts), *shared_texts])
     shared = parse_devices(shared_texts) if shared_texts else named
     mode, modes = _divide_modes(folder.names, request.split_mode)
-    keys, options = ("shapes", "min_shapes", "opt_shapes", "max_shapes", "settings"), options_of_requests()
+    keys, options = ("shapes", "min_shapes", "opt_shapes", "max_shapes", "settings", "states"), options_of_requests()
     divided = {key: divide_by_input(folder.modules, getattr(request, key) or {}, options[key].flag) for key in keys}
     modules = []
     for module in folder.modules:

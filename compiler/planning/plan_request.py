@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import typer
 
 from splitc.compiler.frontend.asked_shapes import AskedShapes, Shape, parse_shapes
+from splitc.compiler.frontend.asked_states import AskedStates, parse_states
 from splitc.runtime.engines.kinds import PACKAGES, find_kind
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.settings import parse_settings
@@ -100,6 +101,7 @@ class Request:
     `max_shapes` are a range and the shapes to tune for. `tensor_split` has shares on any scale. `memory` has budgets as
     on the command line (`4GiB`, `cpu0=4GiB`); the default budget is a device's free memory less `headroom` bytes.
     `interconnect` is as on the command line too (`25GB/s,5us`).
+    `states` are outputs by the inputs that they replace in the next run, besides those found unless `no_state`.
     `settings` binds inputs to constants: one number or truth value for all elements, or nested lists of them.
     """
 
@@ -227,6 +229,23 @@ class Request:
         help="Bind an input to a constant, repeatable, and fold what follows from it: use_cache_branch=true, sr=16000.",
         planned=lambda file: file.settings,
     )
+    states: Mapping[str, str] = _option(
+        {},
+        "--state",
+        metavar="INPUT=OUTPUT",
+        kind=list[str],
+        read=parse_states,
+        shown=[],
+        help="A state: the output goes into the input of the next run. Repeatable, and goes before what is found.",
+        planned=lambda file: {state.input: state.output for state in file.states or ()},
+    )
+    no_state: bool = _option(
+        False,
+        "--no-state",
+        kind=bool,
+        help="Take no pair of an input and an output for a state that --state does not name.",
+        planned=_used_up,
+    )
     trust_external_data: bool = _option(
         False,
         "--trust-external-data",
@@ -252,6 +271,11 @@ class Request:
         return AskedShapes(
             self.shapes or {}, self.min_shapes or {}, self.opt_shapes or {}, self.max_shapes or {}, self.stated
         )
+
+    @property
+    def asked_states(self) -> AskedStates:
+        """The states that are asked for."""
+        return AskedStates(self.states, self.no_state)
 
     def check_modes(self) -> None:
         """Raise MisuseError if an option of another split mode is given."""

@@ -61,6 +61,10 @@ def _same_settings(asked: Mapping[str, Any], planned: Mapping[str, Any]) -> bool
     return all(name in planned and bool(np.all(np.asarray(planned[name]) == value)) for name, value in asked.items())
 
 
+def _same_states(asked: Mapping[str, str], planned: Mapping[str, str]) -> bool:
+    return all(planned.get(name) == output for name, output in asked.items())
+
+
 def _same_budgets(asked: Sequence[str], planned: Mapping[str, int | None]) -> bool:
     budgets = dict(planned)
     for text in asked:
@@ -73,6 +77,7 @@ _SAME: Mapping[str, Callable[[Any, Any], bool]] = {
     "--tensor-split": _same_shares,
     "--memory": _same_budgets,
     "--set": _same_settings,
+    "--state": _same_states,
     **dict.fromkeys(("--shapes", "--min-shapes", "--opt-shapes", "--max-shapes"), _same_shapes),
 }
 

@@ -23,6 +23,7 @@ OPTION_PAGES = {
     "--shapes": "shapes#shapes-to-plan-for",
     **dict.fromkeys(("--min-shapes", "--opt-shapes", "--max-shapes"), "shapes#ranges-for-engines-that-are-built"),
     "--set": "shapes#inputs-that-are-settings",
+    **dict.fromkeys(("--state", "--no-state"), "shapes#states"),
     "--module": "pipelines",
     **dict.fromkeys(("--fill", "--seed"), "checking#made-up-inputs"),
     **dict.fromkeys(("--inputs", "--outputs"), "checking#files-of-arrays"),

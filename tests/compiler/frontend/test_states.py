@@ -1,10 +1,18 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from splitc.compiler import Request, plan_model
+from splitc.compiler.frontend.asked_states import AskedStates, parse_states
 from splitc.compiler.frontend.shapes import infer_shapes
 from splitc.compiler.frontend.states import find_states
+from splitc.compiler.modes.replanning import plan_from_file
+from splitc.compiler.planning.plan_file import write_plan
+from splitc.runtime.errors import MisuseError
 from splitc.runtime.manifest import State
 from tests.helpers.graphs import read_graph
 
@@ -35,6 +43,11 @@ def test_output_that_is_only_alike_is_no_state(write_model: Callable[[str], Path
     for x, outputs, body in (
         ("x", "float[n, 2] y, float[n, 4] z", "a = MatMul(x, w) y = MatMul(a, w) z = Concat <axis = 1> (x, y)"),
         ("x", "float[n, 2] y", "y = Relu(x)"),
+        (
+            "x",
+            "float[n, 2] y, float[n, 4] z",
+            "a = MatMul(x, w) y = Add(x, a) z = Concat <axis = 1> (a, other)",
+        ),
     ):
         path = write_model(
             f"""<ir_version: 8, opset_import: ["" : 17]>
@@ -44,6 +57,61 @@ def test_output_that_is_only_alike_is_no_state(write_model: Callable[[str], Path
         graph = read_graph(path)
         infer_shapes(graph.model)
         assert find_states(graph) == []
+
+
+TWO = """<ir_version: 8, opset_import: ["" : 17]>
+    g (float[n, 2] x, float[n, 2] past, float[n, 3] wide, int64[n, 2] ids) => (float[n, 2] y, float[n, 2] present)
+    <float[2, 2] w = {1, 2, 3, 4}> {
+        a = ReduceMax <keepdims = 1> (wide)
+        b = Cast <to = 1> (ids)
+        c = Add(a, b)
+        present = Add(past, c)
+        y = MatMul(x, w)
+    }"""
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        (AskedStates(), {"past": "present"}),
+        (AskedStates(alone=True), {}),
+        (AskedStates({"x": "y"}), {"x": "y", "past": "present"}),
+        (AskedStates({"x": "present"}), {"x": "present"}),
+        (AskedStates({"x": "y"}, alone=True), {"x": "y"}),
+    ],
+)
+def test_states_that_are_asked_for_go_before_those_found(
+    asked: AskedStates, expected: dict[str, str], write_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = write_model(TWO)
+    plan = plan_model(path, ["cpu0"], Request(states=asked.outputs, no_state=asked.alone))
+    assert {state.input: state.output for state in plan.analysis.states} == expected
+    write_plan(plan, tmp_path / "plan.json")
+    assert plan_from_file(path, tmp_path / "plan.json").analysis.states == plan.analysis.states
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"none": "y"}, "--state none=y: the model has no input 'none': it has x, past, wide, ids"),
+        ({"x": "none"}, "--state x=none: the model has no output 'none': it has y, present"),
+        ({"ids": "y"}, "--state ids=y: the input takes INT64 and the output is FLOAT"),
+        ({"wide": "y"}, "--state wide=y: the input takes n x 3 and the output is n x 2"),
+        ({"x": "y", "past": "y"}, "--state past=y: the output replaces 'x' already"),
+    ],
+)
+def test_what_can_be_no_state_is_refused(
+    asked: dict[str, str], message: str, write_model: Callable[[str], Path]
+) -> None:
+    with pytest.raises(MisuseError, match=re.escape(message)):
+        plan_model(write_model(TWO), ["cpu0"], Request(states=asked))
+
+
+def test_states_are_read_from_text() -> None:
+    assert parse_states(["a=b", "c.d=e"]) == {"a": "b", "c.d": "e"}
+    for texts in (["a"], ["=b"], ["a="], ["a=b", "a=c"]):
+        with pytest.raises(MisuseError, match="--state"):
+            parse_states(texts)
 
 
 def test_state_that_is_updated_element_by_element(write_model: Callable[[str], Path]) -> None:
