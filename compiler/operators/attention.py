@@ -192,7 +192,7 @@ OPERATORS = (
         multiplies=True,
         attends=True,
     ),
-    Operator("com.microsoft.QAttention", rounds=True, masks=(5,), multiplies=True, attends=True),
+    Operator("com.microsoft.QAttention", flops=attention_flops, rounds=True, masks=(5,), multiplies=True, attends=True),
     Operator("RotaryEmbedding", rotary_embedding, positions=(3,)),
     Operator("com.microsoft.RotaryEmbedding", rotary_embedding, positions=(1,)),
 )

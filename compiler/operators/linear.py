@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -161,6 +163,40 @@ def product_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
     return 2 * math.prod(outputs[0]) * (inputs[0][-1] if inputs[0] else 1)
 
 
+def fused_product_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+    """2 M N K. The first matrix may be transposed, and its batch may lie between its rows and columns."""
+    turned, batch_inside = (node.attributes.get_int(name, 0) for name in ("transA", "transBatchA"))
+    contracted = -1 if not turned or len(inputs[0]) < 2 else 0 if batch_inside else -2
+    return 2 * math.prod(outputs[0]) * (inputs[0][contracted] if inputs[0] else 1)
+
+
+def einsum_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+    """Of one product after the other, from left to right: 2 for each combination of indices if it sums, else 1."""
+    sources, arrow, result = node.attributes.get_string("equation", "").replace(" ", "").partition("->")
+    terms = [_labels(term, len(shape)) for term, shape in zip(sources.split(","), inputs, strict=True)]
+    sizes: dict[str, int] = {}
+    for term, shape in zip(terms, inputs, strict=True):
+        for label, size in zip(term, shape, strict=False):  # a shape that is not known has no axes
+            sizes[label] = max(size, sizes.get(label, 1))
+    once = [label for label, count in Counter(sources).items() if count == 1 and label.isalpha()]
+    given = _labels(result if arrow else "..." + "".join(once), len(outputs[0]))
+    if len(terms) == 1:
+        return math.prod(sizes.values())
+    total, left = 0, set(terms[0])
+    for number, term in enumerate(terms[1:], 1):
+        both = left.union(term)
+        left = both.intersection([*given, *itertools.chain(*terms[number + 1 :])])
+        total += (2 if left < both else 1) * math.prod(sizes.get(label, 1) for label in both)
+    return total
+
+
+def _labels(term: str, rank: int) -> list[str]:
+    """The labels of a term's axes. Those of an ellipsis are numbers, counted from the last one."""
+    before, dots, after = term.partition("...")
+    inside = rank - len(before) - len(after) if dots else 0
+    return [*before, *(str(inside - place) for place in range(inside)), *after]
+
+
 def gemm_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
     contracted = 0 if node.attributes.get_int("transA", 0) else -1
     return 2 * math.prod(outputs[0]) * (inputs[0][contracted] if inputs[0] else 1)
@@ -184,10 +220,10 @@ def integer_product_shape(context: Any, node: ir.Node) -> None:
 OPERATORS = (
     Operator("MatMul", matmul, product_flops, multiplies=True, rotates=True, matrix=1),
     Operator("MatMulInteger", matmul_integer, product_flops, multiplies=True, matrix=1),
-    Operator("com.microsoft.MatMulIntegerToFloat", matmul_integer, shapes=integer_product_shape, matrix=1),
-    Operator("com.microsoft.FusedMatMul", fused_matmul, product_flops, multiplies=True, matrix=1),
+    Operator("com.microsoft.MatMulIntegerToFloat", matmul_integer, product_flops, integer_product_shape, matrix=1),
+    Operator("com.microsoft.FusedMatMul", fused_matmul, fused_product_flops, multiplies=True, matrix=1),
     Operator("Gemm", gemm, gemm_flops, multiplies=True, matrix=1, factors={2: "beta"}),
-    Operator("Einsum", einsum, multiplies=True, rotates=True),
+    Operator("Einsum", einsum, einsum_flops, multiplies=True, rotates=True),
     Operator("Conv", convolution, convolution_flops, multiplies=True),
     Operator("ConvInteger", convolution, convolution_flops),
     Operator("ConvTranspose", transposed_convolution, transposed_convolution_flops),
