@@ -69,7 +69,7 @@ class Costs:
     def value_bytes(self, value: ir.Value) -> int:
         """Bytes of a value: by its bound shape, or of the stored tensor for a weight.
 
-        What is computed from weights alone counts 0: an engine folds it, and holds it instead of the weights.
+        What is computed from weights alone counts 0: an engine folds it, see `held`.
         """
         size = self._bytes.get(value)
         if size is None:
@@ -90,6 +90,25 @@ class Costs:
     def weights(self, nodes: Iterable[ir.Node]) -> list[ir.Value]:
         """The weights that the nodes read, each once."""
         return list(dict.fromkeys(weight for node in nodes for weight in self.graph.weights(node)))
+
+    def held(self, nodes: Iterable[ir.Node]) -> dict[ir.Value, int]:
+        """Bytes of the constants that an engine of the nodes holds: weights, and what it folded in place of them."""
+        running = [node for node in nodes if node not in self.graph.folded]
+        read = dict.fromkeys(value for node in running for value in self._constants[node])
+        return {value: self._constant_bytes(value) for value in read}
+
+    def _constant_bytes(self, value: ir.Value) -> int:
+        tensor = value.const_value
+        return tensor.nbytes if tensor else tensor_bytes(value, self.shapes.get(value.name or ""))
+
+    @cached_property
+    def _constants(self) -> Mapping[ir.Node, tuple[ir.Value, ...]]:
+        """The constants that each node reads when it runs."""
+        folded = self.graph.folded
+        return {
+            node: tuple(value for value in reads if value.is_initializer() or value.producer() in folded)
+            for node, reads in self.graph.reads.items()
+        }
 
     def flops(self, node: ir.Node) -> int:
         """Floating point operations of a node; see `node_flops`."""

@@ -15,7 +15,7 @@ from splitc.runtime.manifest import State
 
 @dataclass(frozen=True)
 class Held:
-    """The bytes of a rank's shards: of each weight, and (`size`) of any computed value."""
+    """The bytes of a rank's shards: of each weight (see `Costs.held`), and (`size`) of any computed value."""
 
     weights: Mapping[ir.Value, int]
     size: Callable[[ir.Value], int]
@@ -23,7 +23,8 @@ class Held:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of one stage. `cache` is the states' inputs and outputs; `activations` is the peak of all other values.
+    """Bytes of one stage. `cache` is the states' inputs and outputs, one array where the engine writes one over the
+    other; `activations` is the peak of all other values.
 
     `loading` is the largest weight of a product: ONNX Runtime prepacks weights one by one while loading, and holds one
     of them twice meanwhile. `engines` is the memory of the engines' libraries.
@@ -47,26 +48,33 @@ def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held
     Inputs and outputs are held for the whole run, as ONNX Runtime does with an IO binding. Other values live from the
     node that makes them to their last reader.
     """
-    names = state_names(states)
+    names, over = state_names(states), overwritten(states)
     ends = dict.fromkeys([*stage.takes, *stage.gives])
     size = costs.value_bytes if held is None else held.size
-    weights = {each: costs.value_bytes(each) for each in costs.weights(stage.nodes)} if held is None else held.weights
+    weights = costs.held(stage.nodes) if held is None else held.weights
     inside = peak_bytes(stage.nodes, costs.graph.reads.__getitem__, lambda value: 0 if value in ends else size(value))
-    products = (weight for node in stage.nodes if costs.is_product(node) for weight in costs.graph.weights(node))
     return StageMemory(
         weights=sum(weights.values()),
         activations=sum(size(value) for value in ends if value.name not in names) + inside,
-        cache=sum(size(value) for value in ends if value.name in names),
-        loading=max((weights[weight] for weight in products if weight in weights), default=0),
+        cache=sum(size(value) for value in ends if value.name in names and value.name not in over),
+        loading=max((weights.get(weight, 0) for weight in _of_products(costs, stage.nodes)), default=0),
     )
 
 
 def largest_product_weight(costs: Costs, nodes: Iterable[ir.Node]) -> int:
     """Bytes of the largest weight that a product or convolution among the nodes reads."""
-    weights = (weight for node in nodes if costs.is_product(node) for weight in costs.graph.weights(node))
-    return max(map(costs.value_bytes, weights), default=0)
+    return max(_of_products(costs, nodes).values(), default=0)
+
+
+def _of_products(costs: Costs, nodes: Iterable[ir.Node]) -> dict[ir.Value, int]:
+    return costs.held(node for node in nodes if costs.is_product(node))
 
 
 def state_names(states: Iterable[State]) -> frozenset[str]:
     """The names of all inputs and outputs that are states."""
     return frozenset(name for state in states for name in (state.input, state.output))
+
+
+def overwritten(states: Iterable[State]) -> frozenset[str]:
+    """The names of the states' inputs that an engine writes the outputs over: both are one array."""
+    return frozenset(state.input for state in states if state.in_place)

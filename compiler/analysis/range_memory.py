@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import accumulate
 
@@ -13,7 +13,7 @@ import onnx_ir as ir
 from splitc.compiler.analysis.blocks import Partition
 from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.analysis.liveness import peak_bytes
-from splitc.compiler.analysis.memory import largest_product_weight, stage_memory, state_names
+from splitc.compiler.analysis.memory import largest_product_weight, overwritten, stage_memory, state_names
 from splitc.compiler.analysis.stages import divide_blocks
 from splitc.runtime.manifest import State
 
@@ -28,19 +28,19 @@ class RangeMemory:
 
     def __init__(self, costs: Costs, states: Sequence[State], partition: Partition) -> None:
         self._costs, self._states, self._partition = costs, states, partition
-        size, names = costs.value_bytes, state_names(states)
+        size, names, over = costs.value_bytes, state_names(states), overwritten(states)
         outputs = frozenset(costs.graph.graph.outputs)
         # Shape nodes read no value if the stage finds its sizes elsewhere.
         needed = [partition.with_upstream(block) - partition.shapes for block in partition.blocks]
         reads = [{value for node in nodes for value in costs.graph.reads[node]} for nodes in needed]
         made = [{value for node in block.nodes for value in node.outputs} for block in partition.blocks]
         ends = [
-            {value for value in read if value.is_graph_input()} | (given & outputs)
+            {value for value in read if value.is_graph_input() and value.name not in over} | (given & outputs)
             for read, given in zip(reads, made, strict=True)
         ]
-        self._weights = _Held(map(costs.weights, needed), size)
-        self._cache = _Held(([value for value in each if value.name in names] for each in ends), size)
-        self._ends = _Held(([value for value in each if value.name not in names] for each in ends), size)
+        self._weights = _Held(map(costs.held, needed))
+        self._cache = _Held({value: size(value) for value in each if value.name in names} for each in ends)
+        self._ends = _Held({value: size(value) for value in each if value.name not in names} for each in ends)
         self._loading = [largest_product_weight(costs, block.nodes) for block in partition.blocks]
         self._crossing = self._find_crossing()
         self.cut_bytes = [sum(size(value) for value, _, _ in crossing) for crossing in self._crossing]
@@ -107,19 +107,21 @@ class RangeMemory:
 class _Held:
     """Bytes of values that each of some blocks needs, for any run of them, each value counted once."""
 
-    def __init__(self, needed: Iterable[Iterable[ir.Value]], size: Callable[[ir.Value], int]) -> None:
+    def __init__(self, needed: Iterable[Mapping[ir.Value, int]]) -> None:
         blocks: dict[ir.Value, list[int]] = {}
-        count = 0
+        sizes: dict[ir.Value, int] = {}
+        own = []
         for number, values in enumerate(needed):
-            count += 1
+            own.append(0)
+            sizes.update(values)
             for value in values:
                 blocks.setdefault(value, []).append(number)
-        own, shared = [0] * count, Counter[tuple[int, ...]]()
+        shared = Counter[tuple[int, ...]]()
         for value, numbers in blocks.items():
             if len(numbers) == 1:
-                own[numbers[0]] += size(value)
+                own[numbers[0]] += sizes[value]
             else:
-                shared[tuple(numbers)] += size(value)
+                shared[tuple(numbers)] += sizes[value]
         self._own: Sequence[int] = list(accumulate(own, initial=0))  # of values that one block needs, before each
         self._shared: Mapping[tuple[int, ...], int] = dict(shared)
 

@@ -85,8 +85,8 @@ def rematerialized(analysis: Analysis, stages: Sequence[Stage]) -> list[Remateri
     found = []
     for stage in stages:
         again = [node for node in stage.nodes if node in before]
-        own = costs.weights(stage.nodes)
-        weights = sum(costs.value_bytes(weight) for weight in own if weight in held)
+        own = costs.held(stage.nodes)
+        weights = sum(size for weight, size in own.items() if weight in held)
         inside = (node for block in stage.blocks for node in block.nodes)
         read = {value for node in inside for value in reads[node] if value.producer() in before}
         unsent = sum(costs.value_bytes(value) for value in read.difference(stage.receives))

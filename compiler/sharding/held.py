@@ -16,17 +16,18 @@ from splitc.compiler.sharding.sharded_model import ShardedModel
 def held_shards(costs: Costs, sharded: ShardedModel, nodes: Collection[ir.Node], part: int) -> Held:
     """The bytes of the shards that one rank of a group holds: of the nodes' weights, and of any value."""
     shards, size = sharded.shards(part), costs.value_bytes
-    uses: dict[ir.Value, list[Axes]] = {value: [] for value in costs.weights(nodes)}
-    operations = sharded.axis_map.operations
-    for node, operation in ((node, operations[node]) for node in nodes if node in operations):
+    constants = costs.held(nodes)
+    uses: dict[ir.Value, list[Axes]] = {value: [] for value in constants}
+    operations, folded = sharded.axis_map.operations, costs.graph.folded
+    for node, operation in ((node, operations[node]) for node in nodes if node in operations and node not in folded):
         for value, axes in zip(node.inputs, operation.inputs, strict=True):
-            if value is not None and value.is_initializer():
+            if value in uses:
                 uses[value].append(axes)
 
     def held(value: ir.Value, read: Sequence[Axes]) -> int:
         unlike = read if len(read) < 2 else {shards.key(axes): axes for axes in read}.values()
         # A weight that only subgraphs read is whole.
-        return sum(int(size(value) * shards.share(axes)) for axes in unlike) or size(value)
+        return sum(int(constants[value] * shards.share(axes)) for axes in unlike) or constants[value]
 
     weights = {value: held(value, read) for value, read in uses.items()}
     return Held(weights, cache(lambda value: int(size(value) * shards.share(sharded.axes(value)))))

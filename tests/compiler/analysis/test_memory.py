@@ -9,6 +9,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from models.llama import Size
+from models.llama_fused import build as build_fused
 from models.writer import Writer, save
 from splitc.compiler import Request, plan_model
 from splitc.compiler.analysis.facts import analyze
@@ -53,6 +55,37 @@ def test_largest_weight_is_held_twice_while_it_is_loaded(write_model: Callable[[
     assert rank.memory.total == 512
     (rank,) = plan_model(path, ["cpu0"], Request(split_mode="layer", shapes={"x": (100, 8)})).ranks
     assert rank.memory.total == 256 + 2 * 100 * 8 * 4
+
+
+@pytest.mark.parametrize(("mode", "devices"), [("layer", "1xcpu"), ("tensor", "2xcpu")])
+def test_what_is_folded_counts_in_place_of_what_it_is_made_of(
+    write_model: Callable[[str], Path], mode: str, devices: str
+) -> None:
+    """A weight in half precision that is cast, and one row that is repeated 64 times."""
+    path = write_model(
+        f"""<ir_version: 8, opset_import: ["" : 17]>
+        g (float[2, 64] x) => (float[2, 64] y)
+        <float16[64, 64] half = {{{",".join(["1"] * 64 * 64)}}}, float[1, 64] row = {{{",".join(["1"] * 64)}}},
+         int64[2] times = {{64, 1}}>
+        {{ w = Cast <to = 1> (half)
+           h = MatMul(x, w)
+           v = Tile(row, times)
+           y = MatMul(h, v) }}"""
+    )
+    ranks = plan_model(path, parse_devices([devices]), Request(split_mode=mode, memory=["1MiB"])).ranks
+    assert [rank.memory.weights for rank in ranks] == [2 * 64 * 64 * 4 // len(ranks)] * len(ranks)
+    assert [rank.memory.loading for rank in ranks] == [64 * 64 * 4 // len(ranks)] * len(ranks)
+
+
+def test_cache_that_is_written_in_place_is_one_array(tmp_path: Path) -> None:
+    size = Size(layers=2, hidden=64, heads=4, kv_heads=2)
+    save(build_fused(size), tmp_path / "model.onnx")
+    shapes = {"past_key_values.0.key": (1, 2, 40, 16), "input_ids": (1, 1)}
+    for mode, devices in (("layer", "1xcpu"), ("tensor", "2xcpu")):
+        request = Request(split_mode=mode, shapes=shapes, memory=["1GiB"])
+        plan = plan_model(tmp_path / "model.onnx", parse_devices([devices]), request)
+        assert all(state.in_place for state in plan.analysis.states)
+        assert sum(rank.memory.cache for rank in plan.ranks) == 2 * 2 * (2 * 41 * 16 * 4)
 
 
 def test_cache_is_both_past_and_present(decoder: Path) -> None:
