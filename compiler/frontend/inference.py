@@ -133,7 +133,7 @@ def _forgiving(rule: Rule | None) -> Rule:
             try:
                 rule(context, node)
                 return
-            except (OpUsageError, ShapeInferenceError, ValueError, TypeError, IndexError, KeyError) as error:
+            except (OpUsageError, ShapeInferenceError, ValueError, TypeError, LookupError, ArithmeticError) as error:
                 logger.info("no shape for %s node '%s': %s", node.op_type, node.name, error)
         made = observe(node)
         if made is not None:
@@ -198,8 +198,9 @@ def _own_registry() -> OpShapeInferenceRegistry:
     """The library's rules, all forgiving, with the shape functions that it lacks."""
     found = OpShapeInferenceRegistry()
     registry.collect()
+    own = {operator.name for operator in REGISTRY.values() if operator.shapes is not None}
     for domain, name, versions in registry.iter_supported():
-        for version in versions:
+        for version in versions if (f"{domain}.{name}" if domain else name) not in own else ():
             rule = registry.get(domain, name, version)
             rule = _not_beyond(rule) if (domain, name) == ("", "Slice") else rule
             found.register(domain, name, version)(_forgiving(rule))

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -29,8 +29,9 @@ LONGEST = 200
 class BoundShapes:
     """Bound shapes of values by name. A size that depends on data (NonZero) counts as 1; its value is `uncertain`.
 
-    `constants` are the results of shape arithmetic with these shapes. `observed` are the operators without a shape
-    rule, which ONNX Runtime ran on made-up inputs. `repeated` are nodes that have the form of another one.
+    `unknown` are the numbers of a value's axes that count as 1 so. `constants` are the results of shape arithmetic with
+    these shapes. `observed` are the operators without a shape rule, which ONNX Runtime ran on made-up inputs.
+    `repeated` are nodes that have the form of another one.
     """
 
     shapes: Mapping[str, Shape]
@@ -38,6 +39,7 @@ class BoundShapes:
     constants: Mapping[str, npt.NDArray[Any]]
     observed: frozenset[str] = frozenset()
     repeated: frozenset[ir.Node] = frozenset()
+    unknown: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
 
 def read_symbols(model: ir.Model) -> None:
@@ -203,6 +205,11 @@ def _bind(
         {name: value.const_value.numpy() for name, value in named.items() if value.const_value is not None},
         observed,
         found.repeated,
+        {
+            name: frozenset(number for number, size in enumerate(shape) if not isinstance(size, int))
+            for name, shape in shapes.items()
+            if not shape.is_static()
+        },
     )
 
 

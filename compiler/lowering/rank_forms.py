@@ -66,10 +66,11 @@ def _find_leaf(operation: Operation, leaf: Factor) -> tuple[int, int]:
 
 
 def set_split_lengths(editor: Editor, shards: Shards, node: ir.Node, operation: Operation) -> None:
-    """Give a Split into equal lengths explicit lengths if they are not equal on this rank."""
+    """Give a Split into equal lengths explicit lengths if the rank's shards of them are not equal."""
     axis = node.attributes.get_int("axis", 0)
-    sizes = [shards.size(axes[axis]) for axes in operation.outputs if axes is not None]
-    if len(set(sizes)) == 1:
+    made = [axes[axis] for axes in operation.outputs if axes is not None]
+    sizes = [shards.size(each) for each in made]
+    if len(set(sizes)) == 1 or not any(map(shards.is_split, made)):
         return
     node.attributes.pop("num_outputs", None)
     if editor.graph.opset_imports.get("", 17) < 13:

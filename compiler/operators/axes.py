@@ -43,11 +43,22 @@ class Factor:
 Axis = tuple[Factor, ...]
 
 MISMATCH = Pin(None, "its parts do not line up")
+UNKNOWN = Pin(None, "it goes with an axis whose size depends on data")
 
 
 def new_axis(size: int) -> Axis:
     """A new axis, unrelated to any other."""
     return (Factor(size),) if size != 1 else ()
+
+
+def unknown_axis() -> Axis:
+    """An axis whose size depends on data. It counts as 1, but what goes with it may have any size."""
+    return (Factor(1, pinned=UNKNOWN),)
+
+
+def is_unknown(axis: Axis) -> bool:
+    """Whether the size of an axis depends on data."""
+    return any(factor.pinned is UNKNOWN for factor in axis)
 
 
 def size_of(axis: Axis) -> int:

@@ -122,7 +122,23 @@ def block_rows_shape(context: Any, node: ir.Node) -> None:
     context.set_shape_and_dtype(node.outputs[0], ir.Shape(shape), scales.dtype)
 
 
+def unique_shapes(context: Any, node: ir.Node) -> None:
+    """Unique values or, with an axis, unique slices: as many as the data have. The library forgets the other axes."""
+    data, count, axis = node.inputs[0], context.new_symbolic_dim(), node.attributes.get_int("axis", None)
+    if data is None or data.shape is None or data.dtype is None:
+        return
+    sizes, length = [count], context.new_symbolic_dim()
+    if axis is not None:
+        sizes, length = list(data.shape), data.shape[axis]
+        sizes[axis] = count
+    shapes = [sizes, [count], [length], [count]]
+    for value, shape in zip(node.outputs, shapes, strict=False):
+        dtype = data.dtype if value.index() == 0 else ir.DataType.INT64
+        context.set_shape_and_dtype(value, ir.Shape(shape), dtype)
+
+
 OPERATORS = (
+    Operator("Unique", shapes=unique_shapes),
     Operator("Gather", gather, reads_part=True, folds=True, passes_sizes=True, lookups=((1, 0),)),
     Operator("GatherElements", gather_elements, reads_part=True, lookups=((1, 0),)),
     Operator("GatherND", gather_nd, reads_part=True),

@@ -39,6 +39,8 @@ def matmul_integer(op: Operation) -> None:
 
     MatMulInteger takes zero points of both matrices. MatMulIntegerToFloat takes scales, zero points and a bias.
     """
+    if len(op.input(0)) < 2 or len(op.input(1)) < 2:
+        return
     product(op, op.input(0), op.input(1))
     to_float = op.node.op_type == "MatMulIntegerToFloat"
     op.zero, of_columns = (4, (3, 5, 6)) if to_float else (2, (3,))

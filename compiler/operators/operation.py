@@ -113,15 +113,21 @@ class Operation:
     def broadcast(self, source: Sequence[Axis], target: Sequence[Axis]) -> None:
         """Relate the axes of `source` to those of `target`, aligned at the last one. Axes of size 1 fit any."""
         for a, b in zip(reversed(source), reversed(target), strict=False):
-            if ax.size_of(a) == ax.size_of(b):
+            if ax.is_unknown(a) or ax.is_unknown(b):
+                self.whole([a, b], ax.UNKNOWN.reason)
+            elif ax.size_of(a) == ax.size_of(b):
                 self.relate(a, b)
             elif ax.size_of(a) != 1:
                 self.whole([a, b], "its size is not known")
 
     def cut(self, axis: Axis, sizes: Sequence[int]) -> list[Axis]:
-        """Divide the axis into sections of these sizes, and return them."""
+        """Divide the axis into sections of these sizes, and return them. They are whole if they do not add up to it."""
         self._touched.add(id(axis))
-        return ax.cut(axis, sizes)
+        if sum(sizes) == ax.size_of(axis):
+            return ax.cut(axis, sizes)
+        sections = [ax.new_axis(size) for size in sizes]
+        self.whole([axis, *sections], "its parts do not add up")
+        return sections
 
     def whole(self, axes: Iterable[Axis], reason: str = "") -> None:
         """Record that the node needs these axes whole."""
@@ -163,6 +169,9 @@ class Operation:
             if token[0] != "(" and ax.size_of(axis) != 1:
                 letters.setdefault(token, axis)
         for axis, token in pairs:
+            if ax.is_unknown(axis):
+                self.whole([letters[name] for name in re.findall(r"\w+", token) if name in letters], ax.UNKNOWN.reason)
+                continue
             sections = [
                 tuple(factor for name in section.split() for factor in letters.get(name, ()))
                 for section in token.strip("()").split("+")

@@ -23,6 +23,12 @@ def reshape(op: Operation) -> None:
         op.say_sizes(1, op.output())
 
 
+def squeeze(op: Operation) -> None:
+    reshape(op)
+    if not op.has(1) and op.numbers_of("axes") is None:
+        op.whole((axis for axis in op.input(0) if axis), "it drops each axis of size 1, and so a shard of one unit")
+
+
 def transpose(op: Operation) -> None:
     order = op.numbers_of("perm") or list(reversed(range(len(op.input(0)))))
     op.relate_all([op.input(0)[axis] for axis in order], op.output())
@@ -168,7 +174,7 @@ def shape(op: Operation) -> None:
 OPERATORS = (
     Operator("Reshape", reshape, view=True, folds=True, passes_sizes=True, rearranges=True),
     Operator("Flatten", reshape, view=True, folds=True, rearranges=True),
-    Operator("Squeeze", reshape, view=True, folds=True, passes_sizes=True, rearranges=True),
+    Operator("Squeeze", squeeze, view=True, folds=True, passes_sizes=True, rearranges=True),
     Operator("Unsqueeze", reshape, view=True, folds=True, passes_sizes=True, rearranges=True),
     Operator("Transpose", transpose, folds=True, rearranges=True),
     Operator("Expand", expand, folds=True, expands=True, rearranges=True),

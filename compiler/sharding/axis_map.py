@@ -50,7 +50,7 @@ def find_axes(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, str] = 
 
     The axes of `opaque` nodes are whole, each for its reason.
     """
-    inputs = {value: _fresh(bound.shapes.get(value.name or "")) for value in graph.graph.inputs}
+    inputs = {value: _computed(value, bound) for value in graph.graph.inputs}
     return _relate(graph, bound, graph.nodes, inputs, frozenset(), opaque)
 
 
@@ -91,7 +91,7 @@ def _relate(
         if value is None:
             return None
         if not value.is_initializer():
-            return shared[value] if value in shared else _fresh(bound.shapes.get(value.name or ""))
+            return shared[value] if value in shared else _computed(value, bound)
         shape = shape_of(value)
         if (source := source_of(value)) is not None and not source.is_fixed:
             return tuple(_whole(size, f"the optional input '{value.name}' may have another shape") for size in shape)
@@ -101,7 +101,7 @@ def _relate(
         return shared.setdefault(value, _fresh(shape))
 
     for node in nodes:
-        made = [_fresh(bound.shapes.get(value.name or "")) for value in node.outputs]
+        made = [_computed(value, bound) for value in node.outputs]
         if node not in separate:
             shared.update(zip(node.outputs, made, strict=True))
         constants = [_constant(value, bound) for value in node.inputs]
@@ -168,6 +168,15 @@ def _with_constant(graph: Graph, nodes: Collection[ir.Node], constant: Collectio
             above = (value.producer() for value in graph.reads[node])
             stack += [producer for producer in above if producer is not None and producer in constant]
     return [node for node in graph.nodes if node in found]
+
+
+def _computed(value: ir.Value, bound: BoundShapes) -> Axes:
+    """New axes of a value that is no weight."""
+    name = value.name or ""
+    axes, unknown = _fresh(bound.shapes.get(name)), bound.unknown.get(name)
+    if axes is None or not unknown:
+        return axes
+    return tuple(ax.unknown_axis() if number in unknown else axis for number, axis in enumerate(axes))
 
 
 def _fresh(shape: Shape | None) -> Axes:

@@ -23,6 +23,8 @@ from splitc.runtime.engines.unoptimized import load_unoptimized
 from splitc.runtime.tools.compare import compare
 
 Array = npt.NDArray[Any]
+# What is said of a form that does not run whole at any of the sizes that are made up.
+UNTRIED = "it could not be tried: "
 # Quantized results may be rounded the other way where a sum was taken in another order.
 ROUNDING = 1
 
@@ -45,7 +47,7 @@ def try_forms(forms: Sequence[Form], versions: Mapping[str, int], bound: BoundSh
                 elif sizings[1:]:
                     attempt(batch, sizings[1:], first or error)
                 else:
-                    found[batch[0].digest] = _said(first or error)
+                    found[batch[0].digest] = UNTRIED + _said(first or error)
                 return
             for part in _apart(batch, error):
                 attempt(part, sizings)

@@ -13,7 +13,9 @@ from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.compiler.sharding.choice import Choice
 from splitc.compiler.trials.forms import Form, find_forms
 from splitc.compiler.trials.known import keep_trials, known_trials
-from splitc.compiler.trials.running import try_forms
+from splitc.compiler.trials.running import UNTRIED, try_forms
+
+BROKEN = "its rule did not hold: "
 
 
 def find_broken(graph: Graph, axis_map: AxisMap, choice: Choice, planned: Mapping[str, Shape]) -> dict[ir.Node, str]:
@@ -30,14 +32,19 @@ def find_broken(graph: Graph, axis_map: AxisMap, choice: Choice, planned: Mappin
         results = try_forms(new, versions, axis_map.bound)
         keep_trials(results)
         known = {**known, **results}
-    return {node: f"its rule did not hold: {why}" for node, form in forms if (why := known[form.digest])}
+    return {node: _reason(why) for node, form in forms if (why := known[form.digest])}
+
+
+def _reason(why: str) -> str:
+    return why if why.startswith(UNTRIED) else f"{BROKEN}{why}"
 
 
 def broken_rules(broken: Mapping[ir.Node, str]) -> list[str]:
-    """A warning for each operator whose rule did not hold."""
+    """A warning for each operator whose rule did not hold. One that could not be tried is whole with that reason."""
     reasons: dict[str, list[str]] = {}
     for node, reason in broken.items():
-        reasons.setdefault(operator_name(node), []).append(reason)
+        if reason.startswith(BROKEN):
+            reasons.setdefault(operator_name(node), []).append(reason)
     return [
         f"{name} stays whole in {len(each)} nodes: tried in shards, {each[0]}. Only memory is lost; please report it"
         for name, each in reasons.items()

@@ -10,7 +10,7 @@ import pytest
 
 from splitc.runtime import EngineError, Session
 from tests.helpers.blocks import SHARES, Block, check_split
-from tests.helpers.operators import INNER, Middle, Tiny, check_operator, sandwich, stored
+from tests.helpers.operators import INNER, Middle, Tiny, as_float, check_operator, sandwich, stored, through
 
 ROWS, COLUMNS, MANY = 30, 12, 24
 
@@ -91,7 +91,14 @@ def tied_table_of_few_bits() -> Block:
     return b
 
 
+def among_unlike(b: Block, v: ir.Value) -> ir.Value:
+    """Divided by how many unlike numbers, and how many unlike columns, it has."""
+    counts = [b.op("Size", b.op("Unique", v)), b.op("Size", b.op("Unique", v, axis=-1))]
+    return b.op("Div", b.op("Div", v, as_float(b, counts[0])), as_float(b, counts[1]))
+
+
 GRAPHS: dict[str, Tiny] = {
+    "Unique": sandwich(through("Identity"), needs=among_unlike),
     "Gather": sandwich(picked_rows, needs=picked_columns, whole="C", split="D", sums=2, shares=SHARES),
     "GatherElements": sandwich(largest_first(1), needs=largest_first(-1)),
     "GatherND": sandwich(picked_by_element, needs=picked_one_by_one, whole="C", split="D", sums=2, shares=SHARES),

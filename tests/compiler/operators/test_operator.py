@@ -272,7 +272,7 @@ def test_factor_of_an_input_goes_with_it(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", having("shapes"))
 def test_shapes(name: str, tmp_path: Path) -> None:
-    """As ONNX Runtime makes them."""
+    """As ONNX Runtime makes them. A size that depends on data has a symbol that no input has."""
     graphs = {**test_indexing.GRAPHS, **test_linear.GRAPHS, **test_qlinear.GRAPHS, **test_quantized.GRAPHS}
     b = graphs[name].build()
     model = b.model()
@@ -288,4 +288,6 @@ def test_shapes(name: str, tmp_path: Path) -> None:
         assert dtype == ir.DataType.from_numpy(array.dtype)
         assert shape is not None
         assert len(shape) == array.ndim
-        assert [each if isinstance(each, int) else sizes[str(each)] for each in shape] == list(array.shape)
+        known = [each if isinstance(each, int) else sizes.get(str(each)) for each in shape]
+        assert all(size in (None, n) for size, n in zip(known, array.shape)), (known, array.shape)
+        assert None not in known or name == "Unique"
