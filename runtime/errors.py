@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 
 class SplitcError(Exception):
@@ -66,6 +67,15 @@ def named(error: SplitcError, module: str) -> SplitcError:
     found = type(error)(f"module '{module}': {error}")
     found.__cause__ = error
     return found
+
+
+@contextmanager
+def collected(errors: list[SplitcError]) -> Iterator[None]:
+    """Keep the error of one module, and go on with the others."""
+    try:
+        yield
+    except SplitcError as error:
+        errors.append(error)
 
 
 def raise_all(errors: Sequence[SplitcError]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from splitc.compiler.pipelines.folder_names import read_config
+from splitc.compiler.pipelines.folder_names import read_config, read_genai_section
 from splitc.compiler.pipelines.model_facts import Dimension
 from splitc.compiler.pipelines.model_folder import FolderModule, ModelFolder
 from splitc.compiler.pipelines.module_names import ALIASES
@@ -34,7 +34,9 @@ def _rules(folder: ModelFolder, module: FolderModule) -> Iterator[tuple[Config, 
     """The rules for a module, with their configs."""
     place = module.facts.path.parent
     config = _config(place / "config.json")
-    yield config, _image_sizes
+    for part in (config, *(each for each in config.values() if isinstance(each, dict))):
+        yield part, _image_sizes
+    yield read_genai_section(folder.path, folder.source(module)), _cache_sizes
     yield config, _latent_sizes
     yield config, _sound_sizes
     if (folder.path / "model_index.json").is_file():
@@ -65,9 +67,22 @@ def _pair(config: Config, name: str) -> tuple[int, int] | None:
 
 
 def _image_sizes(config: Config, dims: Dimensions) -> Sequence[int | None]:
-    """Images, or the latents of a denoiser: `in_channels` planes of `sample_size`."""
-    size, channels = _pair(config, "sample_size"), _number(config, "in_channels")
-    return (None, None, *size) if size and len(dims) == 4 and channels and dims[1] == channels else ()
+    """Images, or the latents of a denoiser: planes of `sample_size`, or of `image_size` as transformers has it."""
+    for size_name, channels_name in (("sample_size", "in_channels"), ("image_size", "num_channels")):
+        size, channels = _pair(config, size_name), _number(config, channels_name)
+        if size and channels and len(dims) == 4 and dims[1] == channels:
+            return (None, None, *size)
+    # Exporters of transformers' models name all sizes of an image by symbols.
+    is_open = len(dims) == 4 and not any(isinstance(each, int) for each in dims)
+    return (None, channels, *size) if is_open and size and channels else ()
+
+
+def _cache_sizes(config: Config, dims: Dimensions) -> Sequence[int | None]:
+    """Caches, as onnxruntime-genai's config has them: `num_key_value_heads` times `head_size` numbers a token."""
+    heads, width = _number(config, "num_key_value_heads"), _number(config, "head_size")
+    if not heads or not width or len(dims) != 4 or (dims[1], dims[3]) == (heads, width):
+        return ()
+    return (None, heads, None, width) if dims[1] == heads or dims[3] == width else ()
 
 
 def _latent_sizes(config: Config, dims: Dimensions) -> Sequence[int | None]:

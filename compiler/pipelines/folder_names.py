@@ -43,25 +43,37 @@ def name_models(folder: Path, models: Collection[PurePosixPath]) -> list[tuple[s
 
 
 def _read_genai(folder: Path) -> dict[str, PurePosixPath]:
-    """The models that genai_config.json names, by role: each object below `model` that has a `filename`."""
+    """The models that genai_config.json names, by role."""
     found: dict[str, PurePosixPath] = {}
-
-    def walk(role: str, value: Any) -> None:
-        if isinstance(value, list):
-            for each in value:
-                walk(role, each)
-        elif isinstance(value, dict):
-            file = value.get("filename")
-            if isinstance(file, str) and file.endswith(".onnx") and PurePosixPath(file) not in found.values():
-                found[role] = PurePosixPath(file)
-            for key, each in value.items():
-                walk(key, each)
-
-    config = read_config(folder / GENAI)
-    walk("model", config.get("model"))
+    for role, section in _sections(folder):
+        if (path := PurePosixPath(section["filename"])) not in found.values():
+            found[role] = path
     if not found:
         raise ModelError(f"{folder / GENAI} names no ONNX model: each is the 'filename' of an object below 'model'")
     return found
+
+
+def read_genai_section(folder: Path, model: str) -> dict[str, Any]:
+    """What genai_config.json says of a model, which is named by its path; empty if it says nothing."""
+    sections = _sections(folder) if (folder / GENAI).is_file() else ()
+    return next((section for _, section in sections if section["filename"] == model), {})
+
+
+def _sections(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of genai_config.json below `model` that have a `filename` of a model, with their roles."""
+
+    def walk(role: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+        if isinstance(value, list):
+            for each in value:
+                yield from walk(role, each)
+        elif isinstance(value, dict):
+            file = value.get("filename")
+            if isinstance(file, str) and file.endswith(".onnx"):
+                yield role, value
+            for key, each in value.items():
+                yield from walk(key, each)
+
+    return walk("model", read_config(folder / GENAI).get("model"))
 
 
 def read_config(path: Path) -> dict[str, Any]:

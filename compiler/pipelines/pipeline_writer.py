@@ -18,7 +18,7 @@ from splitc.compiler.packaging.weight_files import Progress
 from splitc.compiler.pipelines.module_requests import divide_by_input
 from splitc.compiler.pipelines.pipeline_plan import PipelinePlan, module_named
 from splitc.runtime.engines.kinds import TENSORRT
-from splitc.runtime.errors import MisuseError
+from splitc.runtime.errors import MisuseError, SplitcError, collected, raise_all
 from splitc.runtime.files import try_link
 from splitc.runtime.manifest import EngineFile, File, Fill, Manifest
 from splitc.runtime.manifest_file import FILE_NAME, encode, read_seal
@@ -44,6 +44,8 @@ def compile_pipeline(
 ) -> dict[str, Manifest]:
     """Write the package of a folder's plan: all modules, or nothing. Returns the modules' manifests by name.
 
+    What is wrong with several modules is said of each.
+
     The arguments are those of `compile_model`, which also says what is raised; `fills` may name modules, as in
     `unet.sample`. Files of weights that are equal in two modules are one file on the disk.
     """
@@ -53,8 +55,9 @@ def compile_pipeline(
     needed = sum(each.weights for each in plan.devices) if weights == "copy" else 0
     manifests: dict[str, Manifest] = {}
     with full_disk_explained(target, needed), written_aside(target, force) as folder:
+        errors: list[SplitcError] = []
         for each in plan.modules:
-            with module_named(each.name):
+            with collected(errors), module_named(each.name):
                 manifests[each.name] = compile_model(
                     each.plan,
                     folder / each.name,
@@ -69,6 +72,7 @@ def compile_pipeline(
                     warn=lambda text, name=each.name: warn(f"{name}: {text}"),  # type: ignore[misc]
                     say=lambda text, name=each.name: say(f"{name}: {text}"),  # type: ignore[misc]
                 )
+        raise_all(errors)
         for name, keys in plan.common.keys.items():
             manifests[name] = _with_keys(manifests[name], keys)
             (folder / name / FILE_NAME).write_bytes(encode(manifests[name]))

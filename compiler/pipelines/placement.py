@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_request import DEFAULT_HEADROOM, Request
 from splitc.compiler.planning.resources import Budget, find_budgets
 from splitc.runtime.devices import Device
-from splitc.runtime.errors import DoesNotFitError, MisuseError, SplitcError, raise_all
+from splitc.runtime.errors import DoesNotFitError, MisuseError, SplitcError, collected, raise_all
 
 # Modules are split, the largest first, until the fullest device holds at most this much more than an even share: less
 # is not worth making a small module slower.
@@ -65,26 +64,17 @@ def plan_pipeline(
     free = [each for each in modules if each.devices is None]
     errors: list[SplitcError] = []
     for each in named:
-        with _collected(errors):
+        with collected(errors):
             planner.place(each, each.devices or (), NAMED)
     splits = planner.count_splits([each.module.facts.weights_bytes for each in free])
     for number, each in enumerate(free):
-        with _collected(errors):
+        with collected(errors):
             planner.place_freely(each, number < splits)
     raise_all(errors)
     if request.tensor_split is not None and all(len(each.plan.ranks) == 1 for each in planner.done.values()):
         raise MisuseError("--tensor-split has no effect: no model of the folder is split, each is whole on one device")
     common = find_common({name: planner.done[name].plan for name in read.names}, swap)
     return PipelinePlan(read, tuple(planner.done[name] for name in read.names), planner.budgets, common, swap)
-
-
-@contextmanager
-def _collected(errors: list[SplitcError]) -> Iterator[None]:
-    """Keep the error of one module, and go on with the others."""
-    try:
-        yield
-    except SplitcError as error:
-        errors.append(error)
 
 
 def _find_budgets(devices: Sequence[Device], request: Request) -> Mapping[str, Budget]:

@@ -12,7 +12,7 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.conversation import Conversation, ModelRunner
 from splitc.runtime.generate.feeder import Feeder
 from splitc.runtime.generate.given import Given
-from splitc.runtime.generate.signature import find_signature
+from splitc.runtime.generate.signature import find_signature, find_token_inputs
 from splitc.runtime.generate.tokens import generate
 from splitc.runtime.generate.wiring import Wiring, find_links, find_masks, find_wanted, find_wiring
 from splitc.runtime.manifest import Manifest, Tensor
@@ -145,4 +145,4 @@ def _feeds_of_tokens(encoder: Manifest, tokens: Sequence[int]) -> dict[str, Arra
         raise MisuseError(f"can't read a text with this package: {describe_encoder(encoder)}")
     if not tokens:
         raise MisuseError("the prompt has no tokens")
-    return Feeder(encoder, find_signature(encoder)).feeds(tokens, len(tokens))
+    return Feeder(encoder, find_token_inputs(encoder)).feeds(tokens, len(tokens))

@@ -8,7 +8,7 @@ import numpy as np
 
 from splitc.runtime.arrays import Array
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.generate.signature import LanguageSignature, may_have
+from splitc.runtime.generate.signature import TokenInputs, may_have
 from splitc.runtime.manifest import Manifest, Tensor
 from splitc.runtime.units import format_shape
 
@@ -16,7 +16,7 @@ from splitc.runtime.units import format_shape
 class Feeder:
     """Makes the feeds of one step, in the number types of the model's inputs."""
 
-    def __init__(self, manifest: Manifest, signature: LanguageSignature, room: int | None = None) -> None:
+    def __init__(self, manifest: Manifest, signature: TokenInputs, room: int | None = None) -> None:
         self.signature = signature
         self._inputs = {tensor.name: tensor for tensor in manifest.inputs}
         # If caches are written in place, they have room for all tokens from the beginning, and so has the mask. Then no

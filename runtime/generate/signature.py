@@ -10,8 +10,8 @@ from splitc.runtime.manifest import Manifest, Tensor
 
 
 @dataclass(frozen=True)
-class LanguageSignature:
-    """The names of a language model's inputs and of its logits. Some models have no mask or positions.
+class TokenInputs:
+    """The names of a model's inputs that are made of tokens. Some models have no mask or positions.
 
     `handed` are further inputs, which stay as another package made them when it read the prompt, with its outputs.
     """
@@ -19,19 +19,41 @@ class LanguageSignature:
     ids: str
     mask: str | None
     positions: str | None
-    logits: str
     handed: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LanguageSignature(TokenInputs):
+    """The names of a language model's inputs, and of its logits."""
+
+    logits: str
+
+
 def find_signature(manifest: Manifest, prefill: Manifest | None = None) -> LanguageSignature:
-    """Find the inputs of a language model and its logits, by their roles: token ids are the indices.
+    """Find the inputs of a language model and its logits.
 
     `prefill` is the package that reads the prompt, if it is another one. Raises MisuseError for a model with other
-    inputs.
+    inputs, and for one without logits.
+    """
+    inputs = find_token_inputs(manifest, prefill)
+    given = {state.output for state in manifest.states}
+    others = [tensor.name for tensor in manifest.outputs if tensor.name not in given]
+    logits = [tensor.name for tensor in find_logits(manifest) if tensor.name not in given]
+    if not logits:
+        raise MisuseError(
+            f"can't generate with {manifest.source.name}: none of its outputs ({', '.join(others)}) is its logits, "
+            "which are named so or have a column for each row of the tokens' table"
+        )
+    return LanguageSignature(inputs.ids, inputs.mask, inputs.positions, inputs.handed, logits=logits[0])
+
+
+def find_token_inputs(manifest: Manifest, prefill: Manifest | None = None) -> TokenInputs:
+    """Find the inputs of a model that are made of tokens, by their roles: token ids are the indices.
+
+    See `find_signature`.
     """
     handed = {} if prefill is None else find_handed(manifest, {tensor.name for tensor in prefill.outputs})
     states = {state.input for state in manifest.states}
-    given = {state.output for state in manifest.states}
     inputs = [tensor for tensor in manifest.inputs if tensor.name not in states | handed.keys()]
     masks, positions, ids = (_of_role(inputs, role) for role in ("mask", "positions", "indices"))
     rest = [tensor for tensor in inputs if tensor not in (*masks, *positions)]
@@ -41,11 +63,15 @@ def find_signature(manifest: Manifest, prefill: Manifest | None = None) -> Langu
             f"can't generate with {manifest.source.name}: it takes {', '.join(tensor.name for tensor in inputs)}, and "
             "splitc knows token ids, an attention mask and position ids (and states)"
         )
-    outputs = [tensor for tensor in manifest.outputs if tensor.name not in given and may_have(tensor, 3)]
-    named = [tensor for tensor in outputs if "logits" in tensor.name.lower()] or outputs
-    if not named:
-        raise MisuseError(f"can't generate with {manifest.source.name}: it has no output of logits")
-    return LanguageSignature(ids[0].name, _one(masks), _one(positions), named[0].name, handed)
+    return TokenInputs(ids[0].name, _one(masks), _one(positions), handed)
+
+
+def find_logits(manifest: Manifest) -> list[Tensor]:
+    """The outputs that may be logits: those with such a name, or with as many columns as the model knows tokens."""
+    rows = {tensor.role.rows for tensor in _of_role(manifest.inputs, "indices") if tensor.role is not None}
+    outputs = [tensor for tensor in manifest.outputs if may_have(tensor, 3)]
+    named = [tensor for tensor in outputs if "logits" in tensor.name.lower()]
+    return named or [tensor for tensor in outputs if tensor.shape is not None and tensor.shape[-1] in rows]
 
 
 def find_handed(manifest: Manifest, made: Collection[str]) -> dict[str, str]:

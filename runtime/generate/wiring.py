@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.generate.signature import find_handed, may_have
+from splitc.runtime.generate.signature import find_handed, find_logits
 from splitc.runtime.manifest import Manifest, Tensor
 
 # The number of axes of an encoder's states: batch, positions, width.
@@ -67,13 +67,9 @@ def find_wiring(manifests: Mapping[str, Manifest]) -> Wiring:
 
 
 def is_decoder(manifest: Manifest) -> bool:
-    """Whether a model takes tokens and gives logits: as many columns as it knows tokens, or a name that says so."""
-    ids = [tensor for tensor in manifest.inputs if tensor.role is not None and tensor.role.kind == "indices"]
-    rows = {tensor.role.rows for tensor in ids if tensor.role is not None}
-    outputs = [tensor for tensor in manifest.outputs if may_have(tensor, STATES_AXES)]
-    return bool(ids) and any(
-        "logits" in tensor.name.lower() or (tensor.shape is not None and tensor.shape[-1] in rows) for tensor in outputs
-    )
+    """Whether a model takes tokens and gives logits."""
+    takes = any(tensor.role is not None and tensor.role.kind == "indices" for tensor in manifest.inputs)
+    return takes and bool(find_logits(manifest))
 
 
 def find_wanted(manifest: Manifest) -> list[str]:

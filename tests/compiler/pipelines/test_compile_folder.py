@@ -52,6 +52,22 @@ def test_modules_give_what_their_models_give(folder: Path, package: Path) -> Non
             assert_close(opened[name].run(feeds), run_whole(folder / name / "model.onnx", feeds))
 
 
+def test_each_module_that_fails_is_named(tmp_path: Path) -> None:
+    """The others are tried too, and nothing is written."""
+    odd = ir.from_onnx_text(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        odd (string[n] x, float[n] y) => (string[n] z, float[n] w) { z = Identity (x) w = Neg (y) }"""
+    )
+    for name in ("first", "last"):
+        (tmp_path / "folder" / name).mkdir(parents=True)
+        ir.save(odd, tmp_path / "folder" / name / "model.onnx")
+    save(image_decoder().model(), tmp_path / "folder" / "middle" / "model.onnx")
+    text = said("compile", tmp_path / "folder", "-o", tmp_path / "package", "-d", "cpu0", code=1)
+    assert "module 'first': the input 'x' is of type STRING" in text
+    assert "module 'last': the input 'x' is of type STRING" in text
+    assert not (tmp_path / "package").exists()
+
+
 def test_files_travel_to_where_they_were(folder: Path, package: Path) -> None:
     pipeline = read_pipeline(package)
     assert pipeline is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pytest
 
@@ -170,6 +171,36 @@ def test_speech_config_gives_sizes(tmp_path: Path) -> None:
     module = FolderModule("model", facts)
     found = find_sizes(ModelFolder(tmp_path, (module,), (), ()), module)
     assert found == {"input_features": (None, 80, 3000), "encoder_hidden_states": (None, 1500)}
+
+
+@pytest.mark.parametrize("config", [{}, {"model_type": "vision-encoder-decoder"}])
+def test_vision_config_gives_sizes(config: dict[str, Any], tmp_path: Path) -> None:
+    """Its own, or that of the encoder in it. Caches are no images."""
+    vision = {"image_size": 48, "num_channels": 3}
+    write_json(tmp_path / "config.json", {**config, "encoder": vision} if config else vision)
+    inputs: dict[str, tuple[Dimension, ...]] = {
+        "pixel_values": ("batch", "channels", "height", "width"),
+        "cut": ("batch", 3, "h", "w"),
+        "past": ("batch", 4, "past", 8),
+    }
+    facts = ModelFacts(tmp_path / "model.onnx", inputs, frozenset(), 0, frozenset())
+    module = FolderModule("model", facts)
+    found = find_sizes(ModelFolder(tmp_path, (module,), (), ()), module)
+    assert found == {"pixel_values": (None, 3, 48, 48), "cut": (None, None, 48, 48)}
+
+
+def test_genai_config_gives_sizes_of_caches(tmp_path: Path) -> None:
+    decoder = {"filename": "model.onnx", "num_key_value_heads": 2, "head_size": 24}
+    write_json(tmp_path / "genai_config.json", {"model": {"decoder": decoder}})
+    inputs: dict[str, tuple[Dimension, ...]] = {
+        "past.0": ("batch", 2, "past", "width"),
+        "past.1": ("batch", 2, "past", 24),
+        "input_ids": ("batch", "n"),
+    }
+    facts = ModelFacts(tmp_path / "model.onnx", inputs, frozenset(), 0, frozenset())
+    module = FolderModule("decoder", facts)
+    found = find_sizes(ModelFolder(tmp_path, (module,), (), ()), module)
+    assert found == {"past.0": (None, 2, None, 24)}
 
 
 def test_text_model_of_a_single_folder_keeps_its_defaults(tmp_path: Path) -> None:

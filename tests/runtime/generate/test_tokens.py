@@ -28,6 +28,7 @@ from splitc.runtime.generate.tokens import Timings, generate
 from splitc.runtime.manifest import Role, State, Tensor
 from splitc.runtime.sequence import StateSequence
 from tests.conftest import DECODER, LAYER, until
+from tests.helpers.folders import text_encoder
 from tests.helpers.greedy import plain_loop
 from tests.helpers.packages import MODES, compile_mode
 from tests.helpers.workers import workers_of
@@ -97,6 +98,18 @@ def test_prompt_through_a_package_of_its_own(package: Path, decoder: Path, tmp_p
         assert list(session.generate(PROMPT, max_new_tokens=30, prefill=prefill)) == plain_loop(decoder, PROMPT, 30)
     found = CliRunner().invoke(app, ["generate", str(package), "--prompt-ids", "1,2", "--prefill", str(package)])
     assert isinstance(found.exception, SplitcError)
+
+
+def test_model_that_gives_no_logits_is_refused(tmp_path: Path) -> None:
+    """As one that turns text into sound: what it gives has as many axes as logits have."""
+    save(text_encoder(1).model(), tmp_path / "model.onnx")
+    compile_model(plan_model(tmp_path / "model.onnx", ["cpu0"]), tmp_path / "package")
+    with Session(tmp_path / "package") as session, pytest.raises(MisuseError, match="none of its outputs"):
+        list(generate(session, [1, 2], 3))
+    result = CliRunner().invoke(app, ["generate", str(tmp_path / "package"), "--prompt-ids", "1,2"])
+    assert "can't generate with model.onnx: none of its outputs (last_hidden_state) is its logits" in str(
+        result.exception
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,7 +183,7 @@ def test_rooms_that_the_manifest_knows() -> None:
     mask = Tensor("mask", "int64", [1, "total"], role=Role("mask"), max_shape=[1, 50])
     positions = Tensor("positions", "int64", [1, "n"], role=Role("positions", 40))
     cache = Tensor("past", "float32", [1, "past", 8], max_shape=[1, 30, 8])
-    whole = LanguageSignature("input_ids", "mask", "positions", "logits")
+    whole = LanguageSignature("input_ids", "mask", "positions", logits="logits")
 
     def room(inputs: list[Tensor], signature: LanguageSignature, *states: State) -> int | None:
         manifest: Any = SimpleNamespace(inputs=inputs, states=list(states))
@@ -182,7 +195,9 @@ def test_rooms_that_the_manifest_knows() -> None:
     longer = [ids, mask, positions, replace_struct(cache, max_shape=None)]
     assert room(longer, whole, State("past", "present", 1)) == 40
     assert room(longer, replace(whole, positions=None), State("past", "present", 1)) == 50
-    assert room(longer, LanguageSignature("input_ids", None, None, "logits"), State("past", "present", 1)) is None
+    assert (
+        room(longer, LanguageSignature("input_ids", None, None, logits="logits"), State("past", "present", 1)) is None
+    )
 
 
 GROWING = {
