@@ -105,7 +105,7 @@ def test_model_that_gives_no_logits_is_refused(tmp_path: Path) -> None:
     save(text_encoder(1).model(), tmp_path / "model.onnx")
     compile_model(plan_model(tmp_path / "model.onnx", ["cpu0"]), tmp_path / "package")
     with Session(tmp_path / "package") as session, pytest.raises(MisuseError, match="none of its outputs"):
-        list(generate(session, [1, 2], 3))
+        list(generate(session, [1, 2]))
     result = CliRunner().invoke(app, ["generate", str(tmp_path / "package"), "--prompt-ids", "1,2"])
     assert "can't generate with model.onnx: none of its outputs (last_hidden_state) is its logits" in str(
         result.exception
