@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 def print_plan(plan: Plan) -> None:
     """Print what each rank holds, against its budget, and what crosses the cuts."""
-    from splitc.compiler.analysis.costs import nominal_speed
-
     rows = table("rank", "blocks", *RANK_SIZES, "of budget", "", "time", right=(*RANK_SIZES, "", "time"))
     all_seconds = sum(rank.seconds for rank in plan.ranks) or 1.0
     for number, rank in enumerate(plan.ranks):
@@ -42,8 +40,7 @@ def print_plan(plan: Plan) -> None:
     same = len(set(budgets.values())) == 1
     each = next(iter(budgets.values())) + " each" * (len(plan.ranks) > 1)
     listed = each if same else ", ".join(f"{device} {budget}" for device, budget in budgets.items())
-    speed = "as measured" if plan.profiled else f"estimated for {nominal_speed(plan.ranks[0].device.kind).name}"
-    out.print(f"budget: {listed}; time: {speed}")
+    out.print(f"budget: {listed}; time: {'as measured' if plan.profiled else 'estimated'}")
     if any(rank.device.kind == "cuda" for rank in plan.ranks):
         out.print(f"engines: {describe_engine(plan.engine)}")
     print_cuts([([value.name or "" for value in cut.values], cut.bytes) for cut in plan.cuts], plan.split.is_radial)

@@ -31,11 +31,6 @@ class Speed:
     cache: int = 0
     exposed: float = 0.0
 
-    @property
-    def name(self) -> str:
-        """The speed for messages, as the assumption of an estimate."""
-        return f"{self.flops / 1e9:.0f} GFLOP/s and {self.bytes / 1e9:.0f} GB/s"
-
 
 def nominal_speed(kind: str) -> Speed:
     """The speed of one CPU core or of a GPU, from its device profile.

@@ -13,7 +13,7 @@ from splitc.compiler.lowering.engine_segments import has_operators
 from splitc.compiler.model_errors import ModelError
 from splitc.compiler.modes.mode import Way
 from splitc.compiler.modes.table import MODES, find_mode
-from splitc.compiler.planning.clock import Clock, Prediction, rank_speed
+from splitc.compiler.planning.clock import Clock, Prediction, block_seconds, estimate_blocks
 from splitc.compiler.planning.host_groups import count_hosts, describe_hosts, group_devices, host_sizes, numbers_to_try
 from splitc.compiler.planning.plan import Alternative, Plan
 from splitc.compiler.planning.plan_request import Request
@@ -162,13 +162,11 @@ def _in_short(error: Exception) -> str:
 
 
 def _measured(analysis: Analysis, resources: Resources, request: Request) -> float:
-    """The ratio of the blocks' measured to their estimated time; 1 without a profile."""
+    """The ratio of the blocks' measured to their estimated time on the first device; 1 without a profile."""
     if not request.profile:
         return 1.0
-    speed = rank_speed(resources.devices[0], threads_for(resources.devices, request.threads), 1, resources.machine)
-    nodes = [node for block in analysis.partition.blocks for node in block.nodes]
-    estimated = sum(analysis.costs.seconds(node, speed) for node in nodes)
-    return sum(resources.block_seconds(analysis)) / max(estimated, 1e-9)
+    estimated = sum(estimate_blocks(analysis, resources, 0, 1))
+    return sum(block_seconds(analysis, resources, [0])[0]) / max(estimated, 1e-9)
 
 
 def _describe(option: _Option, plan: Plan, found: Prediction) -> Alternative:

@@ -21,7 +21,7 @@ from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.modes.mode import Mode, Way
 from splitc.compiler.modes.pipeline import choose_stages, predict_pipeline, rematerialized, stage_cuts
 from splitc.compiler.planning.assembly import assemble, check_memory, engine_bytes
-from splitc.compiler.planning.clock import Clock, Prediction
+from splitc.compiler.planning.clock import Clock, Prediction, block_seconds
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import PlanFile, check_stages
 from splitc.compiler.planning.plan_request import Request
@@ -91,8 +91,8 @@ def plan_layers(analysis: Analysis, resources: Resources, request: Request) -> P
 
     Raises DoesNotFitError if the devices can't hold the model, MisuseError if there are more devices than blocks.
     """
-    seconds = resources.block_seconds(analysis)
     devices = resources.devices
+    seconds = block_seconds(analysis, resources, range(len(devices)))
     shares = request.tensor_split or [1.0] * len(devices)
     engine = choose_engine(request.engine, devices)
     targets = [
@@ -110,9 +110,12 @@ def _make_plan(
     resources: Resources,
     request: Request,
     chosen: Sequence[Assignment],
-    seconds: Sequence[float],
+    seconds: Sequence[Sequence[float]],
 ) -> Plan:
-    """The plan that puts the chosen runs of blocks on the devices, one run on each."""
+    """The plan that puts the chosen runs of blocks on the devices, one run on each.
+
+    `seconds` are the blocks' on each device.
+    """
     stages = divide_blocks(analysis.graph, analysis.partition, [each.end for each in chosen])
     ranks = [
         RankPlan(
@@ -123,7 +126,7 @@ def _make_plan(
             number,
             0,
             stage_memory(analysis.costs, analysis.states, stage),
-            sum(seconds[each.start : each.end]),
+            sum(seconds[each.target][each.start : each.end]),
             again,
         )
         for number, (each, stage, again) in enumerate(
@@ -138,7 +141,8 @@ def _replan(
 ) -> Plan:
     """The plan of a file. Raises DoesNotFitError, which names the blocks, if a rank needs more than its budget."""
     check_stages(file.ranks, range(len(file.ranks)), "in layer mode each rank is a stage of its own, in their order")
-    plan = _make_plan(analysis, resources, request, chosen, resources.block_seconds(analysis))
+    seconds = block_seconds(analysis, resources, range(len(resources.devices)))
+    plan = _make_plan(analysis, resources, request, chosen, seconds)
     for rank in plan.ranks:
         if rank.missing:
             need, have = format_bytes(rank.memory.total), format_bytes(rank.budget)

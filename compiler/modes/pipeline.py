@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,20 +29,26 @@ UNEVEN = 1.6
 
 
 def choose_stages(
-    analysis: Analysis, seconds: Sequence[float], targets: Sequence[Target], request: Request, resources: Resources
+    analysis: Analysis,
+    seconds: Sequence[Sequence[float]],
+    targets: Sequence[Target],
+    request: Request,
+    resources: Resources,
 ) -> list[Assignment]:
-    """The best runs of blocks for the targets. `seconds` are the blocks' times."""
+    """The best runs of blocks for the targets. `seconds` are the blocks' times on each."""
     between_hosts = resources.machine.between_hosts(resources.devices[0], resources.devices[-1])
     memory = _range_memory(analysis)
 
-    def load(start: int, end: int) -> float:
-        if request.tensor_split:  # users mean shares of the weights, which is what fills their devices
-            return memory.weights(start, end)
-        return sum(seconds[start:end])
-
+    # Users who give shares mean those of the weights, which is what fills their devices.
+    kinds = list(dict.fromkeys(map(tuple, seconds)))
+    loads = [memory.weights] if request.tensor_split else [_sums(each) for each in kinds]
+    if not request.tensor_split:
+        targets = [
+            replace(target, load=kinds.index(tuple(each))) for target, each in zip(targets, seconds, strict=True)
+        ]
     costs = StageCosts(
         names=[block.name for block in analysis.partition.blocks],
-        load=load,
+        loads=loads,
         weights=memory.weights,
         memory=memory.at_least,
         exact=memory.exact,
@@ -49,6 +56,12 @@ def choose_stages(
         link=lambda size, far: between_hosts.seconds(size) if far else 0.0,  # CPU devices share their memory
     )
     return _choose(costs, targets, request)
+
+
+def _sums(seconds: Sequence[float]) -> Callable[[int, int], float]:
+    """The sum of the blocks from one to before another."""
+    before = list(itertools.accumulate(seconds, initial=0.0))
+    return lambda start, end: before[end] - before[start]
 
 
 @remembered

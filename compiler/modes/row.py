@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from splitc.compiler.analysis.costs import nominal_speed
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.memory import StageMemory, stage_memory
 from splitc.compiler.analysis.stages import Stage, divide_blocks
@@ -27,7 +26,7 @@ from splitc.compiler.lowering.row_programs import row_program
 from splitc.compiler.model_errors import CannotSplitError
 from splitc.compiler.modes.mode import Mode, Way
 from splitc.compiler.planning.assembly import assemble, check_memory
-from splitc.compiler.planning.clock import Clock, Prediction
+from splitc.compiler.planning.clock import Clock, Prediction, block_seconds, find_pace
 from splitc.compiler.planning.host_groups import single_groups
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import PlanFile, check_file_shares, check_stages
@@ -46,7 +45,7 @@ from splitc.compiler.sharding.products import Product, Products, find_products
 from splitc.compiler.sharding.report import sliced_weights
 from splitc.compiler.sharding.slices import SlicedProducts, slice_products
 from splitc.compiler.trials.trial import broken_rules, find_broken
-from splitc.runtime.devices import parse_devices
+from splitc.runtime.devices import parse_devices, threads_for
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.units import first_few, format_bytes
 
@@ -345,12 +344,13 @@ def _sum(size: Callable[[ir.Value], int], values: Iterable[ir.Value]) -> int:
 
 def _rank_seconds(analysis: Analysis, resources: Resources, split: SlicedProducts) -> list[float]:
     """Each rank's seconds per run. The time of a product is divided among the ranks by their columns."""
-    speed, costs = nominal_speed(resources.devices[0].kind), analysis.costs
-    whole = sum(resources.block_seconds(analysis))
-    estimated = sum(costs.seconds(node, speed) for node in analysis.graph.nodes) or 1.0
+    threads = threads_for(resources.devices, resources.threads)
+    pace, costs = find_pace(resources.devices[0], threads, len(resources.devices), resources.machine), analysis.costs
+    whole = sum(block_seconds(analysis, resources, [0])[0])
+    estimated = pace.seconds(costs, analysis.graph.nodes) or 1.0
     found = [0.0] * len(resources.devices)
     for product in split.products.values():
-        share = costs.seconds(product.node, speed) / estimated
+        share = pace.seconds(costs, [product.node]) / estimated
         for number in split.ranks(product):
             found[number] += whole * share * split.share(number, product)
     return [whole - sum(found[1:]), *found[1:]]

@@ -27,7 +27,7 @@ from splitc.compiler.modes.mode import Mode, Way
 from splitc.compiler.modes.pipeline import choose_stages, predict_pipeline, rematerialized, stage_cuts
 from splitc.compiler.nodes import describe_node
 from splitc.compiler.planning.assembly import assemble, check_memory
-from splitc.compiler.planning.clock import Clock, Prediction
+from splitc.compiler.planning.clock import Clock, Prediction, block_seconds
 from splitc.compiler.planning.host_groups import group_devices, numbers_to_try, single_groups
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import PlanFile, check_file_shares
@@ -170,7 +170,7 @@ def plan_tensors(analysis: Analysis, resources: Resources, request: Request) -> 
         )
         for number, first in enumerate(range(0, len(devices), count))
     ]
-    seconds = resources.block_seconds(analysis)
+    seconds = block_seconds(analysis, resources, range(0, len(devices), count))
     if stages == 1:  # each rank's memory is checked later, once it is known what is sharded
         chosen = [Assignment(0, 0, len(analysis.partition.blocks))]
     else:
@@ -184,9 +184,12 @@ def _make_plan(
     request: Request,
     shares: Sequence[float],
     chosen: Sequence[Assignment],
-    seconds: Sequence[float],
+    seconds: Sequence[Sequence[float]],
 ) -> Plan:
-    """The plan that puts the chosen runs of blocks on groups of devices, sharded by the devices' shares."""
+    """The plan that puts the chosen runs of blocks on groups of devices, sharded by the devices' shares.
+
+    `seconds` are the blocks' on each group.
+    """
     count = len(resources.devices) // request.pipeline_stages
     stages = divide_blocks(analysis.graph, analysis.partition, [each.end for each in chosen])
     home = {
@@ -214,7 +217,7 @@ def _make_plan(
                 number,
                 part,
                 memories[sizes],
-                sum(seconds[each.start : each.end]) * shares[place] / sum(groups[each.target]),
+                sum(seconds[each.target][each.start : each.end]) * shares[place] / sum(groups[each.target]),
                 repeated[number] if part == 0 else Rematerialized(),
             )
             ranks.append(rank)
@@ -297,7 +300,8 @@ def _replan(
         )
     check_file_shares(file.ranks)
     shares = [rank.share for rank in file.ranks]
-    return _make_plan(analysis, resources, request, shares, chosen, resources.block_seconds(analysis))
+    seconds = block_seconds(analysis, resources, range(0, len(numbers), count))
+    return _make_plan(analysis, resources, request, shares, chosen, seconds)
 
 
 def _ways(hosts: Sequence[int], numbers: Sequence[int]) -> list[Way]:

@@ -9,13 +9,14 @@ from functools import cached_property
 
 import onnx_ir as ir
 
-from splitc.compiler.analysis.costs import Speed, nominal_speed
+from splitc.compiler.analysis.costs import Costs, Speed, nominal_speed
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.memory import state_names
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.planning.rank_plan import RankPlan
+from splitc.compiler.planning.resources import Resources
 from splitc.runtime.device_profiles import HOST, Link, find_profile
-from splitc.runtime.devices import Device, cache_bytes, cores
+from splitc.runtime.devices import Device, cache_bytes, cores, threads_for
 from splitc.runtime.machine import Machine
 
 
@@ -30,6 +31,29 @@ class Prediction:
 def whole_node(node: ir.Node) -> float:
     """The share of a node's work for a rank that runs whole nodes: 1."""
     return 1.0
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast a device computes: with all its threads, and with one. A kernel with almost no work takes `kernel`."""
+
+    speed: Speed
+    one: Speed
+    kernel: float
+
+    def seconds(self, costs: Costs, nodes: Iterable[ir.Node], share: Callable[[ir.Node], float] = whole_node) -> float:
+        """The seconds of a share of each node's work."""
+        folded = costs.graph.folded
+        total = 0.0
+        for node in nodes:
+            if node in folded or not (own := share(node)):
+                continue
+            least = self.kernel if not operator_of(node).view else 0.0
+            took = own * costs.seconds(node, self.one)
+            if took > HOST.spreading and self.speed != self.one:  # otherwise more threads are no faster
+                took = min(took, HOST.spreading + own * costs.seconds(node, self.speed))
+            total += max(least, took)
+        return total
 
 
 @dataclass(frozen=True)
@@ -53,21 +77,8 @@ class Clock:
         self, rank: RankPlan, nodes: Iterable[ir.Node], at_once: int, share: Callable[[ir.Node], float] = whole_node
     ) -> float:
         """The time of a rank for its share of the nodes, while `at_once` ranks are working."""
-        speed, one = (
-            rank_speed(rank.device, threads, at_once, self.machine, self._is_cached) for threads in (self.threads, 1)
-        )
-        costs, kernel = self.analysis.costs, find_profile(rank.device.kind).kernel
-        folded = costs.graph.folded
-        total = 0.0
-        for node in nodes:
-            if node in folded or not (own := share(node)):
-                continue
-            least = kernel if not operator_of(node).view else 0.0
-            took = own * costs.seconds(node, one)
-            if took > HOST.spreading and speed != one:  # otherwise more threads are no faster
-                took = min(took, HOST.spreading + own * costs.seconds(node, speed))
-            total += max(least, took)
-        return self.measured * total
+        pace = find_pace(rank.device, self.threads, at_once, self.machine, self._is_cached)
+        return self.measured * pace.seconds(self.analysis.costs, nodes, share)
 
     @cached_property
     def _is_cached(self) -> bool:
@@ -130,6 +141,37 @@ class Clock:
     def copying(self, rank: RankPlan, size: int) -> float:
         """The time to copy `size` bytes within a rank's memory."""
         return 2 * size / rank_speed(rank.device, self.threads, 1, self.machine).bytes
+
+
+def find_pace(device: Device, threads: int, at_once: int, machine: Machine, cached: bool = False) -> Pace:
+    """The pace of one rank of so many threads while `at_once` ranks work. See `rank_speed`."""
+    speed, one = (rank_speed(device, count, at_once, machine, cached) for count in (threads, 1))
+    return Pace(speed, one, find_profile(device.kind).kernel)
+
+
+def block_seconds(analysis: Analysis, resources: Resources, places: Iterable[int]) -> list[list[float]]:
+    """The seconds of each block on the device at each place: measured, or else estimated while all devices work."""
+    known: dict[tuple[str, object], list[float]] = {}  # of devices alike
+    found = []
+    for place in places:
+        device = resources.devices[place]
+        kind = (device.kind, resources.machine.speed(device))
+        if kind not in known:
+            alike = [each for each in resources.devices if each.kind == device.kind]
+            known[kind] = (
+                estimate_blocks(analysis, resources, place, len(resources.devices))
+                if resources.timer is None
+                else resources.timer(analysis, alike, resources.threads)
+            )
+        found.append(known[kind])
+    return found
+
+
+def estimate_blocks(analysis: Analysis, resources: Resources, place: int, at_once: int) -> list[float]:
+    """The estimated seconds of each block on the device at a place, while `at_once` devices work."""
+    threads = threads_for(resources.devices, resources.threads)
+    pace = find_pace(resources.devices[place], threads, at_once, resources.machine)
+    return [pace.seconds(analysis.costs, block.nodes) for block in analysis.partition.blocks]
 
 
 def _most_on_a_host(ranks: Sequence[RankPlan]) -> int:

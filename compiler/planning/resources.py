@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from splitc.compiler.analysis.costs import nominal_speed
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.planning.plan_request import DEFAULT_HEADROOM
 from splitc.runtime.devices import Device, free_bytes, memory_of
@@ -35,13 +34,6 @@ class Resources:
     threads: int | None = None
     timer: BlockTimer | None = None
     machine: Machine = field(default_factory=Machine)
-
-    def block_seconds(self, analysis: Analysis) -> list[float]:
-        """The seconds of each block on the first device."""
-        if self.timer is not None:
-            return self.timer(analysis, self.devices, self.threads)
-        speed, costs = nominal_speed(self.devices[0].kind), analysis.costs
-        return [sum(costs.seconds(node, speed) for node in block.nodes) for block in analysis.partition.blocks]
 
     def take(self, places: Sequence[int]) -> Resources:
         """The devices at these places, in this order."""

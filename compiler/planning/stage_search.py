@@ -24,8 +24,9 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Target:
-    """A device to plan for. Loads are divided by its `speed`. `budget` is in bytes, or None if it is not known.
+    """A device to plan for. `budget` is in bytes, or None if it is not known.
 
+    `load` is the number of the load that it takes, which is divided by its `speed`.
     `engines` are the bytes of that which its engines' libraries take. `most_weights` limits the bytes of weights alone.
     `host` is where it is; None is this machine.
     """
@@ -34,6 +35,7 @@ class Target:
     speed: float
     budget: int | None
     engines: int = 0
+    load: int = 0
     most_weights: int | None = None
     host: int | None = None
 
@@ -47,14 +49,14 @@ class Target:
 class StageCosts:
     """What the planner asks about the blocks from number `start` to before number `end`.
 
-    `load` is their time on a device of speed 1, or any other additive quantity. `weights` are the bytes of their
-    weights, and `exact` all bytes that they hold. `memory` is a lower bound of these that is found quickly. `cut` are
-    the bytes that cross before block i, and `link` is the time for a number of bytes to cross, to a target of another
-    host or (False) of the same one.
+    Each of `loads` is their time on a kind of device of speed 1, or any other additive quantity. `weights` are the
+    bytes of their weights, and `exact` all bytes that they hold. `memory` is a lower bound of these that is found
+    quickly. `cut` are the bytes that cross before block i, and `link` is the time for a number of bytes to cross, to a
+    target of another host or (False) of the same one.
     """
 
     names: Sequence[str]
-    load: Callable[[int, int], float]
+    loads: Sequence[Callable[[int, int], float]]
     weights: Callable[[int, int], int]
     memory: Callable[[int, int], int]
     exact: Callable[[int, int], int]
@@ -93,8 +95,11 @@ def plan_stages(
         )
     limits = {(target.room, target.most_weights) for target in targets}  # the same for most of them
     fitting = {each: np.array([_fitting(costs, start, *each) for start in range(count)]) for each in limits}
-    work = np.array([[costs.load(i, j) if j > i else np.inf for j in range(count + 1)] for i in range(count)])
-    times = work[None] / np.array([target.speed for target in targets])[:, None, None]
+    work = [
+        np.array([[load(i, j) if j > i else np.inf for j in range(count + 1)] for i in range(count)])
+        for load in costs.loads
+    ]
+    times = np.array([work[target.load] / target.speed for target in targets])
     while True:
         fits = np.array([fitting[target.room, target.most_weights] for target in targets])
         chain = _cheapest(costs, targets, np.where(fits, times, np.inf), objective, spread, slack)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from models.writer import Writer, save
-from splitc.compiler import plan_model
+from splitc.compiler import Request, plan_model
 from splitc.compiler.analysis.facts import analyze
 from splitc.compiler.analysis.stages import divide_blocks
 from splitc.compiler.frontend.asked_shapes import AskedShapes
@@ -238,3 +238,23 @@ def test_random_graph_cut_anywhere_gives_the_same_bits(
         values.update(zip((value.name for value in session.get_outputs()), session.run(None, used)))
     for name, array in expected.items():
         np.testing.assert_array_equal(values[name], array)
+
+
+def test_blocks_go_where_they_are_fast(tmp_path: Path) -> None:
+    """A GPU takes more blocks than a CPU beside it, in either order; two GPUs share them evenly."""
+    w = Writer()
+    hidden = w.input("x", ir.DataType.FLOAT, [64, 256])
+    for number in range(8):
+        up = w.op("Relu", w.op("MatMul", hidden, w.weight(f"up{number}", weight(f"up{number}", 256, 512))))
+        hidden = w.op("Add", hidden, w.op("MatMul", up, w.weight(f"down{number}", weight(f"down{number}", 512, 256))))
+    w.output(hidden, "y", ir.DataType.FLOAT, [64, 256])
+    save(w.model(), tmp_path / "model.onnx")
+    held = {}
+    for devices in (("cuda0", "cpu0"), ("cpu0", "cuda0"), ("cuda0", "cuda1")):
+        request = Request(split_mode="layer", spread=True, memory=["4GiB"], engine="onnxruntime")
+        plan = plan_model(tmp_path / "model.onnx", parse_devices(devices), request)
+        held[devices] = [len(rank.stage.blocks) for rank in plan.ranks]
+    assert held["cuda0", "cuda1"] == [4, 4]
+    more, less = held["cuda0", "cpu0"]
+    assert more > less
+    assert held["cpu0", "cuda0"] == [less, more]

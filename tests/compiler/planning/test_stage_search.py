@@ -24,7 +24,7 @@ def make_costs(
     """Costs of blocks that add up. The bound of their memory is the share `known` of the exact bytes."""
     return StageCosts(
         names=[f"b{index}" for index in range(len(loads))],
-        load=lambda start, end: sum(loads[start:end]),
+        loads=[lambda start, end: sum(loads[start:end])],
         weights=lambda start, end: sum(sizes[start:end]),
         memory=lambda start, end: int(known * sum(sizes[start:end])),
         exact=lambda start, end: sum(sizes[start:end]),
@@ -48,7 +48,7 @@ def cost(chain: Sequence[Assignment], costs: StageCosts, targets: Sequence[Targe
         target = targets[each.target]
         if target.budget is not None and costs.exact(each.start, each.end) > target.budget:
             return math.inf
-        times.append(costs.load(each.start, each.end) / target.speed)
+        times.append(costs.loads[target.load](each.start, each.end) / target.speed)
         if each.start:
             times.append(costs.link(costs.cut(each.start), target.host != targets[before.target].host))
     return max(times) if objective == "throughput" else sum(times)
