@@ -190,8 +190,11 @@ class _Search:
                 break
             changed = self.inputs.changed(changes)
             shapes = changed.shapes(self._graph.model)
-            if can_be_made_up(self._graph, shapes) and self._trial.refusal(shapes, fills) is None:
-                bound = bind_shapes(self._graph.model, shapes, defaults=True)
+            if not can_be_made_up(self._graph, shapes):
+                continue
+            bound = fitted.bound if shapes == fitted.shapes else bind_shapes(self._graph.model, shapes, defaults=True)
+            # A run that takes too long tells nothing.
+            if self._is_small(bound) and self._trial.refusal(shapes, fills) is None:
                 # What follows from the numbers is as large as these make it, and as uncertain as before.
                 known = bind_shapes(self._graph.model, shapes, _known(self._trial, fills), defaults=True)
                 return Fitted(changed, shapes, replace(bound, shapes=known.shapes), fitted.tried, None, fills)

@@ -13,6 +13,7 @@ from models.writer import save
 from splitc.compiler.analysis.facts import Analysis, analyze
 from splitc.compiler.frontend.asked_shapes import AskedShapes, Shape
 from splitc.compiler.frontend.fitted_sizes import WHOLE
+from splitc.compiler.frontend.sizes_tried import Trial
 from splitc.runtime.manifest import Fill
 from tests.helpers.blocks import FLOAT, INT, Block
 from tests.helpers.command import splitc
@@ -52,6 +53,29 @@ def test_length_that_kernels_reach(tmp_path: Path) -> None:
     assert analysis.fitted.problem is None
     assert analysis.shapes["sound"][1] >= 127 + 6 * 64
     assert min(analysis.costs.shapes["y"]) > 0
+
+
+def test_sizes_that_take_too_long_to_try_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask that is too short shows in the whole model only. It is the mask that gets longer, not what it is of."""
+    block = Block()
+    new = block.input("new", FLOAT, [1, "length", 512])
+    past = block.input("past", FLOAT, [1, "before", 8])
+    mask = block.input("mask", FLOAT, [1, "total"])
+    lengths = [block.op("Gather", block.op("Shape", value), block.constant(1, np.int64)) for value in (past, new)]
+    zero, one = block.constant(0, np.int64), block.constant(1, np.int64)
+    nothing = block.op("Mul", block.input("offset", INT, [1]), zero)  # what is known beforehand is tried node by node
+    places = block.op("Add", block.op("Range", zero, block.op("Add", *lengths), one), nothing)
+    scores = block.op("MatMul", new, block.op("Transpose", new, perm=[0, 2, 1]))
+    block.give(scores, "scores")
+    block.give(block.op("Gather", mask, places, axis=1), "picked")
+    refusal = Trial.refusal
+
+    def refuse(trial: Trial, shapes: Mapping[str, Shape], fills: Mapping[str, Fill]) -> str | None:
+        return None if shapes["new"][1] > 1024 else refusal(trial, shapes, fills)  # as where the time is up
+
+    monkeypatch.setattr(Trial, "refusal", refuse)
+    fitted = fit(block, tmp_path, {"past": (1, 16, 8)}).fitted
+    assert (fitted.problem, fitted.shapes["new"], fitted.shapes["mask"]) == (None, (1, 16, 512), (1, 32))
 
 
 def test_rows_that_belong_together(tmp_path: Path) -> None:
