@@ -171,6 +171,11 @@ def shape(op: Operation) -> None:
     op.free(op.input(0))
 
 
+def whole_axes(op: Operation, number: int) -> int | None:
+    """Bounds of a Slice that leaves its axes whole: starts, ends, and steps."""
+    return {1: 0, 2: 2**31 - 1, 4: 1}.get(number)
+
+
 OPERATORS = (
     Operator("Reshape", reshape, view=True, folds=True, passes_sizes=True, rearranges=True),
     Operator("Flatten", reshape, view=True, folds=True, rearranges=True),
@@ -182,7 +187,16 @@ OPERATORS = (
     Operator("ConstantOfShape", constant_of_shape, folds=True, expands=True),
     Operator("Concat", concat, folds=True, passes_sizes=True, rearranges=True),
     Operator("Split", split, folds=True, rearranges=True, takes_places=True),
-    Operator("Slice", slice_, reads_part=True, folds=True, passes_sizes=True, rearranges=True, takes_places=True),
+    Operator(
+        "Slice",
+        slice_,
+        reads_part=True,
+        folds=True,
+        passes_sizes=True,
+        rearranges=True,
+        takes_places=True,
+        example=whole_axes,
+    ),
     Operator("Pad", pad),
     Operator("Resize", resize),
     Operator("Upsample", resize),

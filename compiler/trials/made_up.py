@@ -16,6 +16,8 @@ from splitc.compiler.operators.registry import operator_of
 Array = npt.NDArray[Any]
 # The scale of quantized numbers, and the largest of them: what is summed does not saturate.
 SCALE, LARGEST = 0.37, 3
+# The largest whole number that is a sum of parts.
+LARGEST_SUM = 50
 
 
 def made_up(operation: Operation, number: int, shape: tuple[int, ...], dtype: ir.DataType, seed: str) -> Array:
@@ -40,6 +42,14 @@ def made_up(operation: Operation, number: int, shape: tuple[int, ...], dtype: ir
     return (
         np.ones(shape, dtype.numpy()) if np.prod(shape) <= 1 else generator.integers(0, 2, shape).astype(dtype.numpy())
     )
+
+
+def made_up_sum(shape: tuple[int, ...], dtype: ir.DataType, seed: str) -> Array:
+    """Data for an input that is a sum of the ranks' parts: numbers that are no indices, so that rounding shows."""
+    generator = np.random.default_rng(zlib.crc32(f"{seed}/sum".encode()))
+    if dtype.is_floating_point():
+        return generator.standard_normal(shape).astype(dtype.numpy())
+    return generator.integers(-LARGEST_SUM if dtype.is_signed() else 0, LARGEST_SUM, shape).astype(dtype.numpy())
 
 
 def parts_of(array: Array, seed: str) -> list[Array]:

@@ -26,7 +26,7 @@ from splitc.compiler.sharding.sharded_model import ShardedModel
 from splitc.compiler.sharding.shards import Shards
 from splitc.compiler.sharding.shares import Range, Ranges, divide_units, ranges_of
 from splitc.compiler.trials.forms import LARGE, PARTNER, SHARDED, Form, content_of
-from splitc.compiler.trials.made_up import made_up, parts_of
+from splitc.compiler.trials.made_up import made_up, made_up_sum, parts_of
 
 Array = npt.NDArray[Any]
 
@@ -208,14 +208,20 @@ class _Maker:
             axes = self.made.inputs[number]
             if axes is None or value.dtype is None:
                 raise CannotTryError(self._number, f"the shape or the type of its input {number} is not known")
-            array = self._array(operation, number, tuple(map(ax.size_of, axes)), value.dtype)
+            shape = tuple(map(ax.size_of, axes))
+            is_sum = number in self._form.partial
+            array = (
+                made_up_sum(shape, value.dtype, self._name)
+                if is_sum
+                else self._array(operation, number, shape, value.dtype)
+            )
             name = f"{self._name}_i{number}"
             made = ir.Value(name=name, shape=ir.Shape(array.shape), type=value.type)
             if value.is_initializer():
                 made.const_value = ir.Tensor(array, value.dtype, name=name)
             else:
                 self.feeds[name] = array
-                if number in self._form.partial:
+                if is_sum:
                     self.parts[name] = parts_of(array, self._name)
             self.values[key] = made
         return self.values[key]

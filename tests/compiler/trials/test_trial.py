@@ -81,10 +81,26 @@ def attention(b: Block, x: ir.Value) -> ir.Value:
     return b.op("MatMul", b.op("com.microsoft.MultiHeadAttention", q, k, v, num_heads=4), b.w("B", INNER, HIDDEN))
 
 
+def whole_thirds(b: Block, x: ir.Value) -> ir.Value:
+    numbers = b.op("Cast", b.op("Mul", x, b.constant(30, np.float32)), to=ir.DataType.INT32)
+    a, c = (b.weight(name, ir.tensor(b.random(name, *shape).round().astype(np.int32))) for name, shape in MATRICES)
+    product = b.op("MatMul", b.op("MatMul", numbers, a), c)
+    return b.op("Cast", b.op("Div", product, b.constant(3, np.int32)), to=FLOAT)
+
+
+MATRICES = (("A", (HIDDEN, INNER)), ("B", (INNER, HIDDEN)))
+
+
+def divides_parts(op: Operation) -> None:
+    known_rule("Div")(op)
+    op.linear = (frozenset({0}),)
+
+
 # The operator, its wrong rule, and what has it.
 WRONG: dict[str, tuple[str, AxesRule, Callable[[Block, ir.Value], ir.Value]]] = {
     "an axis that is needed whole": ("Softmax", all_axes_free, pair),
     "what is not linear": ("Relu", linear_too, clipped),
+    "whole numbers that are rounded": ("Div", divides_parts, whole_thirds),
     "an attribute that counts": ("com.microsoft.MultiHeadAttention", forgets_the_heads, attention),
 }
 
