@@ -89,7 +89,7 @@ class LayerSplit:
 def plan_layers(analysis: Analysis, resources: Resources, request: Request) -> Plan:
     """Decide which blocks each device holds.
 
-    Raises DoesNotFitError if the devices can't hold the model, MisuseError if there are more devices than blocks.
+    Raises DoesNotFitError if the devices can't hold the model, CannotSplitError if there are more devices than blocks.
     """
     devices = resources.devices
     seconds = block_seconds(analysis, resources, range(len(devices)))

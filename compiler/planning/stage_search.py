@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from splitc.runtime.errors import DoesNotFitError, MisuseError
+from splitc.compiler.model_errors import CannotSplitError
+from splitc.runtime.errors import DoesNotFitError
 from splitc.runtime.units import format_bytes
 
 # Costs that differ by less than this share are equal.
@@ -86,11 +87,11 @@ def plan_stages(
     For throughput the slowest stage may exceed the optimum by the share `slack`, if that saves cut bytes or spreads
     the weights more evenly.
 
-    Raises DoesNotFitError if no cuts fit the budgets, MisuseError if there are more targets than blocks.
+    Raises DoesNotFitError if no cuts fit the budgets, CannotSplitError if there are more targets than blocks.
     """
     count = len(costs.names)
     if len(targets) > count:
-        raise MisuseError(
+        raise CannotSplitError(
             f"{len(targets)} devices, and the model can be cut into {count} pieces at most: name fewer devices with -d"
         )
     limits = {(target.room, target.most_weights) for target in targets}  # the same for most of them

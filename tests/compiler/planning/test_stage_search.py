@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from splitc.compiler.model_errors import CannotSplitError
 from splitc.compiler.planning.stage_search import Assignment, StageCosts, Target, plan_stages
-from splitc.runtime.errors import DoesNotFitError, MisuseError
+from splitc.runtime.errors import DoesNotFitError
 
 
 def make_costs(
@@ -115,7 +116,7 @@ def test_faster_device_gets_more() -> None:
 
 def test_more_devices_than_blocks() -> None:
     targets = [Target(f"d{k}", 1.0, None) for k in range(4)]
-    with pytest.raises(MisuseError, match="4 devices, and the model can be cut into 3 pieces at most"):
+    with pytest.raises(CannotSplitError, match="4 devices, and the model can be cut into 3 pieces at most"):
         plan_stages(make_costs([1] * 3, [1] * 3, [0] * 3), targets)
 
 
