@@ -101,9 +101,10 @@ def plan_stages(
         for load in costs.loads
     ]
     times = np.array([work[target.load] / target.speed for target in targets])
+    uneven = _unevenness(costs)
     while True:
         fits = np.array([fitting[target.room, target.most_weights] for target in targets])
-        chain = _cheapest(costs, targets, np.where(fits, times, np.inf), objective, spread, slack)
+        chain = _cheapest(costs, targets, np.where(fits, times, np.inf), uneven, objective, spread, slack)
         if chain is None:
             raise DoesNotFitError(explain_misfit(costs, targets))
         misfits = [each for each in chain if not _fits_exactly(costs, targets[each.target], each)]
@@ -121,9 +122,18 @@ def _fits_exactly(costs: StageCosts, target: Target, each: Assignment) -> bool:
 
 
 def _cheapest(
-    costs: StageCosts, targets: Sequence[Target], loads: Floats, objective: str, spread: bool, slack: float
+    costs: StageCosts,
+    targets: Sequence[Target],
+    loads: Floats,
+    uneven: Floats,
+    objective: str,
+    spread: bool,
+    slack: float,
 ) -> list[Assignment] | None:
-    """The best stages if the blocks from i to before j take `loads[k, i, j]` on target k; None if there are none."""
+    """The best stages if the blocks from i to before j take `loads[k, i, j]` on target k; None if there are none.
+
+    `uneven[i, j]` is how far such a stage is from holding the same as others (`_unevenness`).
+    """
     count = len(costs.names)
     sides = np.array([[0.0] + [costs.link(costs.cut(i), far) for i in range(1, count)] for far in (False, True)])
     links = _Links(sides, np.array([[int(one.host != other.host) for other in targets] for one in targets]))
@@ -136,9 +146,9 @@ def _cheapest(
     best = min(chain.cost for chain in by_stages.values())
     stages = min(stages for stages, chain in by_stages.items() if chain.cost <= best * (1 + SAME))
     if objective == "latency":
-        tie_break = best * SAME * _unevenness(costs) / max(1, costs.weights(0, count))
+        tie_break = best * SAME * uneven / max(1, costs.weights(0, count))
         return _search(loads + tie_break, combine, links)[stages].assignments
-    return _most_even(costs, loads, links, best * (1 + max(slack, SAME)))[stages].assignments
+    return _most_even(costs, loads, links, uneven, best * (1 + max(slack, SAME)))[stages].assignments
 
 
 def _fitting(costs: StageCosts, start: int, budget: int | None, most_weights: int | None) -> npt.NDArray[np.bool_]:
@@ -217,15 +227,15 @@ def _trace(came: npt.NDArray[np.int_], stages: int, target: int, end: int) -> li
     return chain[::-1]
 
 
-def _most_even(costs: StageCosts, loads: Floats, links: _Links, slowest: float) -> dict[int, _Chain]:
+def _most_even(costs: StageCosts, loads: Floats, links: _Links, uneven: Floats, slowest: float) -> dict[int, _Chain]:
     """For each number of stages the chain with the fewest bytes cut and the most evenly spread weights.
 
     It minimizes bytes cut + the sum of squares of the stages' weight bytes / all weight bytes. The second term is least
     if all stages hold the same. No stage or link is slower than `slowest`.
     """
     cut_bytes = np.array([0.0] + [costs.cut(number) for number in range(1, len(costs.names))])
-    uneven = np.where(loads <= slowest, _unevenness(costs), np.inf)
-    return _search(uneven, np.add, replace(links, costs=np.where(links.costs <= slowest, cut_bytes, np.inf)))
+    fast_enough = np.where(loads <= slowest, uneven, np.inf)
+    return _search(fast_enough, np.add, replace(links, costs=np.where(links.costs <= slowest, cut_bytes, np.inf)))
 
 
 def _unevenness(costs: StageCosts) -> Floats:
