@@ -38,7 +38,7 @@ from splitc.compiler.planning.split import RankProgram
 from splitc.compiler.planning.stage_search import Assignment, Target
 from splitc.compiler.remembered import remembered
 from splitc.compiler.sharding.axis_map import AxisMap, find_axes, probe_sizes
-from splitc.compiler.sharding.candidates import find_candidates
+from splitc.compiler.sharding.candidates import Candidates, find_candidates
 from splitc.compiler.sharding.choice import Choice, choose
 from splitc.compiler.sharding.held import held_shards
 from splitc.compiler.sharding.partial import chosen_atoms
@@ -239,12 +239,20 @@ def _choose(analysis: Analysis, count: int) -> tuple[AxisMap, Choice, Mapping[ir
     opaque: dict[ir.Node, str] = {}
     graph, size = analysis.graph, analysis.costs.value_bytes
     while True:
-        axis_map = find_axes(graph, probe_sizes(analysis), opaque)
-        choice = choose(graph, axis_map, find_candidates(graph, axis_map, size), size, count)
+        axis_map, candidates = _candidates(analysis, frozenset(opaque.items()))
+        choice = choose(graph, axis_map, candidates, size, count)
         broken = find_broken(graph, axis_map, choice, analysis.costs.bound.shapes)
         if not broken:
             return axis_map, choice, opaque
         opaque.update(broken)
+
+
+@remembered
+def _candidates(analysis: Analysis, opaque: frozenset[tuple[ir.Node, str]]) -> tuple[AxisMap, Candidates]:
+    """The axes and the candidates among them, the same for any number of ranks, with these nodes opaque."""
+    graph = analysis.graph
+    axis_map = find_axes(graph, probe_sizes(analysis), dict(opaque))
+    return axis_map, find_candidates(graph, axis_map, analysis.costs.value_bytes)
 
 
 def _warn_if_idle(ranks: Sequence[RankPlan], sharded: ShardedModel) -> list[str]:
