@@ -131,10 +131,15 @@ def quantize_together(editor: Editor, ranks: int, node: ir.Node) -> None:
         old.replace_all_uses_with(new, replace_graph_outputs=True)
 
 
+def summed_type(kind: ir.DataType) -> ir.DataType:
+    """The number type in which ranks sum zeros and the numbers of one of them."""
+    return kind if kind in _CHOSEN else ir.DataType.FLOAT if kind.is_floating_point() else ir.DataType.INT64
+
+
 def draw_once(editor: Editor, ranks: int, value: ir.Value, draws: bool) -> None:
     """Replace random numbers by a sum over the ranks, to which only one of them adds what it `draws`."""
     kind = value.dtype or ir.DataType.FLOAT
-    summed = kind if kind in _CHOSEN else ir.DataType.FLOAT if kind.is_floating_point() else ir.DataType.INT64
+    summed = summed_type(kind)
 
     def wrap(old: ir.Value, dtype: ir.DataType, operator: str, *before: ir.Value, suffix: str, **how: Any) -> ir.Value:
         new = editor.wrap(old, operator, [*before, old], suffix, **how)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import onnx_ir as ir
 
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.frontend.optional import mark_part
 from splitc.compiler.frontend.origins import origin_of
 from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
+from splitc.compiler.lowering import borders
 from splitc.compiler.lowering import rank_forms as forms
 from splitc.compiler.lowering.editor import Editor
 from splitc.compiler.lowering.size_rewriter import SizeRewriter
@@ -15,6 +18,7 @@ from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis
 from splitc.compiler.operators.operation import Axes, Operation
+from splitc.compiler.sharding.crossings import Crossing, crossings
 from splitc.compiler.sharding.partial import chosen_atoms
 from splitc.compiler.sharding.sharded_model import ShardedModel
 
@@ -40,6 +44,9 @@ class _RankGraph:
         self._summed = frozenset(split.sums.summed)
         self._ranged = frozenset(split.sums.ranged)
         self._drawn = frozenset(split.sums.drawn)
+        self._crossings: dict[ir.Node, list[Crossing]] = defaultdict(list)
+        for crossing in crossings(split.axis_map):
+            self._crossings[crossing.node].append(crossing)
         for value in (value for node in self._graph for value in node.outputs):
             origin = origin_of(value)
             value.type = value.type or (origin.type if origin is not None else None)
@@ -58,6 +65,8 @@ class _RankGraph:
 
     def _rewrite(self, node: ir.Node, origin: ir.Node) -> None:
         operation = self._split.axis_map.operations[origin]
+        for crossing in (each for each in self._crossings.get(origin, ()) if each.place is not None):
+            borders.enter(self._editor, self._shards, self._split.ranks, node, crossing)
         self._cut_weights(node, operation)
         self._sizes.rewrite(node, operation)
         forms.mask_unowned(self._editor, self._shards, node, operation)
@@ -77,7 +86,9 @@ class _RankGraph:
             if not self._split.owns(self._rank, operation):
                 result = self._editor.wrap(result, "Mul", [result, self._editor.scalar(0, result)], "uncounted")
         if origin.outputs[0] in self._summed:
-            forms.sum_over_ranks(self._editor, self._split.ranks, result)
+            result = forms.sum_over_ranks(self._editor, self._split.ranks, result)
+        for crossing in (each for each in self._crossings.get(origin, ()) if each.place is None):
+            borders.leave(self._editor, self._shards, self._split.ranks, result, crossing)
 
     def _draw_once(self, node: ir.Node, origin: ir.Node) -> None:
         """The first rank's random numbers on all of them."""

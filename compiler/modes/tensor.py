@@ -25,9 +25,10 @@ from splitc.compiler.lowering.rank_graph import rank_graph
 from splitc.compiler.model_errors import CannotSplitError
 from splitc.compiler.modes.mode import Mode, Way
 from splitc.compiler.modes.pipeline import choose_stages, predict_pipeline, rematerialized, stage_cuts
+from splitc.compiler.modes.tensor_axes import Rates, TensorAxes, fast_axes, named_axes, small_axes
 from splitc.compiler.nodes import describe_node
 from splitc.compiler.planning.assembly import assemble, check_memory
-from splitc.compiler.planning.clock import Clock, Prediction, block_seconds
+from splitc.compiler.planning.clock import Clock, Prediction, block_seconds, find_pace, sum_link
 from splitc.compiler.planning.host_groups import group_devices, numbers_to_try, single_groups
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import PlanFile, check_file_shares
@@ -36,17 +37,15 @@ from splitc.compiler.planning.rank_plan import CutPlan, RankPlan, Rematerialized
 from splitc.compiler.planning.resources import Budget, Resources
 from splitc.compiler.planning.split import RankProgram
 from splitc.compiler.planning.stage_search import Assignment, Target
-from splitc.compiler.remembered import remembered
-from splitc.compiler.sharding.axis_map import AxisMap, find_axes, probe_sizes
-from splitc.compiler.sharding.candidates import Candidates, find_candidates
-from splitc.compiler.sharding.choice import Choice, choose
+from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.compiler.sharding.held import held_shards
 from splitc.compiler.sharding.partial import chosen_atoms
 from splitc.compiler.sharding.report import AxisFate, WeightFate, axis_fates, sharded_weights
 from splitc.compiler.sharding.sharded_model import ShardedModel, shard_model
-from splitc.compiler.trials.trial import broken_rules, find_broken
+from splitc.compiler.trials.trial import broken_rules
 from splitc.runtime.device_profiles import HOST
-from splitc.runtime.errors import MisuseError
+from splitc.runtime.devices import threads_for
+from splitc.runtime.errors import DoesNotFitError, MisuseError
 from splitc.runtime.manifest import Part
 from splitc.runtime.units import format_bytes
 
@@ -59,7 +58,7 @@ class TensorSplit:
     """Every rank of a group runs every node of its stage on its shards. The group sums partial values."""
 
     analysis: Analysis
-    choice: Choice
+    axes: TensorAxes
     sharded: ShardedModel
     rewrites = True
     fixes_ranks = True
@@ -78,7 +77,7 @@ class TensorSplit:
         return self.sharded.sums.count
 
     def exchanged_bytes(self, cuts: Sequence[CutPlan]) -> int:
-        return sum(map(self.analysis.costs.value_bytes, self.sharded.sums.summed))
+        return sum(map(self.analysis.costs.value_bytes, self.sharded.sums.exchanged))
 
     def more_sessions(self, rank: RankPlan, inside: bool) -> int:
         return 0 if inside else self.collectives
@@ -140,10 +139,10 @@ class TensorSplit:
         return value in self.sharded.sums.partial and value not in self.sharded.sums.summed
 
     def axis_fates(self) -> list[AxisFate]:
-        return axis_fates(self.sharded, self.choice, self.analysis.costs.value_bytes)
+        return axis_fates(self.sharded, self.axes.choice, self.analysis.costs.value_bytes)
 
     def file_fields(self) -> Mapping[str, Any]:
-        return {}
+        return {"islands": self.axes.islands}
 
 
 def plan_tensors(analysis: Analysis, resources: Resources, request: Request) -> Plan:
@@ -175,7 +174,23 @@ def plan_tensors(analysis: Analysis, resources: Resources, request: Request) -> 
         chosen = [Assignment(0, 0, len(analysis.partition.blocks))]
     else:
         chosen = choose_stages(analysis, seconds, targets, request, resources)
-    return _make_plan(analysis, resources, request, [float(share) for share in shares], chosen, seconds)
+    given = [float(share) for share in shares]
+    make = partial(_make_plan, analysis, resources, request, given, chosen, seconds)
+    fast = fast_axes(analysis, count, _rates(resources, count))
+    try:
+        return make(fast)
+    except DoesNotFitError:
+        if (small := small_axes(analysis, count)).islands == fast.islands:
+            raise
+        return make(small)
+
+
+def _rates(resources: Resources, count: int) -> Rates:
+    """How fast the first group of so many ranks works."""
+    devices, machine = resources.devices[:count], resources.machine
+    threads = threads_for(resources.devices, resources.threads)
+    pace = find_pace(devices[0], threads, len(resources.devices), machine)
+    return Rates(pace, sum_link(devices, machine))
 
 
 def _make_plan(
@@ -185,6 +200,7 @@ def _make_plan(
     shares: Sequence[float],
     chosen: Sequence[Assignment],
     seconds: Sequence[Sequence[float]],
+    axes: TensorAxes,
 ) -> Plan:
     """The plan that puts the chosen runs of blocks on groups of devices, sharded by the devices' shares.
 
@@ -198,8 +214,7 @@ def _make_plan(
         for weight in analysis.costs.weights(stage.nodes)
     }
     groups = [shares[first : first + count] for first in range(0, len(shares), count)]
-    axis_map, choice, broken = _choose(analysis, count)
-    sharded = shard_model(analysis.graph, axis_map, choice, groups, home)
+    sharded = shard_model(analysis.graph, axes.axis_map, axes.choice, groups, home)
     ranks = []
     repeated = rematerialized(analysis, stages)
     for number, (each, stage) in enumerate(zip(chosen, stages, strict=True)):
@@ -221,38 +236,13 @@ def _make_plan(
                 repeated[number] if part == 0 else Rematerialized(),
             )
             ranks.append(rank)
-    weights = sharded_weights(analysis, sharded, choice)
+    weights = sharded_weights(analysis, sharded, axes.choice)
     _check_split(weights)
     _check_drawn(sharded)
-    split = TensorSplit(analysis, choice, sharded)
+    split = TensorSplit(analysis, axes, sharded)
     plan = assemble(analysis, request, split, ranks, stage_cuts(analysis, stages), weights, WHOLE)
     check_memory(plan, WHOLE)
-    return replace(plan, warnings=(*plan.warnings, *_warn_if_idle(ranks, sharded), *broken_rules(broken)))
-
-
-@remembered
-def _choose(analysis: Analysis, count: int) -> tuple[AxisMap, Choice, Mapping[ir.Node, str]]:
-    """The axes to shard over so many ranks, and the nodes whose rules did not hold when they were tried.
-
-    A node whose rule does not hold is opaque, and the axes are chosen again.
-    """
-    opaque: dict[ir.Node, str] = {}
-    graph, size = analysis.graph, analysis.costs.value_bytes
-    while True:
-        axis_map, candidates = _candidates(analysis, frozenset(opaque.items()))
-        choice = choose(graph, axis_map, candidates, size, count)
-        broken = find_broken(graph, axis_map, choice, analysis.costs.bound.shapes)
-        if not broken:
-            return axis_map, choice, opaque
-        opaque.update(broken)
-
-
-@remembered
-def _candidates(analysis: Analysis, opaque: frozenset[tuple[ir.Node, str]]) -> tuple[AxisMap, Candidates]:
-    """The axes and the candidates among them, the same for any number of ranks, with these nodes opaque."""
-    graph = analysis.graph
-    axis_map = find_axes(graph, probe_sizes(analysis), dict(opaque))
-    return axis_map, find_candidates(graph, axis_map, analysis.costs.value_bytes)
+    return replace(plan, warnings=(*plan.warnings, *_warn_if_idle(ranks, sharded), *broken_rules(axes.broken)))
 
 
 def _warn_if_idle(ranks: Sequence[RankPlan], sharded: ShardedModel) -> list[str]:
@@ -309,7 +299,16 @@ def _replan(
     check_file_shares(file.ranks)
     shares = [rank.share for rank in file.ranks]
     seconds = block_seconds(analysis, resources, range(0, len(numbers), count))
-    return _make_plan(analysis, resources, request, shares, chosen, seconds)
+    _check_islands(analysis, file)
+    axes = named_axes(analysis, count, frozenset(file.islands))
+    return _make_plan(analysis, resources, request, shares, chosen, seconds, axes)
+
+
+def _check_islands(analysis: Analysis, file: PlanFile) -> None:
+    """Raise MisuseError for an island of the plan that the model does not make."""
+    made = {value.name for node in analysis.graph.nodes for value in node.outputs}
+    if unknown := [name for name in file.islands if name not in made]:
+        raise MisuseError(f'the plan has the line "{unknown[0]}" under "islands", and the model makes no such value')
 
 
 def _ways(hosts: Sequence[int], numbers: Sequence[int]) -> list[Way]:

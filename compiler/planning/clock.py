@@ -126,13 +126,9 @@ class Clock:
         return self.machine.copy(one.device, other.device)
 
     def sums(self, members: Sequence[RankPlan], count: float, size: float) -> float:
-        """The time of `count` sums over these ranks, of `size` bytes in all: in hosts, then along a tree of hosts."""
-        one, other = (rank.device for rank in members[:2])
-        inside, across = self.machine.sum(one, other), self.machine.between_hosts(one, other)
-        more = max(find_profile(rank.device.kind).more_ranks for rank in members)
-        hosts = len({rank.device.host for rank in members})
-        steps = ((1 + more * (len(members) - 2), inside), (float((hosts - 1).bit_length()), across))
-        return sum(times * (count * link.latency + size * link.per_byte) for times, link in steps)
+        """The time of `count` sums over these ranks, of `size` bytes in all."""
+        link = sum_link([rank.device for rank in members], self.machine)
+        return count * link.latency + size * link.per_byte
 
     def meeting(self, seconds: float) -> float:
         """The time between two collectives of ranks that each take `seconds`: all wait for the slowest."""
@@ -141,6 +137,16 @@ class Clock:
     def copying(self, rank: RankPlan, size: int) -> float:
         """The time to copy `size` bytes within a rank's memory."""
         return 2 * size / rank_speed(rank.device, self.threads, 1, self.machine).bytes
+
+
+def sum_link(devices: Sequence[Device], machine: Machine) -> Link:
+    """The time of a sum over these devices: in hosts, then along a tree of hosts."""
+    one, other = devices[:2]
+    inside, across = machine.sum(one, other), machine.between_hosts(one, other)
+    more = max(find_profile(device.kind).more_ranks for device in devices)
+    hosts = len({device.host for device in devices})
+    steps = ((1 + more * (len(devices) - 2), inside), (float((hosts - 1).bit_length()), across))
+    return Link(sum(times * link.latency for times, link in steps), sum(times * link.per_byte for times, link in steps))
 
 
 def find_pace(device: Device, threads: int, at_once: int, machine: Machine, cached: bool = False) -> Pace:

@@ -82,7 +82,8 @@ class PlanFile(Struct, frozen=True, forbid_unknown_fields=True):
     largest input shapes; `min_shapes` and `opt_shapes` are given if engines take a range. `finest` says that the model
     is cut wherever it can be, instead of into the blocks that repeat. `row_min` is the minimum side of a matrix that
     row mode slices. `settings` are inputs that are bound to constants. `hosts` is the number of hosts that the ranks'
-    devices name, `host0/cuda0` and so on, or 1 if they name none.
+    devices name, `host0/cuda0` and so on, or 1 if they name none. `islands` are, in tensor mode, what nodes make whose
+    shards are joined where they come out: remove one, and its weights are whole.
     """
 
     schema: int
@@ -100,6 +101,7 @@ class PlanFile(Struct, frozen=True, forbid_unknown_fields=True):
     opt_shapes: dict[str, list[int]] = {}
     states: list[State] | None = None
     row_min: int | None = None
+    islands: list[str] = []
     cuts: list[CutEntry] = []
     warnings: list[str] = []
     weights: dict[str, WeightEntry] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -26,16 +26,34 @@ from splitc.compiler.sharding.probe_sizes import bind_probe_sizes
 
 
 @dataclass(frozen=True)
+class Island:
+    """A node with axes of its own: values are sharded differently inside it and outside.
+
+    `inputs` are the axes that are its own, as pairs of an input's number and the axis's number. `outputs` are those of
+    its only output.
+    """
+
+    node: ir.Node
+    inputs: tuple[tuple[int, int], ...]
+    outputs: tuple[int, ...]
+
+
+# For a model without islands.
+NO_ISLANDS: frozenset[Island] = frozenset()
+
+
+@dataclass(frozen=True)
 class AxisMap:
     """Each node's operation, in the model's order, and the axes of each model input and computed value.
 
-    The axes of what a node reads are in `operations[node].inputs`, since small weights have new axes at each use.
-    `bound` are the shapes that the axes were found with.
+    The axes of what a node reads are in `operations[node].inputs`, since small weights have new axes at each use, and
+    islands have axes of their own. `bound` are the shapes that the axes were found with.
     """
 
     operations: Mapping[ir.Node, Operation]
     axes: Mapping[ir.Value, Axes]
     bound: BoundShapes
+    islands: Collection[Island] = NO_ISLANDS
 
     def weight_uses(self) -> Iterator[tuple[ir.Value, Axes]]:
         """Each weight with its axes, once for every use."""
@@ -45,13 +63,18 @@ class AxisMap:
                     yield value, axes
 
 
-def find_axes(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, str] = MappingProxyType({})) -> AxisMap:
+def find_axes(
+    graph: Graph,
+    bound: BoundShapes,
+    opaque: Mapping[ir.Node, str] = MappingProxyType({}),
+    islands: Collection[Island] = NO_ISLANDS,
+) -> AxisMap:
     """Relate all axes of the model, node by node. `bound` should have distinct sizes for unrelated axes.
 
-    The axes of `opaque` nodes are whole, each for its reason.
+    The axes of `opaque` nodes are whole, each for its reason. `islands` are nodes with axes of their own.
     """
     inputs = {value: _computed(value, bound) for value in graph.graph.inputs}
-    return _relate(graph, bound, graph.nodes, inputs, frozenset(), opaque)
+    return _relate(graph, bound, graph.nodes, inputs, frozenset(), opaque, islands)
 
 
 @remembered
@@ -80,12 +103,14 @@ def _relate(
     shared: dict[ir.Value, Axes],
     separate: Collection[ir.Node],
     opaque: Mapping[ir.Node, str],
+    islands: Collection[Island] = NO_ISLANDS,
 ) -> AxisMap:
     """The axes of the nodes, in order. `shared` starts with the axes of the graph's inputs and is added to.
 
     Any other value has new axes at each use. So have the outputs of the nodes in `separate`.
     """
     operations: dict[ir.Node, Operation] = {}
+    island_of = {island.node: island for island in islands}
 
     def axes_of(value: ir.Value | None) -> Axes:
         if value is None:
@@ -106,7 +131,10 @@ def _relate(
             shared.update(zip(node.outputs, made, strict=True))
         constants = [_constant(value, bound) for value in node.inputs]
         weights = [n for n, value in enumerate(node.inputs) if value is not None and graph.is_constant(value)]
-        operation = Operation(node, [axes_of(value) for value in node.inputs], made, constants, weights)
+        taken = [axes_of(value) for value in node.inputs]
+        if node in island_of:
+            taken, made = _own_axes(island_of[node], taken, made)
+        operation = Operation(node, taken, made, constants, weights)
         if node in opaque:
             operation.opaque(opaque[node])
         else:
@@ -116,7 +144,17 @@ def _relate(
                 for axis in axes_of(value) or ():
                     ax.pin(axis, Pin(node, "it is read inside control flow"))
         operations[node] = operation
-    return _settled(AxisMap(operations, shared, bound))
+    return _settled(AxisMap(operations, shared, bound, islands))
+
+
+def _own_axes(island: Island, taken: Sequence[Axes], made: Sequence[Axes]) -> tuple[list[Axes], list[Axes]]:
+    """The axes of an island's inputs and outputs, with new ones where they are its own."""
+
+    def renew(axes: Axes, numbers: Collection[int]) -> Axes:
+        return axes and tuple(ax.new_axis(ax.size_of(a)) if n in numbers else a for n, a in enumerate(axes))
+
+    own = [{axis for place, axis in island.inputs if place == number} for number in range(len(taken))]
+    return [renew(a, b) for a, b in zip(taken, own, strict=True)], [renew(axes, island.outputs) for axes in made]
 
 
 def _settled(found: AxisMap) -> AxisMap:

@@ -13,6 +13,7 @@ from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor, Pin
 from splitc.compiler.sharding.axis_map import AxisMap
+from splitc.compiler.sharding.crossings import crossings
 from splitc.compiler.sharding.partial import find_sums
 
 # The fixed cost of a sum, in bytes, added to what it moves: ranks wait for each other.
@@ -28,15 +29,20 @@ LOOKUP_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Candidate:
-    """An atom that divides weights: the bytes of each weight, the number of sums, and their cost in bytes.
+    """An atom that divides weights: the bytes of each weight, the number of collectives, and what they exchange.
 
-    If nothing is summed, the cost is that of joining the model's outputs.
+    If there are none, the model's outputs are joined.
     """
 
     atom: Factor
     weights: Mapping[ir.Value, int]
-    sums: int
-    cost: int
+    collectives: int
+    exchanged: int
+
+    @property
+    def cost(self) -> int:
+        """What its collectives cost, in bytes."""
+        return max(1, self.collectives) * SUM_BYTES + self.exchanged
 
     @property
     def bytes(self) -> int:
@@ -72,6 +78,7 @@ class Candidates:
 def find_candidates(graph: Graph, axis_map: AxisMap, size: Callable[[ir.Value], int]) -> Candidates:
     """All atoms that divide weights and that no node needs whole. `size` gives the bytes of a value."""
     _pin_ends(graph, axis_map)
+    _pin_borders(axis_map)
     _pin_tables(axis_map)
     weights, contractions, ranged = reached_weights(axis_map, size), _contractions(axis_map), _ranged(axis_map)
     given: dict[Factor, list[ir.Value]] = defaultdict(list)  # the outputs that have each atom
@@ -79,15 +86,18 @@ def find_candidates(graph: Graph, axis_map: AxisMap, size: Callable[[ir.Value], 
         for atom in dict.fromkeys(atom for axis in axis_map.axes[value] or () for atom in ax.atoms(axis)):
             given[atom].append(value)
     least = LEAST_SHARE * sum(size(value) for value in graph.graph.initializers.values())
+    joined = {atom for each in crossings(axis_map) for side in each.sides for atom in ax.atoms(side.before)}
     found = Candidates((), tuple(weights), contractions, ranged, {})
     candidates = []
     for atom, covered in weights.items():
-        is_used = atom in given or atom in contractions  # otherwise its elements are dropped by a Slice
+        # Otherwise its elements are dropped by a Slice.
+        is_used = atom in given or atom in contractions or atom in joined
         if is_used and atom.pinned is None and atom.size > 1 and sum(covered.values()) > least:
             sums = find_sums(axis_map, graph.position, {atom}, found.start(atom), size)
-            moved = sum(map(size, sums.summed or given.get(atom, ())))
-            candidates.append(Candidate(atom, covered, sums.count, max(1, sums.count) * SUM_BYTES + moved))
-    candidates.sort(key=lambda each: (each.gain, each.bytes), reverse=True)
+            moved = sum(map(size, sums.exchanged or given.get(atom, ())))
+            candidates.append(Candidate(atom, covered, sums.count, moved))
+    # Shards that are joined are exact, where sums are rounded.
+    candidates.sort(key=lambda each: (each.gain, each.bytes, each.atom in joined), reverse=True)
     return replace(
         found, candidates=tuple(candidates), conflicts=_conflicts(axis_map, {each.atom for each in candidates})
     )
@@ -128,12 +138,12 @@ def reject_costly(graph: Graph, candidates: Sequence[Candidate], axis_map: AxisM
     """The candidates that cost more than they save, with the reason."""
     looked_up = _looked_up(axis_map)
     only = looked_up - _read_without_lookup(graph, axis_map) if looked_up else set()
-    summed = [each for each in candidates if each.sums and each.atom not in looked_up]
+    summed = [each for each in candidates if each.collectives and each.atom not in looked_up]
     together = sum(each.bytes for each in summed) / max(1, sum(each.cost for each in summed))
     rejected: dict[Factor, str] = {}
     for each in candidates:
         if each.gain < LEAST_GAIN_RATIO * together:
-            rejected[each.atom] = f"its {each.sums} sums cost more than they spare"
+            rejected[each.atom] = f"its {each.collectives} sums cost more than they spare"
         elif each.atom in only and each.bytes * (ranks - 1) / ranks < LOOKUP_BYTES:
             rejected[each.atom] = "it is only looked up in, and small"
     return rejected
@@ -146,6 +156,15 @@ def _pin_ends(graph: Graph, axis_map: AxisMap) -> None:
             for leaf in ax.leaves(axis):
                 if not leaf.is_atom:
                     ax.pin((leaf,), Pin(None, f"it is a part of an axis of '{value.name}'"))
+
+
+def _pin_borders(axis_map: AxisMap) -> None:
+    """Pin all factors but the first of an axis that goes into an island or out of it: ranks cut and join runs."""
+    for crossing in crossings(axis_map):
+        for axis in (axis for side in crossing.sides for axis in (side.before, side.after)):
+            leaves = ax.leaves(axis)
+            rest = leaves[1:] if leaves and leaves[0].is_atom else leaves
+            ax.pin(tuple(rest), Pin(crossing.node, "its shards are joined there, and would be no runs"))
 
 
 def _pin_tables(axis_map: AxisMap) -> None:

@@ -17,6 +17,8 @@ from splitc.compiler.sharding.partial import Sums, find_sums
 
 # Minimum gain of a larger candidate, as a share of its rivals' gain, to displace them.
 LEAST_DISPLACING_RATIO = 0.6
+# Minimum bytes of candidates that an atom excludes, times its own, for all of them to displace it.
+LEAST_EXCLUDED_RATIO = 2
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,9 @@ def _select(
     """Candidates that do not conflict, chosen greedily by falling gain.
 
     Afterwards a candidate that was left out displaces its rivals if it covers more bytes than all of them together and
-    its gain is not much lower (LEAST_DISPLACING_RATIO).
+    its gain is not much lower (LEAST_DISPLACING_RATIO). In the end candidates that do not conflict displace the one
+    that excludes them if they cover far more bytes together (LEAST_EXCLUDED_RATIO): a batch that constant tables have
+    excludes all other axes.
     """
     chosen: dict[Factor, Candidate] = {}
     for candidate in (*candidates, *sorted(candidates, key=lambda each: -each.bytes), *candidates):
@@ -68,11 +72,28 @@ def _select(
             for rival in rivals:
                 del chosen[rival.atom]
             chosen[candidate.atom] = candidate
+    for atom in list(chosen):
+        rest = {other: each for other, each in chosen.items() if other is not atom}
+        excluded = [each for each in candidates if atom in conflicts[each.atom]]
+        others = _compatible(excluded, conflicts, rest)
+        if sum(each.bytes for each in others.values()) > LEAST_EXCLUDED_RATIO * chosen[atom].bytes:
+            chosen = {**rest, **others}
     for candidate in candidates:
         sizes = [str(atom.size) for atom in chosen if atom in conflicts[candidate.atom]]
         if candidate.atom not in chosen:
             rejected[candidate.atom] = f"its weights are split along an axis of {' and '.join(sizes[:2])} instead"
     return chosen
+
+
+def _compatible(
+    candidates: Sequence[Candidate], conflicts: Mapping[Factor, set[Factor]], chosen: Mapping[Factor, Candidate]
+) -> dict[Factor, Candidate]:
+    """The candidates, in order, that conflict with nothing chosen and with none before them."""
+    found: dict[Factor, Candidate] = {}
+    for each in candidates:
+        if not conflicts[each.atom] & (chosen.keys() | found.keys()):
+            found[each.atom] = each
+    return found
 
 
 def _drop_mixed(axis_map: AxisMap, chosen: dict[Factor, Candidate], rejected: dict[Factor, str]) -> None:

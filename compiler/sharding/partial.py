@@ -13,6 +13,7 @@ from splitc.compiler.operators.axes import Axis, Factor
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.sharding.axis_map import AxisMap
+from splitc.compiler.sharding.crossings import crossings
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class Sums:
     zero. `summed` are the values that are summed where they are made, in the model's order; the other partial values
     are passed on. `once` maps a node to the inputs that only one rank may add to a partial result. `ranged` are the
     nodes for which the ranks find the least and the greatest element together. `drawn` are those that draw random
-    numbers: one rank does, the others have zeros, and what they make is summed too.
+    numbers: one rank does, the others have zeros, and what they make is summed too. `joined` are the values whose
+    shards are joined at the border of an island.
     """
 
     partial: Mapping[ir.Value, frozenset[Factor]]
@@ -31,11 +33,17 @@ class Sums:
     once: Mapping[ir.Node, frozenset[int]]
     ranged: tuple[ir.Node, ...]
     drawn: tuple[ir.Node, ...] = ()
+    joined: tuple[ir.Value, ...] = ()
 
     @property
     def count(self) -> int:
         """The number of collectives in a run."""
-        return len(self.summed) + len(self.ranged)
+        return len(self.summed) + len(self.ranged) + len(self.joined)
+
+    @property
+    def exchanged(self) -> tuple[ir.Value, ...]:
+        """The values that collectives make whole."""
+        return (*self.summed, *self.joined)
 
 
 # For a model without partial values.
@@ -62,6 +70,8 @@ def find_sums(
     summed: dict[ir.Value, None] = {}
     once: dict[ir.Node, frozenset[int]] = {}
     ranged: list[ir.Node] = []
+    borders = list(crossings(axis_map))
+    crossed = {each.value for each in borders if each.is_cut(chosen) or each.is_joined(chosen)}
     queue = [(position[node], node) for node in start]
     heapq.heapify(queue)
     seen: set[ir.Node] = set()
@@ -86,7 +96,7 @@ def find_sums(
                 once[node] = passing
         if over:
             partial.update(dict.fromkeys(node.outputs, over))
-            summed.update({value: None for value in node.outputs if not _is_handed_on(value, node)})
+            summed.update({value: None for value in node.outputs if not _is_handed_on(value, node) or value in crossed})
             for value in (value for value in node.outputs if value not in summed):
                 for reader, _ in value.uses():
                     heapq.heappush(queue, (position[reader], reader))
@@ -95,7 +105,8 @@ def find_sums(
     used = (value for node in drawn for value in node.outputs if value.uses() or value.is_graph_output())
     summed.update(dict.fromkeys(used))
     in_order = sorted(summed, key=lambda value: (position[_maker(value)], value.index() or 0))
-    return Sums(partial, tuple(in_order), once, tuple(ranged), tuple(drawn))
+    joined = [each.value for each in borders if each.is_joined(chosen)]
+    return Sums(partial, tuple(in_order), once, tuple(ranged), tuple(drawn), tuple(joined))
 
 
 def _is_handed_on(value: ir.Value, node: ir.Node) -> bool:

@@ -172,7 +172,7 @@ def axis_fates(split: ShardedModel, choice: Choice, size: Callable[[ir.Value], i
     for value, axes in split.axis_map.weight_uses():
         for atom in (atom for axis in axes or () for atom in ax.atoms(axis)):
             reached.setdefault(atom, {})[value] = None
-    sums = {each.atom: each.sums for each in choice.candidates}
+    sums = {each.atom: each.collectives for each in choice.candidates}
     found = [
         AxisFate(
             atom.size,

@@ -1,0 +1,111 @@
+"""Values that go into an island or come out of it: a rank joins its shard with the others', and cuts its shard."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from splitc.compiler.lowering.editor import Editor
+from splitc.compiler.lowering.rank_forms import sum_over_ranks, summed_type
+from splitc.compiler.operators import axes as ax
+from splitc.compiler.operators.axes import Axis
+from splitc.compiler.sharding.crossings import Crossing
+from splitc.compiler.sharding.shards import Shards
+from splitc.compiler.sharding.shares import Range
+
+# The first opset that has Slice and Pad with bounds as inputs.
+_SLICE_INPUTS, _PAD_INPUTS = 10, 11
+
+
+def enter(editor: Editor, shards: Shards, ranks: int, node: ir.Node, crossing: Crossing) -> None:
+    """Give a node of an island the shard of an input that it wants."""
+    if crossing.is_joined(shards.ranges) or crossing.is_cut(shards.ranges):
+        assert crossing.place is not None
+        given = node.inputs[crossing.place]
+        assert given is not None
+        taken = editor.before(node, "Identity", given)
+        # Ranks must agree on the name of what they join.
+        taken.name, taken.type, taken.shape = f"{node.outputs[0].name}/input{crossing.place}", given.type, given.shape
+        node.replace_input_with(crossing.place, taken)
+        leave(editor, shards, ranks, taken, crossing)
+
+
+def leave(editor: Editor, shards: Shards, ranks: int, value: ir.Value, crossing: Crossing) -> None:
+    """Give all readers of a value the shard of it that is wanted outside of an island."""
+    if crossing.is_joined(shards.ranges):
+        value = _join(editor, shards, ranks, value, crossing)
+    if crossing.is_cut(shards.ranges):
+        _cut(editor, shards, value, crossing)
+
+
+def _join(editor: Editor, shards: Shards, ranks: int, value: ir.Value, crossing: Crossing) -> ir.Value:
+    """The whole value: the sum of all ranks' shards, each among zeros.
+
+    A rank whose shard is a replica of another one's has zeros alone. Small integers are summed as larger ones.
+    """
+    runs = {side.number: _run(shards, side.before) for side in crossing.sides}
+    sizes = {side.number: ax.size_of(side.before) for side in crossing.sides}
+    _resize(value, {number: run.size for number, run in runs.items()})
+    kind = value.dtype or ir.DataType.FLOAT
+    if (summed := summed_type(kind)) != kind:
+        value = _cast(editor, value, summed, "narrow")
+    if replicas := [number for number, run in runs.items() if not run.owned]:
+        value = _slice(editor, value, {replicas[0]: Range(0, 0)}, "replica")
+        runs[replicas[0]] = Range(0, 0)
+    pads = {number: (run.start, sizes[number] - run.stop) for number, run in runs.items()}
+    value = sum_over_ranks(editor, ranks, _pad(editor, value, pads, crossing.axes))
+    _resize(value, sizes)
+    return value if summed == kind else _cast(editor, value, kind, "wide")
+
+
+def _cut(editor: Editor, shards: Shards, value: ir.Value, crossing: Crossing) -> ir.Value:
+    """The rank's shard of the whole value."""
+    runs = {side.number: _run(shards, side.after) for side in crossing.sides}
+    sizes = {side.number: ax.size_of(side.after) for side in crossing.sides}
+    return _slice(editor, value, {number: run for number, run in runs.items() if run.size < sizes[number]}, "whole")
+
+
+def _run(shards: Shards, axis: Axis) -> Range:
+    """The rank's elements along an axis: those of its first factor's units, since no other one is sharded."""
+    leaves = ax.leaves(axis)
+    if not leaves:
+        return Range(0, ax.size_of(axis))
+    rest = ax.size_of(tuple(leaves[1:]))
+    own = shards.ranges.get(leaves[0], Range(0, leaves[0].size))
+    return Range(own.start * rest, own.stop * rest, own.owned)
+
+
+def _cast(editor: Editor, value: ir.Value, dtype: ir.DataType, suffix: str) -> ir.Value:
+    cast = editor.wrap(value, "Cast", [value], suffix, to=dtype)
+    cast.type = ir.TensorType(dtype)
+    return cast
+
+
+def _slice(editor: Editor, value: ir.Value, runs: dict[int, Range], suffix: str) -> ir.Value:
+    """A value's elements in these runs of its axes."""
+    if not runs:
+        return value
+    starts, ends = [run.start for run in runs.values()], [run.stop for run in runs.values()]
+    axes = list(runs)
+    if editor.graph.opset_imports.get("", 17) < _SLICE_INPUTS:
+        cut = editor.wrap(value, "Slice", [value], suffix, starts=starts, ends=ends, axes=axes)
+    else:
+        bounds = [editor.constant(np.array(each, np.int64)) for each in (starts, ends, axes)]
+        cut = editor.wrap(value, "Slice", [value, *bounds], suffix)
+    _resize(cut, {number: run.size for number, run in runs.items()})
+    return cut
+
+
+def _pad(editor: Editor, value: ir.Value, pads: dict[int, tuple[int, int]], axes: int) -> ir.Value:
+    """A value between zeros, so many before and after it along each axis."""
+    pairs = [pads.get(number, (0, 0)) for number in range(axes)]
+    flat = [first for first, _ in pairs] + [last for _, last in pairs]
+    if editor.graph.opset_imports.get("", 17) < _PAD_INPUTS:
+        return editor.wrap(value, "Pad", [value], "shard", pads=flat)
+    return editor.wrap(value, "Pad", [value, editor.constant(np.array(flat, np.int64))], "shard")
+
+
+def _resize(value: ir.Value, sizes: dict[int, int]) -> None:
+    """Give a value a shape with these sizes. An edit's result has the shape of what it replaced."""
+    if value.shape is not None:
+        value.shape = ir.Shape([sizes.get(number, size) for number, size in enumerate(value.shape)])

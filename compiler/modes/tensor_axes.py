@@ -1,0 +1,134 @@
+"""The axes that tensor mode shards, and the nodes that it makes islands of: where that costs less than it frees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from splitc.compiler.analysis.facts import Analysis
+from splitc.compiler.operators import axes as ax
+from splitc.compiler.operators.axes import Factor
+from splitc.compiler.planning.clock import Pace
+from splitc.compiler.remembered import remembered
+from splitc.compiler.sharding.axis_map import NO_ISLANDS, AxisMap, Island, find_axes, probe_sizes
+from splitc.compiler.sharding.candidates import Candidate, Candidates, find_candidates
+from splitc.compiler.sharding.choice import Choice, choose
+from splitc.compiler.sharding.crossings import crossings
+from splitc.compiler.sharding.islands import find_islands
+from splitc.compiler.trials.trial import find_broken
+from splitc.runtime.device_profiles import Link
+
+# Whether an island is worth what its candidate axis costs.
+_Worth = Callable[[Island, Candidate], bool]
+
+
+@dataclass(frozen=True)
+class TensorAxes:
+    """The axes of a model and those that are sharded, and the nodes whose rules did not hold when they were tried."""
+
+    axis_map: AxisMap
+    choice: Choice
+    broken: Mapping[ir.Node, str]
+
+    @property
+    def islands(self) -> list[str]:
+        """The names of what islands make, in the model's order."""
+        made = {node: node.outputs[0].name or "" for node in (island.node for island in self.axis_map.islands)}
+        return [made[node] for node in self.axis_map.operations if node in made]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast a rank computes, and the seconds of a collective."""
+
+    pace: Pace
+    collective: Link
+
+
+def fast_axes(analysis: Analysis, count: int, rates: Rates) -> TensorAxes:
+    """The axes to shard over so many ranks, with the islands that save more seconds than their collectives take."""
+    costs = analysis.costs
+
+    def is_worth(island: Island, candidate: Candidate) -> bool:
+        spent = candidate.collectives * rates.collective.latency + candidate.exchanged * rates.collective.per_byte
+        return spent < rates.pace.seconds(costs, [island.node]) * (1 - 1 / count)
+
+    return _with_islands(analysis, count, is_worth)
+
+
+def small_axes(analysis: Analysis, count: int) -> TensorAxes:
+    """The axes to shard over so many ranks, with all islands: most weights are sharded, whatever time it takes."""
+    return _with_islands(analysis, count, lambda island, candidate: True)
+
+
+def named_axes(analysis: Analysis, count: int, names: Collection[str]) -> TensorAxes:
+    """The axes to shard over so many ranks, with the islands that make these values."""
+    return _with_islands(analysis, count, lambda island, candidate: island.node.outputs[0].name in names)
+
+
+def _with_islands(analysis: Analysis, count: int, is_worth: _Worth) -> TensorAxes:
+    plain = _settle(analysis, count, NO_ISLANDS)
+    possible = find_islands(analysis.graph, plain.axis_map, plain.choice, analysis.costs.value_bytes)
+    if not possible:
+        return plain
+    best = _best_candidates(*_candidates(analysis, frozenset(plain.broken.items()), possible))
+    worth = frozenset(island for island, candidate in best.items() if is_worth(island, candidate))
+    if not worth:
+        return plain
+    found = _settle(analysis, count, worth)
+    return found if _covered(found) > _covered(plain) else plain
+
+
+def _best_candidates(axis_map: AxisMap, candidates: Candidates) -> dict[Island, Candidate]:
+    """For each island the candidate of the highest gain among its own axes."""
+    owner: dict[Factor, Island] = {}
+    islands = {island.node: island for island in axis_map.islands}
+    for crossing in crossings(axis_map):
+        for side in crossing.sides:
+            own = side.after if crossing.place is not None else side.before
+            owner.update(dict.fromkeys(ax.atoms(own), islands[crossing.node]))
+    found: dict[Island, Candidate] = {}
+    for candidate in candidates.candidates:
+        if candidate.atom in owner:
+            found.setdefault(owner[candidate.atom], candidate)
+    return found
+
+
+def _covered(axes: TensorAxes) -> int:
+    """The bytes of the weights that are sharded."""
+    chosen = frozenset(axes.choice.chosen)
+    sharded: dict[ir.Value, int] = {}
+    for candidate in axes.choice.candidates:
+        if candidate.atom in chosen:
+            for weight, size in candidate.weights.items():
+                sharded[weight] = max(size, sharded.get(weight, 0))
+    return sum(sharded.values())
+
+
+@remembered
+def _settle(analysis: Analysis, count: int, islands: frozenset[Island]) -> TensorAxes:
+    """The axes to shard over so many ranks.
+
+    A node whose rule does not hold when it is tried is opaque, and the axes are chosen again.
+    """
+    opaque: dict[ir.Node, str] = {}
+    graph, size = analysis.graph, analysis.costs.value_bytes
+    while True:
+        axis_map, candidates = _candidates(analysis, frozenset(opaque.items()), islands)
+        choice = choose(graph, axis_map, candidates, size, count)
+        broken = find_broken(graph, axis_map, choice, analysis.costs.bound.shapes)
+        if not broken:
+            return TensorAxes(axis_map, choice, opaque)
+        opaque.update(broken)
+
+
+@remembered
+def _candidates(
+    analysis: Analysis, opaque: frozenset[tuple[ir.Node, str]], islands: frozenset[Island]
+) -> tuple[AxisMap, Candidates]:
+    """The axes and the candidates among them, the same for any number of ranks, with these opaque nodes and islands."""
+    graph = analysis.graph
+    axis_map = find_axes(graph, probe_sizes(analysis), dict(opaque), islands)
+    return axis_map, find_candidates(graph, axis_map, analysis.costs.value_bytes)

@@ -1,0 +1,61 @@
+"""Where values go into islands and out of them: their shards are cut there, or joined by a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from splitc.compiler.operators import axes as ax
+from splitc.compiler.operators.axes import Axis, Factor
+from splitc.compiler.sharding.axis_map import AxisMap
+
+
+@dataclass(frozen=True)
+class Side:
+    """An axis of a value, by number: how it is sharded before it crosses, and after."""
+
+    number: int
+    before: Axis
+    after: Axis
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A value of so many `axes` that goes into an island as its input `place`, or comes out of it (None)."""
+
+    node: ir.Node
+    place: int | None
+    value: ir.Value
+    axes: int
+    sides: tuple[Side, ...]
+
+    def is_joined(self, chosen: Collection[Factor]) -> bool:
+        """Whether ranks have shards before it that are others after it. Otherwise each rank cuts its shard itself."""
+        return any(_divides(side.before, chosen) for side in self.sides)
+
+    def is_cut(self, chosen: Collection[Factor]) -> bool:
+        """Whether ranks have shards after it."""
+        return any(_divides(side.after, chosen) for side in self.sides)
+
+
+def _divides(axis: Axis, chosen: Collection[Factor]) -> bool:
+    return any(atom in chosen for atom in ax.atoms(axis))
+
+
+def crossings(axis_map: AxisMap) -> Iterator[Crossing]:
+    """Where values go into the islands of a model and out of them."""
+    for island in axis_map.islands:
+        node, operation = island.node, axis_map.operations[island.node]
+        for place in dict.fromkeys(place for place, _ in island.inputs):
+            value = node.inputs[place]
+            assert value is not None
+            outside, inside = axis_map.axes[value] or (), operation.input(place)
+            sides = [Side(axis, outside[axis], inside[axis]) for number, axis in island.inputs if number == place]
+            yield Crossing(node, place, value, len(inside), tuple(sides))
+        if island.outputs:
+            value = node.outputs[0]
+            outside, inside = axis_map.axes[value] or (), operation.output()
+            sides = [Side(axis, inside[axis], outside[axis]) for axis in island.outputs]
+            yield Crossing(node, None, value, len(inside), tuple(sides))

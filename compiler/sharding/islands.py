@@ -1,0 +1,67 @@
+"""Nodes that could shard their weights if what is around them were not sharded otherwise, or whole.
+
+One node that needs an axis whole makes it whole in all of the model: a Softmax behind the head leaves the head whole.
+An island has axes of its own. Each rank cuts what goes in, which costs nothing, and what comes out is summed or joined
+by a collective. Shardy and GSPMD put collectives where shardings meet in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import onnx_ir as ir
+
+from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.operators import axes as ax
+from splitc.compiler.operators.axes import Axis, Factor
+from splitc.compiler.operators.operation import Axes, Operation
+from splitc.compiler.sharding.axis_map import AxisMap, Island
+from splitc.compiler.sharding.choice import Choice
+
+# Minimum share of the model's weight bytes that an island reads.
+LEAST_ISLAND = 1 / 256
+# The number types that collectives join. Others come out of islands whole.
+JOINED = frozenset(ir.DataType[name] for name in ("FLOAT", "DOUBLE", "FLOAT16", "INT8", "UINT8", "INT32", "INT64"))
+
+
+def find_islands(graph: Graph, axis_map: AxisMap, choice: Choice, size: Callable[[ir.Value], int]) -> frozenset[Island]:
+    """The nodes that read weights of which a choice shards nothing. `size` gives the bytes of a value."""
+    least = LEAST_ISLAND * sum(map(size, graph.graph.initializers.values()))
+    chosen = frozenset(choice.chosen)
+    found = (
+        _island(graph, operation, chosen, least, size)
+        for node, operation in axis_map.operations.items()
+        if node not in graph.constant and not operation.lookup
+    )
+    return frozenset(island for island in found if island is not None)
+
+
+def _island(
+    graph: Graph, operation: Operation, chosen: Collection[Factor], least: float, size: Callable[[ir.Value], int]
+) -> Island | None:
+    """The island of a node that reads large weights of which nothing is sharded; None for any other node."""
+    node, weights = operation.node, set[Factor]()
+    for value, axes in zip(node.inputs, operation.inputs, strict=True):
+        if value is not None and graph.is_constant(value) and size(value) >= least:
+            weights |= {atom for axis in axes or () for atom in ax.atoms(axis)}
+    if not weights or weights & set(chosen) or len(node.outputs) != 1:
+        return None
+    inputs = [
+        (place, axis)
+        for place, value in enumerate(node.inputs)
+        if value is not None and not graph.is_constant(value)
+        for axis in _inside(operation.inputs[place], weights)
+    ]
+    output = node.outputs[0]
+    outputs = _inside(operation.outputs[0], weights) if output.dtype in JOINED else []
+    return Island(node, tuple(inputs), tuple(outputs)) if inputs or outputs else None
+
+
+def _inside(axes: Axes, atoms: Collection[Factor]) -> list[int]:
+    """The numbers of the axes that are made of these atoms alone."""
+
+    def is_inside(axis: Axis) -> bool:
+        found = set(ax.atoms(axis))
+        return bool(found) and found <= set(atoms)
+
+    return [number for number, axis in enumerate(axes or ()) if is_inside(axis)]
