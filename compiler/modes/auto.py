@@ -135,7 +135,8 @@ def _try(
     """Plan in one way, on the devices with the largest budgets, of one host for each group where that is possible."""
     way, mode = option.way, find_mode(option.mode)
     taken = resources.take(sorted(group_devices(resources.devices, resources.budgets, way.stages, way.size)))
-    wanted = replace(request, split_mode=option.mode, spread=True, pipeline_stages=way.stages)
+    # Other modes are there for what one splits at a loss only.
+    wanted = replace(request, split_mode=option.mode, spread=True, pipeline_stages=way.stages, fallback="layer")
     try:
         plan = mode.plan(analyses.get(mode.stages(wanted, way.devices), way.devices), taken, wanted)
     except (ModelError, DoesNotFitError, MisuseError) as error:

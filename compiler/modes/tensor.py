@@ -179,8 +179,9 @@ def plan_tensors(analysis: Analysis, resources: Resources, request: Request) -> 
     fast = fast_axes(analysis, count, _rates(resources, count))
     try:
         return make(fast)
-    except DoesNotFitError:
-        if (small := small_axes(analysis, count)).islands == fast.islands:
+    except (CannotSplitError, DoesNotFitError) as error:
+        small = small_axes(analysis, count)
+        if small.islands == fast.islands or (isinstance(error, CannotSplitError) and request.fallback is not None):
             raise
         return make(small)
 

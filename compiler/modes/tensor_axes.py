@@ -69,7 +69,7 @@ def named_axes(analysis: Analysis, count: int, names: Collection[str]) -> Tensor
 
 
 def _with_islands(analysis: Analysis, count: int, is_worth: _Worth) -> TensorAxes:
-    plain = _settle(analysis, count, NO_ISLANDS)
+    plain = settle(analysis, count, NO_ISLANDS)
     possible = find_islands(analysis.graph, plain.axis_map, plain.choice, analysis.costs.value_bytes)
     if not possible:
         return plain
@@ -77,7 +77,7 @@ def _with_islands(analysis: Analysis, count: int, is_worth: _Worth) -> TensorAxe
     worth = frozenset(island for island, candidate in best.items() if is_worth(island, candidate))
     if not worth:
         return plain
-    found = _settle(analysis, count, worth)
+    found = settle(analysis, count, worth)
     return found if _covered(found) > _covered(plain) else plain
 
 
@@ -108,7 +108,7 @@ def _covered(axes: TensorAxes) -> int:
 
 
 @remembered
-def _settle(analysis: Analysis, count: int, islands: frozenset[Island]) -> TensorAxes:
+def settle(analysis: Analysis, count: int, islands: frozenset[Island]) -> TensorAxes:
     """The axes to shard over so many ranks.
 
     A node whose rule does not hold when it is tried is opaque, and the axes are chosen again.

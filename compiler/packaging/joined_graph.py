@@ -6,7 +6,7 @@ So a part of a package can be run, with all ranks that compute it, and without a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from splitc.runtime.manifest import Manifest
 from splitc.runtime.steps import Receive, Reduce, Run
 
 # What computes a reduction where all parts are in one graph.
-_REDUCTIONS = {"sum": "Sum", "max": "Max", 0: "Sum", 1: "Max"}
+_REDUCTIONS = {"sum": "Add", "max": "Max", 0: "Add", 1: "Max"}
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,14 @@ class _Joiner:
     def join(self, kind: str, inputs: Iterable[str], output: str) -> None:
         self.add(make_node(kind, list(inputs), [output], name=output))
 
+    def reduce(self, kind: str, parts: Sequence[str], output: str) -> None:
+        """Reduce values by an operator of two inputs: of Sum, ONNX Runtime has none for integers."""
+        total, *others = parts
+        for number, part in enumerate(others, 1):
+            made = output if number == len(others) else f"{output}/{number}"
+            self.join(kind, [total, part], made)
+            total = made
+
     def add_rank(self, rank: int) -> None:
         for step in self.manifest.ranks[rank].program:
             if isinstance(step, Run):
@@ -88,7 +96,7 @@ class _Joiner:
             elif isinstance(step, Reduce):
                 for part, whole in zip(step.parts, step.wholes, strict=True):
                     parts = [f"{other}/{part}" for other in step.ranks]
-                    self.join(_REDUCTIONS[step.operation], parts, f"{rank}/{whole}")
+                    self.reduce(_REDUCTIONS[step.operation], parts, f"{rank}/{whole}")
 
     def add_engine(self, rank: int, number: int) -> None:
         engine = self.manifest.ranks[rank].engines[number]
@@ -130,7 +138,7 @@ class _Joiner:
             for place, (node, group) in enumerate(own):
                 operation = next((each.i for each in node.attribute if each.name == "operation"), 0)
                 parts = [self.sums[other][place][0].input[0] for other in group]
-                self.join(_REDUCTIONS[operation], parts, node.output[0])
+                self.reduce(_REDUCTIONS[operation], parts, node.output[0])
         for ends, names in self.received.items():
             for source, target in zip(self.sent[ends], names, strict=True):
                 self.join("Identity", [source], target)

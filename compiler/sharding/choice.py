@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -75,9 +75,12 @@ def _select(
     for atom in list(chosen):
         rest = {other: each for other, each in chosen.items() if other is not atom}
         excluded = [each for each in candidates if atom in conflicts[each.atom]]
-        others = _compatible(excluded, conflicts, rest)
-        if sum(each.bytes for each in others.values()) > LEAST_EXCLUDED_RATIO * chosen[atom].bytes:
-            chosen = {**rest, **others}
+        least = LEAST_EXCLUDED_RATIO * chosen[atom].bytes
+        if _bytes(excluded) > least:
+            sets = (_compatible([first, *excluded], conflicts, rest) for first in excluded)
+            most = max(sets, key=lambda each: _bytes(each.values()))
+            if _bytes(most.values()) > least:
+                chosen = {**rest, **most}
     for candidate in candidates:
         sizes = [str(atom.size) for atom in chosen if atom in conflicts[candidate.atom]]
         if candidate.atom not in chosen:
@@ -91,9 +94,13 @@ def _compatible(
     """The candidates, in order, that conflict with nothing chosen and with none before them."""
     found: dict[Factor, Candidate] = {}
     for each in candidates:
-        if not conflicts[each.atom] & (chosen.keys() | found.keys()):
+        if conflicts[each.atom].isdisjoint(chosen) and conflicts[each.atom].isdisjoint(found):
             found[each.atom] = each
     return found
+
+
+def _bytes(candidates: Iterable[Candidate]) -> int:
+    return sum(each.bytes for each in candidates)
 
 
 def _drop_mixed(axis_map: AxisMap, chosen: dict[Factor, Candidate], rejected: dict[Factor, str]) -> None:

@@ -21,3 +21,15 @@ def test_weights_read_once_do_not_make_those_read_for_many_tokens_too_costly(tmp
         x = b.op("Softmax", b.op("MatMul", inner, b.w(f"B{number}", INNER, HIDDEN)))
     b.give(x, shape=[1, "t", HIDDEN])
     check_split(b, tmp_path, {"M1", "M2", "A0", "B0", "A1", "B1"}, [(1, 1)], sums=3)
+
+
+def test_batch_that_a_table_has_does_not_keep_all_weights_whole(tmp_path: Path) -> None:
+    """It needs no sum, and is no axis of what the others shard."""
+    b, batch, tokens = Block(), 2, 300
+    x = b.data("x", (batch, tokens, HIDDEN))
+    for number in range(3):
+        inner = b.op("Relu", b.op("MatMul", b.op("Softmax", x), b.w(f"A{number}", HIDDEN, 4 * INNER)))
+        x = b.op("MatMul", inner, b.w(f"B{number}", 4 * INNER, HIDDEN))
+    y = b.op("Softmax", b.op("Add", x, b.w("table", batch, tokens, HIDDEN)))
+    b.give(y, shape=(batch, tokens, HIDDEN))
+    check_split(b, tmp_path, {"A0", "B0", "A1", "B1", "A2", "B2"}, [(1, 1)])

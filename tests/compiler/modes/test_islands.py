@@ -1,0 +1,130 @@
+"""Islands: nodes that shard weights which what is around them needs whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from models.writer import save
+from splitc.compiler import Request, plan_model
+from splitc.compiler.analysis.facts import Analysis
+from splitc.compiler.modes import tensor
+from splitc.compiler.modes.replanning import plan_from_file
+from splitc.compiler.modes.tensor_axes import Rates, TensorAxes, settle, small_axes
+from splitc.compiler.planning.plan_file import to_file, write_plan
+from splitc.compiler.sharding.axis_map import Island
+from splitc.runtime.errors import DoesNotFitError, MisuseError
+from tests.helpers.blocks import Block, check_split, sharded
+from tests.helpers.operators import softmax
+
+# Even shares, uneven ones, and some with which ranks get no unit of the narrow axes.
+SHARES = ((1, 1), (5, 1), (30, 1, 1))
+ROWS, HIDDEN, WIDE = 5, 12, 8
+
+
+@pytest.fixture
+def all_islands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any island is worth its collectives."""
+    monkeypatch.setattr(tensor, "fast_axes", lambda analysis, count, rates: small_axes(analysis, count))
+
+
+def head(rows: int = ROWS, hidden: int = HIDDEN, wide: int = WIDE, opset: int = 17) -> Block:
+    """x A, between nodes that need both axes of A whole."""
+    b = Block(opset)
+    x = softmax(b, b.data("x", (rows, hidden), ["n", hidden]))
+    b.give(softmax(b, b.op("MatMul", x, b.w("A", hidden, wide))), shape=["n", wide])
+    return b
+
+
+def convolution() -> Block:
+    b = Block()
+    scale, shift = (
+        b.weight("s", ir.tensor(np.ones(HIDDEN, np.float32))),
+        b.weight("t", ir.tensor(np.zeros(HIDDEN, np.float32))),
+    )
+    x = b.data("x", (2, HIDDEN, 6, 6), ["n", HIDDEN, 6, 6])
+    normed = b.op("InstanceNormalization", x, scale, shift)
+    first = b.op("Softmax", normed, axis=1)
+    made = b.op("Conv", first, b.w("A", HIDDEN, HIDDEN, 3, 3), b.w("bias", HIDDEN), pads=[1, 1, 1, 1])
+    b.give(b.op("Softmax", made, axis=1), shape=["n", HIDDEN, 6, 6])
+    return b
+
+
+def quantized() -> Block:
+    """A product of 8-bit integers: its output is joined, since sums before the rounding are none of its outputs."""
+    b = Block()
+    scale, zero = b.constant(0.05, np.float32), b.constant(128, np.uint8)
+    x = b.op("QuantizeLinear", softmax(b, b.data("x", (ROWS, HIDDEN), ["n", HIDDEN])), scale, zero)
+    weight = b.weight("A", ir.tensor(np.random.default_rng(0).integers(90, 160, (HIDDEN, WIDE), np.uint8)))
+    product = b.op("QLinearMatMul", x, scale, zero, weight, scale, zero, scale, zero)
+    b.give(softmax(b, b.op("DequantizeLinear", product, scale, zero)), shape=["n", WIDE])
+    return b
+
+
+@pytest.mark.parametrize("block", [head, lambda: head(wide=2), lambda: head(opset=10), convolution, quantized])
+def test_shards_of_an_island_are_joined(block: Callable[[], Block], tmp_path: Path, all_islands: None) -> None:
+    plans = check_split(block(), tmp_path, "A", SHARES, sums=0)
+    assert all(plan.split.collectives == 1 for plan in plans)
+
+
+def test_what_goes_into_an_island_is_joined_and_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sharded outside and inside, and not the same way."""
+
+    def second_product(analysis: Analysis, count: int, rates: Rates) -> TensorAxes:
+        product = [node for node in analysis.graph.nodes if node.op_type == "MatMul"][-1]
+        return settle(analysis, count, frozenset([Island(product, ((0, 1),), ())]))
+
+    monkeypatch.setattr(tensor, "fast_axes", second_product)
+    b = Block()
+    x = softmax(b, b.data("x", (ROWS, HIDDEN), ["n", HIDDEN]))
+    inner = b.op("Relu", b.op("MatMul", x, b.w("A", HIDDEN, WIDE)))
+    b.give(softmax(b, b.op("MatMul", inner, b.w("B", WIDE, HIDDEN))), shape=["n", HIDDEN])
+    for plan in check_split(b, tmp_path, "AB", SHARES):
+        (joined,), (summed,) = sharded(plan).sums.joined, sharded(plan).sums.summed
+        assert [node.op_type for node in (joined.producer(), summed.producer()) if node] == ["Relu", "MatMul"]
+
+
+@pytest.fixture
+def two_products(tmp_path: Path) -> Path:
+    """Products of which two are sharded anyway, and one by an island alone."""
+    b = Block()
+    x = softmax(b, b.data("x", (ROWS, 256), ["n", 256]))
+    inner = b.op("MatMul", b.op("Relu", b.op("MatMul", x, b.w("A", 256, 64))), b.w("B", 64, 256))
+    b.give(softmax(b, b.op("MatMul", softmax(b, inner), b.w("C", 256, 8192))), shape=["n", 8192])
+    save(b.model(), tmp_path / "model.onnx")
+    return tmp_path / "model.onnx"
+
+
+def split_weights(model: Path, link: str, memory: str) -> set[str]:
+    """The weights that two ranks shard which are as far from each other as this."""
+    request = Request(split_mode="tensor", interconnect=link, memory=[memory], shapes={"x": (ROWS, 256)})
+    plan = plan_model(model, ["host0/cpu0", "host1/cpu0"], request)
+    return {weight.name for weight in plan.weights if weight.split}
+
+
+def test_island_saves_more_than_its_collective_takes(two_products: Path) -> None:
+    assert split_weights(two_products, "1000GB/s,0us", "1GiB") == {"A", "B", "C"}
+    assert split_weights(two_products, "25GB/s,1s", "1GiB") == {"A", "B"}
+
+
+def test_slow_island_is_worth_it_where_nothing_else_fits(two_products: Path) -> None:
+    assert split_weights(two_products, "25GB/s,1s", "10MiB") == {"A", "B", "C"}
+    with pytest.raises(DoesNotFitError):
+        split_weights(two_products, "25GB/s,1s", "4MiB")
+
+
+def test_plan_file_keeps_islands(tmp_path: Path, all_islands: None) -> None:
+    save(head().model(), tmp_path / "model.onnx")
+    plan, path = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="tensor")), tmp_path / "plan.json"
+    write_plan(plan, path)
+    assert len(to_file(plan).islands) == 1
+    assert to_file(plan_from_file(tmp_path / "model.onnx", path)) == to_file(plan)
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "islands": ["nothing"]}))
+    with pytest.raises(MisuseError, match='the line "nothing" under "islands", and the model makes no such value'):
+        plan_from_file(tmp_path / "model.onnx", path)
