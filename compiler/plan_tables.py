@@ -104,10 +104,10 @@ def print_axes(plan: Plan) -> None:
     """Print the axes of weights: their size, the bytes that they cover, and how they are sharded or why not."""
     fates = plan.split.axis_fates()
     assert fates is not None, "`check_axes` was called"
-    rows = table("size", "weights", "bytes", "sums", "split, or why not", "first of the weights", right=NUMBERS)
+    rows = table("size", "weights", "bytes", "collectives", "split, or why not", "first of the weights", right=NUMBERS)
     for each in (each for each in fates if each.bytes >= SHOWN):
-        units = ",".join(map(str, each.units))
-        fate = Text(units, "green") if units else each.reason or ""
+        units = ",".join(map(str, each.units)) + ", joined" * each.joined
+        fate = Text(units, "green") if each.units else each.reason or ""
         sums = "" if each.sums is None else str(each.sums)
         first = fitted(each.first, out.width // 4)
         rows.add_row(str(each.size), str(each.weights), format_bytes(each.bytes), sums, fate, first)

@@ -13,6 +13,7 @@ from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Factor
 from splitc.compiler.operators.operation import Axes
 from splitc.compiler.sharding.choice import Choice
+from splitc.compiler.sharding.crossings import crossings
 from splitc.compiler.sharding.products import Products
 from splitc.compiler.sharding.sharded_model import ShardedModel
 from splitc.runtime.units import format_bytes
@@ -154,7 +155,7 @@ class AxisFate:
     """An axis of weights: its size, the number and bytes of these weights, and the sums needed to split it.
 
     `sums` is None if the axis is no candidate. `units` are those of each rank if it is sharded; if not, `reason` says
-    why. `first` is the name of the first weight.
+    why. `joined`: its shards are joined where they come out of an island. `first` is the name of the first weight.
     """
 
     size: int
@@ -163,6 +164,7 @@ class AxisFate:
     sums: int | None
     units: tuple[int, ...]
     reason: str | None
+    joined: bool
     first: str
 
 
@@ -173,6 +175,8 @@ def axis_fates(split: ShardedModel, choice: Choice, size: Callable[[ir.Value], i
         for atom in (atom for axis in axes or () for atom in ax.atoms(axis)):
             reached.setdefault(atom, {})[value] = None
     sums = {each.atom: each.collectives for each in choice.candidates}
+    sides = (side for crossing in crossings(split.axis_map) for side in crossing.sides)
+    joined = {atom for side in sides for atom in ax.atoms(side.before)}
     found = [
         AxisFate(
             atom.size,
@@ -181,6 +185,7 @@ def axis_fates(split: ShardedModel, choice: Choice, size: Callable[[ir.Value], i
             sums.get(atom),
             tuple(each.size if each.owned else 0 for each in split.ranges.get(atom, ())),
             why_whole(split, choice, atom),
+            atom in joined,
             next(iter(weights)).name or "",
         )
         for atom, weights in reached.items()
