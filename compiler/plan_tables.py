@@ -75,7 +75,7 @@ def _print_alternatives(plan: Plan) -> None:
     out.print(f"chosen: {plan.choice}")
 
 
-NUMBERS = ("size", "weights", "bytes", "sums")
+NUMBERS = ("size", "weights", "bytes", "collectives")
 # Axes of fewer bytes of weights are not shown.
 SHOWN = 4 << 10
 
