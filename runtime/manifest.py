@@ -141,8 +141,8 @@ class EngineFile(Struct, frozen=True):
 
     `source` is the ONNX file that it is built from, if the package holds it. `sizes` are the input sizes that it is
     built for. `group` are the ranks of collectives inside the engine, its own included. `sizes_only` are the inputs
-    whose sizes it reads, but not their data. `weights` are all that lie in files beside it; None if they can't
-    be listed. `attends` says whether it has operators of attention.
+    whose sizes it reads, but not their data. `weights` are those in files beside it that several sessions may share;
+    None if they can't be listed. `attends` says whether it has operators of attention.
     """
 
     path: str

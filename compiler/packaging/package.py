@@ -23,6 +23,7 @@ from splitc.compiler.packaging.onnx_files import NONE, PlacedWeights, write_grap
 from splitc.compiler.packaging.package_writer import PackageWriter
 from splitc.compiler.packaging.planned_sizes import check_sizes_tried
 from splitc.compiler.packaging.self_check import check_loads, check_outputs
+from splitc.compiler.packaging.shared_weights import is_left_alone
 from splitc.compiler.packaging.staging import check_room, full_disk_explained, written_aside
 from splitc.compiler.packaging.weight_files import Progress, WeightFile, write_weight_files
 from splitc.compiler.planning.plan import Plan
@@ -217,7 +218,10 @@ def _graph_paths(folder: Path, stage: str, count: int) -> list[Path]:
 
 
 def _weights(graph: ir.Graph) -> list[m.Weight] | None:
-    """The graph's weights in files beside it. None if a type is unknown to the runtime, or a weight is an input too."""
+    """The weights in files beside the graph that sessions may share.
+
+    None if a type is unknown to the runtime, or a weight is an input too.
+    """
     tensors = {name: value.const_value for name, value in graph.initializers.items()}
     written = {name: each for name, each in tensors.items() if isinstance(each, ir.ExternalTensor)}
     types = {name: str(each.dtype.numpy()) for name, each in written.items()}
@@ -226,6 +230,7 @@ def _weights(graph: ir.Graph) -> list[m.Weight] | None:
     return [
         m.Weight(name, types[name], list(each.shape.numpy()), str(each.location), each.offset or 0)
         for name, each in written.items()
+        if is_left_alone(graph.initializers[name])
     ]
 
 
