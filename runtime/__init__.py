@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+# ONNX Runtime 1.31 sends telemetry on Linux too, and complains where it can't write to the user's home. It looks here
+# when it is imported. Set it to 0 to permit that.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 if TYPE_CHECKING:
     from splitc.runtime.errors import (

@@ -114,9 +114,13 @@ def save_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
             _write_npz(file, arrays)
 
 
+# What numpy says of types that libraries add. Of its own types it says 1, and 0 once they were unpickled.
+USER_DEFINED = 2
+
+
 def _as_known(array: Array) -> Array:
     """The array in a number type that numpy can read: types of ml_dtypes become raw bytes."""
-    return array if array.dtype.isbuiltin == 1 else array.view(np.dtype((np.void, array.dtype.itemsize)))
+    return array if array.dtype.isbuiltin != USER_DEFINED else array.view(np.dtype((np.void, array.dtype.itemsize)))
 
 
 def _write_npz(file: BinaryIO, arrays: Mapping[str, Array]) -> None:

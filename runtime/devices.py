@@ -164,8 +164,17 @@ def cache_bytes() -> int:
     return max((parse_bytes(f"{size}iB") for size in sizes), default=0)  # files have text such as 32768K
 
 
+# The most threads of a CPU device: no machine has as many cores, and a system may refuse to start more.
+MOST_THREADS = 1024
+
+
 def threads_for(devices: Sequence[Device], threads: int | None) -> int:
-    """Threads of one CPU device: as asked for, or else an equal share of its host's cores, at least one."""
+    """Threads of one CPU device: as asked for, or else an equal share of its host's cores, at least one.
+
+    Raises MisuseError for more than MOST_THREADS, or less than one.
+    """
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise MisuseError(f"{threads:,} threads for each CPU device: give 1 to {MOST_THREADS:,}")
     on_hosts = Counter(device.host for device in devices if device.kind == "cpu")
     return threads or max(1, cores() // max(on_hosts.values(), default=1))
 

@@ -74,10 +74,13 @@ def link_file(source: str | Path, target: str | Path) -> None:
 
 def check_output(path: Path, read: Iterable[Path]) -> None:
     """Raise MisuseError if a file can't be written to `path`, or if that is one of the files and folders `read`."""
-    if not path.absolute().parent.is_dir():
-        raise MisuseError(f"there is no folder {path.absolute().parent} to write {path.name} into")
-    if path.is_dir():
-        raise MisuseError(f"can't write {path}: it is a folder")
+    try:
+        if not path.absolute().parent.is_dir():
+            raise MisuseError(f"there is no folder {path.absolute().parent} to write {path.name} into")
+        if path.is_dir():
+            raise MisuseError(f"can't write {path}: it is a folder")
+    except OSError as error:  # a folder on the way that may not be looked into
+        raise MisuseError(f"can't write {path}: {error.strerror}") from error
     place = Path(os.path.realpath(path))  # unlike resolve(), it takes links in a circle
     for each in read:
         if place == (other := Path(os.path.realpath(each))) or (other.is_dir() and other in place.parents):

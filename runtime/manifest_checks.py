@@ -15,6 +15,7 @@ from pathlib import PurePosixPath, PureWindowsPath
 import numpy as np
 
 from splitc.runtime.arrays import bytes_of
+from splitc.runtime.devices import MOST_THREADS
 from splitc.runtime.manifest import AxisPart, Manifest, Part, Rank, Tensor
 from splitc.runtime.onnx_types import KNOWN
 from splitc.runtime.steps import Receive, Reduce, Run, Send, Step
@@ -22,21 +23,26 @@ from splitc.runtime.steps import Receive, Reduce, Run, Send, Step
 
 def find_contradiction(manifest: Manifest) -> str | None:
     """What is wrong with the manifest; None if nothing is."""
-    checks = (_files, _weights, _names, _groups, _programs, _exchanges, _parts)
+    checks = (_threads, _files, _weights, _names, _groups, _programs, _exchanges, _parts)
     return next(chain.from_iterable(check(manifest) for check in checks), None)
+
+
+def _threads(manifest: Manifest) -> Iterator[str]:
+    if manifest.threads is not None and not 1 <= manifest.threads <= MOST_THREADS:
+        yield f"it has {manifest.threads:,} threads for each CPU device, of which there may be {MOST_THREADS:,}"
 
 
 def _files(manifest: Manifest) -> Iterator[str]:
     """Engines lie inside the package, and their files are among those that are verified."""
     for path, count in Counter(file.path for file in manifest.files).items():
-        if not _is_inside(path):
+        if not is_inside(path):
             yield f"the file '{path}' lies outside the package"
         if count > 1:
             yield f"the file '{path}' is there {count} times"
     listed = {file.path for file in manifest.files}
     is_built = manifest.build is None or manifest.build.built is not None
     for number, engine in ((number, each) for number, rank in enumerate(manifest.ranks) for each in rank.engines):
-        if not _is_inside(engine.path):
+        if not is_inside(engine.path):
             yield f"the engine '{engine.path}' lies outside the package"
         elif PurePosixPath(engine.path).parts[0] != f"rank{number}":  # another rank's would wait for this one
             yield f"rank {number} has the engine '{engine.path}', which is not in the folder rank{number}"
@@ -60,7 +66,7 @@ def _weights(manifest: Manifest) -> Iterator[str]:
                 yield f"the weight '{weight.name}' ends outside of its file '{path}', which has {sizes[path]:,} bytes"
 
 
-def _is_inside(path: str) -> bool:
+def is_inside(path: str) -> bool:
     """Whether a path, on whatever system, stays inside the folder that it is relative to."""
     parts = PurePosixPath(path).parts
     if not parts or "\0" in path or "\\" in path or PureWindowsPath(path).drive:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -81,6 +82,8 @@ def read_sealed(path: Path, kind: type[Sealed], versions: Sequence[int]) -> Seal
     Raises PackageError for a file that this version can't read or trust.
     """
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe or a device may never end
+            raise PackageError(f"{path} is no regular file: compile the model again")
         text = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -95,7 +98,7 @@ def read_sealed(path: Path, kind: type[Sealed], versions: Sequence[int]) -> Seal
                 + ("upgrade splitc" if schema > versions[-1] else "compile the model again")
             )
         found = msgspec.json.decode(text, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise PackageError(f"{path} is damaged ({error}): compile the model again") from error
     if not _is_sealed(text):
         raise PackageError(f"{path} was changed since it was compiled (its SHA-256 differs): compile the model again")

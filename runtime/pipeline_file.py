@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from splitc.runtime.errors import MisuseError, PackageError
 from splitc.runtime.manifest import File
+from splitc.runtime.manifest_checks import is_inside
 from splitc.runtime.manifest_file import read_manifest, read_seal, read_sealed, seal
 
 FILE_NAME = "pipeline.json"
@@ -50,7 +51,17 @@ def read_pipeline(package: Path) -> PipelineFile | None:
 
     Raises PackageError for one that this version can't read or trust.
     """
-    return read_sealed(package / FILE_NAME, PipelineFile, [SCHEMA])
+    pipeline = read_sealed(package / FILE_NAME, PipelineFile, [SCHEMA])
+    if pipeline is not None and (outside := _outside(pipeline)) is not None:
+        raise PackageError(f"{package / FILE_NAME} names '{outside}', which lies outside the package")
+    return pipeline
+
+
+def _outside(pipeline: PipelineFile) -> str | None:
+    """A path of the file that leads out of the package; None if there is none."""
+    places = (place for module in pipeline.modules for place in (module.name, module.source))
+    paths = (*places, *(file.path for file in pipeline.files))
+    return next((path for path in paths if not is_inside(path)), None)
 
 
 def find_module(package: Path, module: str | None) -> Path:

@@ -14,7 +14,7 @@ from splitc.runtime.cli.generated import Generated
 from splitc.runtime.cli.options import with_options
 from splitc.runtime.cli.run_options import Load, loading
 from splitc.runtime.cli.shared_options import JSON, PACKAGE
-from splitc.runtime.cli.terminal import err
+from splitc.runtime.cli.terminal import err, muted_stderr
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.package_configs import find_tokenizer
 from splitc.runtime.generate.room import USUAL, count_tokens
@@ -74,7 +74,8 @@ def generate_command(
     module, devices = load.keywords["module"], load.keywords["devices"]
     pipeline = read_pipeline(package)
     found = tokenizer or (find_tokenizer(package, module) if prompt is not None or audio is not None else None)
-    made = Generated(Text.load(found) if found else None)
+    with muted_stderr():
+        made = Generated(Text.load(found) if found else None)
     sampling = Sampling(temperature, top_k, top_p, seed)
     if pipeline is not None and len(pipeline.modules) > 1 and module is None:
         if devices or prefill:
@@ -92,7 +93,8 @@ def generate_command(
         read_manifest(find_module(package, module))  # which says so if there is no package
         raise MisuseError("--audio is for a package with an encoder and a decoder, and this is one model")
     text = made.text
-    ids = read_prompt(text, prompt, prompt_ids)
+    with muted_stderr():
+        ids = read_prompt(text, prompt, prompt_ids)
     stops = stop or (text.find_endings() if text else [])
     with ExitStack() as stack:
         with shown_bars():

@@ -11,7 +11,7 @@ from typing import Any
 
 from splitc.runtime.arrays import Array
 from splitc.runtime.cli.generated import Generated
-from splitc.runtime.cli.terminal import print_warning
+from splitc.runtime.cli.terminal import muted_stderr, print_warning
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.decoder_prompt import find_prompt
 from splitc.runtime.generate.encoder_decoder import EncoderDecoder, describe_encoder, find_features, reads_text
@@ -84,7 +84,8 @@ def _encode(
     if asked.audio is None:
         if asked.prompt is None and asked.prompt_ids is None and model.encoder and not reads_text(model.encoder):
             raise MisuseError(f"generate needs what the model is to read: {describe_encoder(model.encoder)}")
-        tokens = read_prompt(made.text, asked.prompt, asked.prompt_ids)
+        with muted_stderr():
+            tokens = read_prompt(made.text, asked.prompt, asked.prompt_ids)
         encoded = model.encode_tokens(tokens)
         made.timings.encoder_seconds = time.perf_counter() - start
         yield encoded, [] if model.encoder else tokens

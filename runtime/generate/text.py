@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,23 +32,6 @@ def _library(failed: str) -> Iterator[None]:
         raise MisuseError(f"{failed}: {error}") from error
 
 
-@contextmanager
-def _muted_stderr() -> Iterator[None]:
-    """Drop what is written to the process's standard error: a library that panics writes a trace there."""
-    try:
-        kept = os.dup(2)
-    except OSError:  # it is closed
-        yield
-        return
-    with Path(os.devnull).open("wb") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-
-
 @dataclass
 class Text:
     """A tokenizer from a file, and a stream that decodes tokens one by one."""
@@ -70,7 +52,7 @@ class Text:
         if not file.exists():
             raise MisuseError(f"no such tokenizer: {file}")
         check_regular(file)
-        with _library(f"{file} is no tokenizer.json"), _muted_stderr():
+        with _library(f"{file} is no tokenizer.json"):
             tokenizer = Tokenizer.from_file(str(file))
             # Files of encoders have these set for batches: a prompt has neither more nor less tokens than its text.
             tokenizer.no_padding()
@@ -97,7 +79,7 @@ class Text:
             raise MisuseError(
                 f"the prompt is no UTF-8: see {text[error.start]!a}, its character {error.start + 1}"
             ) from None
-        with _library(f"{self.file} can't read the prompt"), _muted_stderr():
+        with _library(f"{self.file} can't read the prompt"):
             return list(self.tokenizer.encode(text).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import zipfile
 from pathlib import Path
 
@@ -19,6 +20,14 @@ ARRAYS: dict[str, Array] = {
     "half": np.ones(2, np.float16),
     "scalar": np.array(3.5),
 }
+
+
+def test_arrays_that_were_unpickled_keep_their_types(tmp_path: Path) -> None:
+    """As those are which another rank sends."""
+    arrays = {"f": np.ones(3, np.float32), "b": np.ones(2, np.bool_)}
+    save_arrays(tmp_path / "a.npz", pickle.loads(pickle.dumps(arrays)))
+    back = load_arrays(tmp_path / "a.npz")
+    assert {name: array.dtype for name, array in back.items()} == {"f": np.float32, "b": np.bool_}
 
 
 @pytest.mark.parametrize("name", ["arrays.npz", "arrays.json", "without ending ü"])

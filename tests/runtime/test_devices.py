@@ -63,6 +63,12 @@ def test_threads_are_divided_unless_given() -> None:
     assert threads_for(devices, 3) == 3
 
 
+@pytest.mark.parametrize("threads", [0, -1, 10**6, 10**20])
+def test_threads_that_no_system_starts(threads: int) -> None:
+    with pytest.raises(MisuseError, match="threads for each CPU device: give 1 to 1,024"):
+        threads_for(parse_devices(["2xcpu"]), threads)
+
+
 def test_machine_has_memory() -> None:
     cpu = list_devices()[0]
     assert 0 < cpu.free_bytes <= cpu.total_bytes

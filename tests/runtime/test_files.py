@@ -97,6 +97,15 @@ def test_what_can_not_be_written_is_named(path: str, message: str) -> None:
         file.write(b"content")
 
 
+def test_folder_that_may_not_be_looked_into_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, *, follow_symlinks: bool = True) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    with pytest.raises(MisuseError, match=r"can't write .*: Permission denied"), written_whole(tmp_path / "a"):
+        pass
+
+
 def test_what_is_read_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "package" / "rank0").mkdir(parents=True)
     (tmp_path / "model.onnx").touch()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -68,6 +69,29 @@ def test_flipped_bits_are_found(copy: Path) -> None:
 def test_paths_stay_inside(layers: Path, path: str) -> None:
     refused(layers, lambda m: m["ranks"][0]["engines"][0].update(path=path), "lies outside the package")
     refused(layers, lambda m: m["files"][0].update(path=path), "lies outside the package")
+
+
+@pytest.mark.parametrize("threads", [0, -1, 10**6, 10**20])
+def test_threads_that_no_system_starts(layers: Path, threads: int) -> None:
+    refused(layers, lambda m: m.update(threads=threads), "threads for each CPU device")
+
+
+def test_manifest_that_never_ends(copy: Path) -> None:
+    (copy / "manifest.json").unlink()
+    os.mkfifo(copy / "manifest.json")
+    with pytest.raises(PackageError, match=r"manifest\.json is no regular file"):
+        read_manifest(copy)
+    (copy / "manifest.json").unlink()
+    (copy / "manifest.json").symlink_to("/dev/zero")
+    with pytest.raises(PackageError, match=r"manifest\.json is no regular file"):
+        read_manifest(copy)
+
+
+def test_manifest_of_other_bytes_than_text(copy: Path) -> None:
+    path = copy / "manifest.json"
+    path.write_bytes(path.read_bytes().replace(b"onnx", b"o\xffnx"))
+    with pytest.raises(PackageError, match="is damaged"):
+        read_manifest(copy)
 
 
 def test_each_engine_is_a_file_that_is_verified(layers: Path) -> None:

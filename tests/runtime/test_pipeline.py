@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from splitc.runtime import MisuseError, PackageError, Pipeline, Session
 from splitc.runtime.cli.commands import app
-from splitc.runtime.pipeline_file import FILE_NAME
+from splitc.runtime.manifest import File
+from splitc.runtime.pipeline_file import FILE_NAME, Module, PipelineFile, read_pipeline, write_pipeline
 from tests.conftest import assert_close, decoder_feeds, run_whole
 from tests.helpers.packages import compile_mode, write_modules
 
@@ -62,6 +63,16 @@ def test_module_of_another_pipeline_is_refused(decoder: Path, pipeline: Path) ->
     (pipeline / FILE_NAME).write_text((pipeline / FILE_NAME).read_text().replace("first", "thirst"))
     with pytest.raises(PackageError, match="was changed since it was compiled"):
         Session(pipeline, module="first")
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "file"),
+    [("/nowhere", "m.onnx", "a"), ("m", "/nowhere/m.onnx", "a"), ("m", "../m.onnx", "a"), ("m", "m.onnx", "../a")],
+)
+def test_paths_stay_inside(name: str, source: str, file: str, tmp_path: Path) -> None:
+    write_pipeline(tmp_path, PipelineFile([Module(name, "0" * 64, source)], [File(file, 0)]))
+    with pytest.raises(PackageError, match="which lies outside the package"):
+        read_pipeline(tmp_path)
 
 
 def test_modules_are_not_opened_together_under_mpi(pipeline: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).mkdir(parents=True)
     for name in ("model.onnx", "my [model] a:b.onnx", f"folder/{ODD}/model.onnx", "folder/vae/model.onnx", "a.npz"):
         (tmp_path / name).touch()
-    write_pipeline(tmp_path / "a package", PipelineFile([Module(ODD, "0", ""), Module("vae", "0", "")], []))
+    write_pipeline(tmp_path / "a package", PipelineFile([Module(ODD, "0", "a.onnx"), Module("vae", "0", "b.onnx")], []))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner, Result
 
 from splitc.runtime.cli.commands import app
+from splitc.runtime.cli.terminal import muted_stderr
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.text import Text, read_prompt
 from tests.conftest import DECODER
@@ -128,15 +129,15 @@ def damaged(tokenizer: Path, **fields: Any) -> Path:
 def test_what_the_tokenizers_library_makes_of_a_damaged_file_is_said(
     tokenizer: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It panics, which is no Exception, and prints a trace."""
+    """It panics, which is no Exception, and prints a trace, which the command line drops."""
     panics = damaged(tokenizer, normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"})
-    with pytest.raises(MisuseError, match=r"is no tokenizer\.json: Precompiled"):
+    with pytest.raises(MisuseError, match=r"is no tokenizer\.json: Precompiled"), muted_stderr():
         Text.load(panics)
     one = {"SpecialToken": {"id": "[X]", "type_id": 0}}
     twice = {"type": "TemplateProcessing", "single": [one, {"Sequence": {"id": "B", "type_id": 0}}], "pair": []}
     specials = {"special_tokens": {"[X]": {"id": "[X]", "ids": [1], "tokens": ["[X]"]}}}
     text = Text.load(damaged(tokenizer, normalizer=None, post_processor={**twice, **specials}))
-    with pytest.raises(MisuseError, match="can't read the prompt: index out of bounds"):
+    with pytest.raises(MisuseError, match="can't read the prompt: index out of bounds"), muted_stderr():
         text.encode("w1")
     assert capfd.readouterr().err == ""
     nothing = {"type": "WordLevel", "vocab": {}, "unk_token": "w0"}
