@@ -11,6 +11,9 @@ from splitc.runtime.errors import SplitcError
 from splitc.runtime.files import FULL
 from splitc.runtime.units import format_bytes
 
+# What Python says of it.
+_NO_THREAD = "can't start new thread"
+
 
 class Interrupted(SplitcError):
     """The user pressed Ctrl-C."""
@@ -32,6 +35,11 @@ def explained(error: BaseException) -> SplitcError | None:
             return SplitcError(f"{error.strerror} where it was written to (temporary files: {folder}, {free} free)")
         places = [str(name) for name in (error.filename, error.filename2) if name is not None]
         return SplitcError(": ".join([*places, error.strerror or str(error) or type(error).__name__]))
+    if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
+        return SplitcError(
+            "the system lets this process start no more threads: raise the limit of processes (ulimit -u, or the "
+            "container's), or give devices fewer with --threads"
+        )
     if isinstance(error, MemoryError):
         return SplitcError(f"there is not enough memory on this machine: {error or 'an allocation failed'}")
     return None

@@ -39,6 +39,16 @@ def verify_files(package: Path, files: Iterable[File], verify: str = ALWAYS) -> 
     Verification(package, files, verify).finish()
 
 
+def check_size(package: Path, file: File) -> None:
+    """Raise PackageError if a file of the package is missing, or of another size than its manifest says."""
+    path = package / file.path
+    if not path.is_file():
+        raise PackageError(f"{path} is missing: the package is incomplete, compile the model again")
+    size = path.stat().st_size
+    if size != file.bytes:
+        raise PackageError(f"{path} has {size:,} bytes, its manifest says {file.bytes:,}: compile the model again")
+
+
 class Verification:
     """Compares a package's files with the manifest, on a thread of its own, until `finish` or `stop`.
 
@@ -54,7 +64,7 @@ class Verification:
         self._remembers = verify == ONCE
         paths, listed = frozenset(first), list(files) if verify != NEVER else []
         for file in listed:
-            self._check_size(file)
+            check_size(package, file)
         compared = (file.bytes for file in listed if file.hash is not None and not self._is_known(file, file.hash))
         self._count = counting("comparing hashes", Bytes(sum(compared)))
         self._verify_all([file for file in listed if file.path in paths])
@@ -74,14 +84,6 @@ class Verification:
         self._pool.shutdown()
         if self._remembers and self._found:
             _remember(self._found)
-
-    def _check_size(self, file: File) -> None:
-        path = self._package / file.path
-        if not path.is_file():
-            raise PackageError(f"{path} is missing: the package is incomplete, compile the model again")
-        size = path.stat().st_size
-        if size != file.bytes:
-            raise PackageError(f"{path} has {size:,} bytes, its manifest says {file.bytes:,}: compile the model again")
 
     def _verify_all(self, files: Sequence[File]) -> None:
         for file in files:

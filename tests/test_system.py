@@ -162,6 +162,11 @@ def test_what_the_system_raises_is_explained() -> None:
             MemoryError("Unable to allocate 4 TiB"),
             "there is not enough memory on this machine: Unable to allocate 4 TiB",
         ),
+        (
+            RuntimeError("can't start new thread"),
+            "the system lets this process start no more threads: raise the limit of processes (ulimit -u, or the "
+            "container's), or give devices fewer with --threads",
+        ),
         (KeyboardInterrupt(), "interrupted"),
         (MisuseError("as it is"), "as it is"),
     ):

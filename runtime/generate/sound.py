@@ -11,6 +11,9 @@ from splitc.runtime.arrays import Array
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files import check_regular
 
+# What a program that writes to a pipe states as the bytes of sound, or more: it can't know.
+UNKNOWN = 0x7FFFF000
+
 
 def read_sound(path: Path, rate: int) -> Array:
     """The samples of a WAV file as numbers from -1 to 1, [samples], at so many a second. Channels are averaged.
@@ -22,12 +25,17 @@ def read_sound(path: Path, rate: int) -> Array:
     try:
         with wave.open(str(path)) as file:
             width, channels, known = file.getsampwidth(), file.getnchannels(), file.getframerate()
-            data = file.readframes(file.getnframes())
+            frames = file.getnframes()
+            data = file.readframes(frames)
     except (wave.Error, EOFError) as error:
         why = str(error) or "it ends too early"
         raise MisuseError(f"{path} is no WAV file of whole numbers ({why}): {advice}") from error
     if not known or not channels or width not in (1, 2, 3, 4):
         raise MisuseError(f"{path} has {channels} channels of {width} bytes at {known} Hz: {advice}")
+    if len(data) < (stated := frames * width * channels) < UNKNOWN:
+        raise MisuseError(
+            f"{path} is cut short: it has {len(data):,} of {stated:,} bytes of sound. {advice.capitalize()}"
+        )
     samples = _numbers(data[: len(data) // (width * channels) * width * channels], width)
     if not samples.size:
         raise MisuseError(f"{path} has no samples: {advice}")

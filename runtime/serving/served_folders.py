@@ -15,6 +15,7 @@ from splitc.runtime.files import link_file
 from splitc.runtime.manifest import Manifest
 from splitc.runtime.manifest_file import FILE_NAME, read_manifest
 from splitc.runtime.pipeline_file import find_module, read_pipeline
+from splitc.runtime.verification import check_size
 
 
 def find_packages(package: Path, module: str | None, name: str | None = None) -> dict[str, tuple[Path, Manifest]]:
@@ -32,8 +33,8 @@ def find_packages(package: Path, module: str | None, name: str | None = None) ->
             raise MisuseError(f"--name is for one model, and {package} has {len(found)}: add --module")
         found = dict.fromkeys([name], *found.values())
     for each in found:
-        if each != Path(each).name or each.startswith("."):
-            raise MisuseError(f"'{each}' can't be a model's name, which is that of a folder: give another --name")
+        if each != Path(each).name or each.startswith(".") or not each.isprintable():
+            raise MisuseError(f"{each!r} can't be a model's name, which is that of a folder: give another --name")
     return {each: (folder, read_manifest(folder)) for each, folder in found.items()}
 
 
@@ -69,7 +70,12 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def link_package(package: Path, manifest: Manifest, target: Path) -> None:
-    """Make `target` the same package. Its files are hard links, or copies on another file system."""
+    """Make `target` the same package. Its files are hard links, or copies on another file system.
+
+    Raises PackageError for a package that is incomplete. Hashes are compared when the package is loaded.
+    """
+    for file in manifest.files:
+        check_size(package, file)
     add = counting("writing files", Bytes(sum(file.bytes for file in manifest.files)))
     for name, size in ((FILE_NAME, 0), *((file.path, file.bytes) for file in manifest.files)):
         place = target / name

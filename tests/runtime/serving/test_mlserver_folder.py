@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 from splitc.runtime.serving.serving_file import read_serving
@@ -39,3 +40,14 @@ def test_names_are_those_of_folders(package: Path, tmp_path: Path) -> None:
     for name in ("a/b", "..", ".hidden"):
         found = splitc("export", "mlserver", package, "-o", tmp_path, "--name", name, code=2)
         assert f"'{name}' can't be a model's name" in found.stderr
+    found = splitc("export", "mlserver", package, "-o", tmp_path, "--name", "a\nb", code=2)
+    assert r"'a\nb' can't be a model's name" in found.stderr
+
+
+def test_package_that_is_incomplete_is_not_exported(package: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(package, tmp_path / "copy")
+    with next(copy.glob("rank0/*.weights")).open("r+b") as file:
+        file.truncate(100)
+    found = splitc("export", "mlserver", copy, "-o", tmp_path / "models", code=1)
+    assert "has 100 bytes, its manifest says" in found.stderr
+    assert not list((tmp_path / "models").iterdir())
