@@ -33,9 +33,7 @@ def read_sound(path: Path, rate: int) -> Array:
     if not known or not channels or width not in (1, 2, 3, 4):
         raise MisuseError(f"{path} has {channels} channels of {width} bytes at {known} Hz: {advice}")
     if len(data) < (stated := frames * width * channels) < UNKNOWN:
-        raise MisuseError(
-            f"{path} is cut short: it has {len(data):,} of {stated:,} bytes of sound. {advice.capitalize()}"
-        )
+        raise MisuseError(f"{path} is cut short: it has {len(data):,} of {stated:,} bytes of sound: {advice}")
     samples = _numbers(data[: len(data) // (width * channels) * width * channels], width)
     if not samples.size:
         raise MisuseError(f"{path} has no samples: {advice}")
