@@ -8,10 +8,9 @@ shows which inputs are wrong, and of the sizes that are possible for these, thos
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, count, islice
 from typing import Any
 
 import numpy as np
@@ -27,8 +26,9 @@ from splitc.compiler.frontend.sizes_tried import Trial, can_be_made_up, first_re
 from splitc.compiler.nodes import describe_node
 from splitc.runtime.manifest import Fill
 
-# The most sizes that are changed, one after the other, and the seconds in which others are looked for.
-MOST_CHANGES, LONGEST = 32, 20.0
+# The most sizes that are changed, one after the other, and the most that are tried for each of these. Both are counts:
+# by the clock, a busy machine would refuse what a quiet one finds.
+MOST_CHANGES, MOST_TRIES = 32, 500
 # A length is doubled up to this size, or counted up to that one.
 LARGEST, COUNTED = 1 << 14, 64
 
@@ -106,7 +106,6 @@ class _Search:
         self._changed: list[ir.Model] = []
         self._found: list[int] = []  # the sizes that were changed to, which other layers may need too
         self._may_stretch = False
-        self._end = time.monotonic() + LONGEST
 
     def fit(self) -> Fitted:
         """Change sizes until the model runs on them, or none are found."""
@@ -150,6 +149,7 @@ class _Search:
         search goes on from there.
         """
         symbols = self._free(refused.above)
+        tries = count()
         for far in (False, True):
             parts: list[tuple[Changes, str]] = [({}, refused.reason)]
             known = {_kind(refused.reason)}
@@ -157,7 +157,7 @@ class _Search:
                 part, reason = parts.pop(0)
                 near = _near(reason, refused.numbers)
                 for more in self._candidates(symbols, near, refused.steps, far, part):
-                    if time.monotonic() > self._end:
+                    if next(tries) >= MOST_TRIES:
                         return False
                     why = self._why_not(refused, {**part, **more})
                     if why is None:
@@ -182,12 +182,11 @@ class _Search:
 
     def _change_by_trial(self, fitted: Fitted) -> Fitted:
         """Change sizes, or whole numbers that sizes may follow from, such that the whole model runs."""
-        for fills, changes in chain(
+        candidates = chain(
             ((fills, {}) for fills in _number_fills(self._trial)),
             (({}, changes) for changes in self._candidates(self._free(self._graph.model), ())),
-        ):
-            if time.monotonic() > self._end:
-                break
+        )
+        for fills, changes in islice(candidates, MOST_TRIES):
             changed = self.inputs.changed(changes)
             shapes = changed.shapes(self._graph.model)
             if not can_be_made_up(self._graph, shapes):
@@ -216,7 +215,7 @@ class _Search:
         far: bool = False,
         part: Collection[str] = (),
     ) -> Iterator[Changes]:
-        """Sizes to try, likely ones first: of a cache of one row; doubled ones; those in `near`; many, if `far`.
+        """Sizes to try, likely ones first: a cache of one row, or none; doubled ones; those in `near`; many, if `far`.
 
         Symbols in `part` have been changed already, and are so again alone.
         """
@@ -229,10 +228,18 @@ class _Search:
             yield from (dict.fromkeys(names, size) for size in counted for names in alone)
             return
         yield from ({name: 1} for name in symbols if name in self.inputs.past and sizes[name] == 0)
+        yield from ({name: 0} for name in symbols if self._may_be_nothing(name))
         yield from ({name: size} for size in self._found for name in symbols)
         yield from (dict.fromkeys(names, size) for names in groups for size in _grown(sizes[names[0]]))
         yield from (dict.fromkeys(names, size) for size in near for names in (*alone, *groups))
         yield from ({name: size} for name in symbols for size in _grown(sizes[name]))
+
+    def _may_be_nothing(self, name: str) -> bool:
+        """Whether a size is only a part of others, as a past length is of a mask's where the model has no caches."""
+        changed = self.inputs.changed({name: 0})
+        shapes = changed.shapes(self._graph.model)
+        reads = [shapes[value.name or ""] for value in self._graph.graph.inputs if name in symbols_of(value)]
+        return self.inputs.sizes[name] > 0 and all(size > 0 for shape in reads for size in shape)
 
     def _groups(self, symbols: Sequence[str]) -> list[tuple[str, ...]]:
         """Symbols of one input that have one size so far: an image's sides, which are equal more often than not."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 
 from models.writer import save
 from splitc.compiler.analysis.facts import Analysis, analyze
+from splitc.compiler.frontend import fitted_sizes
 from splitc.compiler.frontend.asked_shapes import AskedShapes, Shape
 from splitc.compiler.frontend.fitted_sizes import WHOLE
 from splitc.compiler.frontend.sizes_tried import Trial
@@ -76,6 +79,27 @@ def test_sizes_that_take_too_long_to_try_are_not_taken(tmp_path: Path, monkeypat
     monkeypatch.setattr(Trial, "refusal", refuse)
     fitted = fit(block, tmp_path, {"past": (1, 16, 8)}).fitted
     assert (fitted.problem, fitted.shapes["new"], fitted.shapes["mask"]) == (None, (1, 16, 512), (1, 32))
+
+
+def test_past_length_of_a_model_without_caches(tmp_path: Path) -> None:
+    block = Block()
+    new = block.input("new", FLOAT, ["batch", "length", 8])
+    mask = block.input("mask", FLOAT, ["batch", "past + length"])
+    block.give(block.op("Add", new, block.op("Unsqueeze", mask, block.ints(2))))
+    fitted = fit(block, tmp_path, {"new": (1, 6, 8)}).fitted
+    assert (fitted.problem, fitted.shapes["mask"]) == (None, (1, 6))
+
+
+def test_as_many_sizes_are_tried_on_a_busy_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that jumps an hour at each look changes nothing."""
+    hours = count(step=3600.0)
+    monkeypatch.setattr(time, "monotonic", lambda: next(hours))
+    assert fit(image_block(), tmp_path).fitted.shapes["image"] == (1, 3, 24, 24)
+
+
+def test_sizes_that_are_not_found_end_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitted_sizes, "MOST_TRIES", 1)
+    assert fit(image_block(), tmp_path).fitted.problem is not None
 
 
 def test_rows_that_belong_together(tmp_path: Path) -> None:
