@@ -79,7 +79,7 @@ def check_output(path: Path, read: Iterable[Path]) -> None:
             raise MisuseError(f"there is no folder {path.absolute().parent} to write {path.name} into")
         if path.is_dir():
             raise MisuseError(f"can't write {path}: it is a folder")
-    except OSError as error:  # a folder on the way that may not be looked into
+    except PermissionError as error:  # a folder on the way that may not be looked into
         raise MisuseError(f"can't write {path}: {error.strerror}") from error
     place = Path(os.path.realpath(path))  # unlike resolve(), it takes links in a circle
     for each in read:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -16,6 +15,7 @@ import msgspec
 from splitc.runtime.cache import read_cache, write_cache
 from splitc.runtime.counted import Bytes, counting
 from splitc.runtime.errors import MisuseError, PackageError, SplitcError
+from splitc.runtime.executor import Executor
 from splitc.runtime.manifest import File, Manifest
 from splitc.runtime.package_files import hash_package_file
 
@@ -68,7 +68,7 @@ class Verification:
         compared = (file.bytes for file in listed if file.hash is not None and not self._is_known(file, file.hash))
         self._count = counting("comparing hashes", Bytes(sum(compared)))
         self._verify_all([file for file in listed if file.path in paths])
-        self._pool = ThreadPoolExecutor(1, "splitc verifies")
+        self._pool = Executor(1, "splitc verifies")
         self._rest = self._pool.submit(self._verify_all, [file for file in listed if file.path not in paths])
 
     def finish(self) -> None:

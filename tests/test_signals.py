@@ -98,6 +98,33 @@ def check_message(number: int, errors: str) -> None:
     assert number != signal.SIGINT or errors in ("", "error: interrupted\n") or "warning" in errors
 
 
+# A command that gets a signal right after the main thread has started its thread of this number.
+STARTING = """
+import os, sys, threading, time
+from splitc.runtime.__main__ import main
+start, left = threading.Thread.start, [{number}]
+def started(thread):
+    start(thread)
+    if threading.current_thread() is threading.main_thread():
+        left[0] -= 1
+        if left[0] == -1:
+            os.kill(os.getpid(), {signal})
+            time.sleep(0)
+threading.Thread.start = started
+sys.argv = ["splitc", *sys.argv[1:]]
+main()
+"""
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_signal_right_after_a_thread_is_started(number: int, decoder: Path, package: Path) -> None:
+    """The last of these threads is a pool's, which knows of it only later: Python would wait for it at its end."""
+    program = STARTING.format(number=number, signal=int(signal.SIGINT))
+    command = [sys.executable, "-c", program, "check", str(package), "--model", str(decoder), "--no-memory"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (found.returncode, found.stderr.splitlines()[-1]) == (130, "error: interrupted")
+
+
 @pytest.mark.parametrize("seed", seeds(3))
 def test_compile(seed: int, decoder: Path, package: Path, tmp_path: Path) -> None:
     mode, force = choice(seed, MODES, (False, True))

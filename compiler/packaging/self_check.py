@@ -155,7 +155,8 @@ def _compare(session: Session, whole: Reference, feeds: Arrays, expected: Arrays
     plain = cache(lambda: whole.run_unoptimized(feeds))
     judged = judge(compared, expected, session.run(feeds), lambda: whole.run(feeds), plain)
     worst = max((each.relative for each in judged.differences), default=0.0)
-    agree = f"{len(judged.differences)} outputs agree with {whole} (largest error {worst:.1e})"
+    count = len(judged.differences)
+    agree = f"{count} outputs agree with {whole} (largest error {worst:.1e})" if count else "no output was compared"
     said = "; ".join([agree, *judged.notes])
     if not judged.passed:
         moved = [plain(), *map(whole.run, nudged(feeds))]

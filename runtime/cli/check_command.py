@@ -200,5 +200,7 @@ def _conclude(failed: list[str], count: int, where: str, as_json: bool) -> None:
     """Say that all outputs agree. Raises OutputsDifferError if some do not."""
     if failed:
         raise OutputsDifferError(f"{len(failed)} of {count} outputs differ beyond tolerance: {', '.join(failed)}")
-    if not as_json:
+    if not as_json and count:
         out.print(Text.assemble((f"{count} of {count} outputs agree", "green"), f" {where}"))
+    elif not as_json:
+        out.print(f"no output was compared {where}")

@@ -7,7 +7,6 @@ groups, and those with CPU devices, sum on the host.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
@@ -22,6 +21,7 @@ from splitc.runtime.collectives.peer_all_reduce import PeerAllReduce
 from splitc.runtime.devices import Device
 from splitc.runtime.engines import Backend, Communicator
 from splitc.runtime.engines.gpu_device import GpuDevice
+from splitc.runtime.executor import Executor
 from splitc.runtime.failures import Failure, attempt
 from splitc.runtime.steps import Reduce
 
@@ -124,7 +124,7 @@ class GpuCollectives(HostCollectives):
 def connect_devices(devices: Sequence[Device], backends: Sequence[Backend]) -> list[GpuCollectives]:
     """The ends of ranks of which some or all are on GPUs."""
     gpus = {backend.index: backend for backend in backends if isinstance(backend, GpuDevice)}
-    with ThreadPoolExecutor(1) as pool:  # CuPy's current device is per thread: the caller's must not change
+    with Executor(1) as pool:  # CuPy's current device is per thread: the caller's must not change
         links = pool.submit(enable_peer_access, gpus).result()
         by_host = pool.submit(check_copies, gpus).result()
     places = [backend.index if isinstance(backend, GpuDevice) else None for backend in backends]

@@ -7,7 +7,7 @@ import importlib
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from splitc.runtime.engines.gpu_array import GpuArray
 from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.engines.operator_library import load_library
 from splitc.runtime.errors import EngineError, PackageError
+from splitc.runtime.executor import Executor
 from splitc.runtime.failures import Failure, attempt
 
 # NCCL's numbers of number types (ncclDataType_t) and of operations (ncclRedOp_t).
@@ -146,7 +147,7 @@ class NcclCommunicators:
         self._all_gather = all_gather
         self._made: list[tuple[tuple[int, ...], NcclCommunicator]] = []
         # One thread, so that all ranks connect in the same order.
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: Executor | None = None
 
     def create(self, group: Sequence[int]) -> NcclCommunicator:
         """A communicator for the group. All of its ranks must call this at the same time.
@@ -167,7 +168,7 @@ class NcclCommunicators:
                 made, connect_kernel_sums(gpu, group, self._rank, self._all_gather) if one_machine else None
             )
 
-        self._pool = self._pool or ThreadPoolExecutor(1, "splitc connects")
+        self._pool = self._pool or Executor(1, "splitc connects")
         return self._keep(group, self._pool.submit(connect))
 
     def _keep(self, group: Sequence[int], connecting: Future[Connected]) -> NcclCommunicator:

@@ -7,7 +7,6 @@ import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import onnxruntime as ort
 
 from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.engines.weight_places import lay_out, size_of
+from splitc.runtime.executor import Executor
 from splitc.runtime.manifest import Weight
 
 Bytes = npt.NDArray[np.uint8]
@@ -68,7 +68,7 @@ def _place(gpu: GpuDevice, folder: Path, weights: Sequence[Weight]) -> Mapping[s
         for weight, size, place in zip(weights, sizes, places, strict=True)
         for start in range(0, size, PIECE)
     ]
-    with ThreadPoolExecutor(COPYING) as pool:
+    with Executor(COPYING) as pool:
         list(pool.map(partial(_copy, gpu, pieces), range(COPYING)))
     with gpu.device:
         return {weight.name: make_value(gpu, weight, place) for weight, place in zip(weights, places, strict=True)}

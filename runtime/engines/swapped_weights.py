@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from weakref import WeakValueDictionary, ref
 
@@ -17,6 +16,7 @@ import onnxruntime as ort
 from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.engines.gpu_weights import COPYING, make_value
 from splitc.runtime.engines.weight_places import SwapRoom, lay_out, size_of
+from splitc.runtime.executor import Executor
 from splitc.runtime.manifest import Weight
 
 
@@ -55,7 +55,7 @@ class SwappedWeights:
             length = size_of(weight)
             self._pinned[start : start + length] = files[weight.file][weight.offset : weight.offset + length]
 
-        with ThreadPoolExecutor(COPYING) as pool:
+        with Executor(COPYING) as pool:
             list(pool.map(read, weights, starts))
         with gpu.device:
             places = [gpu.cuda.MemoryPointer(memory.chunk, start) for start in starts]

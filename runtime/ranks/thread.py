@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -17,6 +17,7 @@ from splitc.runtime.engines import Backend, Communicator, Room
 from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.engines.gpu_outputs import hand_over
 from splitc.runtime.engines.weight_places import SwapRoom
+from splitc.runtime.executor import Executor
 from splitc.runtime.failures import Failure, attempt
 from splitc.runtime.gpu_feeds import Feed, GpuFeed
 from splitc.runtime.manifest import Rank, State
@@ -90,7 +91,7 @@ class Worker(threading.Thread):
         self.collectives = collectives
         self._broken = broken
         # Waits for results of an asynchronous device on another thread, so that this one can launch the next request.
-        self._finisher = ThreadPoolExecutor(1) if backend.asynchronous else None
+        self._finisher = Executor(1) if backend.asynchronous else None
         self._unfinished: Future[None] | None = None
         self.sequences: dict[int | None, dict[str, Any]] = {}
         self._communicators: dict[tuple[int, ...], Communicator] = {}

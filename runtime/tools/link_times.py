@@ -6,7 +6,6 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 from statistics import median
 from typing import Any
@@ -22,6 +21,7 @@ from splitc.runtime.engines import Backend
 from splitc.runtime.engines.backends import make_backend
 from splitc.runtime.engines.gpu_array import Tape
 from splitc.runtime.engines.kinds import ONNXRUNTIME
+from splitc.runtime.executor import Executor
 from splitc.runtime.machine import Machine, MeasuredLink, pair_name
 from splitc.runtime.replay.capture import capture
 from splitc.runtime.steps import Reduce
@@ -105,7 +105,7 @@ def _time_replayed(backends: Sequence[Any], ends: Sequence[Any], work: Callable[
         work(rank, gpu.upload(array))  # run it eagerly first, to load its kernel
         return capture(gpu, ends[rank], range(len(ends)), Tape(), give)
 
-    with ThreadPoolExecutor(len(ends)) as pool:
+    with Executor(len(ends)) as pool:
         captured, *_ = pool.map(run, range(len(ends)))
     seconds: list[float] = [captured.play() / RUNS for _ in range(WARMUP + RUNS)]
     return median(seconds[WARMUP:])

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from splitc.runtime.counted import counted
 from splitc.runtime.engines import Backend, Communicator, LoadedEngine
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.errors import SplitcError
+from splitc.runtime.executor import Executor
 from splitc.runtime.failures import Failure
 from splitc.runtime.manifest import Rank
 from splitc.runtime.manifest_file import read_manifest
@@ -124,7 +124,7 @@ def _run_together(
         values, _ = execute(program, ends[number], fed, backend.accumulate)
         return dict(backend.download({name: values[name] for name in program.outputs}))
 
-    with ThreadPoolExecutor(len(ranks)) as pool:
+    with Executor(len(ranks)) as pool:
         return {name: array for each in pool.map(run, range(len(ranks))) for name, array in each.items()}
 
 

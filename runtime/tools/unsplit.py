@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from splitc.runtime.engines.onnx_session import has_data_outside
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 from splitc.runtime.engines.unoptimized import load_unoptimized
 from splitc.runtime.errors import MisuseError, PackageError
+from splitc.runtime.executor import Executor
 from splitc.runtime.manifest import FixedInput, Manifest, Tensor
 from splitc.runtime.settings import setting_array
 from splitc.runtime.units import format_bytes
@@ -121,7 +121,7 @@ def open_unsplit(model: Path, device: Device, threads: int, trusts_data: bool = 
     Raises PackageError if ONNX Runtime can't load it on the device.
     """
     # A separate thread does all of it, since the caller's thread has its own current GPU.
-    with ThreadPoolExecutor(1) as pool:
+    with Executor(1) as pool:
         backend = pool.submit(make_backend, ONNXRUNTIME, device, threads, None, False, trusts_data).result()
         pool.submit(backend.attach).result()
         engines = [pool.submit(load_unsplit, backend, model, trusts_data).result()]
