@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
 
 from splitc.runtime.arrays import Array, Zeros
-from splitc.runtime.errors import EngineError, MisuseError, SplitcError
+from splitc.runtime.errors import EngineError, HandOverError, MisuseError, SplitcError
 from splitc.runtime.feeds import explain_failure
+from splitc.runtime.futures import Answer
 from splitc.runtime.gpu_feeds import Feed
+from splitc.runtime.interrupts import later_interrupts
 from splitc.runtime.manifest import Manifest
 from splitc.runtime.processes.remote import RemoteRanks
 from splitc.runtime.ranks.request import NEVER, InFlightRequest
@@ -26,6 +28,10 @@ from splitc.runtime.turns import Turn, Turns
 CHECK_EVERY = 0.1
 # Seconds that a closing session waits for requests in flight before it stops their engines.
 PATIENCE = 10.0
+
+
+class _SignalCame(Exception):
+    """A signal waits for its handler, which runs once no wait holds it back."""
 
 
 class Admission:
@@ -81,22 +87,10 @@ class Admission:
             raise EngineError("this session belongs to the process that opened it: a copy of that one can't use it")
         if self._in_callback and here:
             raise MisuseError("a callback of a request can't wait for another one: submit() it, or run() it elsewhere")
-        if not self._places.acquire(blocking=not self._in_callback):
-            raise MisuseError("too many requests are in flight for a callback to submit another one: raise in_flight")
         ranks, done = len(self._workers), self._done
         request = InFlightRequest(arrays, ranks, done, sequence, initial, room, after, on_device)
-        future: Future[InFlightRequest] = Future()
-        self._begin()
-        with self._order:
-            try:
-                self.check_usable()
-                recording = self._find_recording(request)
-            except BaseException:
-                self._leave()
-                raise
-            self._under_way[request] = future
-            if recording is None:
-                self._workers.put(request)
+        future: Future[InFlightRequest] = Answer()
+        recording = self._hand_over(request, future)
         if recording is not None:
             play = partial(recording[0].play, request, recording[1])
             if here:
@@ -109,13 +103,61 @@ class Admission:
             self._workers.watch()
         return future
 
-    def _begin(self) -> None:
-        """Wait for this model's turn, if models have turns. Raises as `submit` does, and then frees the place."""
+    def _hand_over(
+        self, request: InFlightRequest, future: Future[InFlightRequest]
+    ) -> tuple[Recordings, Recording] | None:
+        """Give a request to all ranks, or find the recording to replay it with.
+
+        Signals come before or after that: if one rank had a request and another one did not, later requests would get
+        other requests' values. Raises as `submit` does.
+        """
+        while True:
+            with later_interrupts() as interrupted:
+                try:
+                    return self._admit(request, future, partial(self._check_waiting, interrupted))
+                except _SignalCame:
+                    pass  # its handler runs at the end of this block, and may raise
+                except HandOverError as error:
+                    self.fail(error)
+                    raise
+
+    def _check_waiting(self, interrupted: Callable[[], bool]) -> None:
+        """Raise what ends a wait: SplitcError if the session is broken or closed, _SignalCame."""
+        self.check_usable()
+        if interrupted():
+            raise _SignalCame
+
+    def _admit(
+        self, request: InFlightRequest, future: Future[InFlightRequest], check: Callable[[], None]
+    ) -> tuple[Recordings, Recording] | None:
+        """Take a place for a request, and give it to the ranks. Whatever is raised, the place is free again."""
+        while not self._places.acquire(timeout=0 if self._in_callback else CHECK_EVERY):
+            if self._in_callback:
+                raise MisuseError(
+                    "too many requests are in flight for a callback to submit another one: raise in_flight"
+                )
+            check()
+        self._begin(check)
+        with self._order:
+            try:
+                self.check_usable()
+                recording = self._find_recording(request, check)
+                self._under_way[request] = future
+                if recording is None:
+                    self._workers.put(request)
+            except BaseException:
+                self._under_way.pop(request, None)
+                self._leave()
+                raise
+        return recording
+
+    def _begin(self, check: Callable[[], None]) -> None:
+        """Wait for this model's turn, if models have turns. Frees the place if that raises."""
         if self._turn is None:
             return
         try:
             self.check_usable()
-            self._turn.turns.begin(self._turn, self.check_usable)
+            self._turn.turns.begin(self._turn, check)
         except BaseException:
             self._places.release()
             raise
@@ -126,7 +168,9 @@ class Admission:
             self._turn.turns.end(self._turn)
         self._places.release()
 
-    def _find_recording(self, request: InFlightRequest) -> tuple[Recordings, Recording] | None:
+    def _find_recording(
+        self, request: InFlightRequest, check: Callable[[], None]
+    ) -> tuple[Recordings, Recording] | None:
         """The recording to replay the request with, or None if it runs eagerly.
 
         If the package's requests can overlap, a request is only replayed if no other one is in flight. Replayed and
@@ -141,20 +185,20 @@ class Admission:
         key = None if not self._optional.isdisjoint(request.feeds) else self.recordings.takes(request)
         recording = None
         if key is not None and not (self._overlap and others):
-            self._wait_for([other for other in others if not other.replayed])
+            self._wait_for([other for other in others if not other.replayed], check)
             recording = self.recordings.find(request, key)
         if recording is None:
-            self._wait_for([other for other in others if other.replayed])
+            self._wait_for([other for other in others if other.replayed], check)
             self.recordings.behind = True
             return None
         request.replayed = True
         return self.recordings, recording
 
-    def _wait_for(self, requests: Sequence[InFlightRequest]) -> None:
-        """Wait for requests to end. Raises SplitcError if the session breaks or is closed."""
+    def _wait_for(self, requests: Sequence[InFlightRequest], check: Callable[[], None]) -> None:
+        """Wait for requests to end. `check` raises what ends that before."""
         futures = [future for request in requests if (future := self._under_way.get(request)) is not None]
         while wait(futures, CHECK_EVERY).not_done:
-            self.check_usable()
+            check()
 
     def _done(self, request: InFlightRequest) -> None:
         future = self._under_way.pop(request)

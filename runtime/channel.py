@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import pickle
 import select
@@ -71,9 +72,11 @@ class Channel:
     def take(self) -> list[Any]:
         """Wait until something arrives, and take the messages that are complete. Raises as `receive` does."""
         missing = LENGTH + self._length() - len(self._arrived)
-        data, ancillary, _, _ = self._socket.recvmsg(max(LEAST, missing), socket.CMSG_SPACE(MOST * DESCRIPTOR))
+        data, ancillary, flags, _ = self._socket.recvmsg(max(LEAST, missing), socket.CMSG_SPACE(MOST * DESCRIPTOR))
         if not data:
             raise EOFError
+        if flags & socket.MSG_CTRUNC:  # descriptors came that this process can't have
+            raise OSError(errno.EMFILE, "too many open files (ulimit -n)")
         for _, _, rights in ancillary:
             self._descriptors.extend(array.array("i", rights))
         self._arrived += data

@@ -48,6 +48,10 @@ class EngineError(SplitcError):
     page = "errors#while-a-session-runs"
 
 
+class HandOverError(EngineError):
+    """Some ranks have a request and others do not, so that none of them can go on."""
+
+
 class FollowingError(EngineError):
     """An engine gave up a request since another rank had failed, whose error is the cause."""
 

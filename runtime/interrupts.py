@@ -22,11 +22,11 @@ def later_interrupts() -> Iterator[Callable[[], bool]]:
     The function that it gives says whether one waits. Python runs its handlers on the main thread, so on others nothing
     is to be done.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield _never
+        return
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     known = {number: handler for number, handler in handlers.items() if callable(handler)}
-    if threading.current_thread() is not threading.main_thread() or not known:
-        yield lambda: False
-        return
     came: list[tuple[int, Any]] = []
     for number in known:
         signal.signal(number, lambda *signalled: came.append(signalled))
@@ -37,6 +37,10 @@ def later_interrupts() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
         if came:
             known[signal.Signals(came[0][0])](*came[0])
+
+
+def _never() -> bool:
+    return False
 
 
 # Seconds after which a signal comes again that could not be handled.

@@ -61,16 +61,16 @@ class Reader:
 
         An interrupt ends it after the message that is being read.
         """
-        if not self._turn.acquire(blocking=False):
-            self._wake.set()  # who reads may be about to stop
-            return
-        try:
-            with later_interrupts() as interrupted:
+        with later_interrupts() as interrupted:  # from the start: the turn of a caller that is gone would never end
+            if not self._turn.acquire(blocking=False):
+                self._wake.set()  # who reads may be about to stop
+                return
+            try:
                 self._read_until(future, min(expected, MOST), interrupted)
-        finally:
-            self._turn.release()
-            if self._receiver.is_waiting():
-                self._wake.set()
+            finally:
+                self._turn.release()
+                if self._receiver.is_waiting():
+                    self._wake.set()
 
     def _read_until(self, future: Future[Any], expected: float, interrupted: Callable[[], bool]) -> None:
         late = time.perf_counter() + LATE * expected

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from splitc.runtime.arrays import Array
 from splitc.runtime.channel import Channel
+from splitc.runtime.errors import HandOverError
 from splitc.runtime.processes.messages import Message, Order, pack
 from splitc.runtime.shared_memory import Borrower, Sent, SlotWriter
 
@@ -61,20 +62,25 @@ class SocketWire:
         unused = tuple(tuple(each.unused()) for each in self._outputs)
         first, rest = tuple(placed[: len(feeds)]), tuple(placed[len(feeds) :])
         whole = replace(order, feeds=first, initial=rest, renewed=descriptor is not None, unused=unused)
-        if descriptor is None:
-            self._send(whole)
-        else:
-            self._send(whole, descriptor)
-            os.close(descriptor)
+        descriptors = [] if descriptor is None else [descriptor]
+        try:
+            packed = pack(whole)
+            for rank, channel in enumerate(self._channels):
+                try:
+                    channel.send(packed, *descriptors)
+                except (BrokenPipeError, ConnectionResetError):
+                    pass  # the rank is gone, which its reader says
+                except BaseException as error:
+                    raise HandOverError(f"rank {rank} could not be given a request: {error!r}") from error
+        finally:
+            for each in descriptors:
+                os.close(each)
 
     def send(self, message: Message) -> None:
-        self._send(message)
-
-    def _send(self, message: Message, *descriptors: int) -> None:
         packed = pack(message)
         for channel in self._channels:
             with contextlib.suppress(OSError):
-                channel.send(packed, *descriptors)
+                channel.send(packed)
 
     def outputs(self, rank: int, sent: Sent | None) -> dict[str, Array]:
         if sent is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import itertools
 import os
@@ -15,6 +16,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -264,6 +266,84 @@ def test_refused_feeds_take_no_place(package: Path) -> None:
         for _ in range(3):
             with pytest.raises(FeedError):
                 session.submit({})
+        session.run(decoder_feeds())
+
+
+def test_interrupt_comes_after_all_ranks_have_the_request(
+    package: Path, decoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank had the request and another one did not: later requests got other requests' answers."""
+    with Session(package, threads=1, ranks="threads") as session:
+        worker = session._workers[1]  # type: ignore[index]
+        queue = worker.requests
+
+        def interrupted(request: Any) -> None:
+            monkeypatch.undo()
+            signal.raise_signal(signal.SIGINT)
+            queue.put(request)
+
+        monkeypatch.setattr(worker, "requests", SimpleNamespace(put=interrupted, get=queue.get))
+        with pytest.raises(KeyboardInterrupt):
+            session.run(sized(1))
+        for number in range(2, 5):
+            assert_close(session.run(sized(number)), run_whole(decoder, sized(number)))
+
+
+def test_interrupt_comes_after_all_processes_have_the_request(
+    package: Path, decoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Session(package, threads=1, ranks="processes") as session:
+        channel = session._workers._wire._channels[1]  # type: ignore[union-attr]
+        send = channel.send
+
+        def interrupted(*message: Any) -> None:
+            monkeypatch.undo()
+            signal.raise_signal(signal.SIGINT)
+            send(*message)
+
+        monkeypatch.setattr(channel, "send", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            session.run(sized(1))
+        for number in range(2, 5):
+            assert_close(session.run(sized(number)), run_whole(decoder, sized(number)))
+
+
+def test_request_that_some_processes_can_not_be_given_breaks_the_session(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with Session(package, threads=1, ranks="processes") as session:
+        monkeypatch.setattr(session._workers._wire._channels[1], "send", full)  # type: ignore[union-attr]
+        with pytest.raises(EngineError, match=r"rank 1 could not be given a request: .*Too many open files"):
+            session.run(decoder_feeds())
+        monkeypatch.undo()
+        with pytest.raises(SplitcError, match="the session is broken: HandOverError: rank 1 could not be given"):
+            session.run(decoder_feeds())
+
+
+def test_request_that_can_not_be_handed_over_takes_no_place(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with Session(package, threads=1, in_flight=2) as session:
+        monkeypatch.setattr(session._workers, "put", full)
+        for _ in range(3):
+            with pytest.raises(OSError, match="Too many open files"):
+                session.run(decoder_feeds())
+        monkeypatch.undo()
+        session.run(decoder_feeds())
+
+
+def test_interrupt_ends_the_wait_for_a_place(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Session(package, threads=1, in_flight=1) as session:
+        place = session._admission._places
+        assert place.acquire()
+        threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            session.run(decoder_feeds())
+        place.release()
         session.run(decoder_feeds())
 
 
