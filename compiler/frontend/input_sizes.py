@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.asked_shapes import Shape
+from splitc.compiler.frontend.asked_shapes import LARGEST, Shape, check_size
 from splitc.compiler.frontend.shapes import evaluate_size
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.units import format_shape
@@ -130,6 +130,8 @@ def _check_given(inputs: Mapping[str, ir.Value], given: Mapping[str, Shape]) -> 
     for name, shape in given.items():
         if name not in inputs:
             raise MisuseError(f"--shapes names '{name}', and the model has no such input: it has {', '.join(inputs)}")
+        if not all(map(check_size, shape)):  # from Python: the command line reads no such text
+            raise MisuseError(f"--shapes gives '{name}' as {format_shape(shape)}: sizes go from 0 to {LARGEST:,}")
         declared = inputs[name].shape
         if declared is None:
             continue

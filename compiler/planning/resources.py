@@ -16,6 +16,8 @@ from splitc.runtime.units import first_few, parse_bytes
 
 # Bytes that a rank may use; None if its GPU is not in this machine, and so its memory is not known.
 Budget = int | None
+# The least share, of the largest: one unit in a million is less than any axis has.
+LEAST_SHARE = 1e-6
 # Measures the seconds of each block on devices of one kind. The last argument is the threads of each device (None
 # divides the cores among them).
 BlockTimer = Callable[[Analysis, Sequence[Device], int | None], list[float]]
@@ -84,10 +86,15 @@ def as_shares(budgets: Sequence[Budget]) -> list[float]:
 
 
 def check_shares(tensor_split: Sequence[float] | None, count: int) -> None:
-    """Raise MisuseError unless `tensor_split` is None or has one share above 0 for each device."""
+    """Raise MisuseError unless `tensor_split` is None or has one share for each device, none of next to nothing."""
     if tensor_split is None:
         return
     if len(tensor_split) != count:
         raise MisuseError(f"--tensor-split has {len(tensor_split)} shares, and there are {count} devices")
     if not all(0 < share < math.inf for share in tensor_split):
         raise MisuseError("--tensor-split takes shares above 0: leave a device out with -d to give it nothing")
+    if min(tensor_split) < LEAST_SHARE * max(tensor_split):
+        raise MisuseError(
+            f"--tensor-split has the shares {min(tensor_split):g} and {max(tensor_split):g}: the least is a "
+            "millionth of the largest; leave a device out with -d to give it nothing"
+        )

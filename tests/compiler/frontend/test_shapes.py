@@ -34,6 +34,13 @@ def test_other_shapes_are_refused(text: str) -> None:
         parse_shapes([text])
 
 
+@pytest.mark.parametrize("size", [-2, 1 << 50])
+def test_sizes_that_none_has(decoder: Path, size: int) -> None:
+    """From Python: the command line reads no such text."""
+    with pytest.raises(MisuseError, match=f"gives 'input_ids' as 1 x {size}: sizes go from 0 to"):
+        shapes_of(read_graph(decoder), {"input_ids": (1, size)}, frozenset())
+
+
 def test_shape_of_an_input_that_is_not_there(decoder: Path) -> None:
     with pytest.raises(MisuseError, match="names 'idz', and the model has no such input: it has input_ids"):
         shapes_of(read_graph(decoder), {"idz": (1, 2)}, frozenset())

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from splitc.compiler.planning import resources
-from splitc.compiler.planning.resources import find_budgets
+from splitc.compiler.planning.resources import check_shares, find_budgets
 from splitc.runtime.devices import parse_devices
+from splitc.runtime.errors import MisuseError
 
 GIB = 1 << 30
 
@@ -27,3 +28,9 @@ def test_memory_is_not_looked_at_if_all_budgets_are_given(monkeypatch: pytest.Mo
     """With GPUs, that takes a second and memory of each."""
     monkeypatch.setattr(resources, "free_bytes", None)
     assert find_budgets(parse_devices(["2xcuda"]), ["cuda0=1GiB", "cuda1=2GiB"], GIB) == [GIB, 2 * GIB]
+
+
+def test_share_of_next_to_nothing_is_refused() -> None:
+    check_shares([1000.0, 1.0], 2)
+    with pytest.raises(MisuseError, match="has the shares 1e-300 and 1: the least is a millionth of the largest"):
+        check_shares([1.0, 1e-300], 2)
