@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -112,7 +113,8 @@ class Admission:
         other requests' values. Raises as `submit` does.
         """
         while True:
-            with later_interrupts() as interrupted:
+            # SIGTERM ends the process, and may come while it waits for a host that is gone.
+            with later_interrupts([signal.SIGINT]) as interrupted:
                 try:
                     return self._admit(request, future, partial(self._check_waiting, interrupted))
                 except _SignalCame:
