@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+import psutil
+
 from tests.conftest import listen_to_interrupts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,17 +76,15 @@ def ended(process: subprocess.Popen[str], seconds: float = 60.0) -> tuple[int, s
     return process.returncode, out + err
 
 
-def signal_rank(mpi: Mpi, rank: int, command: str, number: int) -> None:
-    """Send a signal to the process of this rank, whose command line has this text."""
-    for folder in Path("/proc").glob("[0-9]*"):
+def signal_rank(mpi: Mpi, job: subprocess.Popen[str], rank: int, number: int) -> None:
+    """Send a signal to the Python process of a job's rank. Other tests' jobs, at the same time, have such ranks too."""
+    for process in psutil.Process(job.pid).children(recursive=True):
         try:
-            variables = (folder / "environ").read_bytes().split(b"\0")
-            shown = (folder / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if f"{mpi.rank_variable}={rank}".encode() in variables and command.encode() in shown:
-            os.kill(int(folder.name), number)
-            return
+            if process.environ().get(mpi.rank_variable) == str(rank) and "python" in process.name():
+                process.send_signal(number)
+                return
+        except psutil.Error:
+            continue  # it has ended, or is about to begin
     raise AssertionError("there is no such process")
 
 

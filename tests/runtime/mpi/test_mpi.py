@@ -182,7 +182,7 @@ def test_error_of_the_program_ends_all_processes(decoder: Path, mpi: Mpi) -> Non
 def test_process_that_dies_or_hangs_on_another_host_ends_all(decoder: Path, mpi: Mpi, number: int) -> None:
     process = mpi.start(2, sys.executable, "-c", ENDLESS, compile_mode(decoder, "tensor"), "", hosts=TwoHosts(1))
     assert process.stdout is not None and process.stdout.readline() == "runs\n"
-    signal_rank(mpi, 1, ENDLESS, number)
+    signal_rank(mpi, process, 1, number)
     began = time.monotonic()
     code, shown = ended(process)
     assert code != 0 and time.monotonic() - began < 10
