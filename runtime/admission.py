@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -113,8 +112,7 @@ class Admission:
         other requests' values. Raises as `submit` does.
         """
         while True:
-            # SIGTERM ends the process, and may come while it waits for a host that is gone.
-            with later_interrupts([signal.SIGINT]) as interrupted:
+            with later_interrupts() as interrupted:
                 try:
                     return self._admit(request, future, partial(self._check_waiting, interrupted))
                 except _SignalCame:

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -16,9 +16,7 @@ Handler = Callable[[int, FrameType | None], Any]
 
 
 @contextmanager
-def later_interrupts(
-    signals: Collection[signal.Signals] = (signal.SIGINT, signal.SIGTERM),
-) -> Iterator[Callable[[], bool]]:
+def later_interrupts() -> Iterator[Callable[[], bool]]:
     """Let signals that raise (SIGINT, and SIGTERM where it has a handler) come at the end of the block.
 
     The function that it gives says whether one waits. Python runs its handlers on the main thread, so on others nothing
@@ -27,7 +25,7 @@ def later_interrupts(
     if threading.current_thread() is not threading.main_thread():
         yield _never
         return
-    handlers = {number: signal.getsignal(number) for number in signals}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     known = {number: handler for number, handler in handlers.items() if callable(handler)}
     came: list[tuple[int, Any]] = []
     for number in known:
