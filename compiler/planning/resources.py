@@ -16,7 +16,7 @@ from splitc.runtime.units import first_few, parse_bytes
 
 # Bytes that a rank may use; None if its GPU is not in this machine, and so its memory is not known.
 Budget = int | None
-# The least share, of the largest: one unit in a million is less than any axis has.
+# The least share, of the largest. A smaller one gives its rank no unit of any axis below a million: it is a mistake.
 LEAST_SHARE = 1e-6
 # Measures the seconds of each block on devices of one kind. The last argument is the threads of each device (None
 # divides the cores among them).
