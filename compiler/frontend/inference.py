@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 # The types of values whose type is not known.
 UNKNOWN = (None, ir.DataType.UNDEFINED)
+# Numbers of a constant that may be a list of sizes: tensors have at most so many axes.
+LONGEST_LIST = 64
 _observed: ContextVar[set[str]] = ContextVar("splitc.observed")
 
 
@@ -153,11 +155,27 @@ def count_axes(model: ir.Model) -> dict[ir.Value, int]:
     values = [*model.graph.inputs, *(value for node in model.graph for value in node.outputs if value.name)]
     counts = {value: len(value.shape) for value in values if value.shape is not None}
     if len(counts) < len(values):
-        inferred = ShapeInferencePass(strict_mode=False)(model.clone()).model
+        inferred = ShapeInferencePass(strict_mode=False)(_with_constants_inside(model.clone())).model
         shapes = {value.name: value.shape for node in inferred.graph for value in node.outputs}
         found = ((value, shapes.get(value.name)) for value in values if value not in counts)
         counts.update({value: len(shape) for value, shape in found if shape is not None})
     return counts
+
+
+def _with_constants_inside(model: ir.Model) -> ir.Model:
+    """The model with short constants that bodies read as nodes of the bodies, in place: ONNX's own inference follows
+    sizes that are computed there, but not from constants of the graph around."""
+    for node in all_nodes(model.graph):
+        if node.graph is model.graph or node.graph is None:
+            continue
+        for number, value in enumerate(node.inputs):
+            if value is None or value.graph is node.graph or value.const_value is None:
+                continue
+            if value.const_value.size <= LONGEST_LIST:
+                constant = ir.node("Constant", [], {"value": value.const_value})
+                node.graph.insert_before(node, constant)
+                node.replace_input_with(number, constant.outputs[0])
+    return model
 
 
 def _add_types(model: ir.Model) -> None:

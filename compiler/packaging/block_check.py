@@ -26,13 +26,13 @@ from splitc.compiler.model_errors import ModelError
 from splitc.compiler.nodes import describe_node, operator_name
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.packaging.joined_graph import JoinedGraph, join_ranks, reads_of
-from splitc.compiler.packaging.rounding import excuse, nudged
 from splitc.compiler.planning.plan import Plan
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 from splitc.runtime.engines.unoptimized import load_unoptimized
 from splitc.runtime.fills import fill_array
 from splitc.runtime.manifest import Fill, Manifest
 from splitc.runtime.tools.compare import Difference, compare
+from splitc.runtime.tools.rounding import excuse, nudged
 from splitc.runtime.units import format_bytes
 
 Array = npt.NDArray[Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -14,7 +14,6 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from splitc.compiler.model_errors import ModelError
 from splitc.compiler.packaging.block_check import compare_blocks
-from splitc.compiler.packaging.rounding import excuse, nudged, own_moves
 from splitc.compiler.planning.plan import Plan
 from splitc.runtime.collectives.engine_meeting import EngineMeeting
 from splitc.runtime.devices import free_bytes, host_numbers
@@ -152,31 +151,12 @@ def _whole_bytes(plan: Plan) -> int:
 def _compare(session: Session, whole: Reference, feeds: Arrays, expected: Arrays) -> str:
     """Compare the package with the unsplit model, and say what came of it. Raises OutputsDifferError if it differs."""
     compared = partial(compare, number_type=session.manifest.number_type)
-    plain = cache(lambda: whole.run_unoptimized(feeds))
-    judged = judge(compared, expected, session.run(feeds), lambda: whole.run(feeds), plain)
+    judged = judge(compared, whole, feeds, expected, session.run(feeds))
+    _check_all(judged.differences)
     worst = max((each.relative for each in judged.differences), default=0.0)
     count = len(judged.differences)
     agree = f"{count} outputs agree with {whole} (largest error {worst:.1e})" if count else "no output was compared"
-    said = "; ".join([agree, *judged.notes])
-    if not judged.passed:
-        moved = [plain(), *map(whole.run, nudged(feeds))]
-        said += _judge(judged.differences, [compare(expected, each) for each in moved])
-    return said
-
-
-def _judge(differences: Sequence[Difference], own: Sequence[Sequence[Difference]]) -> str:
-    """Judge differences that are too large by the model's `own`, where nothing but rounding differs.
-
-    In quantized models another order of summation may change how a number is rounded, and with it all that follows: an
-    output is then some steps off. So it may differ by ROUNDING times what rounding was seen to do. Raises
-    OutputsDifferError if it differs more.
-    """
-    _check_all(excuse(differences, own))
-    largest = max(own_moves(own).values())
-    return (
-        "; that is rounding, which the model makes much of: without ONNX Runtime's optimizations, or with inputs that "
-        f"differ in their last digit, its own outputs move by {largest:.1e}"
-    )
+    return "; ".join([agree, *judged.notes])
 
 
 def _check_all(differences: Sequence[Difference]) -> None:

@@ -139,6 +139,8 @@ def _relate(
             operation.opaque(opaque[node])
         else:
             relate_node(operation)
+        if node in graph.folded and operation.contracted:
+            operation.whole([operation.contracted], "it is computed once, and a sum would be taken in each run")
         for value in graph.reads[node]:
             if value not in node.inputs:  # a subgraph reads it
                 for axis in axes_of(value) or ():

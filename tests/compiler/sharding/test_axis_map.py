@@ -1,16 +1,22 @@
-"""A rule that fails: for a node that contradicts itself, by the model's fault, or for any other, by ours."""
+"""What a node's rule becomes in a model: also one that fails, by the model's fault or ours, and one that would cost."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import onnx_ir as ir
 import pytest
 
+from models.writer import save
+from splitc.compiler import Request, plan_model
 from splitc.compiler.model_errors import ModelError
 from splitc.compiler.operators import registry
 from splitc.compiler.operators.axes import new_axis
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import Operator
 from splitc.compiler.sharding.axis_map import relate_node
+from tests.helpers.blocks import Block
+from tests.helpers.operators import softmax
 
 
 def transpose(**attributes: object) -> Operation:
@@ -39,3 +45,18 @@ def test_rule_that_is_wrong_is_no_fault_of_the_model(kind: type[Exception], monk
     monkeypatch.setattr(registry, "operator_of", lambda node: Operator("Transpose", rule))
     with pytest.raises(kind, match="a fault of ours"):
         relate_node(transpose(perm=[1, 0]))
+
+
+def test_what_is_computed_once_takes_no_sum(tmp_path: Path) -> None:
+    """As the positions of an image, which engines fold: the sum would be left in each run."""
+    b = Block()
+    x = softmax(b, b.data("x", (8, 64), ["n", 64]))
+    positions = softmax(b, b.op("MatMul", b.w("grid", 8, 2), b.w("P", 2, 64)))
+    wide = b.op("Relu", b.op("MatMul", x, b.w("A", 64, 128)))
+    b.give(softmax(b, b.op("Add", positions, b.op("MatMul", wide, b.w("B", 128, 64)))), shape=["n", 64])
+    model = tmp_path / "model.onnx"
+    save(b.model(), model)
+    plan = plan_model(model, ["cpu0", "cpu1"], Request(split_mode="tensor", shapes={"x": (8, 64)}))
+    found = {weight.name: weight for weight in plan.weights}
+    assert found["A"].split and not found["P"].split
+    assert "it is computed once" in (found["P"].reason or "")
