@@ -51,10 +51,15 @@ class Resources:
 def find_budgets(devices: Sequence[Device], memory: Sequence[str], headroom: int) -> list[Budget]:
     """The budget of each device in bytes. A later entry of `memory` overrides an earlier one.
 
-    Devices that share a memory share one headroom. Raises MisuseError for an unknown device or an unreadable size,
-    and for a headroom without effect.
+    Devices that share a memory share one headroom. Raises MisuseError for a device that comes twice, an unknown one,
+    an unreadable size, and a headroom without effect.
     """
     names = [str(device) for device in devices]
+    if again := [name for name, count in Counter(names).items() if count > 1]:
+        raise MisuseError(
+            f"{again[0]} is named {names.count(again[0])} times, and each rank would be given its whole memory: name "
+            f"each device once. A package's ranks can still run on one: splitc run PACKAGE -d {again[0]},{again[0]}"
+        )
     given: dict[str, int] = {}
     for text in memory:
         name, _, amount = text.rpartition("=")

@@ -30,6 +30,11 @@ def test_memory_is_not_looked_at_if_all_budgets_are_given(monkeypatch: pytest.Mo
     assert find_budgets(parse_devices(["2xcuda"]), ["cuda0=1GiB", "cuda1=2GiB"], GIB) == [GIB, 2 * GIB]
 
 
+def test_device_that_comes_twice_has_one_budget() -> None:
+    with pytest.raises(MisuseError, match="cpu0 is named 2 times, and each rank would be given its whole memory"):
+        find_budgets(parse_devices(["cpu0", "cpu1", "cpu0"]), [], 0)
+
+
 def test_share_of_next_to_nothing_is_refused() -> None:
     check_shares([1000.0, 1.0], 2)
     with pytest.raises(MisuseError, match="has the shares 1e-300 and 1: the least is a millionth of the largest"):
