@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 
@@ -19,9 +19,6 @@ from splitc.runtime.manifest import Manifest
 from splitc.runtime.processes.remote import RemoteRanks
 from splitc.runtime.ranks.request import NEVER, InFlightRequest
 from splitc.runtime.ranks.workers import Workers
-from splitc.runtime.replay.recording import Recording
-from splitc.runtime.replay.recordings import Recordings
-from splitc.runtime.steps import overlap
 from splitc.runtime.turns import Turn, Turns
 
 # Seconds between two checks whether a session is broken or closed.
@@ -35,9 +32,9 @@ class _SignalCame(Exception):
 
 
 class Admission:
-    """Gives requests to the ranks, at most `in_flight` at a time, or replays them.
+    """Gives requests to the ranks, at most `in_flight` at a time.
 
-    `recordings` is None if nothing is replayed. In a pipeline whose models work in turn, requests wait for that.
+    In a pipeline whose models work in turn, requests wait for that.
     """
 
     def __init__(
@@ -45,16 +42,11 @@ class Admission:
         workers: Workers | RemoteRanks,
         manifest: Manifest,
         in_flight: int,
-        replay: bool,
         turns: Turns | None = None,
     ) -> None:
         self._workers = workers
         self._places = threading.BoundedSemaphore(in_flight)
-        self._overlap = overlap([rank.program for rank in manifest.ranks])
         self._inputs = manifest.inputs
-        self._optional = {tensor.name for tensor in manifest.optional}
-        self._threads = list(workers) if isinstance(workers, Workers) else []
-        self.recordings = Recordings(self._threads, self.check_usable) if replay else None
         self._turn = None if turns is None else Turn(turns, workers.bring_in)
         self._closed = False
         self._closing = threading.Lock()
@@ -90,23 +82,15 @@ class Admission:
         ranks, done = len(self._workers), self._done
         request = InFlightRequest(arrays, ranks, done, sequence, initial, room, after, on_device)
         future: Future[InFlightRequest] = Answer()
-        recording = self._hand_over(request, future)
-        if recording is not None:
-            play = partial(recording[0].play, request, recording[1])
-            if here:
-                play()
-            else:
-                self._threads[0].requests.put(play)
-        elif here:
+        self._hand_over(request, future)
+        if here:
             self._workers.read_until(future)
         else:
             self._workers.watch()
         return future
 
-    def _hand_over(
-        self, request: InFlightRequest, future: Future[InFlightRequest]
-    ) -> tuple[Recordings, Recording] | None:
-        """Give a request to all ranks, or find the recording to replay it with.
+    def _hand_over(self, request: InFlightRequest, future: Future[InFlightRequest]) -> None:
+        """Give a request to all ranks.
 
         Signals come before or after that: if one rank had a request and another one did not, later requests would get
         other requests' values. Raises as `submit` does.
@@ -114,7 +98,8 @@ class Admission:
         while True:
             with later_interrupts() as interrupted:
                 try:
-                    return self._admit(request, future, partial(self._check_waiting, interrupted))
+                    self._admit(request, future, partial(self._check_waiting, interrupted))
+                    return
                 except _SignalCame:
                     pass  # its handler runs at the end of this block, and may raise
                 except HandOverError as error:
@@ -127,9 +112,7 @@ class Admission:
         if interrupted():
             raise _SignalCame
 
-    def _admit(
-        self, request: InFlightRequest, future: Future[InFlightRequest], check: Callable[[], None]
-    ) -> tuple[Recordings, Recording] | None:
+    def _admit(self, request: InFlightRequest, future: Future[InFlightRequest], check: Callable[[], None]) -> None:
         """Take a place for a request, and give it to the ranks. Whatever is raised, the place is free again."""
         while not self._places.acquire(timeout=0 if self._in_callback else CHECK_EVERY):
             if self._in_callback:
@@ -141,15 +124,12 @@ class Admission:
         with self._order:
             try:
                 self.check_usable()
-                recording = self._find_recording(request, check)
                 self._under_way[request] = future
-                if recording is None:
-                    self._workers.put(request)
+                self._workers.put(request)
             except BaseException:
                 self._under_way.pop(request, None)
                 self._leave()
                 raise
-        return recording
 
     def _begin(self, check: Callable[[], None]) -> None:
         """Wait for this model's turn, if models have turns. Frees the place if that raises."""
@@ -167,38 +147,6 @@ class Admission:
         if self._turn is not None:
             self._turn.turns.end(self._turn)
         self._places.release()
-
-    def _find_recording(
-        self, request: InFlightRequest, check: Callable[[], None]
-    ) -> tuple[Recordings, Recording] | None:
-        """The recording to replay the request with, or None if it runs eagerly.
-
-        If the package's requests can overlap, a request is only replayed if no other one is in flight. Replayed and
-        eager requests never run at the same time, since they use the same streams.
-        """
-        if self.recordings is None:
-            return None
-        others = list(self._under_way)
-        if request.initial and request.after is None:
-            self.recordings.adopt(request)
-        # Requests that override weights can't be replayed: they run through the host.
-        key = None if not self._optional.isdisjoint(request.feeds) else self.recordings.takes(request)
-        recording = None
-        if key is not None and not (self._overlap and others):
-            self._wait_for([other for other in others if not other.replayed], check)
-            recording = self.recordings.find(request, key)
-        if recording is None:
-            self._wait_for([other for other in others if other.replayed], check)
-            self.recordings.behind = True
-            return None
-        request.replayed = True
-        return self.recordings, recording
-
-    def _wait_for(self, requests: Sequence[InFlightRequest], check: Callable[[], None]) -> None:
-        """Wait for requests to end. `check` raises what ends that before."""
-        futures = [future for request in requests if (future := self._under_way.get(request)) is not None]
-        while wait(futures, CHECK_EVERY).not_done:
-            check()
 
     def _done(self, request: InFlightRequest) -> None:
         future = self._under_way.pop(request)
@@ -259,8 +207,6 @@ class Admission:
         if os.getpid() != self._owner:
             return
         with self._order:
-            if self.recordings is not None:
-                self.recordings.forget(sequence)
             self._workers.forget(sequence)
 
     def close(self) -> None:
@@ -281,12 +227,9 @@ class Admission:
         with self._order:
             for request in list(self._under_way):  # a copy, since requests end meanwhile
                 request.cancel()
-            if self.recordings is not None:
-                self.recordings.end(PATIENCE)
             self._workers.put(None)
         if not self._workers.join(PATIENCE):
             self._workers.stop()
             self.fail(SplitcError("the session was closed while this request ran"))
             self._workers.join(1.0)
         self._workers.clear()
-        self._threads = []

@@ -1,4 +1,4 @@
-"""Which feeds and outputs of a session may be on GPUs without a way through the host."""
+"""Which feeds and outputs of a session may be on a GPU without a way through the host."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from splitc.runtime.rank_kinds import THREADS
 
 
 class DeviceArrays:
-    """What may stay on GPUs: something only where all ranks are threads, each on a GPU that this process sees.
+    """What may stay on a GPU: something only where the rank is a thread, on a GPU that this process sees.
 
     A process of its own has other addresses. CUDA passes memory on between processes by handles of whole allocations,
     but not what came by such a handle itself, as a server's tensors do, and each costs more to open than a copy.
     """
 
     def __init__(self, manifest: Manifest, devices: Sequence[Device], ranks: str) -> None:
-        self.possible = ranks == THREADS and all(device.kind == "cuda" for device in devices)
+        self.possible = ranks == THREADS and devices[0].kind == "cuda"
         cut = {part.name for rank in manifest.ranks for part in rank.parts}
         given = {tensor.name for tensor in manifest.outputs}
         whole = {tensor.name for tensor in manifest.inputs} - cut - given
@@ -27,11 +27,11 @@ class DeviceArrays:
         self._odd = [each for each in manifest.outputs if number_type(each.dtype).isbuiltin != 1]
 
     def check_outputs(self) -> None:
-        """Raise MisuseError if outputs can't stay on GPUs."""
+        """Raise MisuseError if outputs can't stay on a GPU."""
         if not self.possible:
             raise MisuseError(
-                "on_device: outputs stay on GPUs where all ranks are threads that have one; here they are processes of "
-                "their own, or on CPUs: open the session on GPUs with ranks='threads', or leave it out"
+                "on_device: outputs stay on a GPU where it has all of the model, as a thread of this process; here "
+                "ranks are on CPUs, or processes of their own, whose memory no other one sees: leave it out"
             )
         if self._odd:
             name, dtype = self._odd[0].name, self._odd[0].dtype

@@ -55,8 +55,6 @@ class DeviceProfile:
     - `engine_bytes`: the memory of an ONNX Runtime session beside weights and activations.
     - `communicator_bytes`: what NCCL takes of each GPU to connect the ranks.
     - `kernel_copy_bytes`: up to this size, a captured copy is faster as a kernel.
-    - `two_step_bytes`: from this size on, an all-reduce over more than two GPUs is faster as a reduce-scatter and an
-      all-gather.
     """
 
     kind: str
@@ -73,7 +71,6 @@ class DeviceProfile:
     engine_bytes: int = 0
     communicator_bytes: int = 0
     kernel_copy_bytes: int = 0
-    two_step_bytes: int = 1 << 20
 
 
 # One core of a server's CPU. Ranks are threads of one process: they pass values without a copy, and wake each other.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from splitc.runtime.devices import Device, host_numbers
-from splitc.runtime.engines.kinds import has_gpu_each
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.mpi.world import World
 
@@ -18,17 +17,18 @@ def choose_ranks(
 ) -> str:
     """What the ranks are: as asked for, or else MPI's processes, where it has started several.
 
-    Otherwise they are processes on several GPUs, where each rank has one of its own. `shared` are the devices of all
+    Otherwise they are threads on CPU devices and on a single GPU, and else processes. `shared` are the devices of all
     models whose ranks share processes: a model on one GPU has a process there if others have other GPUs. Raises
-    MisuseError for an unknown word, and for what is impossible: processes on devices that can't exchange values, as
-    NCCL connects GPUs of one rank each, MPI's without MPI, or several hosts without MPI.
+    MisuseError for an unknown word, and for what is impossible: several threads with a GPU among their devices, MPI's
+    processes without MPI, or several hosts without MPI.
     """
     if asked not in (None, *KINDS):
         raise MisuseError(f"ranks are '{THREADS}', '{PROCESSES}' or '{MPI}', not '{asked}'")
-    gpus = [device for device in devices if device.kind == "cuda"]
-    if asked == PROCESSES and gpus and len(set(gpus)) != len(devices):
+    gpus = {device for device in (*devices, *shared) if device.kind == "cuda"}
+    need_processes = len(devices) > 1 and any(device.kind == "cuda" for device in devices)
+    if asked == THREADS and need_processes:
         names = ", ".join(map(str, devices))
-        raise MisuseError(f"ranks as processes need a GPU each, or no GPU at all, and these are {names}: use threads")
+        raise MisuseError(f"ranks are threads on CPU devices, or on one GPU, and these are {names}: leave --ranks out")
     if asked == MPI and world is None:
         raise MisuseError("MPI has not started several processes of this program: mpirun -n RANKS splitc ...")
     if world is not None and asked in (None, MPI):
@@ -38,6 +38,5 @@ def choose_ranks(
             f"these ranks are on {len(hosts)} hosts (host{hosts[0]} to host{hosts[-1]}): start them with mpirun -n "
             f"{len(devices)} splitc ..., or name devices of this machine with -d, as in -d {len(devices)}xcpu"
         )
-    others = [*devices, *(each for each in shared if each.kind == "cuda" and each not in devices)]
-    several = has_gpu_each(devices if len(devices) > 1 else others)
-    return asked or (PROCESSES if several else THREADS)
+    has_gpu = devices[0].kind == "cuda"
+    return asked or (PROCESSES if need_processes or (has_gpu and len(gpus) > 1) else THREADS)

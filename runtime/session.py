@@ -41,7 +41,7 @@ from splitc.runtime.processes.remote import RemoteRanks
 from splitc.runtime.rank_kinds import MPI, PROCESSES, choose_ranks
 from splitc.runtime.ranks.request import InFlightRequest, Served
 from splitc.runtime.ranks.workers import Workers
-from splitc.runtime.replay.rank_replays import not_replayed
+from splitc.runtime.replay.led_replays import make_replays
 from splitc.runtime.sequence import StateSequence, find_resident
 from splitc.runtime.shared_ranks import SharedRanks
 from splitc.runtime.verification import NEVER, ONCE, Verification, check_word, engine_files
@@ -64,8 +64,9 @@ class Session:
     devices, and the other way round. On GPUs, requests of previously seen shapes are replayed as CUDA graphs, unless
     `cuda_graphs` is False. At most `in_flight` requests are in flight at a time (default: two for each rank), which
     bounds the memory of their feeds, activations and outputs. `ranks` says what ranks are: `threads` of this process or
-    `processes` of their own (default: processes on several GPUs, threads otherwise). A process that crashes takes
-    nothing with it but its session, and those that share it. `shared` is what the modules of a Pipeline share.
+    `processes` of their own (default: threads on CPU devices and on a single GPU, processes otherwise: several ranks
+    on GPUs are never threads). A process that crashes takes nothing with it but its session, and those that share
+    it. `shared` is what the modules of a Pipeline share.
 
     Any number of threads may use one session. Raises PackageError for a package that is damaged or that an engine
     can't load, MisuseError for devices that do not fit the package.
@@ -111,9 +112,8 @@ class Session:
         except BaseException:
             verification.stop()
             raise
-        replay = cuda_graphs and self._workers.capturable
         turns = shared.turns if shared else None
-        self._admission = Admission(self._workers, self.manifest, self.in_flight, replay, turns)
+        self._admission = Admission(self._workers, self.manifest, self.in_flight, turns)
         # Of sequences that were dropped without being closed.
         self._dropped: deque[int] = deque()
         # When the session is dropped without being closed, and when Python ends.
@@ -142,7 +142,8 @@ class Session:
                 own.seal()
             return ranks
         backends = [make_backend(manifest.engine, each, self.threads, manifest.build, cuda_graphs) for each in devices]
-        return Workers(package, manifest, states, devices, backends, broken, turns)
+        replays = make_replays(manifest, 0, ()) if cuda_graphs and backends[0].asynchronous else None
+        return Workers(package, manifest, states, backends, broken, turns, replays)
 
     def _join(self, world: World, threads: int | None, verify: str, cuda_graphs: bool) -> MpiRanks:
         """The processes that MPI has started, as ranks, with their engines loaded."""
@@ -151,17 +152,9 @@ class Session:
         return MpiRanks(world, self.package, self.manifest, states, self.devices, threads, verify, cuda_graphs, broken)
 
     @property
-    def by_host(self) -> list[tuple[str, str]]:
-        """Pairs of GPUs that copy through the host, since direct copies between them give wrong results here."""
-        return [(f"cuda{source}", f"cuda{target}") for source, target in self._workers.by_host]
-
-    @property
     def notes(self) -> list[str]:
         """Messages for the user about engines and replay."""
-        notes, recordings = self._workers.notes, self._admission.recordings
-        if recordings is not None and recordings.blocker is not None:
-            notes.append(not_replayed(recordings.blocker))
-        return notes
+        return self._workers.notes
 
     def device_memory(self) -> list[RankMemory]:
         """The memory of the ranks' GPUs since the session began, and the predictions; empty for CPU devices."""
@@ -187,9 +180,9 @@ class Session:
     ) -> dict[str, Array]:
         """Run the model once. Feeds and outputs are arrays by name, in the shapes of the model's inputs and outputs.
 
-        A feed may be on a GPU: any object with `__dlpack__` or `__cuda_array_interface__`. Where ranks are threads with
-        GPUs, it is copied from there to theirs, and else over the host. With `on_device`, outputs are arrays of CuPy on
-        the GPUs of the ranks that make them. `micro_batch` cuts the batch into micro-batches of this many rows, which
+        A feed may be on a GPU: any object with `__dlpack__` or `__cuda_array_interface__`. Where the rank is a thread
+        with a GPU, it is copied from there to that one, and else over the host. With `on_device`, outputs are arrays of
+        CuPy on the rank's GPU. `micro_batch` cuts the batch into micro-batches of this many rows, which
         are in the stages at the same time. Raises FeedError for feeds that do not fit the model, MisuseError if its
         batch can't be cut, or outputs can't be on GPUs, EngineError if an engine fails.
         """
@@ -267,8 +260,8 @@ class Session:
         """Start a request with checked feeds. With `sequence`, it belongs to that one, which begins with `initial`.
 
         `room` says that the initial states have room for later tokens, `after` that they continue those of another
-        sequence, which are shorter. With `here`, the calling thread does a replay,
-        or reads the answers of processes, which is faster if it waits for the result anyway.
+        sequence, which are shorter. With `here`, the calling thread reads the answers of processes,
+        which is faster if it waits for the result anyway.
         """
         if on_device:
             self.device_arrays.check_outputs()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from msgspec import Struct
 
 
@@ -40,14 +38,3 @@ class Reduce(Struct, frozen=True, tag="reduce"):
 
 
 Step = Receive | Run | Send | Reduce
-
-
-def overlap(programs: Sequence[Sequence[Step]]) -> bool:
-    """Whether requests can overlap: if a rank needs nothing from some other rank, it can begin the next request."""
-    needs: list[set[int]] = []
-    for program in programs:
-        sources = {step.source for step in program if isinstance(step, Receive)}
-        needs.append(sources.union(*(step.ranks for step in program if isinstance(step, Reduce))))
-    for _ in programs:
-        needs = [own.union(*(needs[rank] for rank in own)) for own in needs]
-    return any(set(range(len(programs))) - {rank} - own for rank, own in enumerate(needs))

@@ -55,8 +55,6 @@ def open_feeds(session: Session, inputs: Path | None, seed: int, fills: list[str
 
 def measure_ranks(session: Session, feeds: dict[str, Array]) -> list[RankMemory]:
     """The memory of each rank: on GPUs as it is now, after runs; for CPU devices in a separate process for each."""
-    for source, target in session.by_host:
-        print_warning(f"copies from {source} to {target} give wrong results on this machine: they go through the host")
     for note in session.notes:
         print_warning(note)
     found = session.device_memory() or measure_memory(session.package, session.threads, feeds)

@@ -28,30 +28,16 @@ class Exchange(Protocol):
 
 
 class Collectives(Exchange, Protocol):
-    """One rank's end of all collectives of a session.
-
-    `rank` is its number. `capturable` says that they can be captured as a CUDA graph: all ranks are on GPUs with peer
-    access to each other. `by_host` are pairs of GPUs (source, target) that copy through the host, since direct copies
-    between them give wrong results.
-    """
+    """One rank's end of all collectives of a session. `rank` is its number."""
 
     @property
     def rank(self) -> int: ...
-
-    @property
-    def capturable(self) -> bool: ...
-
-    @property
-    def by_host(self) -> frozenset[tuple[int, int]]: ...
 
     def all_gather(self, ranks: Sequence[int], value: Any) -> Any:
         """Wait for a value of each of these ranks. Returns them in order, or the Failure that one of them gave.
 
         The values are Python objects, which are passed on as they are.
         """
-
-    def abort(self, error: BaseException) -> None:
-        """End all waits: every rank that waits, now or later, gets a Failure."""
 
     def create_communicator(self, group: Sequence[int], uses_operators: bool) -> Communicator:
         """A communicator for engines of these ranks. All ranks of the group must call this at the same time.
@@ -60,6 +46,3 @@ class Collectives(Exchange, Protocol):
 
         Raises PackageError if the library is missing, and the error of any other rank of the group.
         """
-
-    def close(self) -> None:
-        """Release the rank's resources, when its thread ends."""

@@ -9,9 +9,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from splitc.runtime.collectives.engine_meeting import EngineMeeting
-from splitc.runtime.devices import Device
-from splitc.runtime.engines import Backend, Communicator
-from splitc.runtime.engines.gpu_device import GpuDevice
+from splitc.runtime.engines import Communicator
 from splitc.runtime.failures import Failure, attempt
 from splitc.runtime.steps import Reduce
 
@@ -66,17 +64,11 @@ class Hub:
 
 
 class HostCollectives:
-    """The end of one rank."""
-
-    capturable = False
-    by_host: frozenset[tuple[int, int]] = frozenset()
+    """The end of one rank, on a CPU device."""
 
     def __init__(self, rank: int, hub: Hub) -> None:
         self.rank = rank
         self.hub = hub
-
-    def close(self) -> None:
-        pass
 
     def send(self, target: int, name: str, value: Any) -> None:
         self.hub.channels[self.rank, target].put((name, value))
@@ -92,6 +84,7 @@ class HostCollectives:
         return value
 
     def abort(self, error: BaseException) -> None:
+        """End all waits: every rank that waits, now or later, gets a Failure."""
         failure = Failure(error)
         self.hub.failure = failure
         for channel in self.hub.channels.values():
@@ -102,14 +95,10 @@ class HostCollectives:
             engine_meeting.abort()
 
     def create_communicator(self, group: Sequence[int], uses_operators: bool) -> Communicator:
-        return self.meet(group)
-
-    def meet(self, group: Sequence[int], gpu: GpuDevice | None = None) -> Communicator:
-        """The rank's end of the meeting of a group's engines. Arrays on a `gpu` are copied to the host and back."""
         key = tuple(group)
         # dict.setdefault is atomic: the first rank's meeting is everybody's.
         meeting = self.hub.engine_meetings.get(key) or self.hub.engine_meetings.setdefault(key, EngineMeeting(len(key)))
-        return meeting.join(key.index(self.rank), gpu=gpu)
+        return meeting.join(key.index(self.rank))
 
     def all_gather(self, ranks: Sequence[int], value: Any) -> Any:
         return self._meet(ranks, value, list)
@@ -140,8 +129,3 @@ def connect(ranks: int) -> list[HostCollectives]:
     """The ends of new channels, one for each rank."""
     hub = Hub({(source, target): SimpleQueue() for source in range(ranks) for target in range(ranks)})
     return [HostCollectives(rank, hub) for rank in range(ranks)]
-
-
-def connect_devices(devices: Sequence[Device], backends: Sequence[Backend]) -> list[HostCollectives]:
-    """The ends of ranks on CPU devices."""
-    return connect(len(devices))

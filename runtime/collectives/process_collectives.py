@@ -1,7 +1,7 @@
-"""Collectives of ranks that are processes: arrays on GPUs go by NCCL, others are told.
+"""Collectives of ranks that are processes: arrays go from GPU to GPU by NCCL, or over the host, where they are told.
 
-NCCL waits for both sides, on the GPUs. So ranks first tell each other what they are about to send: a rank that has
-failed tells its Failure instead, and nothing is given to NCCL.
+NCCL connects GPUs of one rank each, and waits for both sides, on the GPUs. So ranks first tell each other what they are
+about to send: a rank that has failed tells its Failure instead, and nothing is given to NCCL.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from splitc.runtime.steps import Reduce
 
 
 class ProcessCollectives:
-    """The end of one of so many `ranks`. `meetings` are where engines with operators meet."""
+    """The end of one of so many `ranks`. `meetings` are where engines with operators meet.
 
-    capturable = False
-    by_host: frozenset[tuple[int, int]] = frozenset()
+    With `by_nccl`, each rank has a GPU of its own. Otherwise values go over the host, from and to GPUs too.
+    """
 
     def __init__(
         self,
@@ -34,13 +34,16 @@ class ProcessCollectives:
         mail: Mail,
         meetings: Mapping[tuple[int, ...], EngineMeeting],
         backend: Backend,
+        by_nccl: bool,
     ) -> None:
         self.rank = rank
         self._ranks = ranks
         self._mail = mail
         self._meetings = meetings
         self._backend = backend
-        self._gpu = backend if isinstance(backend, GpuDevice) else None
+        self.by_nccl = by_nccl
+        self._device = backend if isinstance(backend, GpuDevice) else None
+        self._gpu = self._device if by_nccl else None
         self._communicators = NcclCommunicators(rank, self.all_gather)
         self._all: NcclCommunicator | None = None
 
@@ -51,24 +54,18 @@ class ProcessCollectives:
 
     def create_communicator(self, group: Sequence[int], uses_operators: bool) -> Communicator:
         place = list(group).index(self.rank)
-        if self._gpu is None:
-            return self._meetings[tuple(group)].join(place)
         if not uses_operators:
             return self._communicators.create(group)
+        if self._gpu is None:
+            return self._meetings[tuple(group)].join(place, gpu=self._device)
         meeting = self._meetings[tuple(group)]
         made = self._communicators.create_later(group, self._gpu, meeting.in_memory)
         made.meet(meeting, place)
         return made
 
-    def close(self) -> None:
-        pass  # as a rule the process ends, and all it has with it
-
     def release(self) -> None:
         """Release what connects the GPUs, in a process that goes on. All ranks must call this at the same time."""
         self._communicators.close()
-
-    def abort(self, error: BaseException) -> None:
-        pass  # the session ends all processes
 
     def send(self, target: int, name: str, value: Any) -> None:
         if isinstance(value, Failure):

@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,7 +18,7 @@ from splitc.runtime.device_profiles import find_profile
 from splitc.runtime.devices import Device
 from splitc.runtime.engines import Room
 from splitc.runtime.engines.gpu_array import GpuArray, Tape
-from splitc.runtime.engines.kernels import combine, copy
+from splitc.runtime.engines.kernels import copy
 from splitc.runtime.engines.weight_places import ALIGNED, SwapRoom
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.gpu_feeds import GpuFeed
@@ -83,7 +83,8 @@ class GpuDevice:
             raise PackageError(f"there is no {self.name}: this machine has {count} GPUs (see 'splitc devices')")
         # The weights that are only there while their model is at work.
         self.swapped: Swapped | None = None
-        self.interrupted: Callable[[], BaseException | None] = lambda: None
+        # Whether its rank was ended, which then waits for nothing any more.
+        self._stopped = False
         self.notes: list[str] = []
         properties = self.cuda.runtime.getDeviceProperties(index)
         capability = f"{properties['major']}.{properties['minor']}"
@@ -107,7 +108,7 @@ class GpuDevice:
 
     def detach(self) -> None:
         """Wait until the stream has finished, so that its memory may be freed. If it hangs, its memory is kept."""
-        self.interrupted = lambda: None
+        self._stopped = False
         try:
             self.wait(self.record(), CLOSING)
         except EngineError:
@@ -217,16 +218,10 @@ class GpuDevice:
         self.keep(feed)
         return made
 
-    def copy_from(self, value: GpuArray, other: int) -> GpuArray:
-        """A copy of an array of the GPU `other` on this one. Without peer access the driver copies through the host."""
+    def copy_of(self, value: GpuArray) -> GpuArray:
+        """A copy of an array of this GPU, in new memory."""
         target = self.empty(value.shape, value.dtype)
-        if self.tape is not None:  # then all GPUs have peer access, and CUDA can't capture memcpyPeerAsync
-            self._copy(target.pointer, value.pointer, value.nbytes, self.cuda.runtime.memcpyDefault)
-        elif value.nbytes:
-            self.cuda.runtime.memcpyPeerAsync(
-                target.pointer, self.index, value.pointer, other, value.nbytes, self.stream.ptr
-            )
-        self.keep(value)
+        self.copy_over(target, value)
         return target
 
     def persist_state(self, value: GpuArray, before: GpuArray | None) -> GpuArray:
@@ -234,7 +229,7 @@ class GpuDevice:
         if value is before or not self.recorded:
             return value
         if before is None or (before.shape, before.dtype) != (value.shape, value.dtype):
-            return self.copy_from(value, self.index)
+            return self.copy_of(value)
         self.copy_over(before, value)
         return before
 
@@ -252,11 +247,6 @@ class GpuDevice:
                 longer.pointer, pitch, value.pointer, size, size, rows, kind, self.stream.ptr
             )
         self.keep(value)
-
-    def combine(self, operation: str, parts: Sequence[GpuArray], whole: GpuArray) -> None:
-        """Write the `sum` or `max` of arrays to `whole`. The arrays may be on GPUs that this one has peer access to."""
-        if size := math.prod(whole.shape):
-            combine(operation, parts, whole, size)
 
     def cast(self, value: GpuArray, dtype: str) -> GpuArray:
         """The array in another number type. int64 is cast to int32 on the GPU, other types on the host."""
@@ -336,8 +326,8 @@ class GpuDevice:
     def wait(self, event: Any, patience: float | None = None, expected: float = 0.0) -> None:
         """Wait for an event, for at most `patience` seconds.
 
-        With `expected` seconds, the thread sleeps first and polls without pauses around the expected end. Raises the
-        error that `interrupted` returns, and EngineError if the GPU fails or the wait takes too long.
+        With `expected` seconds, the thread sleeps first and polls without pauses around the expected end. Raises
+        EngineError if the GPU fails, the wait takes too long, or it was stopped.
         """
         most = PATIENCE if patience is None else patience
         start = time.monotonic()
@@ -346,8 +336,8 @@ class GpuDevice:
         while (status := self.cuda.runtime.eventQuery(event.ptr)) != 0:
             if status != NOT_READY:  # an earlier kernel or copy failed, and so does everything after it
                 raise EngineError(f"{self.name} failed with CUDA error {status}")
-            if (error := self.interrupted()) is not None:
-                raise error
+            if self._stopped:
+                raise EngineError(f"{self.name} was stopped: its session was closed while a request ran")
             waited = time.monotonic() - start
             if waited > most:
                 raise EngineError(f"{self.name} did not finish within {most:.0f} s: it seems to hang")
@@ -355,8 +345,12 @@ class GpuDevice:
                 time.sleep(NAP)
 
     def accumulate(self, operation: str, total: npt.NDArray[Any], part: npt.NDArray[Any]) -> None:
-        """Reduce arrays on the host, where ranks sum that can't do so on GPUs."""
+        """Reduce arrays on the host, where ranks sum that are not connected by NCCL."""
         accumulate_arrays(operation, total, part)
+
+    def stop(self) -> None:
+        """End waits for the GPU."""
+        self._stopped = True
 
     def pin(self, memory: npt.NDArray[np.uint8]) -> None:
         """Make memory on the host one that the GPU copies from and to directly, for the life of the process."""

@@ -269,6 +269,7 @@ class OnnxRuntimeGpuBackend(GpuDevice):
 
     def stop(self) -> None:
         self._options.terminate = True
+        super().stop()
 
 
 _LOADING = threading.Lock()

@@ -223,9 +223,6 @@ class TensorrtBackend(GpuDevice):
         """TensorRT's last error."""
         return self._errors[-1] if self._errors else "it gave no reason"
 
-    def stop(self) -> None:
-        """Do nothing: a running engine can't be stopped. Threads that wait for it learn by `interrupted`."""
-
 
 def _make_context(trt: ModuleType, engine: Any) -> Any:
     """A context without its own scratch memory. TensorRT 10 changed the way to ask for that."""

@@ -67,7 +67,8 @@ def run_rank(world: World, join: Join, control: MpiControl) -> None:
         control.send(Loaded(portable((failure or prepared).error)))
         return
     meetings = Meetings(world, find_groups(prepared.manifest))
-    collectives = ProcessCollectives(world.rank, world.size, mail, meetings.ends, prepared.backend)
+    by_nccl = all(device.kind == "cuda" for device in join.devices)  # each process has one of its own
+    collectives = ProcessCollectives(world.rank, world.size, mail, meetings.ends, prepared.backend, by_nccl)
     worker = RankProcess(
         world.rank,
         join.package,

@@ -13,7 +13,7 @@ from pathlib import Path
 from splitc.runtime.channel import Channel
 from splitc.runtime.collectives.engine_meeting import shared_bytes
 from splitc.runtime.devices import Device, cores
-from splitc.runtime.engines.kinds import find_kind
+from splitc.runtime.engines.kinds import find_kind, has_gpu_each
 from splitc.runtime.engines.weight_places import SwapRoom
 from splitc.runtime.manifest import Manifest, State
 from splitc.runtime.processes.device_processes import DeviceProcess, DeviceProcesses, kill
@@ -70,6 +70,7 @@ def launch(
                     in_flight=in_flight,
                     channels=tuple(channels),
                     meetings=tuple(own),
+                    by_nccl=has_gpu_each(devices),
                     spin=SPIN if made.spins else 0.0,
                     turns=turns[rank],
                 )

@@ -22,7 +22,8 @@ class Start(Struct, frozen=True, array_like=True, tag=True):
     """What a rank needs to know. With it come descriptors: that of the socket to the session, and then as below.
 
     `channels` are the other ranks, with a socket to each, and `meetings` the groups whose engines meet, with the memory
-    where they do. A rank looks for work for `spin` seconds before it sleeps. For `turns` see Worker.
+    where they do. With `by_nccl`, each rank has a GPU of its own. A rank looks for work for `spin` seconds before it
+    sleeps. For `turns` see Worker.
     """
 
     package: Path
@@ -34,6 +35,7 @@ class Start(Struct, frozen=True, array_like=True, tag=True):
     in_flight: int
     channels: tuple[int, ...]
     meetings: tuple[tuple[int, ...], ...]
+    by_nccl: bool
     spin: float
     turns: SwapRoom | None
 

@@ -44,9 +44,11 @@ from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.ranks.thread import Worker
 from splitc.runtime.replay.lead import find_lead
 from splitc.runtime.replay.led_replays import make_replays
-from splitc.runtime.replay.rank_replays import RankReplays, not_replayed
 from splitc.runtime.shared_memory import map_memory
 from splitc.runtime.steps import Run, Step
+
+# Why ranks without a GPU each capture nothing.
+OVER_HOST = "ranks that have no GPU each exchange values over the host"
 
 
 class RankProcess:
@@ -75,9 +77,9 @@ class RankProcess:
         agrees = self._exchanges or find_lead(manifest, number) is not None
         self._everyone = range(len(manifest.ranks) if agrees else 0)
         self._failed: int | None = None
-        self._replays: RankReplays | None = None
+        replays = None
         if cuda_graphs and backend.asynchronous:
-            self._replays = make_replays(manifest, number, self._everyone)
+            replays = make_replays(manifest, number, self._everyone)
         self.worker = Worker(
             number,
             rank,
@@ -87,7 +89,7 @@ class RankProcess:
             collectives,
             lambda error: control.send(Broken(portable(error), self._failed)),
             self,
-            self._replays,
+            replays,
             control.room(backend),
             turns,
         )
@@ -109,7 +111,8 @@ class RankProcess:
         """Connect the ranks, and agree on whether their work can be captured."""
         if self._exchanges:
             self._collectives.connect()
-        blockers = self._collectives.all_gather(self._everyone, self.worker.capture_blocker)
+        blocker = self.worker.capture_blocker if self._collectives.by_nccl else OVER_HOST
+        blockers = self._collectives.all_gather(self._everyone, blocker)
         if isinstance(blockers, Failure):
             raise blockers.error
         self.worker.capture_blocker = next((why for why in blockers if why), None)
@@ -147,11 +150,7 @@ class RankProcess:
         return self._steps.get(id(span.step), -1)
 
     def _report(self) -> None:
-        notes = list(self.worker.backend.notes)
-        if self._replays is not None:
-            why = self.worker.capture_blocker
-            notes += self._replays.notes if why is None else [not_replayed(why)]
-        self._control.send(Report(self.worker.device_memory(), tuple(notes)))
+        self._control.send(Report(self.worker.device_memory(), tuple(self.worker.notes)))
 
 
 def _exchanges(manifest: Manifest) -> bool:
@@ -168,7 +167,7 @@ def _make(
     backend = make_backend(manifest.engine, device, start.threads, manifest.build, start.cuda_graphs)
     memories = zip(start.meetings, map(map_memory, meetings), strict=True)
     met = {group: EngineMeeting(len(group), memory) for group, memory in memories}
-    collectives = ProcessCollectives(start.number, len(start.devices), mail, met, backend)
+    collectives = ProcessCollectives(start.number, len(start.devices), mail, met, backend, start.by_nccl)
     rank = RankProcess(
         start.number,
         start.package,

@@ -35,8 +35,6 @@ class RemoteRanks(ABC):
     What derives from this connects `_wire` and `_reader`, and then waits until the ranks have loaded their engines.
     """
 
-    capturable = False
-    by_host: Sequence[tuple[int, int]] = ()
     _wire: Wire
     _reader: Reader
 

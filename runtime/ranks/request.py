@@ -54,7 +54,6 @@ class InFlightRequest:
     served: dict[int, Served] = field(default_factory=dict)
     error: BaseException | None = None
     submitted: float = field(default_factory=time.perf_counter)
-    replayed: bool = False
     started: bool = False
     cancelled: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)

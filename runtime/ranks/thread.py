@@ -27,6 +27,11 @@ from splitc.runtime.ranks.loop import Program, Span, execute
 from splitc.runtime.ranks.request import NEVER, InFlightRequest, Served, closed_before
 
 
+def not_replayed(reason: str) -> str:
+    """The message for the user where requests run eagerly."""
+    return f"requests are not replayed as CUDA graphs: {reason}"
+
+
 class Requests(Protocol):
     """Where a rank gets its requests from."""
 
@@ -35,7 +40,10 @@ class Requests(Protocol):
 
 
 class Replays(Protocol):
-    """The rank's own recordings of requests as CUDA graphs."""
+    """The rank's own recordings of requests as CUDA graphs. `notes` say why requests are not replayed."""
+
+    @property
+    def notes(self) -> list[str]: ...
 
     def play(self, worker: Worker, request: InFlightRequest) -> tuple[dict[str, Array], Span] | None:
         """Replay the request: its outputs, and when the GPU worked. None if it has to run eagerly."""
@@ -115,7 +123,6 @@ class Worker(threading.Thread):
             self.sequences.clear()
             if self._finisher is not None:
                 self._finisher.shutdown()
-            self.collectives.close()
             self.backend.detach()
             del self._program
 
@@ -270,6 +277,14 @@ class Worker(threading.Thread):
         """The outputs that the rank gives to the caller rather than keeps as states."""
         kept = set(self.resident.values()) if request.sequence is not None else set[str]()
         return [name for name in self._rank.outputs if name not in kept]
+
+    @property
+    def notes(self) -> list[str]:
+        """Messages for the user about the engines and replay."""
+        if self._replays is None:
+            return list(self.backend.notes)
+        why = self.capture_blocker
+        return [*self.backend.notes, *(self._replays.notes if why is None else [not_replayed(why)])]
 
     @property
     def has_unfinished(self) -> bool:

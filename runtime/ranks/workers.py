@@ -8,8 +8,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 
-from splitc.runtime.collectives.connect import connect_devices
-from splitc.runtime.devices import Device
+from splitc.runtime.collectives.host import connect
 from splitc.runtime.engines import Backend
 from splitc.runtime.engines.weight_places import SwapRoom
 from splitc.runtime.errors import EngineError
@@ -19,17 +18,17 @@ from splitc.runtime.interrupts import later_interrupts
 from splitc.runtime.manifest import Manifest, State
 from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.ranks.request import InFlightRequest
-from splitc.runtime.ranks.thread import Worker
+from splitc.runtime.ranks.thread import Replays, Worker
 
 # Seconds that ranks get to end after one of them has failed to load.
 PATIENCE = 10.0
 
 
 class Workers:
-    """The ranks of a package, each on its device, with loaded engines. `states` are those that stay on the ranks.
+    """The ranks of a package, on CPU devices or a single GPU, with loaded engines.
 
-    `broken` is called if a rank's thread fails. For `turns` see Worker. Raises PackageError if a rank can't load its
-    engines.
+    `states` are those that stay on the ranks. `broken` is called if a rank's thread fails. `replays` are those of the
+    single GPU's rank. For `turns` see Worker. Raises PackageError if a rank can't load its engines.
     """
 
     def __init__(
@@ -37,15 +36,15 @@ class Workers:
         package: Path,
         manifest: Manifest,
         states: Sequence[State],
-        devices: Sequence[Device],
         backends: Sequence[Backend],
         broken: Callable[[BaseException], None],
         turns: Sequence[SwapRoom | None],
+        replays: Replays | None = None,
     ) -> None:
-        self._collectives = connect_devices(devices, backends)
+        self._collectives = connect(len(backends))
         ends = zip(manifest.ranks, backends, self._collectives, turns, strict=True)
         self._workers = [
-            Worker(number, rank, states, package, backend, collectives, broken, turns=room)
+            Worker(number, rank, states, package, backend, collectives, broken, replays=replays, turns=room)
             for number, (rank, backend, collectives, room) in enumerate(ends)
         ]
         try:
@@ -81,19 +80,9 @@ class Workers:
             self.stop()
 
     @property
-    def capturable(self) -> bool:
-        """Whether the ranks' collectives can be captured as a CUDA graph."""
-        return all(each.capturable for each in self._collectives)
-
-    @property
-    def by_host(self) -> list[tuple[int, int]]:
-        """Pairs of GPUs that copy through the host, since direct copies between them give wrong results here."""
-        return sorted({pair for each in self._collectives for pair in each.by_host})
-
-    @property
     def notes(self) -> list[str]:
         """Messages of the backends for the user."""
-        return [note for worker in self._workers for note in worker.backend.notes]
+        return [note for worker in self._workers for note in worker.notes]
 
     def device_memory(self) -> list[RankMemory]:
         """The memory of the ranks' GPUs since loading; empty for CPU devices."""

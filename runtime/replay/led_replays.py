@@ -11,8 +11,7 @@ from splitc.runtime.ranks.loop import Span
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.ranks.thread import Worker
 from splitc.runtime.replay.lead import Act, Lead, find_lead
-from splitc.runtime.replay.rank_replays import RankRecording, RankReplays
-from splitc.runtime.replay.recording import STATELESS
+from splitc.runtime.replay.rank_replays import STATELESS, RankRecording, RankReplays
 
 
 class LedReplays(RankReplays):

@@ -1,4 +1,8 @@
-"""A rank's own CUDA graphs: each rank records and replays its part of a request, with its collectives inside.
+"""A rank's CUDA graphs: each rank records and replays its part of a request, with its collectives inside.
+
+Eager work takes the host about ten microseconds per launch, which in a step of a decoder is more than the GPU takes. A
+graph is launched at once. The same shapes must have run eagerly before, so that engines know their output shapes, and
+all memory is allocated and all kernels are loaded.
 
 The ranks decide alike, without a word: what they go by are the requests, which all of them get in the same order. Ranks
 that are fed nothing, as those that only multiply in row mode, can't tell requests apart, and are led (`led_replays`).
@@ -15,18 +19,18 @@ from typing import Any
 from splitc.runtime.arrays import Array, Zeros
 from splitc.runtime.engines.gpu_array import GpuArray, Tape
 from splitc.runtime.engines.gpu_device import GpuDevice
+from splitc.runtime.errors import EngineError
 from splitc.runtime.failures import Failure, attempt
+from splitc.runtime.gpu_feeds import GpuFeed
 from splitc.runtime.ranks.loop import Replay, Span
 from splitc.runtime.ranks.request import InFlightRequest
-from splitc.runtime.ranks.thread import Worker
+from splitc.runtime.ranks.thread import Worker, not_replayed
+from splitc.runtime.replay.capture import capture
 from splitc.runtime.replay.kept import KeptRecordings, Kind, fit, kind_of
 from splitc.runtime.replay.lead import Act, Lead
-from splitc.runtime.replay.recording import STATELESS, give
 
-
-def not_replayed(reason: str) -> str:
-    """The message for the user where requests run eagerly."""
-    return f"requests are not replayed as CUDA graphs: {reason}"
+# The states of requests that belong to no sequence.
+STATELESS: dict[str, Any] = {}
 
 
 @dataclass(eq=False)
@@ -50,11 +54,19 @@ class RankRecording:
     def launch(self, worker: Worker, gpu: GpuDevice, request: InFlightRequest) -> tuple[dict[str, Array], Span]:
         """Replay the request and wait for its end."""
         for name, staged in self.tape.inputs.items():
-            assert not isinstance(staged, GpuArray), "feeds reach processes on the host"
-            staged[...] = worker.cut_feed(name, request)
+            feed = worker.feed_of(name, request)
+            if isinstance(staged, GpuArray):
+                assert isinstance(feed, GpuFeed), "kinds of requests differ in that"
+                gpu.take(feed, staged)
+            else:
+                staged[...] = feed
         self.begin.record(gpu.stream)
         self.graph.launch(gpu.stream)
-        outputs = gpu.copy_to_pinned(self.outputs, worker.room)
+        # For the caller to keep: the next replay writes to what the graph wrote to.
+        if request.on_device:
+            outputs = worker.hand_over(self.outputs)()
+        else:
+            outputs = gpu.copy_to_pinned(self.outputs, worker.room)
         self.end.record(gpu.stream)
         gpu.wait(self.end, expected=self.seconds)
         seconds = float(gpu.cuda.get_elapsed_time(self.begin, self.end)) / 1e3
@@ -139,7 +151,7 @@ class RankReplays:
         """Record the rank's work for the request. None if it can't be captured: then no such request ever is."""
         worker.drain()
         tape = Tape()
-        made = attempt(partial(_capture, worker, gpu, request, tape))
+        made = attempt(partial(capture, gpu, tape, partial(_give, worker, gpu, request, tape)))
         if self._everyone:
             agreed = worker.collectives.all_gather(self._everyone, made if isinstance(made, Failure) else None)
             made = agreed if isinstance(agreed, Failure) else made
@@ -175,16 +187,28 @@ class RankReplays:
         self._kept.clear()
 
 
-def _capture(worker: Worker, gpu: GpuDevice, request: InFlightRequest, tape: Tape) -> tuple[Any, dict[str, GpuArray]]:
-    """The graph of the rank's work for the request, and the outputs, which it leaves on the GPU."""
-    gpu.prepare()
-    # Engines may allocate memory while they are captured, which CUDA only allows in this mode.
-    gpu.stream.begin_capture(gpu.cuda.runtime.streamCaptureModeRelaxed)
-    gpu.tape = tape
-    given = attempt(partial(give, worker, gpu, request, tape))
-    gpu.tape = None
-    graph = attempt(gpu.stream.end_capture)  # even if it failed: no stream is left capturing
-    for each in (given, graph):
-        if isinstance(each, Failure):
-            raise each.error
-    return graph, given
+def _give(worker: Worker, gpu: GpuDevice, request: InFlightRequest, tape: Tape) -> dict[str, GpuArray]:
+    """Put the rank's work for the request on its stream. Returns its outputs, which stay on the GPU."""
+    states = worker.sequences.get(request.sequence, {})
+
+    def stage(name: str) -> GpuArray:
+        feed = worker.feed_of(name, request)
+        if isinstance(feed, GpuFeed):  # it is copied before each replay
+            value = tape.inputs[name] = gpu.empty(feed.shape, str(feed.dtype))
+        else:
+            value, tape.inputs[name] = gpu.stage(feed)
+        return value
+
+    values, _ = worker.execute(request, states, stage)
+    if request.sequence is not None:
+        for name, output in worker.resident.items():
+            _replace(gpu, name, states[name], values[output])
+    return {name: values[name] for name in worker.given(request)}
+
+
+def _replace(gpu: GpuDevice, name: str, state: GpuArray, value: GpuArray) -> None:
+    """Copy a state's new value over the old one, where the next replay reads it."""
+    if value.shape != state.shape or value.dtype != state.dtype:
+        raise EngineError(f"the state '{name}' grows from {state.shape} to {value.shape}")
+    if value.pointer != state.pointer:
+        gpu.copy_over(state, value)

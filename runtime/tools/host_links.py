@@ -74,7 +74,7 @@ def _measure(world: World, other: int, place: int) -> list[tuple[int, float]]:
     if isinstance(failure := all_gather(mail, place, (0, 1), _unless_failed(backend)), Failure):
         raise failure.error
     backend.attach()
-    end = ProcessCollectives(place, 2, mail, {}, backend)
+    end = ProcessCollectives(place, 2, mail, {}, backend, device.kind == "cuda")
     end.connect()
     return [(size, _one_way(place, end, backend, size)) for size in MESSAGE_BYTES]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,15 +13,18 @@ from typing import Any
 
 import numpy as np
 
+from splitc.runtime.channel import Channel
 from splitc.runtime.collectives import Collectives
-from splitc.runtime.collectives.connect import connect_devices
+from splitc.runtime.collectives.channel_mail import ChannelMail
+from splitc.runtime.collectives.host import connect
+from splitc.runtime.collectives.process_collectives import ProcessCollectives
 from splitc.runtime.counted import counted
 from splitc.runtime.device_profiles import Link
 from splitc.runtime.devices import Device
 from splitc.runtime.engines import Backend
 from splitc.runtime.engines.backends import make_backend
 from splitc.runtime.engines.gpu_array import Tape
-from splitc.runtime.engines.kinds import ONNXRUNTIME
+from splitc.runtime.engines.kinds import ONNXRUNTIME, has_gpu_each
 from splitc.runtime.executor import Executor
 from splitc.runtime.machine import Machine, MeasuredLink, pair_name
 from splitc.runtime.replay.capture import capture
@@ -61,10 +65,26 @@ def fit(points: Sequence[tuple[int, float]]) -> Link:
 
 def _measure_pair(devices: Sequence[Device]) -> list[MeasuredLink]:
     backends = [make_backend(ONNXRUNTIME, device, 1) for device in devices]
-    ends = connect_devices(devices, backends)
-    capturable = all(end.capturable for end in ends)
-    measure = _measure_replayed if capturable else _measure_waiting
-    return [measure(backends, ends, np.zeros(size // 4, np.float32)) for size in MESSAGE_BYTES]
+    arrays = [np.zeros(size // 4, np.float32) for size in MESSAGE_BYTES]
+    if all(device.kind == "cpu" for device in devices):
+        return [_measure_waiting(backends, connect(2), array) for array in arrays]
+    mails = [ChannelMail({1 - rank: channel}) for rank, channel in enumerate(_channels())]
+    by_nccl = has_gpu_each(devices)
+    ends = [ProcessCollectives(n, 2, mails[n], {}, backend, by_nccl) for n, backend in enumerate(backends)]
+    try:
+        if not by_nccl:
+            return [_measure_waiting(backends, ends, array) for array in arrays]
+        with Executor(2) as pool:
+            both = list(pool.map(lambda rank: _measure_replayed(backends[rank], ends[rank], arrays), range(2)))
+        return [max(one, other, key=lambda each: each.reduce) for one, other in zip(*both, strict=True)]
+    finally:
+        for mail in mails:
+            mail.finish()
+
+
+def _channels() -> list[Channel]:
+    """Both ends of a channel."""
+    return [Channel(end.detach()) for end in socket.socketpair()]
 
 
 def _measure_waiting(backends: Sequence[Backend], ends: Sequence[Collectives], array: Any) -> MeasuredLink:
@@ -83,31 +103,39 @@ def _measure_waiting(backends: Sequence[Backend], ends: Sequence[Collectives], a
     return MeasuredLink(array.nbytes, on_the_way / 2, median(together))
 
 
-def _measure_replayed(backends: Sequence[Any], ends: Sequence[Any], array: Any) -> MeasuredLink:
-    """Measure GPUs with peer access to each other, as part of a replayed CUDA graph."""
-    sums = _time_replayed(backends, ends, lambda rank, value: _sum(ends[rank], backends[rank], value), array)
-    there = _time_replayed(backends, ends, lambda rank, value: bounce(rank, ends[rank], value), array)
-    return MeasuredLink(array.nbytes, there / 2, sums)
+def _measure_replayed(gpu: Any, end: ProcessCollectives, arrays: Sequence[Any]) -> list[MeasuredLink]:
+    """Measure one of two GPUs as parts of replayed CUDA graphs, while the other one does the same."""
+    gpu.attach()
+    end.connect()
+    measured = []
+    for array in arrays:
+        sums = _time_replayed(gpu, end, lambda value: _sum(end, gpu, value), array)
+        there = _time_replayed(gpu, end, lambda value: bounce(end.rank, end, value), array)
+        measured.append(MeasuredLink(array.nbytes, there / 2, sums))
+    end.release()
+    return measured
 
 
-def _time_replayed(backends: Sequence[Any], ends: Sequence[Any], work: Callable[[int, Any], Any], array: Any) -> float:
+def _time_replayed(gpu: Any, end: ProcessCollectives, work: Callable[[Any], Any], array: Any) -> float:
     """Median seconds of the work. A graph has RUNS repetitions of it."""
 
-    def run(rank: int) -> Any:
-        gpu = backends[rank]
-        gpu.attach()
+    def give() -> None:
+        value = gpu.empty(array.shape, str(array.dtype))
+        for _ in range(RUNS):
+            value = work(value)
 
-        def give() -> None:
-            value = gpu.empty(array.shape, str(array.dtype))
-            for _ in range(RUNS):
-                value = work(rank, value)
-
-        work(rank, gpu.upload(array))  # run it eagerly first, to load its kernel
-        return capture(gpu, ends[rank], range(len(ends)), Tape(), give)
-
-    with Executor(len(ends)) as pool:
-        captured, *_ = pool.map(run, range(len(ends)))
-    seconds: list[float] = [captured.play() / RUNS for _ in range(WARMUP + RUNS)]
+    work(gpu.upload(array))  # run it eagerly first, to load its kernel
+    tape = Tape()
+    graph, _ = capture(gpu, tape, give)
+    seconds = []
+    before, after = gpu.cuda.Event(), gpu.cuda.Event()
+    for _ in range(WARMUP + RUNS):
+        end.all_gather((0, 1), None)  # both begin now
+        before.record(gpu.stream)
+        graph.launch(gpu.stream)
+        after.record(gpu.stream)
+        gpu.wait(after)
+        seconds.append(float(gpu.cuda.get_elapsed_time(before, after)) / 1e3 / RUNS)
     return median(seconds[WARMUP:])
 
 

@@ -116,7 +116,13 @@ def _run_together(
     programs = []
     for number, rank in enumerate(ranks):
         sent = [step.value for step in rank.program if isinstance(step, Send)]
-        programs.append(Program(rank.program, _load(backend, package, rank, ends[number].meet), sent))
+        programs.append(
+            Program(
+                rank.program,
+                _load(backend, package, rank, partial(ends[number].create_communicator, uses_operators=True)),
+                sent,
+            )
+        )
 
     def run(number: int) -> dict[str, npt.NDArray[Any]]:
         program = programs[number]

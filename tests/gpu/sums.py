@@ -66,7 +66,7 @@ def _rank(rank: int, ends: Mapping[int, int], meeting: int) -> None:
     group = tuple(range(len(ends) + 1))
     meetings = {group: EngineMeeting(len(group), map_memory(meeting))}
     ranks = ProcessCollectives(
-        rank, len(group), ChannelMail({other: Channel(end) for other, end in ends.items()}), meetings, gpu
+        rank, len(group), ChannelMail({other: Channel(end) for other, end in ends.items()}), meetings, gpu, True
     )
     nccl = ranks.create_communicator(group, uses_operators=True)
     assert isinstance(nccl, NcclCommunicator)

@@ -87,11 +87,10 @@ def main() -> None:
 
 def _report(sessions: Mapping[str, Session], errors: Mapping[str, float], options: argparse.Namespace) -> None:
     """Time all sessions in turns, and print what came of it."""
-    rows = table("package", "error", "token", "x", "host", "eager", "x", right=("error", "x"))
+    rows = table("package", "error", "token", "x", "host", right=("error", "x"))
     steps = {name: _Steps(session, options) for name, session in sessions.items()}
     graphs = _in_turns({name: step.run for name, step in steps.items()})
     shares = {name: step.host_share() for name, step in steps.items()}
-    eager = _in_turns({name: step.run_eagerly for name, step in steps.items()})
     for name, step in steps.items():
         step.sequence.close()
         rows.add_row(
@@ -99,7 +98,6 @@ def _report(sessions: Mapping[str, Session], errors: Mapping[str, float], option
             f"{errors[name]:.1e}",
             *_times(graphs, name),
             f"{100 * shares[name]:.1f}%",
-            *_times(eager, name),
         )
     out.print(rows)
     floor = options.weights / BYTES
@@ -250,14 +248,6 @@ class _Steps:
         for each in feeds:
             self.sequence.run(each)
         return (time.perf_counter() - start) / len(feeds)
-
-    def run_eagerly(self) -> float:
-        """As `run`, without CUDA graphs."""
-        recordings, self.session._admission.recordings = self.session._admission.recordings, None
-        try:
-            return self.run()
-        finally:
-            self.session._admission.recordings = recordings
 
     def host_share(self) -> float:
         """The part of a step in which no GPU is at work; not a number where steps are not replayed."""

@@ -31,7 +31,6 @@ GPUS = min(2, len(list_gpus()))
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a GPU")]
 
 SIZE = Size(layers=4, hidden=512, heads=8, kv_heads=4, feed_forward=1024, vocabulary=1000, dtype=ir.DataType.FLOAT16)
-PLACES = [("layer", 1), ("layer", 2), ("tensor", 2)]
 # More runs than it takes until a request is replayed.
 RUNS = NEW + 4
 # A model that does next to nothing with much: y = x + 1 for these floats.
@@ -41,18 +40,15 @@ LARGE = """<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (float[n] 
 }"""
 
 
-@pytest.fixture(scope="module", params=PLACES, ids=lambda each: f"{each[0]}-{each[1]}")
-def opened(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Session]]:
-    mode, ranks = request.param
-    if ranks > GPUS:
-        pytest.skip(f"needs {ranks} GPUs")
-    folder = tmp_path_factory.mktemp(mode)
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Session]]:
+    folder = tmp_path_factory.mktemp("model")
     save(build(SIZE), folder / "model.onnx")
-    asked = Request(split_mode=mode, engine="onnxruntime", spread=True)
-    compile_model(plan_model(folder / "model.onnx", [f"{ranks}xcuda"], asked), folder / "package", verify=False)
+    asked = Request(engine="onnxruntime")
+    compile_model(plan_model(folder / "model.onnx", ["cuda0"], asked), folder / "package", verify=False)
     with (
         open_unsplit(folder / "model.onnx", CPU, 4) as whole,
-        Session(folder / "package", ranks="threads") as session,
+        Session(folder / "package") as session,
     ):
         yield whole, session
 
@@ -102,9 +98,8 @@ def test_feeds_wait_for_the_callers_stream(opened: tuple[Any, Session], own: boo
             agree(expected, outputs)
             agree(expected, session.run(late(given)))
             agree(expected, session.run(given, on_device=True))
-    if session.manifest.split_mode == "layer":  # ranks that are threads do not capture NCCL's sums
-        assert all([type(span.step) for span in each.spans] == [Replay] for each in served.values())
-        assert session.notes == []
+    assert all([type(span.step) for span in each.spans] == [Replay] for each in served.values())
+    assert session.notes == []
 
 
 def test_outputs_are_the_callers_to_keep(opened: tuple[Any, Session]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -27,6 +28,8 @@ from splitc.runtime.errors import EngineError
 from splitc.runtime.manifest import Weight
 from tests.helpers import fake_cupy, fake_gpu_arrays
 
+# The variable that says which engine fails: processes of ranks have it too.
+FAILING = "SPLITC_TEST_FAILING"
 # A weight on the GPU, the folder of its file, and the weight.
 Needed = tuple[ort.OrtValue, Path, Weight]
 
@@ -84,9 +87,11 @@ class HostEngine:
 
 
 class FakeBackend(GpuDevice):
-    """Loads HostEngines on a GPU that is not there. The engine of `failing` fails in the run of that number."""
+    """Loads HostEngines on a GPU that is not there.
 
-    failing: tuple[int, int] | None = None
+    The variable FAILING has the name of an engine's file, and the number of the run in which it fails.
+    """
+
     _room: SwapRoom | None = None
 
     def take_turns(self, room: SwapRoom) -> None:
@@ -105,12 +110,10 @@ class FakeBackend(GpuDevice):
         if self._room is not None and weights:
             self.swapped = SwappedWeights(self, self._room, path.parent, weights)
             engine.needed = [(self.swapped.values[each.name], path.parent, each) for each in weights]
-        if self.failing and self.failing[0] == self.index and path.name.endswith(("stage0.1.onnx", "stage1.onnx")):
-            _fail_in(engine, self.failing[1])
+        name, _, number = os.environ.get(FAILING, "").partition(" ")
+        if path.match(name or "no engine"):
+            _fail_in(engine, int(number))
         return engine
-
-    def stop(self) -> None:
-        pass
 
 
 def _fail_in(engine: HostEngine, number: int) -> None:
@@ -136,19 +139,16 @@ def install_cupy(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("splitc.runtime.gpus.find_cupy", lambda: cupy)
     patch.setattr("splitc.runtime.engines.gpu_device.need_cupy", lambda: cupy)
     patch.setattr("splitc.runtime.tools.device_speeds.need_cupy", lambda: cupy)
-    patch.setattr("splitc.runtime.engines.gpu_device.combine", fake_cupy.combine)
     patch.setattr("splitc.runtime.engines.gpu_device.copy", fake_cupy.copy)
 
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fake GPUs for ranks that are threads."""
+    """Fake GPUs: for a rank that is a thread, and for those that are processes."""
     install_cupy(monkeypatch)
     monkeypatch.setattr("splitc.runtime.session.make_backend", make_backend)
-    monkeypatch.setattr("splitc.runtime.rank_kinds.has_gpu_each", lambda devices: False)
+    monkeypatch.setattr("splitc.runtime.processes.device_processes.MAIN", "tests.helpers.fake_rank")
     yield
-    FakeBackend.failing = None
-    fake_cupy.WRONG.clear()
 
 
 @cache

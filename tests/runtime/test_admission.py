@@ -28,7 +28,6 @@ from splitc.runtime.array_files import save_arrays
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeEngine
 from splitc.runtime.errors import EngineError, FeedError, MisuseError, SplitcError
 from splitc.runtime.ranks.thread import Worker
-from splitc.runtime.replay.recordings import Recordings
 from tests.conftest import LAYER, Arrays, assert_close, decoder_feeds, listen_to_interrupts, run_whole, until
 from tests.helpers.packages import compile_mode
 
@@ -227,38 +226,6 @@ def test_closing_cancels_what_has_not_begun(package: Path, monkeypatch: pytest.M
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("splitc rank")]
     with pytest.raises(SplitcError, match="the session is closed"):
         session.submit(decoder_feeds())
-
-
-def test_closing_waits_for_nobody_who_orders_requests(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that is to be replayed waits for those that are not: here for one that never ends."""
-    gate = threading.Event()
-    monkeypatch.setattr(OnnxRuntimeEngine, "run", lambda *_: gate.wait(60))
-    monkeypatch.setattr("splitc.runtime.admission.PATIENCE", 0.5)
-    session = Session(package)
-    hanging = session.submit(decoder_feeds())
-    session._admission._overlap = False
-    session._admission.recordings = Recordings([], session._admission.check_usable)
-    monkeypatch.setattr(Recordings, "takes", lambda *_: "key")
-    refused: list[BaseException] = []
-
-    def submit() -> None:
-        try:
-            session.submit(decoder_feeds())
-        except SplitcError as error:
-            refused.append(error)
-
-    waiting = threading.Thread(target=submit, daemon=True)
-    waiting.start()
-    until(session._admission._order.locked)
-    closing = threading.Thread(target=session.close, daemon=True)
-    closing.start()
-    closing.join(10)
-    gate_needed = closing.is_alive()
-    gate.set()
-    assert not gate_needed, "close must not wait for a request that does not end"
-    waiting.join(10)
-    assert [str(error) for error in refused] == ["the session is closed"]
-    assert "was closed while this request ran" in str(hanging.exception(timeout=10))
 
 
 def test_refused_feeds_take_no_place(package: Path) -> None:

@@ -26,7 +26,6 @@ pytestmark = pytest.mark.usefixtures("gpus")
 
 # More runs than it takes until a request is replayed.
 RUNS = NEW + 2
-PLACES = [("layer", ["cuda0"]), ("layer", ["cuda2", "cuda0"]), ("tensor", ["2xcuda"])]
 
 
 def late(array: Any, device: int = 0) -> GpuNdarray:
@@ -64,11 +63,10 @@ def feeds_of(request: InFlightRequest) -> set[str]:
     return {name for name, feed in request.feeds.items() if isinstance(feed, GpuFeed)}
 
 
-@pytest.mark.parametrize(("mode", "devices"), PLACES)
-def test_outputs_are_those_of_feeds_on_the_host(decoder: Path, mode: str, devices: list[str]) -> None:
+@pytest.mark.parametrize("device", ["cuda0", "cuda2"])
+def test_outputs_are_those_of_feeds_on_the_host(decoder: Path, device: str) -> None:
     """Feeds come from the first GPU, and are not ready when the request begins. Later requests are replayed."""
-    ranks = 2 if mode == "tensor" else len(devices)
-    with Session(package(decoder, mode, ranks), devices=devices) as session, own_stream():
+    with Session(package(decoder, "layer", 1), devices=[device]) as session, own_stream():
         for number in range(RUNS):
             feeds = changed(decoder_feeds(), number)
             expected = run_whole(decoder, feeds)
@@ -82,7 +80,7 @@ def test_outputs_are_those_of_feeds_on_the_host(decoder: Path, mode: str, device
         assert session.notes == []
 
 
-def test_feeds_stay_on_gpus_but_for_shards(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_feeds_stay_where_the_rank_is_a_thread(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stayed = []
     submit = Session.submit_request
 
@@ -94,11 +92,10 @@ def test_feeds_stay_on_gpus_but_for_shards(decoder: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Session, "submit_request", watch)
     feeds = decoder_feeds()
     on_gpu = {name: late(array) for name, array in feeds.items()}
-    for mode in ("layer", "tensor"):
-        with Session(package(decoder, mode, 2), devices=["2xcuda"]) as session:
+    for count in (1, 2):
+        with Session(package(decoder, "layer", count), devices=[f"{count}xcuda"]) as session:
             session.run(on_gpu)
-    caches = {name for name in feeds if name.startswith("past")}
-    assert stayed == [set(feeds), set(feeds) - caches]
+    assert stayed == [set(feeds), set()]
 
 
 def test_outputs_are_the_callers_to_keep(decoder: Path) -> None:
@@ -114,7 +111,7 @@ def test_outputs_are_the_callers_to_keep(decoder: Path) -> None:
 
 
 def test_submitted_feeds_may_be_changed(decoder: Path) -> None:
-    with Session(package(decoder, "layer", 2), devices=["2xcuda"]) as session, own_stream():
+    with Session(package(decoder, "layer", 1), devices=["cuda0"]) as session, own_stream():
         asked = [changed(decoder_feeds(), number) for number in range(4)]
         ids = GpuNdarray(asked[0]["input_ids"].shape, "int64")
         futures = []
@@ -152,11 +149,11 @@ def test_where_ranks_have_no_gpu_feeds_go_over_the_host(decoder: Path) -> None:
     feeds = decoder_feeds()
     expected = run_whole(decoder, feeds)
     on_gpu = {name: late(array) for name, array in feeds.items()}
-    for devices, ranks in ((["2xcpu"], "processes"), (["cpu0", "cuda0"], "threads")):
-        with Session(package(decoder, "layer", 2), devices=devices, ranks=ranks) as session:
+    for devices in (["2xcpu"], ["2xcuda"], ["cpu0", "cuda0"]):
+        with Session(package(decoder, "layer", 2), devices=devices) as session:
             assert_close(session.run(on_gpu), expected)
             assert_close(session.run(on_gpu, micro_batch=1), expected)
-            with pytest.raises(MisuseError, match="outputs stay on GPUs where all ranks are threads that have one"):
+            with pytest.raises(MisuseError, match="outputs stay on a GPU where it has all of the model, as a thread"):
                 session.run(on_gpu, on_device=True)
 
 

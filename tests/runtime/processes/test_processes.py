@@ -27,7 +27,7 @@ from splitc.runtime.processes.nccl_files import find_nccl_files
 from splitc.runtime.processes.ranks import RankProcesses
 from splitc.runtime.processes.reader import LOOK
 from splitc.runtime.processes.remote import PATIENCE
-from splitc.runtime.rank_kinds import PROCESSES, choose_ranks
+from splitc.runtime.rank_kinds import PROCESSES, THREADS, choose_ranks
 from tests.conftest import decoder_feeds, run_whole
 from tests.helpers.greedy import plain_loop
 from tests.helpers.packages import compile_mode
@@ -190,11 +190,13 @@ def test_copy_of_the_caller_is_told_that_it_has_no_session(decoder: Path) -> Non
 
 
 def test_what_ranks_are_by_default() -> None:
-    for devices, processes in ((["cuda0"], False), (["2xcuda"], True), (["2xcpu"], False), (["cuda0", "cpu0"], False)):
-        assert (choose_ranks(None, parse_devices(devices), None) == PROCESSES) == processes
-    assert choose_ranks(None, parse_devices(["cuda0", "cuda0"]), None) != PROCESSES
-    with pytest.raises(MisuseError, match="need a GPU each"):
-        choose_ranks("processes", parse_devices(["cuda0", "cpu0"]), None)
+    several = (["2xcuda"], ["cuda0", "cpu0"], ["cuda0", "cuda0"])
+    for devices, kind in ((["cuda0"], THREADS), (["2xcpu"], THREADS), *((each, PROCESSES) for each in several)):
+        assert choose_ranks(None, parse_devices(devices), None) == kind
+        assert choose_ranks("processes", parse_devices(devices), None) == PROCESSES
+    for devices in several:
+        with pytest.raises(MisuseError, match=r"threads on CPU devices, or on one GPU, and these are .*: leave"):
+            choose_ranks("threads", parse_devices(devices), None)
     with pytest.raises(MisuseError, match="not 'fibers'"):
         choose_ranks("fibers", parse_devices(["cpu0"]), None)
     assert choose_ranks(None, parse_devices(["host3/2xcuda"]), None) == PROCESSES

@@ -16,29 +16,35 @@ from models.llama import Size, build
 from models.llama_fused import build as build_fused
 from models.writer import save
 from splitc.runtime import Session
-from splitc.runtime.device_profiles import HOPPER
+from splitc.runtime.admission import Admission
 from splitc.runtime.engines import NEW
 from splitc.runtime.errors import EngineError
 from splitc.runtime.ranks.loop import Replay
 from splitc.runtime.ranks.request import InFlightRequest
-from splitc.runtime.replay.recording import Recording, record
-from splitc.runtime.replay.recordings import Recordings
-from tests.conftest import DECODER, assert_close, decoder_feeds, run_whole
+from splitc.runtime.replay.capture import capture
+from tests.conftest import assert_close, decoder_feeds, run_whole
 from tests.helpers import fake_cupy
-from tests.helpers.fake_gpus import FakeBackend, package
+from tests.helpers.fake_gpus import FAILING, FakeBackend, package
 from tests.helpers.recurrent import write_lstm
+from tests.helpers.workers import workers_of
 
 pytestmark = pytest.mark.usefixtures("gpus")
 
 # More runs than it takes until a request is replayed.
 RUNS = NEW + 4
+# A thread, and processes.
 PLACES = [
-    ("layer", ["cuda0"]),
+    ("layer", ["cuda1"]),
     ("layer", ["cuda0", "cuda1", "cuda2"]),
-    ("layer", ["cuda1", "cuda1"]),
     ("row", ["cuda0", "cuda1"]),
-    ("tensor", ["cuda0", "cuda1"]),
-    ("tensor", ["cuda2", "cuda0", "cuda2"]),
+    ("tensor", ["cuda2", "cuda0", "cuda1"]),
+]
+# Ranks that exchange over the host.
+MIXED = [
+    ("layer", ["cuda0", "cpu0"]),
+    ("layer", ["cuda1", "cuda1"]),
+    ("tensor", ["cpu0", "cuda0", "cuda0"]),
+    ("row", ["cuda0", "cpu1"]),
 ]
 
 
@@ -72,36 +78,28 @@ def test_known_shapes_are_replayed(decoder: Path, mode: str, devices: list[str])
         assert session.notes == []
 
 
-def test_large_sums_are_made_in_slices(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    profile = replace(HOPPER, two_step_bytes=1)
-    monkeypatch.setattr("splitc.runtime.engines.gpu_device.find_profile", lambda *_: profile)
-    combined = []
-    combine = fake_cupy.combine
-
-    def watch(operation: str, parts: Any, whole: Any, size: int) -> None:
-        combined.append(size)
-        combine(operation, parts, whole, size)
-
-    monkeypatch.setattr("splitc.runtime.engines.gpu_device.combine", watch)
-    devices = ["cuda0", "cuda1", "cuda2"]
-    with Session(package(decoder, "tensor", 3), devices=devices, in_flight=4) as session:
-        many = [shifted(decoder_feeds(2, 3, 5), number) for number in range(8)]
-        for feeds, outputs in zip(many, session.map(many)):
-            assert_close(outputs, run_whole(decoder, feeds))
-        assert is_replayed(session, decoder_feeds(2, 3, 5))
-    assert max(combined) < 2 * 3 * DECODER.hidden
+@pytest.mark.parametrize(("mode", "devices"), MIXED)
+def test_ranks_without_a_gpu_each_exchange_over_the_host_and_replay_nothing(
+    decoder: Path, mode: str, devices: list[str]
+) -> None:
+    options = {"row_min": 16} if mode == "row" else {}
+    with Session(package(decoder, mode, len(devices), **options), devices=devices) as session:
+        for number in range(RUNS):
+            feeds = shifted(decoder_feeds(2, 3, 5), number)
+            assert_close(session.run(feeds), run_whole(decoder, feeds))
+        assert not is_replayed(session, decoder_feeds(2, 3, 5))
+        assert any("exchange values over the host" in note for note in session.notes)
 
 
 def test_nothing_is_replayed_where_nobody_wants_it(decoder: Path) -> None:
-    place = package(decoder, "tensor", 2)
-    with Session(place, devices=["cuda0", "cuda1"], cuda_graphs=False) as session:
+    with Session(package(decoder, "layer", 1), devices=["cuda0"], cuda_graphs=False) as session:
         assert [is_replayed(session, decoder_feeds()) for _ in range(RUNS)] == [False] * RUNS
 
 
-@pytest.mark.parametrize("mode", ["layer", "tensor"])
-def test_replays_and_eager_runs_take_turns(decoder: Path, mode: str) -> None:
-    """Layer mode replays only what finds the stages idle; sizes that are new run eagerly in between."""
-    with Session(package(decoder, mode, 2), devices=["cuda0", "cuda1"], in_flight=4) as session:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_replays_and_eager_runs_take_turns(decoder: Path, ranks: int) -> None:
+    """Sizes that are new run eagerly in between."""
+    with Session(package(decoder, "layer", ranks), devices=[f"{ranks}xcuda"], in_flight=4) as session:
         many = [shifted(decoder_feeds(1, 1, 3 + number % 5), number) for number in range(30)]
         for feeds, outputs in zip(many, session.map(many)):
             assert_close(outputs, run_whole(decoder, feeds))
@@ -115,9 +113,9 @@ def test_closing_waits_for_no_recording(decoder: Path, monkeypatch: pytest.Monke
         gate.wait(60)
         raise EngineError("too late")
 
-    monkeypatch.setattr("splitc.runtime.replay.recording.capture", hang)
+    monkeypatch.setattr("splitc.runtime.replay.rank_replays.capture", hang)
     monkeypatch.setattr("splitc.runtime.admission.PATIENCE", 0.5)
-    session = Session(package(decoder, "layer", 2), devices=["cuda0", "cuda1"])
+    session = Session(package(decoder, "layer", 1), devices=["cuda0"])
     make_known(session)
     future = ThreadPoolExecutor(1).submit(session.run, decoder_feeds())
     assert begun.wait(10)
@@ -134,7 +132,7 @@ ROOM = 12
 SMALL = Size(layers=2, hidden=64, heads=4, kv_heads=2, feed_forward=96, vocabulary=50)
 
 
-@pytest.mark.parametrize("mode", ["layer", "tensor", "row"])
+@pytest.mark.parametrize("mode", ["layer", "tensor"])
 @pytest.mark.parametrize("in_place", [True, False])
 def test_states_are_where_the_graph_left_them(
     tmp_path: Path, mode: str, in_place: bool, monkeypatch: pytest.MonkeyPatch
@@ -142,7 +140,7 @@ def test_states_are_where_the_graph_left_them(
     """Two sequences in turns, each with room for its cache, so that no size changes from token to token."""
     model = tmp_path / "model" / "model.onnx"
     save(build_fused(SMALL) if in_place else build(replace(SMALL, capacity=ROOM)), model)
-    place = package(model, mode, 2, **({"row_min": 16} if mode == "row" else {}))
+    place = package(model, mode, 2)
 
     def tokens(session: Session) -> list[Any]:
         found = []
@@ -157,7 +155,6 @@ def test_states_are_where_the_graph_left_them(
                     }
                     taken = {tensor.name: feeds[tensor.name] for tensor in session.inputs if tensor.name in feeds}
                     found.append(sequence.run(taken)["logits"])
-            assert session._admission.recordings is None or len(session._admission.recordings._kept) == 2
         return found
 
     with Session(place) as on_cpu, Session(place, devices=["cuda0", "cuda1"]) as session:
@@ -176,11 +173,12 @@ def test_recurrent_states_go_on_from_replays_to_eager_runs_and_begin_as_zeros(tm
     steps = [np.random.default_rng(number).random((1, 2, 6), np.float32) for number in range(9)]
     place = package(model, "layer", 1)
     with Session(place) as on_cpu, Session(place, devices=["cuda0"]) as session:
-        recordings = session._admission.recordings
+        (worker,) = workers_of(session)
+        replays = worker._replays
         for _ in range(3):  # the second sequence has the first one's states, and others are in the same places
             with session.start() as sequence, on_cpu.start() as expected:
                 for number, step in enumerate(steps):
-                    session._admission.recordings = None if number in (5, 6) else recordings
+                    worker._replays = None if number in (5, 6) else replays
                     np.testing.assert_allclose(
                         sequence.run({"x": step})["y"], expected.run({"x": step})["y"], atol=1e-6
                     )
@@ -199,14 +197,14 @@ def test_sequences_with_other_room_have_states_of_their_own(tmp_path: Path) -> N
                     assert_close(sequence.run(feeds), expected.run(feeds))
 
 
-@pytest.mark.parametrize("mode", ["layer", "tensor", "row"])
+@pytest.mark.parametrize("mode", ["layer", "tensor"])
 def test_sequences_that_grow_go_on_eagerly_and_are_replayed_again(
     tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the tokens so far in larger states, also where an ended sequence left some of that size."""
     model = tmp_path / "model" / "model.onnx"
     save(build_fused(SMALL), model)
-    place = package(model, mode, 2, **({"row_min": 16} if mode == "row" else {}))
+    place = package(model, mode, 2)
 
     def run(sequence: Any, step: int, room: int) -> Any:
         mask = (np.arange(room) <= step).astype(np.int64)[None]
@@ -242,12 +240,12 @@ def test_recordings_in_use_stay(decoder: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("splitc.runtime.replay.kept.IDLE", 8)
     made = []
 
-    def note(*given: Any) -> Recording:
+    def note(*given: Any) -> Any:
         made.append(given)
-        return record(*given)
+        return capture(*given)
 
-    monkeypatch.setattr("splitc.runtime.replay.recordings.record", note)
-    with Session(package(decoder, "layer", 2), devices=["cuda0", "cuda1"]) as session:
+    monkeypatch.setattr("splitc.runtime.replay.rank_replays.capture", note)
+    with Session(package(decoder, "layer", 1), devices=["cuda0"]) as session:
         for _ in range(5):
             for past in range(3):
                 feeds = decoder_feeds(1, 1, past)
@@ -270,51 +268,49 @@ def test_engine_that_can_not_be_captured_runs_eagerly_and_is_named(
         return engine
 
     monkeypatch.setattr(FakeBackend, "load", load_plain)
-    with Session(package(decoder, "layer", 2), devices=["cuda0", "cuda1"]) as session:
+    with Session(package(decoder, "layer", 1), devices=["cuda0"]) as session:
         assert [is_replayed(session, decoder_feeds()) for _ in range(RUNS)] == [False] * RUNS
         assert session.notes == ["requests are not replayed as CUDA graphs: stage0.onnx has nodes on the CPU"]
 
 
-@pytest.mark.parametrize("mode", ["layer", "tensor"])
-def test_rank_that_fails_while_it_is_recorded(decoder: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("mode", "ranks", "engine"),
+    [("layer", 1, "stage0.onnx"), ("layer", 2, "stage1.onnx"), ("tensor", 2, "rank1/stage0.1.onnx")],
+)
+def test_rank_that_fails_while_it_is_recorded(
+    decoder: Path, mode: str, ranks: int, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The request runs eagerly, all the same, and so do later ones; nobody waits for the rank that failed."""
-    FakeBackend.failing = (1, NEW + 1)  # the run of its engine in which it is recorded
+    monkeypatch.setenv(FAILING, f"{engine} {NEW + 1}")  # the run in which it is recorded
     whole = run_whole(decoder, decoder_feeds())
-    with Session(package(decoder, mode, 2), devices=["cuda0", "cuda1"]) as session:
+    with Session(package(decoder, mode, ranks), devices=[f"{ranks}xcuda"]) as session:
         for _ in range(RUNS):
             assert_close(session.run(decoder_feeds()), whole)
-        assert session.notes == ["requests are not replayed as CUDA graphs: an engine failed on purpose"]
+        assert session.notes and "an engine failed on purpose" in session.notes[0]
 
 
 def test_graph_that_fails_ends_in_an_error(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: fake_cupy.Graph, stream: fake_cupy.Stream) -> None:
         raise EngineError("a launch failed on purpose")
 
-    with Session(package(decoder, "tensor", 2), devices=["cuda0", "cuda1"]) as session:
+    with Session(package(decoder, "layer", 1), devices=["cuda0"]) as session:
         make_known(session)
         monkeypatch.setattr(fake_cupy.Graph, "launch", fail)
         with pytest.raises(EngineError, match="on purpose"):
             session.run(decoder_feeds())
 
 
-def test_gpus_without_access_to_each_other_run_eagerly(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cupy = fake_cupy.make()
-    cupy.cuda.runtime.deviceCanAccessPeer = lambda one, other: 0
-    monkeypatch.setattr("splitc.runtime.engines.gpu_device.need_cupy", lambda: cupy)
-    with Session(package(decoder, "layer", 2), devices=["cuda0", "cuda1"]) as session:
-        assert [is_replayed(session, decoder_feeds()) for _ in range(RUNS)] == [False] * RUNS
-
-
 def watch(monkeypatch: pytest.MonkeyPatch) -> list[InFlightRequest]:
-    """A list to which each request is added that is replayed."""
+    """A list to which each request is added that all ranks have replayed."""
     replayed: list[InFlightRequest] = []
-    play = Recordings.play
+    done = Admission._done
 
-    def note(self: Recordings, request: InFlightRequest, recording: Recording) -> None:
-        replayed.append(request)
-        play(self, request, recording)
+    def note(self: Admission, request: InFlightRequest) -> None:
+        if all([type(span.step) for span in each.spans] == [Replay] for each in request.served.values()):
+            replayed.append(request)
+        done(self, request)
 
-    monkeypatch.setattr(Recordings, "play", note)
+    monkeypatch.setattr(Admission, "_done", note)
     return replayed
 
 

@@ -127,7 +127,7 @@ def test_page_of_gpus_says_what_was_measured(
     """A step that is launched is not the GPU's time, and a replay does not tell steps apart."""
     page, trace = tmp_path / "bench.html", tmp_path / "trace.json"
     package = fake_gpus.package(decoder, "tensor", 2)
-    ran = ("-d", "2xcuda", "--ranks", "threads", "--runs", 8, "--report", page, "--trace", trace)
+    ran = ("-d", "2xcuda", "--runs", 8, "--report", page, "--trace", trace)
     shown = splitc("bench", package, *ran, *options).stdout
     bars = list(rows(charts(page)[1]))
     assert {bar["kind"] for bar in bars} == kinds
