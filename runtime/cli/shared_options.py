@@ -42,7 +42,7 @@ RANKS = typer.Option(
     None,
     "--ranks",
     metavar="|".join(KINDS),
-    help="What ranks are: threads, processes, or mpi. Default: MPI's processes; else processes on several GPUs.",
+    help="What ranks are: threads, processes, or mpi. Default: MPI's processes; else threads, but not on several GPUs.",
     autocompletion=one_of(KINDS),
 )
 MEASURE = typer.Option(
