@@ -142,7 +142,8 @@ class EngineFile(Struct, frozen=True):
     `source` is the ONNX file that it is built from, if the package holds it. `sizes` are the input sizes that it is
     built for. `group` are the ranks of collectives inside the engine, its own included. `sizes_only` are the inputs
     whose sizes it reads, but not their data. `weights` are those in files beside it that several sessions may share;
-    None if they can't be listed. `attends` says whether it has operators of attention.
+    None if they can't be listed. `attends` says whether it has operators of attention, `data_sizes` whether sizes
+    inside it depend on data, as NonZero's do.
     """
 
     path: str
@@ -154,6 +155,7 @@ class EngineFile(Struct, frozen=True):
     group: list[int] = []
     weights: list[Weight] | None = None
     attends: bool = True
+    data_sizes: bool = False
 
 
 class Rank(Struct, frozen=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +13,7 @@ import msgspec
 import onnx_ir as ir
 
 from splitc.compiler.frontend.optional import make_overridable
+from splitc.compiler.frontend.origins import origin_of
 from splitc.compiler.lowering.collective_operators import has_collectives_inside
 from splitc.compiler.lowering.programs import names
 from splitc.compiler.operators.registry import operator_of
@@ -188,8 +189,11 @@ def _write_rank(
     ]
     group = [n for n, each in enumerate(plan.ranks) if each.group == rank.group]
     groups = [group if has_collectives_inside(graph) else [] for graph in program.graphs]
+    uncertain = plan.analysis.costs.bound.uncertain
     entries = [
-        msgspec.structs.replace(entry, group=group, attends=_attends(graph))
+        msgspec.structs.replace(
+            entry, group=group, attends=_attends(graph), data_sizes=_has_data_sizes(graph, uncertain)
+        )
         for entry, group, graph in zip(entries, groups, program.graphs, strict=True)
     ]
     overrides: dict[str, m.Override] = {}
@@ -209,6 +213,12 @@ def _write_rank(
 def _attends(graph: ir.Graph) -> bool:
     """Whether the graph has operators of attention, in control flow too."""
     return any(operator_of(node).attends for node in graph.all_nodes())
+
+
+def _has_data_sizes(graph: ir.Graph, uncertain: Collection[str]) -> bool:
+    """Whether the graph computes any of the model's values whose sizes depend on data."""
+    made = (value for node in graph.all_nodes() for value in node.outputs)
+    return any((origin_of(value) or value).name in uncertain for value in made)
 
 
 def _graph_paths(folder: Path, stage: str, count: int) -> list[Path]:

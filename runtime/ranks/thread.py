@@ -154,7 +154,10 @@ class Worker(threading.Thread):
         for each in self._communicators.values():
             each.connect()
         self.backend.reserve(self._rank.activation_bytes + 2 * self._rank.cache_bytes)
-        self.capture_blocker = next((why for engine in engines if (why := engine.capture_blocker)), None)
+        blockers = [engine.capture_blocker for engine in engines]
+        # A graph has the sizes of the request that was captured: with other data it reads memory that is not its own.
+        blockers += [f"sizes in {file.path} depend on data" for file in self._rank.engines if file.data_sizes]
+        self.capture_blocker = next(filter(None, blockers), None)
         self._loaded = self.backend.used_bytes()
         return Program(self._rank.program, engines, [*self._rank.outputs, *self._rank.keeps])
 

@@ -24,6 +24,7 @@ from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.replay.capture import capture
 from tests.conftest import assert_close, decoder_feeds, run_whole
 from tests.helpers import fake_cupy
+from tests.helpers.blocks import Block
 from tests.helpers.fake_gpus import FAILING, FakeBackend, package
 from tests.helpers.recurrent import write_lstm
 from tests.helpers.workers import workers_of
@@ -271,6 +272,24 @@ def test_engine_that_can_not_be_captured_runs_eagerly_and_is_named(
     with Session(package(decoder, "layer", 1), devices=["cuda0"]) as session:
         assert [is_replayed(session, decoder_feeds()) for _ in range(RUNS)] == [False] * RUNS
         assert session.notes == ["requests are not replayed as CUDA graphs: stage0.onnx has nodes on the CPU"]
+
+
+def test_sizes_that_depend_on_data_are_never_captured(tmp_path: Path) -> None:
+    """A graph has the sizes of one request: for other data it would read memory that is not its own."""
+    block = Block()
+    x = block.op("MatMul", block.data("x", (6, 8), ["n", 8]), block.w("A", 8, 8))
+    above = block.op("Greater", x, block.constant(0.0, np.float32))
+    places = block.op("Transpose", block.op("NonZero", above), perm=[1, 0])
+    gathered = block.op("Mul", block.op("GatherND", x, places), block.constant(2.0, np.float32))
+    block.give(block.op("ScatterND", x, places, gathered), shape=["n", 8])
+    model = tmp_path / "model.onnx"
+    save(block.model(), model)
+    with Session(package(model, "layer", 1), devices=["cuda0"]) as session:
+        for number in range(RUNS):
+            feeds = {"x": np.random.default_rng(number).standard_normal((6, 8), np.float32)}
+            assert_close(session.run(feeds), run_whole(model, feeds))
+        assert not is_replayed(session, feeds)
+        assert session.notes == ["requests are not replayed as CUDA graphs: sizes in rank0/stage0.onnx depend on data"]
 
 
 @pytest.mark.parametrize(
