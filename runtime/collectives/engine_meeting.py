@@ -86,14 +86,14 @@ class MeetingEnd:
     def connect(self) -> None:
         pass  # ranks meet without
 
-    def begin(self) -> None:
-        self._library.splitc_begin(self._handle)
+    def begin(self) -> int:
+        return int(self._library.splitc_begin(self._handle))
 
     def check(self) -> None:
         pass  # what goes wrong in a sum is an error of the engine
 
-    def fail(self) -> bool:
-        return bool(self._library.splitc_fail(self._handle))
+    def fail(self, run: int) -> bool:
+        return bool(self._library.splitc_fail(self._handle, run))
 
     def tell(self, peer: int, numbers: Sequence[int]) -> None:
         told = np.zeros(WORDS, np.int64)

@@ -110,16 +110,15 @@ class NcclCommunicator:
         for end in self._ends:
             load_library().splitc_end_connect(end, self.pointer, kernels)
 
-    def begin(self) -> None:
-        if self._meeting is not None:
-            self._meeting.begin()
+    def begin(self) -> int:
+        return 0 if self._meeting is None else self._meeting.begin()
 
     def check(self) -> None:
         if self.kernels is not None:
             self.kernels.check()
 
-    def fail(self) -> bool:
-        return self._meeting is not None and self._meeting.fail()
+    def fail(self, run: int) -> bool:
+        return self._meeting is not None and self._meeting.fail(run)
 
     def tell(self, peer: int, numbers: Sequence[int]) -> None:
         assert self._meeting is not None, "only engines with operators are told"

@@ -73,16 +73,19 @@ class Communicator(Protocol):
     def connect(self) -> None:
         """Wait until the ranks are connected, which engines must be before they run. Raises the error of any rank."""
 
-    def begin(self) -> None:
-        """Begin a request. All ranks of the group call this once for each request, in the same order."""
+    def begin(self) -> int:
+        """Begin a request. All ranks of the group call this once for each request, in the same order.
+
+        Returns the request's number here.
+        """
 
     def check(self) -> None:
         """Raise EngineError if a collective went wrong on the device. To be called when a request has ended there."""
 
-    def fail(self) -> bool:
-        """Take no further part in the request. Returns whether the other ranks' collectives then fail at once.
+    def fail(self, run: int) -> bool:
+        """Take no further part in the request of this number, while the next one may have begun.
 
-        If not, they would wait for ever.
+        Returns whether the other ranks' collectives then fail at once. If not, they would wait for ever.
         """
 
     def tell(self, peer: int, numbers: Sequence[int]) -> None:

@@ -185,27 +185,26 @@ class Worker(threading.Thread):
 
     def _serve(self, request: InFlightRequest) -> None:
         start = time.perf_counter()
-        for communicator in self._communicators.values():
-            communicator.begin()
+        runs = [communicator.begin() for communicator in self._communicators.values()]
         fetch = attempt(partial(self._replay, request))
         if fetch is not None:
-            self._finish(request, start, fetch)
+            self._finish(request, runs, start, fetch)
             return
         fetch = attempt(partial(self._run_request, request))
         if self._finisher is None:
-            self._finish(request, start, fetch)
+            self._finish(request, runs, start, fetch)
         else:
-            self._unfinished = self._finisher.submit(self._finish, request, start, fetch)
+            self._unfinished = self._finisher.submit(self._finish, request, runs, start, fetch)
 
-    def _finish(self, request: InFlightRequest, start: float, fetch: Any) -> None:
-        """Give the request its outputs or its error. `fetch` waits for the outputs."""
+    def _finish(self, request: InFlightRequest, runs: Sequence[int], start: float, fetch: Any) -> None:
+        """Give the request its outputs or its error. `fetch` waits for the outputs; `runs` are its communicators'."""
         made, spans = (fetch, ()) if isinstance(fetch, Failure) else (attempt(partial(self._take, fetch[0])), fetch[1])
         served = Served(start, time.perf_counter(), spans)
         if not isinstance(made, Failure):
             request.finish(self.number, made, served, None)
             return
         request.finish(self.number, {}, served, made.error)  # before the others, whose errors only follow from it
-        self._give_up(made.error)
+        self._give_up(made.error, runs)
 
     def _take(self, fetch: Callable[[], dict[str, Array]]) -> dict[str, Array]:
         """The outputs, if all collectives went well."""
@@ -214,9 +213,10 @@ class Worker(threading.Thread):
             communicator.check()
         return made
 
-    def _give_up(self, error: BaseException) -> None:
+    def _give_up(self, error: BaseException, runs: Sequence[int]) -> None:
         """Make the request fail on the ranks whose engines would wait for this one's. Or else the session is broken."""
-        told = [communicator.fail() for communicator in self._communicators.values()]
+        ends = zip(self._communicators.values(), runs, strict=True)
+        told = [communicator.fail(run) for communicator, run in ends]
         if not all(told):
             self._broken(error)
 

@@ -103,7 +103,7 @@ static int await_ready(Member* member, uint64_t at, int* who) {
         } else if (!wait_on(&wait, seen)) {
             *who = late;
             result = MEETING_LATE;
-            meeting_fail(member);
+            meeting_fail(member, member->run);
             decide(meeting, at, 1);
         }
     }
@@ -120,25 +120,25 @@ static int await_done(Member* member, uint64_t at, int* who) {
         if (late < 0) return MEETING_OK;
         if (!wait_on(&wait, seen)) {
             *who = late;
-            meeting_fail(member);
+            meeting_fail(member, member->run);
             return MEETING_LATE;
         }
     }
 }
 
-void meeting_begin(Member* member) {
-    member->run++;
+uint64_t meeting_begin(Member* member) {
     member->step = 0;
+    return ++member->run;
 }
 
-void meeting_fail(Member* member) {
+void meeting_fail(Member* member, uint64_t run) {
     Meeting* meeting = member->meeting;
     if (meeting->post) {
-        meeting->post->fail(member->run);
+        meeting->post->fail(run);
         return;
     }
     uint64_t before = atomic_load(&meeting->failed);
-    while (before < member->run && !atomic_compare_exchange_weak(&meeting->failed, &before, member->run)) {
+    while (before < run && !atomic_compare_exchange_weak(&meeting->failed, &before, run)) {
     }
     tell(meeting);
 }

@@ -45,8 +45,10 @@ typedef struct Member {
     uint64_t run, step;
 } Member;
 
-void meeting_begin(Member* member);
-void meeting_fail(Member* member);
+/* Returns the number of the run. */
+uint64_t meeting_begin(Member* member);
+/* The run may be an earlier one than the member's: a device ends its work after the next run has begun. */
+void meeting_fail(Member* member, uint64_t run);
 /* No rank may wait any more, now or later. */
 void meeting_abort(Meeting* meeting);
 

@@ -288,13 +288,11 @@ EXPORT void splitc_end_on_gpu(End* end, CopyAsync copy, Synchronize synchronize)
 /* The end that operators get which are registered on this thread from now on; NULL for none. */
 EXPORT void splitc_end_register(End* end) { registered = end; }
 
-EXPORT void splitc_begin(End* end) {
-    if (end->member.meeting) meeting_begin(&end->member);
-}
+EXPORT uint64_t splitc_begin(End* end) { return end->member.meeting ? meeting_begin(&end->member) : 0; }
 
 /* Returns whether the others' collectives then fail at once: those of NCCL's that sum can't be told. */
-EXPORT int splitc_fail(End* end) {
-    if (end->member.meeting) meeting_fail(&end->member);
+EXPORT int splitc_fail(End* end, uint64_t run) {
+    if (end->member.meeting) meeting_fail(&end->member, run);
     return !(end->nccl && (end->sums || !end->member.meeting));
 }
 

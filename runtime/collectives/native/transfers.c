@@ -37,7 +37,7 @@ static int await_room(Member* member, const Channels* all, Channel* channel) {
         if (atomic_load(all->failed) >= member->run) return MEETING_FAILED;
         if (atomic_load(&channel->written) - atomic_load(&channel->taken) < PACKETS) return MEETING_OK;
         if (!wait_on(&wait, seen)) {
-            meeting_fail(member);
+            meeting_fail(member, member->run);
             return MEETING_LATE;
         }
     }
@@ -58,7 +58,7 @@ static int await_packet(Member* member, const Channels* all, Channel* channel, P
         } else if (atomic_load(all->failed) >= member->run) {
             return MEETING_FAILED;
         } else if (!wait_on(&wait, seen)) {
-            meeting_fail(member);
+            meeting_fail(member, member->run);
             return MEETING_LATE;
         }
     }
@@ -90,7 +90,7 @@ int transfer_await(Member* member, int peer, Head* head) {
     const Post* post = meeting_post(member->meeting);
     if (post) {
         int status = post->wait(member->run, peer, head, sizeof *head, member->patience);
-        if (status == MEETING_LATE) meeting_fail(member);
+        if (status == MEETING_LATE) meeting_fail(member, member->run);
         return status;
     }
     Channels all = meeting_channels(member->meeting);

@@ -74,9 +74,9 @@ def test_rank_that_fails_ends_its_request_alone(kind: str) -> None:
     def work(rank: int) -> list[int]:
         found = []
         for request in range(200):
-            ends[rank].begin()
+            run = ends[rank].begin()
             if (request % 3, rank) == (1, request % 2):
-                ends[rank].fail()
+                ends[rank].fail(run)
                 found.append(-1)
             else:
                 found.append(all_reduce(ends[rank], SUM, array)[0])
@@ -84,6 +84,22 @@ def test_rank_that_fails_ends_its_request_alone(kind: str) -> None:
 
     for request, statuses in enumerate(zip(*together(work, 2), strict=True)):
         assert sorted(statuses) == ([-1, FAILED] if request % 3 == 1 else [OK, OK])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_request_that_fails_after_the_next_has_begun_fails_alone(kind: str) -> None:
+    """As on a GPU, which ends the one when the other was given to it already: the next one's sums failed instead."""
+    ends = meet(2, kind=kind)
+    array = np.ones(100, np.float32)
+
+    def work(rank: int) -> int:
+        first = ends[rank].begin()
+        ends[rank].begin()
+        if rank == 0:
+            ends[0].fail(first)
+        return all_reduce(ends[rank], SUM, array)[0]
+
+    assert together(work, 2) == [OK, OK]
 
 
 @pytest.mark.parametrize("kind", KINDS)

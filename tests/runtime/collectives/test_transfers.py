@@ -121,9 +121,10 @@ def test_engines_send_and_receive(engines: tuple[Path, Path], kind: str) -> None
         np.testing.assert_array_equal(found, expected(x))
 
 
-def begin(ends: list[MeetingEnd]) -> None:
-    for end in ends:
-        end.begin()
+def begin(ends: list[MeetingEnd]) -> int:
+    """The number of the run, which is the same on all."""
+    (run,) = {end.begin() for end in ends}
+    return run
 
 
 @pytest.fixture
@@ -145,20 +146,20 @@ def test_rank_that_fails_ends_its_request_alone(sessions: Any, failing: int, cou
     ends, loaded = sessions
     x = np.ones((2, 32), np.float32)
     for _ in range(3):
-        begin(ends)
+        number = begin(ends)
 
-        def fail() -> None:
+        def fail(number: int = number) -> None:
             with suppress(EngineError):  # the other one does not want them
                 for _ in range(count):
                     ends[failing].tell(1 - failing, [1])
             time.sleep(0.02)
-            ends[failing].fail()
+            ends[failing].fail(number)
 
-        def run() -> str:
+        def run(number: int = number) -> str:
             # A head that is not that of a float is refused; else the rank waits until it is told.
             with pytest.raises(ERRORS, match=r"another rank failed|another type"):
                 loaded[1 - failing].run(None, {"x": x} if failing else {})
-            ends[1 - failing].fail()
+            ends[1 - failing].fail(number)
             return "failed"
 
         assert together(fail, run)[1] == "failed"
@@ -168,12 +169,12 @@ def test_rank_that_fails_ends_its_request_alone(sessions: Any, failing: int, cou
 def test_rank_that_fails_in_the_midst_of_a_value(sessions: Any) -> None:
     """The sender has filled the channel, and waits for room."""
     ends, (main, _) = sessions
-    begin(ends)
+    number = begin(ends)
     big = np.ones((20_000, 32), np.float32)
 
     def fail() -> None:
         time.sleep(0.1)
-        ends[1].fail()
+        ends[1].fail(number)
 
     def run() -> None:
         with pytest.raises(ERRORS, match="another rank failed"):
@@ -218,11 +219,11 @@ def test_rank_that_does_not_come_is_named(engines: tuple[Path, Path]) -> None:
 
 def test_numbers_are_told_without_engines() -> None:
     ends = meet(3)
-    begin(ends)
+    number = begin(ends)
     ends[2].tell(0, [1, 2, 3])
     ends[1].tell(0, [])
     assert (ends[0].hear(1), ends[0].hear(2)) == ([], [1, 2, 3])
-    ends[1].fail()
+    ends[1].fail(number)
     with pytest.raises(EngineError, match="another rank failed"):
         ends[0].hear(1)
 
@@ -253,10 +254,10 @@ def test_gpus_that_only_send_are_told_of_a_failed_rank(
     monkeypatch.setattr("splitc.runtime.collectives.nccl._load_nccl", lambda: functions)
     meeting = EngineMeeting(2)
     first, second = (NcclCommunicator(Future()) for _ in range(2))
-    assert not first.fail()
+    assert not first.fail(0)
     for place, end in enumerate((first, second)):
         end.meet(meeting, place)
-        end.begin()
+        number = end.begin()
     open_session(engines[1], 1, second)
     if sums:
         x = ir.val("x", ir.DataType.FLOAT, ["n"])
@@ -267,6 +268,6 @@ def test_gpus_that_only_send_are_told_of_a_failed_rank(
         open_session(tmp_path / "sum.onnx", 1, second)
     first.tell(1, [7])
     assert second.hear(0) == [7]
-    assert second.fail() == (not sums)
+    assert second.fail(number) == (not sums)
     with pytest.raises(EngineError, match="another rank failed"):
         first.hear(1)
