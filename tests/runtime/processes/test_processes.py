@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,11 +18,12 @@ import psutil
 import pytest
 
 from splitc.runtime import Session
+from splitc.runtime.channel import MOST, Channel
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import EngineError, MisuseError, PackageError, SplitcError
 from splitc.runtime.mapped_files import remove_files
-from splitc.runtime.processes.device_processes import visible
-from splitc.runtime.processes.messages import Loaded, Report
+from splitc.runtime.processes.device_processes import DeviceProcess, visible
+from splitc.runtime.processes.messages import Loaded, Report, Start
 from splitc.runtime.processes.nccl_files import find_nccl_files
 from splitc.runtime.processes.ranks import RankProcesses
 from splitc.runtime.processes.reader import LOOK
@@ -126,6 +127,20 @@ def test_rank_that_can_not_load_is_named(decoder: Path, tmp_path: Path, copy_pac
         Session(package, ranks="processes", verify="never")
 
 
+def test_rank_that_can_not_be_told_to_start_is_named(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More descriptors come with what the second one is told than the system lets through."""
+    package, host = compile_mode(decoder, "layer"), DeviceProcess.host
+    before = psutil.Process().children()
+
+    def host_with_more(process: DeviceProcess, start: Start, descriptors: Sequence[int]) -> Channel:
+        return host(process, start, [*descriptors, *[descriptors[0]] * MOST * start.number])
+
+    monkeypatch.setattr(DeviceProcess, "host", host_with_more)
+    with pytest.raises(EngineError, match=r"rank 1 \(cpu1\) could not be started in its process: .*Invalid argument"):
+        open_processes(package)
+    assert psutil.Process().children() == before
+
+
 @pytest.fixture
 def copy_package(tmp_path: Path) -> Callable[[Path], Path]:
     def copy(package: Path) -> Path:
@@ -139,6 +154,7 @@ def copy_package(tmp_path: Path) -> Callable[[Path], Path]:
 SCRIPT = """
 import os, sys, time
 from splitc.runtime import Session
+from splitc.runtime.channel import MOST, Channel
 session = Session(sys.argv[1], threads=1, ranks="processes")
 print(*[process.pid for process in session._workers._processes], flush=True)
 if sys.argv[2] == "fork" and not os.fork():
