@@ -84,7 +84,7 @@ class MpiRanks(RemoteRanks):
         finally:
             own.send(Left())
 
-    def _silent(self, rank: int, now: float) -> tuple[float, float]:
+    def _silent(self, rank: int) -> tuple[float, float]:
         return (self._world.life.silent(rank) if rank else 0.0), SILENCE
 
     def _name(self, rank: int) -> str:

@@ -54,9 +54,9 @@ class RankProcesses(RemoteRanks):
         self._files.update(message.files)
         super()._rank_loaded(rank, message)
 
-    def _silent(self, rank: int, now: float) -> tuple[float, float]:
+    def _silent(self, rank: int) -> tuple[float, float]:
         sign, lived = self._processes[rank].last_sign
-        return now - sign, PATIENCE if lived else FIRST_PATIENCE
+        return time.monotonic() - sign, PATIENCE if lived else FIRST_PATIENCE
 
     def lost(self, rank: int) -> None:
         process = self._processes[rank]
