@@ -67,13 +67,16 @@ class RemoteRanks(ABC):
         return len(self._devices)
 
     def _wait_loaded(self) -> None:
-        """Wait until all ranks have loaded their engines. Raises the first error, after ending the other ranks."""
+        """Wait until all ranks have loaded their engines. Raises the first error."""
         self._reader.wake()
         error = first_error(self._loaded, "loading ranks")
         if error is not None:
-            self.abort(error)
-            self.clear()
             raise error
+
+    def _give_up(self, error: BaseException) -> None:
+        """End the ranks, of which not all have loaded, because of this error or interrupt."""
+        self.abort(error)
+        self.clear()
 
     def put(self, request: InFlightRequest | None) -> None:
         """Give all ranks a request. None ends them after all earlier requests."""

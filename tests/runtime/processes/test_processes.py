@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -178,6 +179,19 @@ def test_nothing_is_left_of_a_killed_caller(decoder: Path, how: str) -> None:
         if child not in ranks:
             child.kill()
     caller.stdout.close()
+
+
+def test_nothing_is_left_of_ranks_that_an_interrupt_finds_loading(
+    decoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its program may go on, as a notebook does."""
+    monkeypatch.setattr("splitc.runtime.processes.device_processes.BEGIN", "tests.helpers.stopped_rank")
+    package, process = compile_mode(decoder, "layer"), psutil.Process()
+    before = process.children(), set(threading.enumerate())
+    threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        open_processes(package)
+    assert (process.children(), set(threading.enumerate())) == before
 
 
 # With less patience, for a shorter test.
