@@ -104,7 +104,7 @@ class DeviceProcess:
     def wait(self) -> None:
         """Wait until it has been ended."""
         self._process.wait()
-        self._channel.close()
+        self._close()
 
     def join(self, patience: float) -> bool:
         """Wait until it has ended, if its ranks were its last ones, for so many seconds. Returns whether it has."""
@@ -114,8 +114,13 @@ class DeviceProcess:
             self._process.wait(patience)
         except subprocess.TimeoutExpired:
             return False
-        self._channel.close()
+        self._close()
         return True
+
+    def _close(self) -> None:
+        """Release what connects this process with it. Its last sign of life is kept."""
+        self._channel.close()
+        self._pulse = self._pulse.copy()
 
     def how_it_ended(self) -> str:
         """How it ended, which it is about to."""

@@ -30,6 +30,8 @@ class RankProcesses(RemoteRanks):
     For `turns` see Worker. Raises PackageError if a rank can't load its engines.
     """
 
+    _wire: SocketWire
+
     def __init__(
         self,
         package: Path,
@@ -97,6 +99,5 @@ class RankProcesses(RemoteRanks):
 
     def clear(self) -> None:
         self._reader.join()
-        for channel in self._channels:
-            channel.close()
+        self._wire.close()
         remove_files(self._files)

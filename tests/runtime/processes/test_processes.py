@@ -227,6 +227,25 @@ def test_stop_of_all_processes_does_not_break_the_session(decoder: Path) -> None
     assert (caller.returncode, shown) == (0, "ran\n")
 
 
+DESCRIPTORS = """
+import gc, os, sys
+from splitc.runtime import Session
+from tests.conftest import decoder_feeds
+gc.disable()
+for _ in range(3):
+    with Session(sys.argv[1], threads=1, ranks="processes") as session:
+        session.run(decoder_feeds(batch=64))
+    print(len(os.listdir("/proc/self/fd")))
+"""
+
+
+def test_closed_session_has_no_descriptors(decoder: Path) -> None:
+    """Also before the garbage collector runs."""
+    command = [sys.executable, "-c", DESCRIPTORS, str(compile_mode(decoder, "layer"))]
+    first, *later = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+    assert later == [first, first]
+
+
 def test_messages_that_come_late_are_dropped(decoder: Path) -> None:
     """A report for one who gave up, and a rank that has loaded when another one has failed."""
     with open_processes(compile_mode(decoder, "layer")) as session:
