@@ -189,6 +189,28 @@ def test_process_that_dies_or_hangs_on_another_host_ends_all(decoder: Path, mpi:
     assert number == signal.SIGKILL or "rank 1 (cpu1 on node1) hangs" in shown
 
 
+# A library prints in a rank's process.
+PRINTS = """
+import os, sys
+from splitc.runtime import Session
+from splitc.runtime.mpi import mpi_rank
+run_rank = mpi_rank.run_rank
+def print_and_run(*given):
+    os.write(1, b"printed by a library")
+    run_rank(*given)
+mpi_rank.run_rank = print_and_run
+with Session(sys.argv[1], threads=1) as session:
+    print(*session.generate([1], max_new_tokens=1))
+"""
+
+
+@each_mpi
+def test_what_a_library_prints_in_a_rank_is_no_result(decoder: Path, mpi: Mpi) -> None:
+    process = mpi.start(2, sys.executable, "-c", PRINTS, compile_mode(decoder, "tensor"))
+    out, err = process.communicate(timeout=60)
+    assert out.strip().isdigit() and "printed by a library" in err
+
+
 # Runs requests for some seconds, with less patience, for a shorter test.
 STOPPED = """
 import sys, time

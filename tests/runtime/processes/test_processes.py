@@ -324,6 +324,16 @@ def test_rank_that_hangs_before_its_first_sign_of_life_is_named(decoder: Path, m
         open_processes(compile_mode(decoder, "layer"))
 
 
+def test_what_a_library_prints_in_a_rank_is_no_result(
+    decoder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("splitc.runtime.processes.device_processes.BEGIN", "tests.helpers.printing_rank")
+    with open_processes(compile_mode(decoder, "layer")) as session:
+        session.run(decoder_feeds())
+    shown = capfd.readouterr()
+    assert shown.out == "" and "printed by a library" in shown.err
+
+
 def test_caller_that_ends_while_ranks_start() -> None:
     """Their process ends without a word, also while it waits for the next rank."""
     ours, theirs = socket.socketpair()
