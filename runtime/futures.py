@@ -84,15 +84,20 @@ def in_order(futures: Iterable[Future[T]], most: int) -> Iterator[T]:
 def first_error(futures: Iterable[Future[Any]], what: str | None = None) -> BaseException | None:
     """Wait until all futures are done, or one has failed. Returns its error, None if all went well.
 
-    Those that are done are counted, if `what` they do is given.
+    Those that are done are counted, if `what` they do is given. Signals end the wait as they do an Answer's.
     """
     every = list(futures)
     if what is not None:
         add = counting(what, len(every))
         for future in every:
             future.add_done_callback(lambda _: add(1))
-    done, _ = wait(every, return_when=FIRST_EXCEPTION)
-    return next((error for future in done if (error := future.exception()) is not None), None)
+    while True:
+        with later_interrupts() as interrupted:
+            while not interrupted():
+                done, others = wait(every, LOOK, FIRST_EXCEPTION)
+                error = next((error for future in done if (error := future.exception()) is not None), None)
+                if error is not None or not others:
+                    return error
 
 
 def then(future: Future[S], function: Callable[[S], T]) -> Future[T]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import atexit
 import sys
-import time
 
 from splitc.runtime.mpi.joining import Leave, Left
 from splitc.runtime.mpi.world import World
+from splitc.runtime.processes.awake import AwakeClock
 
-# Seconds in which the others must have ended.
-PATIENCE = 8.0
+# Seconds in which the others must have ended, of those in which this process is awake, and between two looks.
+PATIENCE, LOOK = 8.0, 0.5
 _leaving: list[World] = []
 
 
@@ -29,12 +29,12 @@ def _leave(world: World) -> None:
         world.abort()
     for rank in range(1, world.size):
         world.control.send(rank, (Leave(), None))
-    left, deadline = 0, time.monotonic() + PATIENCE
+    left, clock = 0, AwakeClock()
     while left < world.size - 1:
-        arrived = world.control.receive(seconds=max(0.0, deadline - time.monotonic()))
-        if arrived is None:
+        arrived = world.control.receive(seconds=LOOK)
+        if arrived is not None:
+            left += isinstance(arrived[1][0], Left)
+        elif clock.read() > PATIENCE:
             print("error: a rank does not end, so all are ended", file=sys.stderr, flush=True)
             world.abort()
-        else:
-            left += isinstance(arrived[1][0], Left)
     world.end()

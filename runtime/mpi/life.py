@@ -10,10 +10,12 @@ from typing import Any
 
 from splitc.runtime.mpi.abort import abort_all
 from splitc.runtime.mpi.sending import sleep_after
+from splitc.runtime.processes.awake import AwakeClock
 
 # Seconds between two signs of life.
 BEAT = 0.5
-# Seconds of silence after which the session breaks, and ends all processes, which may take MPI a second or two.
+# Seconds of silence after which the session breaks, and ends all processes, which may take MPI a second or two. Those
+# in which this process was not awake do not count, here as below.
 SILENCE = 7.0
 # Seconds of silence after which a rank ends all processes: it has lost the session.
 PATIENCE = 8.0
@@ -27,7 +29,10 @@ class Life(threading.Thread):
         self._communicator = communicator
         self._rank = communicator.rank
         self._others: Sequence[int] = [0] if self._rank else range(1, communicator.size)
-        self._seen = dict.fromkeys(self._others, time.monotonic())
+        self._clock = AwakeClock()
+        # How long each of them has been silent, by this clock, when it was last read.
+        self._silent = dict.fromkeys(self._others, 0.0)
+        self._read = 0.0
         self._ended = threading.Event()
         self.start()
 
@@ -43,14 +48,17 @@ class Life(threading.Thread):
                 abort_all()
 
     def _listen(self) -> None:
+        now = self._clock.read()
+        awake, self._read = now - self._read, now
         for other in self._others:
+            self._silent[other] += awake
             while self._communicator.Iprobe(other):
                 self._communicator.Recv(bytearray(), other)
-                self._seen[other] = time.monotonic()
+                self._silent[other] = 0.0
 
     def silent(self, process: int) -> float:
-        """Seconds since the last sign of life of a process."""
-        return time.monotonic() - self._seen[process]
+        """Seconds since the last sign of life of a process, as far as this one was awake."""
+        return self._silent[process]
 
     def end(self) -> None:
         """Say no more, before this process ends: all do, and receive what was said last."""

@@ -29,6 +29,7 @@ from splitc.runtime.mpi.mpi_wire import MpiControl, MpiMail
 from splitc.runtime.mpi.own_device import own_device, own_threads
 from splitc.runtime.mpi.world import World
 from splitc.runtime.package_files import files_of
+from splitc.runtime.processes.begin import print_to_stderr
 from splitc.runtime.processes.launch import find_groups
 from splitc.runtime.processes.messages import Loaded
 from splitc.runtime.processes.rank import RankProcess
@@ -38,6 +39,8 @@ from splitc.runtime.verification import verify_files
 def serve(world: World) -> NoReturn:
     """Be a rank of all sessions that process 0 opens, until its program ends. Then this one ends too."""
     control = MpiControl(world.control)
+    sys.stdout.flush()
+    print_to_stderr()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # mpirun gives it to all, and process 0 ends the others
     try:

@@ -75,7 +75,11 @@ class MpiRanks(RemoteRanks):
         self._wire = MpiWire(world.control, world.machines, own, LATE * MOST if spin else 0.0)
         # It does not look without a pause, which would keep Python's lock from rank 0's thread.
         self._reader = Reader(self._wire, self, spins=False)
-        self._wait_loaded()
+        try:
+            self._wait_loaded()
+        except BaseException as error:  # an interrupt too
+            self._give_up(error)
+            raise
         self._wire.send(AllLoaded())
 
     def _run_own(self, join: Join, own: OwnControl) -> None:
@@ -84,7 +88,7 @@ class MpiRanks(RemoteRanks):
         finally:
             own.send(Left())
 
-    def _silent(self, rank: int, now: float) -> tuple[float, float]:
+    def _silent(self, rank: int) -> tuple[float, float]:
         return (self._world.life.silent(rank) if rank else 0.0), SILENCE
 
     def _name(self, rank: int) -> str:

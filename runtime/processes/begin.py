@@ -29,10 +29,17 @@ def begin(control: int, pulse: int, parent: int, starts_cuda: bool) -> None:
     `control` is the descriptor of the socket to the caller's process, which is `parent`, `pulse` that of memory for the
     time of the last sign of life, by time.monotonic.
     """
+    print_to_stderr()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal gives it to all, and the caller ends this one if it ends
     threading.Thread(target=_show_life, args=(control, pulse, parent), name="splitc pulse", daemon=True).start()
     if starts_cuda:
         threading.Thread(target=_make_context, name="splitc starts CUDA", daemon=True).start()
+
+
+def print_to_stderr() -> None:
+    """Let what this process's libraries print go to stderr, as NCCL's messages do: stdout is the caller's results."""
+    with contextlib.suppress(OSError):  # the caller has no stderr
+        os.dup2(2, 1)
 
 
 def _show_life(control: int, pulse: int, parent: int) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from splitc.runtime.channel import Channel
 from splitc.runtime.child_python import python_command
 from splitc.runtime.devices import Device
-from splitc.runtime.errors import PackageError
+from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.mapped_files import remove_files
 from splitc.runtime.processes.messages import Start, pack, unpack
 from splitc.runtime.processes.nccl_files import find_nccl_files
@@ -59,12 +59,21 @@ class DeviceProcess:
     def host(self, start: Start, descriptors: Sequence[int]) -> Channel:
         """Start a rank, which begins to load its engines. Returns the channel to it.
 
-        If the process is gone, so is the channel's other end.
+        If the process is gone, so is the channel's other end. Raises EngineError if the rank can't be told to start for
+        another reason, such as too many descriptors on their way.
         """
         ours, theirs = socket.socketpair()
-        with theirs, contextlib.suppress(OSError):
-            self._channel.send(start, theirs.fileno(), *descriptors)
-        self._ranks.add(made := Channel(ours.detach(), pack, unpack))
+        made = Channel(ours.detach(), pack, unpack)
+        with theirs:
+            try:
+                self._channel.send(start, theirs.fileno(), *descriptors)
+            except (BrokenPipeError, ConnectionResetError):
+                pass  # the process is gone, which the rank's reader says
+            except OSError as error:
+                made.close()
+                name = f"rank {start.number} ({start.devices[start.number]})"
+                raise EngineError(f"{name} could not be started in its process: {error}") from error
+        self._ranks.add(made)
         return made
 
     def leave(self, rank: Channel) -> None:
@@ -95,7 +104,7 @@ class DeviceProcess:
     def wait(self) -> None:
         """Wait until it has been ended."""
         self._process.wait()
-        self._channel.close()
+        self._close()
 
     def join(self, patience: float) -> bool:
         """Wait until it has ended, if its ranks were its last ones, for so many seconds. Returns whether it has."""
@@ -105,8 +114,13 @@ class DeviceProcess:
             self._process.wait(patience)
         except subprocess.TimeoutExpired:
             return False
-        self._channel.close()
+        self._close()
         return True
+
+    def _close(self) -> None:
+        """Release what connects this process with it. Its last sign of life is kept."""
+        self._channel.close()
+        self._pulse = self._pulse.copy()
 
     def how_it_ended(self) -> str:
         """How it ended, which it is about to."""

@@ -49,7 +49,8 @@ def launch(
 ) -> Launched:
     """Start each rank in the process of its device, where it begins to load its engines. For `turns` see Worker.
 
-    Raises PackageError for a GPU that this process can't see. Then none of these processes is left.
+    Raises PackageError for a GPU that this process can't see, EngineError for a rank that can't be told to start. Then
+    none of these processes is left.
     """
     made = Launched(has_spare_cores(devices))
     with ExitStack() as ours:

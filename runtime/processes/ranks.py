@@ -13,10 +13,11 @@ from pathlib import Path
 from splitc.runtime.devices import Device
 from splitc.runtime.engines.weight_places import SwapRoom
 from splitc.runtime.errors import EngineError, PackageError
+from splitc.runtime.interrupts import later_interrupts
 from splitc.runtime.manifest import Manifest, State
 from splitc.runtime.mapped_files import remove_files
 from splitc.runtime.processes.device_processes import DeviceProcesses, kill
-from splitc.runtime.processes.launch import launch
+from splitc.runtime.processes.launch import Launched, launch
 from splitc.runtime.processes.messages import Loaded
 from splitc.runtime.processes.reader import Reader
 from splitc.runtime.processes.remote import FIRST_PATIENCE, PATIENCE, RemoteRanks
@@ -28,6 +29,8 @@ class RankProcesses(RemoteRanks):
 
     For `turns` see Worker. Raises PackageError if a rank can't load its engines.
     """
+
+    _wire: SocketWire
 
     def __init__(
         self,
@@ -44,19 +47,27 @@ class RankProcesses(RemoteRanks):
     ) -> None:
         super().__init__(manifest, devices, broken)
         self._files: set[str] = set()
-        made = launch(package, manifest, devices, states, threads, cuda_graphs, in_flight, processes, turns)
-        self._channels, self._processes = made.channels, made.processes
-        self._wire = SocketWire(self._channels, in_flight)
-        self._reader = Reader(self._wire, self, made.spins)
-        self._wait_loaded()
+        made: Launched | None = None
+        try:
+            with later_interrupts():  # one that comes meanwhile would leave processes that nobody knows of
+                made = launch(package, manifest, devices, states, threads, cuda_graphs, in_flight, processes, turns)
+                self._channels, self._processes = made.channels, made.processes
+                self._wire = SocketWire(self._channels, in_flight)
+                self._reader = Reader(self._wire, self, made.spins)
+            self._wait_loaded()
+        except BaseException as error:  # an interrupt too
+            if made is not None:
+                with later_interrupts():  # another one
+                    self._give_up(error)
+            raise
 
     def _rank_loaded(self, rank: int, message: Loaded) -> None:
         self._files.update(message.files)
         super()._rank_loaded(rank, message)
 
-    def _silent(self, rank: int, now: float) -> tuple[float, float]:
+    def _silent(self, rank: int) -> tuple[float, float]:
         sign, lived = self._processes[rank].last_sign
-        return now - sign, PATIENCE if lived else FIRST_PATIENCE
+        return time.monotonic() - sign, PATIENCE if lived else FIRST_PATIENCE
 
     def lost(self, rank: int) -> None:
         process = self._processes[rank]
@@ -88,6 +99,5 @@ class RankProcesses(RemoteRanks):
 
     def clear(self) -> None:
         self._reader.join()
-        for channel in self._channels:
-            channel.close()
+        self._wire.close()
         remove_files(self._files)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -15,13 +14,15 @@ from splitc.runtime.futures import first_error
 from splitc.runtime.gpu_feeds import on_host
 from splitc.runtime.manifest import Manifest
 from splitc.runtime.memory_use import RankMemory
+from splitc.runtime.processes.awake import AwakeClock
 from splitc.runtime.processes.messages import Answer, Ask, BringIn, Broken, Ended, Forget, Loaded, Order, Report
 from splitc.runtime.processes.reader import Reader
 from splitc.runtime.processes.wire import Wire
 from splitc.runtime.ranks.loop import Replay, Span
 from splitc.runtime.ranks.request import InFlightRequest, Served
 
-# Seconds without a sign of life after which a process counts as hanging.
+# Seconds without a sign of life after which a process counts as hanging. These and the others are seconds in which the
+# session's process was awake.
 PATIENCE = 8.0
 # The same, until the first one.
 FIRST_PATIENCE = 20.0
@@ -48,6 +49,10 @@ class RemoteRanks(ABC):
         self._seconds = 0.0
         # None was put, and the processes end by themselves; they were all ended.
         self._closing = self._stopped = False
+        self._clock = AwakeClock()
+        # When the ranks were last looked at, by this clock, and how long each had then been silent.
+        self._looked = 0.0
+        self._silences = [0.0] * len(devices)
         # When a rank said that it can't go on, the request that others may fail in too, and the error.
         self._suspect: tuple[float, int | None, BaseException] | None = None
         # Why all ranks are ended, when they are.
@@ -60,13 +65,16 @@ class RemoteRanks(ABC):
         return len(self._devices)
 
     def _wait_loaded(self) -> None:
-        """Wait until all ranks have loaded their engines. Raises the first error, after ending the other ranks."""
+        """Wait until all ranks have loaded their engines. Raises the first error."""
         self._reader.wake()
         error = first_error(self._loaded, "loading ranks")
         if error is not None:
-            self.abort(error)
-            self.clear()
             raise error
+
+    def _give_up(self, error: BaseException) -> None:
+        """End the ranks, of which not all have loaded, because of this error or interrupt."""
+        self.abort(error)
+        self.clear()
 
     def put(self, request: InFlightRequest | None) -> None:
         """Give all ranks a request. None ends them after all earlier requests."""
@@ -143,7 +151,7 @@ class RemoteRanks(ABC):
             self._rank_loaded(rank, message)
         elif isinstance(message, Broken):
             error = EngineError(f"{self._name(rank)} failed: {message.error}")
-            self._suspect = self._suspect or (time.monotonic(), message.request, error)
+            self._suspect = self._suspect or (self._clock.read(), message.request, error)
         elif isinstance(message, Ended):
             self._ended.add(rank)
 
@@ -166,7 +174,8 @@ class RemoteRanks(ABC):
 
     def look(self, alive: Sequence[int]) -> None:
         """Break the session if a rank hangs, or has failed in a request that others go on with."""
-        now = time.monotonic()
+        now = self._clock.read()
+        awake, self._looked = now - self._looked, now
         if self._suspect is not None:
             since, number, error = self._suspect
             if number is not None and number not in self._requests:
@@ -174,14 +183,18 @@ class RemoteRanks(ABC):
             elif now - since > GRACE:
                 self._break(error)
         for rank in alive:
-            silent, patience = self._silent(rank, now)
+            silent, patience = self._silent(rank)
+            silent = self._silences[rank] = min(silent, self._silences[rank] + awake)
             if silent > patience:
                 how = f"its process gave no sign of life for {silent:.0f} s"
                 self._break(EngineError(f"{self._name(rank)} hangs: {how}"))
 
     @abstractmethod
-    def _silent(self, rank: int, now: float) -> tuple[float, float]:
-        """The seconds since a rank's last sign of life, and those that it may be silent for."""
+    def _silent(self, rank: int) -> tuple[float, float]:
+        """The seconds since a rank's last sign of life, and those that it may be silent for.
+
+        Of the former, those in which this process was not awake may be among them.
+        """
 
     def _break(self, error: BaseException) -> None:
         """End all ranks, and the session with this error."""

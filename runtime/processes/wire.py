@@ -106,3 +106,13 @@ class SocketWire:
     @property
     def alive(self) -> Sequence[int]:
         return list(self._ranks.values())
+
+    def close(self) -> None:
+        """Close the channels, and release the memory of arrays, but of those that somebody still has.
+
+        Each memory has a descriptor. Only the garbage collector would close it, and may be late.
+        """
+        for channel in self._channels:
+            channel.close()
+        self._feeds = SlotWriter(1)
+        self._outputs = [Borrower() for _ in self._channels]

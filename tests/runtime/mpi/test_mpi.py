@@ -189,6 +189,55 @@ def test_process_that_dies_or_hangs_on_another_host_ends_all(decoder: Path, mpi:
     assert number == signal.SIGKILL or "rank 1 (cpu1 on node1) hangs" in shown
 
 
+# A library prints in a rank's process.
+PRINTS = """
+import os, sys
+from splitc.runtime import Session
+from splitc.runtime.mpi import mpi_rank
+run_rank = mpi_rank.run_rank
+def print_and_run(*given):
+    os.write(1, b"printed by a library")
+    run_rank(*given)
+mpi_rank.run_rank = print_and_run
+with Session(sys.argv[1], threads=1) as session:
+    print(*session.generate([1], max_new_tokens=1))
+"""
+
+
+@each_mpi
+def test_what_a_library_prints_in_a_rank_is_no_result(decoder: Path, mpi: Mpi) -> None:
+    process = mpi.start(2, sys.executable, "-c", PRINTS, compile_mode(decoder, "tensor"))
+    out, err = process.communicate(timeout=60)
+    assert out.strip().isdigit() and "printed by a library" in err
+
+
+# Runs requests for some seconds, with less patience, for a shorter test.
+STOPPED = """
+import sys, time
+from splitc.runtime import Session
+from splitc.runtime.mpi import life, mpi_ranks
+life.PATIENCE = mpi_ranks.SILENCE = 2.5
+with Session(sys.argv[1], threads=1) as session:
+    list(session.generate([1], max_new_tokens=1))
+    print("runs", flush=True)
+    end = time.monotonic() + 6
+    while time.monotonic() < end:
+        list(session.generate([1], max_new_tokens=1))
+"""
+
+
+@each_mpi
+def test_stop_of_all_ranks_does_not_break_the_session(decoder: Path, mpi: Mpi) -> None:
+    process = mpi.start(2, sys.executable, "-c", STOPPED, compile_mode(decoder, "tensor"))
+    assert process.stdout is not None and process.stdout.readline() == "runs\n"
+    for rank in range(2):
+        signal_rank(mpi, process, rank, signal.SIGSTOP)
+    time.sleep(4)
+    for rank in range(2):
+        signal_rank(mpi, process, rank, signal.SIGCONT)
+    assert ended(process) == (0, "")
+
+
 @each_mpi
 def test_job_that_is_cancelled_ends_at_once_and_leaves_nothing(decoder: Path, mpi: Mpi) -> None:
     before = set(Path("/dev/shm").iterdir())

@@ -8,8 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,11 +19,12 @@ import psutil
 import pytest
 
 from splitc.runtime import Session
+from splitc.runtime.channel import MOST, Channel
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import EngineError, MisuseError, PackageError, SplitcError
 from splitc.runtime.mapped_files import remove_files
-from splitc.runtime.processes.device_processes import visible
-from splitc.runtime.processes.messages import Loaded, Report
+from splitc.runtime.processes.device_processes import DeviceProcess, visible
+from splitc.runtime.processes.messages import Loaded, Report, Start
 from splitc.runtime.processes.nccl_files import find_nccl_files
 from splitc.runtime.processes.ranks import RankProcesses
 from splitc.runtime.processes.reader import LOOK
@@ -93,7 +95,7 @@ def test_interrupt_of_all_processes_is_the_callers(decoder: Path) -> None:
 
 
 def test_hang_is_noticed_within_the_bound() -> None:
-    assert PATIENCE + LOOK < BOUND
+    assert PATIENCE + 3 * LOOK < BOUND  # two looks may be 2 * LOOK apart
 
 
 @pytest.mark.parametrize(
@@ -126,6 +128,20 @@ def test_rank_that_can_not_load_is_named(decoder: Path, tmp_path: Path, copy_pac
         Session(package, ranks="processes", verify="never")
 
 
+def test_rank_that_can_not_be_told_to_start_is_named(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More descriptors come with what the second one is told than the system lets through."""
+    package, host = compile_mode(decoder, "layer"), DeviceProcess.host
+    before = psutil.Process().children()
+
+    def host_with_more(process: DeviceProcess, start: Start, descriptors: Sequence[int]) -> Channel:
+        return host(process, start, [*descriptors, *[descriptors[0]] * MOST * start.number])
+
+    monkeypatch.setattr(DeviceProcess, "host", host_with_more)
+    with pytest.raises(EngineError, match=r"rank 1 \(cpu1\) could not be started in its process: .*Invalid argument"):
+        open_processes(package)
+    assert psutil.Process().children() == before
+
+
 @pytest.fixture
 def copy_package(tmp_path: Path) -> Callable[[Path], Path]:
     def copy(package: Path) -> Path:
@@ -139,6 +155,7 @@ def copy_package(tmp_path: Path) -> Callable[[Path], Path]:
 SCRIPT = """
 import os, sys, time
 from splitc.runtime import Session
+from splitc.runtime.channel import MOST, Channel
 session = Session(sys.argv[1], threads=1, ranks="processes")
 print(*[process.pid for process in session._workers._processes], flush=True)
 if sys.argv[2] == "fork" and not os.fork():
@@ -162,6 +179,71 @@ def test_nothing_is_left_of_a_killed_caller(decoder: Path, how: str) -> None:
         if child not in ranks:
             child.kill()
     caller.stdout.close()
+
+
+def test_nothing_is_left_of_ranks_that_an_interrupt_finds_loading(
+    decoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its program may go on, as a notebook does."""
+    monkeypatch.setattr("splitc.runtime.processes.device_processes.BEGIN", "tests.helpers.stopped_rank")
+    package, process = compile_mode(decoder, "layer"), psutil.Process()
+    before = process.children(), set(threading.enumerate())
+    threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        open_processes(package)
+    assert (process.children(), set(threading.enumerate())) == before
+
+
+# With less patience, for a shorter test.
+STOPPED = """
+import sys
+from splitc.runtime import Session
+from splitc.runtime.processes import ranks
+from tests.conftest import decoder_feeds
+ranks.PATIENCE = 2.5
+with Session(sys.argv[1], threads=1, ranks="processes") as session:
+    for _ in range(2):
+        session.run(decoder_feeds())
+        print("ran", flush=True)
+        sys.stdin.readline()
+"""
+
+
+def test_stop_of_all_processes_does_not_break_the_session(decoder: Path) -> None:
+    """As by Ctrl-Z, or with a container that is frozen: who was stopped itself has heard nobody."""
+    caller = subprocess.Popen(
+        [sys.executable, "-c", STOPPED, str(compile_mode(decoder, "layer"))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert caller.stdout is not None and caller.stdout.readline() == "ran\n"
+    os.killpg(caller.pid, signal.SIGSTOP)
+    time.sleep(4)
+    os.killpg(caller.pid, signal.SIGCONT)
+    time.sleep(1.5)  # for some looks at the ranks
+    shown, _ = caller.communicate("\n\n", timeout=60)
+    assert (caller.returncode, shown) == (0, "ran\n")
+
+
+DESCRIPTORS = """
+import gc, os, sys
+from splitc.runtime import Session
+from tests.conftest import decoder_feeds
+gc.disable()
+for _ in range(3):
+    with Session(sys.argv[1], threads=1, ranks="processes") as session:
+        session.run(decoder_feeds(batch=64))
+    print(len(os.listdir("/proc/self/fd")))
+"""
+
+
+def test_closed_session_has_no_descriptors(decoder: Path) -> None:
+    """Also before the garbage collector runs."""
+    command = [sys.executable, "-c", DESCRIPTORS, str(compile_mode(decoder, "layer"))]
+    first, *later = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+    assert later == [first, first]
 
 
 def test_messages_that_come_late_are_dropped(decoder: Path) -> None:
@@ -242,6 +324,16 @@ def test_rank_that_hangs_before_its_first_sign_of_life_is_named(decoder: Path, m
     monkeypatch.setattr("splitc.runtime.processes.ranks.FIRST_PATIENCE", 1.0)
     with pytest.raises(PackageError, match=r"rank 0 \(cpu0\) hangs: its process gave no sign of life for \d s"):
         open_processes(compile_mode(decoder, "layer"))
+
+
+def test_what_a_library_prints_in_a_rank_is_no_result(
+    decoder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("splitc.runtime.processes.device_processes.BEGIN", "tests.helpers.printing_rank")
+    with open_processes(compile_mode(decoder, "layer")) as session:
+        session.run(decoder_feeds())
+    shown = capfd.readouterr()
+    assert shown.out == "" and "printed by a library" in shown.err
 
 
 def test_caller_that_ends_while_ranks_start() -> None:

@@ -1,0 +1,26 @@
+"""Time in which this process was awake: not stopped by Ctrl-Z, nor frozen with its container or its machine.
+
+Only such time says that another process is silent: whoever was stopped itself has heard nobody.
+"""
+
+from __future__ import annotations
+
+import time
+
+# The most seconds between two readings that count. A process that works reads its clock more often than that.
+MOST = 1.0
+
+
+class AwakeClock:
+    """Counts the seconds between its readings, at most MOST of them each. One thread at a time reads it."""
+
+    def __init__(self) -> None:
+        self._counted = 0.0
+        self._read = time.monotonic()
+
+    def read(self) -> float:
+        """The seconds that were counted up to now."""
+        now = time.monotonic()
+        self._counted += min(now - self._read, MOST)
+        self._read = now
+        return self._counted
