@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from splitc.runtime.cpu_limit import cpu_limit
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.gpus import list_gpus
 from splitc.runtime.units import parse_bytes, shortened
@@ -151,10 +152,20 @@ def list_devices() -> list[DeviceStatus]:
 
 
 def cores() -> int:
-    """The number of cores that this process may use."""
+    """The number of cores that this process may use: those that it is bound to, or fewer by its control groups."""
+    return within_limit(len(bound_cores()))
+
+
+def within_limit(count: int) -> int:
+    """So many cores, or as many as this process's control groups let it use."""
+    return max(1, int(min(count, cpu_limit())))
+
+
+def bound_cores() -> list[int]:
+    """The numbers of the cores that this process is bound to: all of the machine, unless it was bound to some."""
     process = psutil.Process()
     # Not every platform can pin a process (macOS has no affinity).
-    return len(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else psutil.cpu_count() or 1
+    return process.cpu_affinity() if hasattr(process, "cpu_affinity") else list(range(psutil.cpu_count() or 1))
 
 
 @cache

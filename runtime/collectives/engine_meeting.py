@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 
 from splitc.runtime.arrays import Array
 from splitc.runtime.collectives.message_post import MessagePost
+from splitc.runtime.devices import cores
 from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.engines.operator_library import library_path, load_library
 from splitc.runtime.errors import FollowingError
@@ -28,10 +30,14 @@ class EngineMeeting:
     """A meeting of ranks: threads of this process, processes that share its `memory`, or one end of those by a `post`.
 
     `memory` is zeros, or a meeting of as many ranks that another process has made in it; see `shared_bytes`. With a
-    `post` each rank has a meeting of its own. Raises PackageError if the C library was not built.
+    `post` each rank has a meeting of its own. `together` is how many cores all ranks have (default: those that this
+    process may use): if they are fewer than ranks, none looks long for what others do on the core that it keeps from
+    them. Raises PackageError if the C library was not built.
     """
 
-    def __init__(self, ranks: int, memory: Array | None = None, post: MessagePost | None = None) -> None:
+    def __init__(
+        self, ranks: int, memory: Array | None = None, post: MessagePost | None = None, together: int | None = None
+    ) -> None:
         library = load_library()
         staging = 0 if memory is None else STAGING
         if memory is None:
@@ -42,6 +48,7 @@ class EngineMeeting:
         self.address = memory.ctypes.data
         if post is None:
             library.splitc_meeting_init(self.address, ranks, staging)
+            library.splitc_meeting_set_cores(ctypes.c_void_p(self.address), together or cores())
         else:
             library.splitc_meeting_init_post(self.address, ranks, post.pointer)
 

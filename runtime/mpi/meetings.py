@@ -10,6 +10,7 @@ from typing import Any
 from splitc.runtime.arrays import Array
 from splitc.runtime.collectives.engine_meeting import LINE, EngineMeeting, shared_bytes
 from splitc.runtime.collectives.message_post import MessagePost
+from splitc.runtime.devices import bound_cores, within_limit
 from splitc.runtime.mpi.group_messages import GroupMessages
 from splitc.runtime.mpi.world import World
 from splitc.runtime.shared_memory import create_memory, map_memory
@@ -29,8 +30,9 @@ class Meetings:
         one_machine = len({self._world.machines[rank] for rank in group}) == 1
         memory = _share_memory(communicator, shared_bytes(len(group))) if one_machine else None
         if memory is not None:
+            together = set().union(*communicator.allgather(bound_cores()))  # MPI may have bound each rank to its own
             communicator.Free()
-            return EngineMeeting(len(group), memory)
+            return EngineMeeting(len(group), memory, together=within_limit(len(together)))
         self._messages.append(GroupMessages(self._world, communicator))
         return EngineMeeting(len(group), post=MessagePost(len(group), communicator.rank, self._messages[-1]))
 

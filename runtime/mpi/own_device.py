@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import psutil
 
-from splitc.runtime.devices import Device, cores
+from splitc.runtime.devices import Device, bound_cores, cores
 from splitc.runtime.errors import PackageError
 from splitc.runtime.gpus import count_gpus
 from splitc.runtime.mpi.world import World
@@ -37,5 +37,5 @@ def own_device(world: World, devices: Sequence[Device]) -> Device:
 def own_threads(world: World, devices: Sequence[Device]) -> int:
     """The threads of this process's CPU device: the cores that MPI has bound it to, or its share of the machine's."""
     ours = [rank for rank in world.here if devices[rank].kind == "cpu"]
-    bound = cores() < (psutil.cpu_count() or 1)
+    bound = len(bound_cores()) < (psutil.cpu_count() or 1)
     return max(1, cores() if bound else cores() // max(1, len(ours)))

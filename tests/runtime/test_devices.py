@@ -1,7 +1,35 @@
+import math
+from pathlib import Path
+
 import pytest
 
-from splitc.runtime.devices import free_bytes, list_devices, parse_devices, parse_hosts, threads_for
+from splitc.runtime.cpu_limit import cpu_limit
+from splitc.runtime.devices import bound_cores, cores, free_bytes, list_devices, parse_devices, parse_hosts, threads_for
 from splitc.runtime.errors import MisuseError
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "limit"),
+    [
+        ("0::/", {"cpu.max": "150000 100000"}, 1.5),
+        ("0::/", {"cpu.max": "max 100000"}, math.inf),
+        ("0::/a/b", {"a/cpu.max": "200000 100000", "a/b/cpu.max": "max 100000"}, 2.0),
+        ("4:memory:/x\n3:cpuacct,cpu:/x", {"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "100000"}, 0.5),
+        ("3:cpu:/x\n0::/", {"cpu/x/cpu.cfs_quota_us": "-1", "cpu/x/cpu.cfs_period_us": "100000"}, math.inf),
+        ("4:memory:/", {}, math.inf),
+    ],
+)
+def test_limit_of_control_groups_is_read(groups: str, files: dict[str, str], limit: float, tmp_path: Path) -> None:
+    for name, text in {"proc/self/cgroup": groups, **{f"sys/fs/cgroup/{each}": files[each] for each in files}}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    assert cpu_limit(tmp_path) == limit
+
+
+def test_no_more_cores_are_used_than_control_groups_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit, count in ((0.5, 1), (1.5, 1), (math.inf, len(bound_cores()))):
+        monkeypatch.setattr("splitc.runtime.devices.cpu_limit", lambda limit=limit: limit)
+        assert cores() == count
 
 
 @pytest.mark.parametrize(

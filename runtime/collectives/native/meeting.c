@@ -51,6 +51,8 @@ void meeting_init_post(Meeting* meeting, int ranks, const Post* post) {
     meeting->post = post;
 }
 
+void meeting_set_cores(Meeting* meeting, int cores) { atomic_store(&meeting->bell.cores, cores); }
+
 const Post* meeting_post(const Meeting* meeting) { return meeting->post; }
 
 static char* staged(const Meeting* meeting, int rank) {

@@ -19,6 +19,9 @@ size_t meeting_bytes(int ranks, size_t staging);
 /* Make zeroed memory a meeting. To be called once, before any rank uses it. */
 void meeting_init(Meeting* meeting, int ranks, size_t staging);
 
+/* Say how many cores the ranks have together: where they are more than those, none looks for long for what others do. */
+void meeting_set_cores(Meeting* meeting, int cores);
+
 /* Messages between ranks that share no memory. Those of one rank to another arrive in order. All belong to a run. */
 typedef struct Post {
     /* Send a message of two parts, which are copied. Returns MEETING_OK, or MEETING_FAILED where a rank failed in the run. */

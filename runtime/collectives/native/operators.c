@@ -298,6 +298,7 @@ EXPORT int splitc_fail(End* end, uint64_t run) {
 
 EXPORT size_t splitc_meeting_bytes(int ranks, size_t staging) { return meeting_bytes(ranks, staging); }
 EXPORT void splitc_meeting_init(Meeting* meeting, int ranks, size_t staging) { meeting_init(meeting, ranks, staging); }
+EXPORT void splitc_meeting_set_cores(Meeting* meeting, int cores) { meeting_set_cores(meeting, cores); }
 EXPORT void splitc_meeting_init_post(Meeting* meeting, int ranks, const Post* post) {
     meeting_init_post(meeting, ranks, post);
 }

@@ -55,9 +55,7 @@ void ring(Bell* bell) {
 uint32_t changes_of(const Bell* bell) { return atomic_load(&bell->changes); }
 
 Wait wait_for(Bell* bell, int ranks, double patience) {
-    static _Atomic long cores;
-    if (!atomic_load(&cores)) atomic_store(&cores, sysconf(_SC_NPROCESSORS_ONLN));
-    return (Wait){.bell = bell, .most = ranks > atomic_load(&cores) ? LOOKS / 50 : LOOKS, .patience = patience};
+    return (Wait){.bell = bell, .most = ranks > atomic_load(&bell->cores) ? LOOKS / 50 : LOOKS, .patience = patience};
 }
 
 int wait_on(Wait* wait, uint32_t seen) {

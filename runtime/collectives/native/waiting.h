@@ -8,10 +8,11 @@
 
 #define LINE 64
 
-/* Counts what ranks publish, so that others can sleep until it changes. */
+/* Counts what ranks publish, so that others can sleep until it changes. All ranks together have so many `cores`. */
 typedef struct Bell {
     alignas(LINE) _Atomic uint32_t changes;
     _Atomic uint32_t sleepers;
+    _Atomic int cores;
 } Bell;
 
 /* One wait of a rank, which looks `most` times before it sleeps and gives up after `patience` seconds. */

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -64,6 +67,37 @@ def test_arrays_are_combined_in_the_order_of_the_ranks(ranks: int, operation: in
         for status, whole in found:
             assert status == OK
             np.testing.assert_array_equal(whole, expected.astype(np.dtype(dtype)))
+
+
+# Prints the seconds of processor time that sums of two ranks take, where both may use one core alone.
+ON_ONE_CORE = """
+import os, sys, time
+import numpy as np
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+from splitc.runtime.collectives import engine_meeting
+from tests.helpers.meetings import meet
+from tests.runtime.collectives.test_engine_meeting import SUM, all_reduce, together
+if sys.argv[1] == "as with two":
+    engine_meeting.cores = lambda: 2
+ends = meet(2)
+def work(rank):
+    for _ in range(2000):
+        ends[rank].begin()
+        all_reduce(ends[rank], SUM, np.zeros(1, np.float32))
+before = time.process_time()
+together(work, 2)
+print(time.process_time() - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes can't be bound to cores")
+def test_ranks_that_share_a_core_leave_it_to_each_other() -> None:
+    """A rank that looks for the other's array keeps that one from coming."""
+    ours, too_long = (
+        float(subprocess.run([sys.executable, "-c", ON_ONE_CORE, how], capture_output=True, check=True).stdout)
+        for how in ("as it is", "as with two")
+    )
+    assert ours < too_long / 1.5
 
 
 @pytest.mark.parametrize("kind", KINDS)
