@@ -1,139 +1,180 @@
-"""Many small requests of random sizes, some of them bad, from several threads: nothing lost, swapped or left behind.
+"""Requests from many threads at once, some cancelled, some that fail, some that submit others as they end.
 
-    python -m tests.benchmarks.soak --requests 50000 --minutes 20
+    python -m tests.benchmarks.soak --requests 100000 --threads 50 --ranks threads processes
 
-Each answer is compared with the unsplit model's for the same feeds. Requests are spread over the minutes.
+Sessions are closed in the midst of it, and others opened. Each answer is compared with numpy's. Prints how many
+requests ended how, and after each tenth the memory, the descriptors and the threads of this process, besides those that
+give requests: they stay what they are.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import tempfile
 import threading
 import time
-from concurrent.futures import Future
+from collections import Counter
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import psutil
 
-from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
-from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
-from splitc.runtime.errors import EngineError, FeedError
+from splitc.runtime.cli.terminal import out, table
+from splitc.runtime.errors import SplitcError
+from splitc.runtime.units import format_bytes
+from tests.helpers.blocks import INT, Block
 
-SMALL = Size(layers=3, hidden=32, heads=4, kv_heads=2, feed_forward=48, vocabulary=64)
-# Every so many requests one is bad: half of those are refused at once, the others fail in an engine.
-BAD = 100
-# Answers that are waited for together.
-WINDOW = 16
-
-
-def feeds_of(seed: int) -> dict[str, Any]:
-    """Feeds of a size and with numbers that follow from the seed."""
-    generator = np.random.default_rng(seed)
-    batch, new, past = (int(generator.integers(low, high)) for low, high in ((1, 4), (1, 9), (0, 9)))
-    feeds: dict[str, Any] = {
-        "input_ids": generator.integers(0, SMALL.vocabulary, (batch, new)),
-        "attention_mask": np.ones((batch, past + new), np.int64),
-        "position_ids": np.broadcast_to(np.arange(past, past + new), (batch, new)).copy(),
-    }
-    for layer in range(SMALL.layers):
-        for part in ("key", "value"):
-            shape = (batch, SMALL.kv_heads, past, SMALL.head)
-            feeds[f"past_key_values.{layer}.{part}"] = generator.standard_normal(shape).astype(np.float32)
-    return feeds
+ROWS, WIDTH = 32, 64
+# Of how many requests one is cancelled, fails, or submits another one as it ends.
+CANCELLED, FAILING, CHAINED = 10, 50, 10
+# A session is closed after so many requests.
+SESSION = 5_000
 
 
-class Client(threading.Thread):
-    """Sends its requests, and compares what comes back."""
+@dataclass
+class Model:
+    """y = table[ids] A B, of which the weights are known."""
 
-    def __init__(self, session: Session, model: Path, seeds: range, seconds: float) -> None:
-        super().__init__()
-        self._session, self._seeds, self._seconds = session, seeds, seconds
-        self._backend = OnnxRuntimeBackend(1)
-        self._whole = self._backend.load(model)
-        self.answers = self.refused = self.failed = 0
-        self.wrong: list[int] = []
+    package: Path
+    weights: dict[str, npt.NDArray[Any]]
 
-    def run(self) -> None:
-        start = time.monotonic()
-        pending: list[tuple[int, Future[Any]]] = []
-        for number, seed in enumerate(self._seeds):
-            feeds = feeds_of(seed)
-            if seed % BAD == 0:
-                feeds["attention_mask"] = feeds["attention_mask"].astype(np.float32)
-            elif seed % BAD == BAD // 2:
-                feeds["input_ids"] = feeds["input_ids"] + SMALL.vocabulary
+    def expected(self, ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """What the package gives."""
+        made: npt.NDArray[Any] = self.weights["table"][ids] @ self.weights["A"] @ self.weights["B"]
+        return made
+
+
+def compile_soaked(folder: Path, mode: str) -> Model:
+    """The package of a small model on two CPU devices."""
+    block = Block()
+    ids = block.input("ids", INT, ["n"])
+    rows = block.op("Gather", block.w("table", ROWS, WIDTH), ids)
+    wide = block.op("MatMul", rows, block.w("A", WIDTH, WIDTH))
+    block.give(block.op("MatMul", wide, block.w("B", WIDTH, WIDTH)), shape=["n", WIDTH])
+    model = block.model()
+    save(model, folder / "model.onnx")
+    weights = {name: value.const_value.numpy() for name, value in model.graph.initializers.items() if value.const_value}
+    request = Request(split_mode=mode, spread=True, shapes={"ids": (4,)})
+    compile_model(plan_model(folder / "model.onnx", ["2xcpu"], request), folder / mode)
+    return Model(folder / mode, weights)
+
+
+@dataclass
+class Soak:
+    """Threads that give requests to whichever session is open, until there were enough."""
+
+    model: Model
+    ranks: str
+    requests: int
+    ended: Counter[str] = field(default_factory=Counter)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    given: int = 0
+
+    def open(self) -> Session:
+        return Session(self.model.package, threads=1, ranks=self.ranks, in_flight=8)
+
+    def count(self, what: str) -> None:
+        with self.lock:
+            self.ended[what] += 1
+
+    def next(self) -> int | None:
+        """The number of a request; None if there were enough."""
+        with self.lock:
+            self.given += 1
+            return self.given if self.given <= self.requests else None
+
+    def check(self, future: Future[Any], ids: npt.NDArray[Any]) -> None:
+        """Count how a request ended."""
+        try:
+            made = future.result(60)["y"]
+        except CancelledError:
+            self.count("cancelled")
+        except TimeoutError:
+            self.count("HUNG")
+        except SplitcError as error:
+            closed, fails = "closed" in str(error), int(ids.max()) >= ROWS
+            self.count("closed" if closed else "failed" if fails else f"FAILED: {error}")
+        else:
+            right = np.allclose(made, self.model.expected(ids), rtol=1e-4, atol=1e-5)
+            self.count("right" if right else "WRONG")
+
+    def work(self, seed: int) -> None:
+        """One thread."""
+        chance = random.Random(seed)
+        numbers = np.random.default_rng(seed)
+        while self.next() is not None:
+            ids = numbers.integers(0, ROWS, chance.randint(1, 6))
+            if not chance.randrange(FAILING):
+                ids[0] = ROWS + 7
             try:
-                pending.append((seed, self._session.submit(feeds)))
-            except FeedError:
-                self.refused += 1
-            if len(pending) == WINDOW:
-                self.check(pending)
-            time.sleep(max(0.0, start + self._seconds * number / len(self._seeds) - time.monotonic()))
-        self.check(pending)
-
-    def check(self, pending: list[tuple[int, Future[Any]]]) -> None:
-        for seed, future in pending:
-            try:
-                outputs = future.result(timeout=60)
-            except EngineError:
-                self.failed += 1
+                future = self.session.submit({"ids": ids})
+            except SplitcError as error:
+                self.count("refused" if "closed" in str(error) else f"REFUSED: {error}")
+                time.sleep(0.01)
                 continue
-            self.answers += 1
-            feeds = feeds_of(seed)
-            expected = self._whole.run({name: self._backend.upload(feeds[name]) for name in self._whole.inputs})
-            for name, value in expected.items():
-                array = value.numpy()
-                if outputs[name].shape != array.shape or not np.allclose(outputs[name], array, atol=1e-4):
-                    self.wrong.append(seed)
-                    break
-        pending.clear()
+            if not chance.randrange(CHAINED):
+                future.add_done_callback(lambda _: self.chain(numbers.integers(0, ROWS, 3)))
+            if not chance.randrange(CANCELLED):
+                future.cancel()
+            self.check(future, ids)
+
+    def chain(self, ids: npt.NDArray[Any]) -> None:
+        """Submit a request in the callback of another one, where there is a place for it."""
+        try:
+            future = self.session.submit({"ids": ids})
+        except SplitcError as error:
+            told = "too many requests" in str(error) or "closed" in str(error)
+            self.count("no place in a callback" if told else f"REFUSED in a callback: {error}")
+        else:
+            future.add_done_callback(lambda made: self.check(made, ids))
+
+    def run(self, count: int) -> None:
+        """Run all, and print what came of it."""
+        rows = table(
+            "requests", "memory", "descriptors", "threads", right=("requests", "memory", "descriptors", "threads")
+        )
+        process, start = psutil.Process(), time.monotonic()
+        self.session = self.open()
+        threads = [threading.Thread(target=self.work, args=(seed,)) for seed in range(count)]
+        for thread in threads:
+            thread.start()
+        told = closed = 0
+        while any(thread.is_alive() for thread in threads):
+            time.sleep(0.05)
+            if self.given - closed > SESSION:
+                closed, before = self.given, self.session
+                self.session = self.open()
+                before.close()
+            if self.given - told > self.requests / 10:
+                told = self.given
+                inside = process.memory_info().rss, process.num_fds(), threading.active_count() - count
+                rows.add_row(f"{told:,}", format_bytes(inside[0]), *map(str, inside[1:]))
+        self.session.close()
+        out.print(rows)
+        seconds = time.monotonic() - start
+        out.print(f"{self.model.package.name}, {self.ranks}: {dict(self.ended)}, {seconds:.0f} s")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=50_000)
-    parser.add_argument("--minutes", type=float, default=20.0)
-    parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--threads", type=int, default=50)
+    parser.add_argument("--ranks", nargs="+", default=["threads", "processes"])
+    parser.add_argument("--modes", nargs="+", default=["layer", "tensor"])
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="splitc-soak-") as folder:
-        model = Path(folder) / "model.onnx"
-        save(build(SMALL), model)
-        sessions = []
-        for mode, devices in (("layer", "3xcpu"), ("tensor", "2xcpu")):
-            compile_model(plan_model(model, [devices], Request(split_mode=mode)), Path(folder) / mode)
-            sessions.append(Session(Path(folder) / mode, threads=1))
-        process = psutil.Process()
-        share = options.requests // options.clients
-        clients = [
-            Client(sessions[n % 2], model, range(n * share, (n + 1) * share), 60 * options.minutes)
-            for n in range(options.clients)
-        ]
-        for client in clients:
-            client.start()
-        begin = time.monotonic()
-        while any(client.is_alive() for client in clients):
-            done = sum(client.answers + client.failed + client.refused for client in clients)
-            print(
-                f"{time.monotonic() - begin:6.0f} s  {done:6} requests  {process.memory_info().rss >> 20} MiB",
-                flush=True,
-            )
-            for client in clients:
-                client.join(60 * options.minutes / 20 / len(clients))
-        for session in sessions:
-            session.close()
-        wrong = [seed for client in clients for seed in client.wrong]
-        counts = {name: sum(getattr(client, name) for client in clients) for name in ("answers", "refused", "failed")}
-        print(
-            counts, "wrong:", wrong[:10], f"{process.memory_info().rss >> 20} MiB, {threading.active_count()} threads"
-        )
-        if wrong or sum(counts.values()) != share * len(clients):
-            raise SystemExit("answers were lost or wrong")
+    with tempfile.TemporaryDirectory() as folder:
+        for mode in options.modes:
+            model = compile_soaked(Path(folder), mode)
+            for ranks in options.ranks:
+                Soak(model, ranks, options.requests).run(options.threads)
 
 
 if __name__ == "__main__":
