@@ -42,7 +42,6 @@ from splitc.runtime.processes.nccl_files import find_nccl_files
 from splitc.runtime.ranks.loop import Span
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.ranks.thread import Worker
-from splitc.runtime.replay.lead import find_lead
 from splitc.runtime.replay.led_replays import make_replays
 from splitc.runtime.shared_memory import map_memory
 from splitc.runtime.steps import Run, Step
@@ -74,8 +73,8 @@ class RankProcess:
         rank = manifest.ranks[number]
         self._steps: dict[int, int] = {id(step): place for place, step in enumerate(rank.program)}
         self._exchanges = _exchanges(manifest)
-        agrees = self._exchanges or find_lead(manifest, number) is not None
-        self._everyone = range(len(manifest.ranks) if agrees else 0)
+        # Those that wait for each other in engines must go the same way too: all replay a request, or none.
+        self._everyone = range(len(manifest.ranks) if len(manifest.ranks) > 1 else 0)
         self._failed: int | None = None
         replays = None
         if cuda_graphs and backend.asynchronous:

@@ -239,6 +239,21 @@ class Worker(threading.Thread):
         given = {name: values[name] for name in self.given(request)}
         return self.hand_over(given) if request.on_device else self.backend.fetch(given, self.room), spans
 
+    def run_aside(self, request: InFlightRequest, states: Mapping[str, Any]) -> dict[str, Array]:
+        """The outputs of the request, which its sequence knows nothing of: its states stay as they are.
+
+        But for those that are written in place, where running the request again writes the same.
+        """
+        values, _ = self.execute(request, states, partial(self._upload, request))
+        given = {name: values[name] for name in self.given(request)}
+        return (self.hand_over(given) if request.on_device else self.backend.fetch(given))()
+
+    def hold_states(self, request: InFlightRequest, states: Mapping[str, Any]) -> dict[str, Any]:
+        """Copies of a sequence's states, but for those that are written in place."""
+        assert isinstance(self.backend, GpuDevice), "others record nothing"
+        held = states.keys() & self.resident.keys() - (self._in_place.keys() if request.room else set())
+        return {name: self.backend.copy_of(states[name]) for name in sorted(held)}
+
     def hand_over(self, values: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
         """Begin to give the caller outputs on the rank's GPU. Returns a function that waits, and gives them."""
         assert isinstance(self.backend, GpuDevice), "a session asks for that where all ranks have GPUs"

@@ -31,9 +31,10 @@ class LedReplays(RankReplays):
         act, number, kept = self._leader.hear(worker)
         self._numbered = {each: made for each, made in self._numbered.items() if each in (number, *kept)}
         if act is Act.RECORD:
-            made = self._record(worker, gpu, request, (number,), STATELESS, number)
-            if made is not None:
-                self._numbered[number] = made
+            first = self._record(worker, gpu, request, (number,), STATELESS, number)
+            if first is not None:
+                self._numbered[number] = first[0]
+            return None if first is None else first[1]
         if act is Act.EAGER or number not in self._numbered:
             return None
         worker.drain()  # so that requests end in order

@@ -11,10 +11,12 @@ that are fed nothing, as those that only multiply in row mode, can't tell reques
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+import numpy as np
 
 from splitc.runtime.arrays import Array, Zeros
 from splitc.runtime.engines.gpu_array import GpuArray, Tape
@@ -29,6 +31,11 @@ from splitc.runtime.replay.capture import capture
 from splitc.runtime.replay.kept import KeptRecordings, Kind, fit, kind_of
 from splitc.runtime.replay.lead import Act, Lead
 
+# What a rank gives in a replay, and when its GPU worked.
+Played = tuple[dict[str, Array], Span]
+# How far off a replay may be of an eager run, relative to the largest value: the same kernels run, but sums of some
+# come in any order, and libraries may choose others for a graph.
+CLOSE = 2e-2
 # The states of requests that belong to no sequence.
 STATELESS: dict[str, Any] = {}
 
@@ -78,9 +85,9 @@ class RankRecording:
 class RankReplays:
     """The recordings of one rank. Requests with any of the inputs `optional` are never replayed.
 
-    `everyone` are all ranks of the session, if they have steps between their engines. Such ranks agree on whether a
-    request could be recorded: all replay it, or none. `lead` tells ranks without inputs what this one does. `sequences`
-    says whether requests of sequences may be replayed: not if ranks can't agree on these.
+    `everyone` are all ranks of the session, if there are several. They agree on whether a request could be recorded:
+    all replay it, or none. `lead` tells ranks without inputs what this one does. `sequences` says whether requests of
+    sequences may be replayed: not if ranks can't agree on these.
     """
 
     def __init__(
@@ -125,7 +132,11 @@ class RankReplays:
         elif self._kept.is_worth(kind) and kind not in self._refused:
             self._count += 1
             self._tell(worker, Act.RECORD, self._count)
-            recording = self._record(worker, gpu, request, kind, states, self._count)
+            first = self._record(worker, gpu, request, kind, states, self._count)
+            if first is None:
+                return None
+            self._kept.keep(place, kind, first[0])
+            return first[1]
         else:
             self._tell(worker, Act.EAGER)
         if recording is None:
@@ -147,22 +158,45 @@ class RankReplays:
         kind: Kind,
         states: dict[str, Any],
         number: int,
-    ) -> RankRecording | None:
-        """Record the rank's work for the request. None if it can't be captured: then no such request ever is."""
+    ) -> tuple[RankRecording, Played] | None:
+        """Record the rank's work for the request, and replay it: this must give what an eager run of it gives.
+
+        None if it can't be captured, or gives something else. Then no such request is ever recorded again, and this one
+        has to run eagerly. It has to as well if it fails, on whichever rank.
+        """
         worker.drain()
+        ran = attempt(partial(worker.run_aside, request, states))
+        if self._agree(worker, "it failed" if isinstance(ran, Failure) else ""):
+            return None
         tape = Tape()
         made = attempt(partial(capture, gpu, tape, partial(_give, worker, gpu, request, tape)))
-        if self._everyone:
-            agreed = worker.collectives.all_gather(self._everyone, made if isinstance(made, Failure) else None)
-            made = agreed if isinstance(agreed, Failure) else made
         tape.kept.clear()
-        if isinstance(made, Failure):  # of an engine, CuPy or CUDA: the request can still run eagerly
-            self._refused[kind] = str(made.error)
+        held = attempt(partial(worker.hold_states, request, states))
+        failed = [str(each.error) for each in (made, held) if isinstance(each, Failure)]
+        if why := self._agree(worker, failed[0] if failed else ""):  # of an engine, CuPy or CUDA
+            self._refused[kind] = why
             return None
+        assert not isinstance(ran, Failure) and not isinstance(made, Failure) and not isinstance(held, Failure)
         gpu.recorded = True
         graph, outputs = made
         graph.upload(gpu.stream)
-        return RankRecording(graph, tape, outputs, states, gpu.cuda.Event(), gpu.cuda.Event(), number=number)
+        recording = RankRecording(graph, tape, outputs, states, gpu.cuda.Event(), gpu.cuda.Event(), number=number)
+        played = attempt(partial(recording.launch, worker, gpu, request))
+        wrong = str(played.error) if isinstance(played, Failure) else find_difference(ran, played[0])
+        if why := self._agree(worker, wrong):
+            self._refused[kind] = why
+            for name, before in held.items():
+                gpu.copy_over(states[name], before)
+            return None
+        assert not isinstance(played, Failure)
+        return recording, played
+
+    def _agree(self, worker: Worker, why: str) -> str:
+        """Why any of the ranks can't go on; nothing if all can. All must go the same way: they wait for each other."""
+        told = worker.collectives.all_gather(self._everyone, why) if self._everyone else [why]
+        if isinstance(told, Failure):
+            raise told.error
+        return next(filter(None, told), "")
 
     def _adopt(self, worker: Worker, gpu: GpuDevice, request: InFlightRequest) -> None:
         """Give a new sequence the states of an ended one, if the shapes fit, so that recordings can be reused."""
@@ -185,6 +219,19 @@ class RankReplays:
     def clear(self) -> None:
         """See Replays."""
         self._kept.clear()
+
+
+def find_difference(ran: Mapping[str, Any], played: Mapping[str, Any]) -> str:
+    """What is wrong with a replay's outputs, beside those of an eager run; nothing if they agree."""
+    for name in ran:
+        eager, replayed = (each[name].get() if hasattr(each[name], "get") else each[name] for each in (ran, played))
+        if eager.shape != replayed.shape:
+            return f"the first replay gave '{name}' in another shape than an eager run"
+        one, other = eager.astype(np.float64), replayed.astype(np.float64)
+        largest = np.abs(one[np.isfinite(one)]).max(initial=0.0)
+        if not np.allclose(one, other, rtol=0.0, atol=CLOSE * largest, equal_nan=True):
+            return f"the first replay gave another '{name}' than an eager run"
+    return ""
 
 
 def _give(worker: Worker, gpu: GpuDevice, request: InFlightRequest, tape: Tape) -> dict[str, GpuArray]:

@@ -30,6 +30,8 @@ from tests.helpers import fake_cupy, fake_gpu_arrays
 
 # The variable that says which engine fails: processes of ranks have it too.
 FAILING = "SPLITC_TEST_FAILING"
+# The folder of a rank, whose engines give other numbers in a replay than they do eagerly.
+WRONG = "SPLITC_TEST_WRONG"
 # A weight on the GPU, the folder of its file, and the weight.
 Needed = tuple[ort.OrtValue, Path, Weight]
 
@@ -54,6 +56,7 @@ class HostEngine:
         self.inputs, self.outputs = self._engine.inputs, self._engine.outputs
         # Weights that it does not look at. If they are not there while it works, its outputs are wrong.
         self.needed: list[Needed] = []
+        self._errs = path.parent.name == os.environ.get(WRONG)
 
     def run(self, values: Mapping[str, Any], into: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
         shapes = self._shapes(values)
@@ -62,21 +65,23 @@ class HostEngine:
         places = {name: replace(value, owner=None) for name, value in values.items()}
         targets = {name: value.pointer for name, value in made.items()}
 
+        errs = self._errs and self._gpu.tape is not None
+
         def work() -> None:
-            for name, array in self._compute(places).items():
+            for name, array in self._compute(places, errs).items():
                 ctypes.memmove(targets[name], array.ctypes.data, array.nbytes)
 
         fake_cupy.STREAMS[self._gpu.stream.ptr].put(work)
         return made
 
-    def _compute(self, values: Mapping[str, GpuArray]) -> dict[str, np.ndarray[Any, Any]]:
+    def _compute(self, values: Mapping[str, GpuArray], errs: bool) -> dict[str, np.ndarray[Any, Any]]:
         feeds = {}
         for name in self.inputs:
             value = values[name]
             raw = np.ctypeslib.as_array((ctypes.c_uint8 * max(1, value.nbytes)).from_address(value.pointer))
             feeds[name] = self._backend.upload(raw[: value.nbytes].copy().view(value.dtype).reshape(value.shape))
         made = {n: np.ascontiguousarray(a) for n, a in self._backend.download(self._engine.run(feeds)).items()}
-        wrong = not all(map(_is_there, self.needed))
+        wrong = errs or not all(map(_is_there, self.needed))
         return {name: ~array.view(np.uint8) for name, array in made.items()} if wrong else made
 
     def _shapes(self, values: Mapping[str, GpuArray]) -> dict[str, tuple[tuple[int, ...], str]]:

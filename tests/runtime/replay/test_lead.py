@@ -62,7 +62,8 @@ class Recording:
 
 
 def record(self: Any, worker: Any, gpu: Any, request: Any, kind: Any, states: Any, number: int) -> Any:
-    return Recording(number, worker)
+    made = Recording(number, worker)
+    return made, made.launch(worker, gpu, request)
 
 
 def request(length: int, sequence: int | None = None) -> Any:

@@ -25,7 +25,7 @@ from splitc.runtime.replay.capture import capture
 from tests.conftest import assert_close, decoder_feeds, run_whole
 from tests.helpers import fake_cupy
 from tests.helpers.blocks import Block
-from tests.helpers.fake_gpus import FAILING, FakeBackend, package
+from tests.helpers.fake_gpus import FAILING, WRONG, FakeBackend, package
 from tests.helpers.recurrent import write_lstm
 from tests.helpers.workers import workers_of
 
@@ -296,16 +296,43 @@ def test_sizes_that_depend_on_data_are_never_captured(tmp_path: Path) -> None:
     ("mode", "ranks", "engine"),
     [("layer", 1, "stage0.onnx"), ("layer", 2, "stage1.onnx"), ("tensor", 2, "rank1/stage0.1.onnx")],
 )
+@pytest.mark.parametrize("captured", [False, True])
 def test_rank_that_fails_while_it_is_recorded(
-    decoder: Path, mode: str, ranks: int, engine: str, monkeypatch: pytest.MonkeyPatch
+    decoder: Path, mode: str, ranks: int, engine: str, captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The request runs eagerly, all the same, and so do later ones; nobody waits for the rank that failed."""
-    monkeypatch.setenv(FAILING, f"{engine} {NEW + 1}")  # the run in which it is recorded
+    """The request runs eagerly, all the same; nobody waits for the rank that failed. Later ones are tried again.
+
+    But not where it was the capture that failed.
+    """
+    # Before the run that is captured, it runs as it does eagerly.
+    monkeypatch.setenv(FAILING, f"{engine} {NEW + 1 + captured}")
     whole = run_whole(decoder, decoder_feeds())
     with Session(package(decoder, mode, ranks), devices=[f"{ranks}xcuda"]) as session:
         for _ in range(RUNS):
             assert_close(session.run(decoder_feeds()), whole)
-        assert session.notes and "an engine failed on purpose" in session.notes[0]
+        assert is_replayed(session, decoder_feeds()) == (not captured)
+        assert any("an engine failed on purpose" in note for note in session.notes) == captured
+
+
+@pytest.mark.parametrize("mode", ["layer", "tensor"])
+def test_first_replay_that_gives_something_else_is_no_answer(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks run the request eagerly, which goes on from the states as they were, and no such one is recorded."""
+    model = tmp_path / "model" / "model.onnx"
+    save(build(replace(SMALL, capacity=ROOM)), model)
+    place = package(model, mode, 2)
+    monkeypatch.setenv(WRONG, "rank1")
+    with Session(place) as on_cpu, Session(place, devices=["2xcuda"]) as session:
+        with on_cpu.start() as expected, session.start() as sequence:
+            for step in range(RUNS):
+                feeds = {
+                    "input_ids": np.array([[step + 3]]),
+                    "attention_mask": (np.arange(ROOM) <= step).astype(np.int64)[None],
+                    "position_ids": np.array([[step]]),
+                }
+                assert_close(sequence.run(feeds), expected.run(feeds))
+        assert any("the first replay gave another" in note for note in session.notes)
 
 
 def test_graph_that_fails_ends_in_an_error(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,6 +341,7 @@ def test_graph_that_fails_ends_in_an_error(decoder: Path, monkeypatch: pytest.Mo
 
     with Session(package(decoder, "layer", 1), devices=["cuda0"]) as session:
         make_known(session)
+        assert is_replayed(session, decoder_feeds())
         monkeypatch.setattr(fake_cupy.Graph, "launch", fail)
         with pytest.raises(EngineError, match="on purpose"):
             session.run(decoder_feeds())
