@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 from splitc.runtime.engines import NEW
 from splitc.runtime.gpu_feeds import GpuFeed
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.ranks.thread import Worker
+from splitc.runtime.replay.recording import Recording
 
+# The states of a sequence on this rank.
+States = dict[str, Any]
 # The kind of a request: what is equal for requests with the same work.
 Kind = tuple[Any, ...]
 # The most recordings that are kept, and the most kinds of requests that are remembered as seen.
@@ -21,17 +24,7 @@ MOST_SPARE = 2
 IDLE = 64
 
 
-class Recorded(Protocol):
-    """A recording. `last` is the number of the last request that was replayed with it."""
-
-    last: int
-
-
-RecordingT = TypeVar("RecordingT", bound=Recorded)
-StatesT = TypeVar("StatesT")
-
-
-class KeptRecordings(Generic[RecordingT, StatesT]):
+class KeptRecordings:
     """Recordings by the place of their states, which is valid as long as these are alive, and by kind of request.
 
     `requests` counts requests.
@@ -39,27 +32,20 @@ class KeptRecordings(Generic[RecordingT, StatesT]):
 
     def __init__(self) -> None:
         self.requests = 0
-        self._kept: OrderedDict[tuple[Hashable, Kind], RecordingT] = OrderedDict()
+        self._kept: OrderedDict[tuple[Hashable, Kind], Recording] = OrderedDict()
         self._seen: OrderedDict[Kind, int] = OrderedDict()
         # States of ended sequences, for which there are recordings.
-        self._spare: dict[Hashable, StatesT] = {}
+        self._spare: dict[Hashable, States] = {}
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def has(self, place: Hashable, kind: Kind) -> bool:
-        """Whether there is a recording."""
-        return (place, kind) in self._kept
-
-    def all(self) -> list[RecordingT]:
+    def all(self) -> list[Recording]:
         """All recordings that are kept."""
         return list(self._kept.values())
 
-    def pop(self, place: Hashable, kind: Kind) -> RecordingT | None:
+    def pop(self, place: Hashable, kind: Kind) -> Recording | None:
         """Take a recording out, to keep it again when it is used. None if there is none."""
         return self._kept.pop((place, kind), None)
 
-    def keep(self, place: Hashable, kind: Kind, recording: RecordingT) -> None:
+    def keep(self, place: Hashable, kind: Kind, recording: Recording) -> None:
         """Keep a recording that the current request uses. The oldest one may be dropped for it."""
         recording.last = self.requests
         self._kept[place, kind] = recording
@@ -81,14 +67,14 @@ class KeptRecordings(Generic[RecordingT, StatesT]):
         has_room = len(self._kept) < MOST or oldest is None or self.requests - oldest.last > IDLE
         return count > NEW and has_room
 
-    def forget(self, place: Hashable, states: StatesT) -> None:
+    def forget(self, place: Hashable, states: States) -> None:
         """End a sequence. If there are recordings for its states, these are kept for another sequence."""
         if any(known == place for known, _ in self._kept):
             self._spare[place] = states
         if len(self._spare) > MOST_SPARE:
             self._drop(next(iter(self._spare)), MOST)
 
-    def take_spare(self, fits: Callable[[StatesT], bool]) -> StatesT | None:
+    def take_spare(self, fits: Callable[[States], bool]) -> States | None:
         """The states of an ended sequence, for a new one that they fit. None if there are none."""
         for place, states in self._spare.items():
             if fits(states):
@@ -108,13 +94,10 @@ class KeptRecordings(Generic[RecordingT, StatesT]):
         self._spare.clear()
 
 
-def kind_of(request: InFlightRequest, states: Sequence[Mapping[str, Any]]) -> Kind:
-    """The request's kind: its shapes, and the lengths of its sequence's states, which are given by rank.
-
-    And which of its feeds and outputs are on GPUs.
-    """
+def kind_of(request: InFlightRequest, states: Mapping[str, Any]) -> Kind:
+    """The request's kind: its shapes, and the lengths of its sequence's states; which of its feeds are on GPUs."""
     shapes = [(name, array.shape) for name, array in request.feeds.items()]
-    shapes += [(name, own[name].shape) for own in states for name in list(own)[:1]]
+    shapes += [(name, states[name].shape) for name in list(states)[:1]]
     on_gpus = tuple(name for name, feed in request.feeds.items() if isinstance(feed, GpuFeed))
     return request.sequence is None, request.room, request.on_device, on_gpus, *shapes
 

@@ -11,7 +11,8 @@ from splitc.runtime.ranks.loop import Span
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.ranks.thread import Worker
 from splitc.runtime.replay.lead import Act, Lead, find_lead
-from splitc.runtime.replay.rank_replays import STATELESS, RankRecording, RankReplays
+from splitc.runtime.replay.rank_replays import RankReplays
+from splitc.runtime.replay.recording import STATELESS, Recording
 
 
 class LedReplays(RankReplays):
@@ -20,7 +21,7 @@ class LedReplays(RankReplays):
     def __init__(self, everyone: Sequence[int], lead: Lead) -> None:
         super().__init__((), everyone)
         self._leader = lead
-        self._numbered: dict[int, RankRecording] = {}
+        self._numbered: dict[int, Recording] = {}
 
     def play(self, worker: Worker, request: InFlightRequest) -> tuple[dict[str, Array], Span] | None:
         """See Replays."""

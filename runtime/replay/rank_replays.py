@@ -10,9 +10,7 @@ that are fed nothing, as those that only multiply in row mode, can't tell reques
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,62 +22,17 @@ from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.errors import EngineError
 from splitc.runtime.failures import Failure, attempt
 from splitc.runtime.gpu_feeds import GpuFeed
-from splitc.runtime.ranks.loop import Replay, Span
+from splitc.runtime.ranks.loop import Span
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.ranks.thread import Worker, not_replayed
 from splitc.runtime.replay.capture import capture
 from splitc.runtime.replay.kept import KeptRecordings, Kind, fit, kind_of
 from splitc.runtime.replay.lead import Act, Lead
+from splitc.runtime.replay.recording import STATELESS, Played, Recording
 
-# What a rank gives in a replay, and when its GPU worked.
-Played = tuple[dict[str, Array], Span]
 # How far off a replay may be of an eager run, relative to the largest value: the same kernels run, but sums of some
 # come in any order, and libraries may choose others for a graph.
 CLOSE = 2e-2
-# The states of requests that belong to no sequence.
-STATELESS: dict[str, Any] = {}
-
-
-@dataclass(eq=False)
-class RankRecording:
-    """The rank's graph for one kind of request, and its buffers.
-
-    The graph has the addresses of `states` in it. `seconds` is the time of the shortest replay; `last` is the number of
-    the last request that was replayed. `number` is that of the recording, for the ranks that this one leads.
-    """
-
-    graph: Any
-    tape: Tape
-    outputs: dict[str, GpuArray]
-    states: dict[str, Any]
-    begin: Any
-    end: Any
-    seconds: float = 0.0
-    last: int = 0
-    number: int = 0
-
-    def launch(self, worker: Worker, gpu: GpuDevice, request: InFlightRequest) -> tuple[dict[str, Array], Span]:
-        """Replay the request and wait for its end."""
-        for name, staged in self.tape.inputs.items():
-            feed = worker.feed_of(name, request)
-            if isinstance(staged, GpuArray):
-                assert isinstance(feed, GpuFeed), "kinds of requests differ in that"
-                gpu.take(feed, staged)
-            else:
-                staged[...] = feed
-        self.begin.record(gpu.stream)
-        self.graph.launch(gpu.stream)
-        # For the caller to keep: the next replay writes to what the graph wrote to.
-        if request.on_device:
-            outputs = worker.hand_over(self.outputs)()
-        else:
-            outputs = gpu.copy_to_pinned(self.outputs, worker.room)
-        self.end.record(gpu.stream)
-        gpu.wait(self.end, expected=self.seconds)
-        seconds = float(gpu.cuda.get_elapsed_time(self.begin, self.end)) / 1e3
-        self.seconds = min(seconds, self.seconds or seconds)
-        now = time.perf_counter()
-        return outputs, Span(Replay(), now - seconds, now)
 
 
 class RankReplays:
@@ -104,7 +57,7 @@ class RankReplays:
         self._lead = lead
         self._count = 0
         self._refused: dict[Kind, str] = {}
-        self._kept: KeptRecordings[RankRecording, dict[str, Any]] = KeptRecordings()
+        self._kept = KeptRecordings()
 
     @property
     def notes(self) -> list[str]:
@@ -125,7 +78,7 @@ class RankReplays:
             self._tell(worker, Act.EAGER)
             return None
         states = worker.sequences.get(request.sequence, STATELESS)
-        place, kind = id(states), kind_of(request, [states])
+        place, kind = id(states), kind_of(request, states)
         recording = self._kept.pop(place, kind)
         if recording is not None:
             self._tell(worker, Act.REPLAY, recording.number)
@@ -158,7 +111,7 @@ class RankReplays:
         kind: Kind,
         states: dict[str, Any],
         number: int,
-    ) -> tuple[RankRecording, Played] | None:
+    ) -> tuple[Recording, Played] | None:
         """Record the rank's work for the request, and replay it: this must give what an eager run of it gives.
 
         None if it can't be captured, or gives something else. Then no such request is ever recorded again, and this one
@@ -180,7 +133,7 @@ class RankReplays:
         gpu.recorded = True
         graph, outputs = made
         graph.upload(gpu.stream)
-        recording = RankRecording(graph, tape, outputs, states, gpu.cuda.Event(), gpu.cuda.Event(), number=number)
+        recording = Recording(graph, tape, outputs, states, gpu.cuda.Event(), gpu.cuda.Event(), number=number)
         played = attempt(partial(recording.launch, worker, gpu, request))
         wrong = str(played.error) if isinstance(played, Failure) else find_difference(ran, played[0])
         if why := self._agree(worker, wrong):

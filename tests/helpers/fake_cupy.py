@@ -13,8 +13,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
@@ -256,27 +255,7 @@ def set_async(target: int, value: int, size: int, stream: int) -> None:
 
 
 def copy_between(target: int, to: int, source: int, at: int, size: int, stream: int) -> None:
-    if (at, to) in WRONG:
-        source, size = target, 0
     copy_async(target, source, size, 0, stream)
-
-
-# Pairs of devices between which copies do nothing.
-WRONG: set[tuple[int, int]] = set()
-
-
-def combine(operation: str, parts: Sequence[Any], whole: Any, size: int) -> None:
-    """`splitc.runtime.engines.kernels` without a GPU."""
-
-    def view(array: Any) -> Any:
-        return np.ctypeslib.as_array((ctypes.c_uint8 * array.nbytes).from_address(array.pointer)).view(array.dtype)
-
-    def work() -> None:
-        operator = np.add if operation == "sum" else np.maximum
-        view(whole)[:] = operator.reduce([view(part) for part in parts], axis=0)
-
-    parts, whole = [replace(part, owner=None) for part in parts], replace(whole, owner=None)
-    current.stream.put(work)
 
 
 def copy(target: int, source: int, size: int) -> None:

@@ -1,0 +1,62 @@
+"""One kind of request as a CUDA graph of a rank: recorded once for its shapes, and replayed."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from splitc.runtime.arrays import Array
+from splitc.runtime.engines.gpu_array import GpuArray, Tape
+from splitc.runtime.engines.gpu_device import GpuDevice
+from splitc.runtime.gpu_feeds import GpuFeed
+from splitc.runtime.ranks.loop import Replay, Span
+from splitc.runtime.ranks.request import InFlightRequest
+from splitc.runtime.ranks.thread import Worker
+
+# What a rank gives in a replay, and when its GPU worked.
+Played = tuple[dict[str, Array], Span]
+# The states of requests that belong to no sequence.
+STATELESS: dict[str, Any] = {}
+
+
+@dataclass(eq=False)
+class Recording:
+    """The rank's graph for one kind of request, and its buffers.
+
+    The graph has the addresses of `states` in it. `seconds` is the time of the shortest replay; `last` is the number of
+    the last request that was replayed. `number` is that of the recording, for the ranks that this one leads.
+    """
+
+    graph: Any
+    tape: Tape
+    outputs: dict[str, GpuArray]
+    states: dict[str, Any]
+    begin: Any
+    end: Any
+    seconds: float = 0.0
+    last: int = 0
+    number: int = 0
+
+    def launch(self, worker: Worker, gpu: GpuDevice, request: InFlightRequest) -> tuple[dict[str, Array], Span]:
+        """Replay the request and wait for its end."""
+        for name, staged in self.tape.inputs.items():
+            feed = worker.feed_of(name, request)
+            if isinstance(staged, GpuArray):
+                assert isinstance(feed, GpuFeed), "kinds of requests differ in that"
+                gpu.take(feed, staged)
+            else:
+                staged[...] = feed
+        self.begin.record(gpu.stream)
+        self.graph.launch(gpu.stream)
+        # For the caller to keep: the next replay writes to what the graph wrote to.
+        if request.on_device:
+            outputs = worker.hand_over(self.outputs)()
+        else:
+            outputs = gpu.copy_to_pinned(self.outputs, worker.room)
+        self.end.record(gpu.stream)
+        gpu.wait(self.end, expected=self.seconds)
+        seconds = float(gpu.cuda.get_elapsed_time(self.begin, self.end)) / 1e3
+        self.seconds = min(seconds, self.seconds or seconds)
+        now = time.perf_counter()
+        return outputs, Span(Replay(), now - seconds, now)
