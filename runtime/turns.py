@@ -19,6 +19,8 @@ class Turns:
         self._changed = threading.Condition()
         self._waiting: deque[object] = deque()
         self._owner: Turn | None = None
+        # Whether the owner is being brought in.
+        self._comes_in = False
         # Whether a thread is in a callback of a request: requests in flight may wait for it to return.
         self._callbacks = threading.local()
 
@@ -36,18 +38,32 @@ class Turns:
                         )
                     self._changed.wait(CHECK_EVERY)
                     check()
-                if self._owner is not turn:
-                    self._owner = None  # if this fails
-                    turn.bring_in()
-                    self._owner = turn
                 turn.requests += 1
+                known, self._owner = self._owner is turn, turn
+                self._comes_in = not known
             finally:
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
+        if not known:
+            self._bring_in(turn)
+
+    def _bring_in(self, turn: Turn) -> None:
+        """Bring a model in whose turn begins. Other requests wait meanwhile, but not for the lock."""
+        came = False
+        try:
+            turn.bring_in()
+            came = True
+        finally:
+            with self._changed:
+                self._comes_in = False
+                if not came:
+                    turn.requests -= 1
+                    self._owner = None
+                self._changed.notify_all()
 
     def _may_begin(self, turn: Turn, ticket: object) -> bool:
-        """Whether nobody else is at work, and nobody has asked before, for whom a callback does not wait."""
-        if self._owner is not turn and self._owner is not None and self._owner.requests:
+        """Whether nobody else is at work or comes in, and nobody asked before, for whom a callback does not wait."""
+        if self._comes_in or (self._owner is not turn and self._owner is not None and self._owner.requests):
             return False
         return self.in_callback or self._waiting[0] is ticket
 

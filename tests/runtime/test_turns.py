@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,32 @@ def test_who_waits_is_told_of_the_end() -> None:
     turns.begin(first, usable)
     turns.in_callback = False
     assert not turns._waiting and first.requests == 2
+
+
+def test_nobody_waits_for_the_lock_while_a_model_comes_in() -> None:
+    """It may come in by ranks that are in a callback: one which submits was waited for, and waited for the lock."""
+    turns = Turns()
+    comes, may_come = threading.Event(), threading.Event()
+
+    def bring_in() -> None:
+        comes.set()
+        assert may_come.wait(10)
+
+    first, second = Turn(turns, bring_in), Turn(turns, usable)
+    with ThreadPoolExecutor(2) as pool:
+        coming = pool.submit(turns.begin, first, usable)
+        assert comes.wait(10)
+        same = pool.submit(turns.begin, first, usable)
+        until(lambda: len(turns._waiting) == 1)
+        turns.in_callback = True
+        with pytest.raises(MisuseError, match="in a callback"):
+            turns.begin(second, usable)
+        turns.in_callback = False
+        assert not coming.done() and not same.done()
+        may_come.set()
+        coming.result(5)
+        same.result(5)
+    assert first.requests == 2
 
 
 def test_turn_that_fails_goes_to_the_next() -> None:
