@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,12 +15,14 @@ from splitc.runtime.collectives.message_post import MessagePost
 from splitc.runtime.devices import cores
 from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.engines.operator_library import library_path, load_library
-from splitc.runtime.errors import FollowingError
+from splitc.runtime.errors import FollowingError, PackageError
 
 # The most seconds that a rank waits for another one in a sum.
 PATIENCE = 120.0
 # The alignment of a meeting's memory, in bytes.
 LINE = 64
+# The most ranks of a meeting: that of native/meeting.c.
+MOST_RANKS = 1024
 # The most numbers that a rank tells another one at a time, and their count.
 WORDS = 32
 # Bytes that a rank that is a process copies at a time to where others read them.
@@ -32,7 +35,7 @@ class EngineMeeting:
     `memory` is zeros, or a meeting of as many ranks that another process has made in it; see `shared_bytes`. With a
     `post` each rank has a meeting of its own. `together` is how many cores all ranks have (default: those that this
     process may use): if they are fewer than ranks, none looks long for what others do on the core that it keeps from
-    them. Raises PackageError if the C library was not built.
+    them. Raises PackageError if the C library was not built, or for more than MOST_RANKS.
     """
 
     def __init__(
@@ -40,9 +43,10 @@ class EngineMeeting:
     ) -> None:
         library = load_library()
         staging = 0 if memory is None else STAGING
+        if ranks > MOST_RANKS:
+            raise PackageError(f"{ranks:,} ranks meet to sum or to send, and {MOST_RANKS:,} can at most")
         if memory is None:
-            room = np.zeros(library.splitc_meeting_bytes(0 if post else ranks, 0) + LINE, np.uint8)
-            memory = room[-room.ctypes.data % LINE :]
+            memory = _own_memory(library.splitc_meeting_bytes(0 if post else ranks, 0))
         self._memory = memory
         self._post = post  # whose functions the library calls
         self.address = memory.ctypes.data
@@ -119,6 +123,16 @@ class MeetingEnd:
     def all_reduce(self, operation: int, code: int, given: int, made: int, count: int) -> int:
         """Reduce without an engine. Takes pointers and ONNX's code of the number type; returns 0 or an error code."""
         return int(self._library.splitc_all_reduce(self._handle, operation, code, given, made, count))
+
+
+def _own_memory(size: int) -> Array:
+    """Memory of this process, which is zeros.
+
+    The system gives it as it is written to: each pair of ranks has room to send, and most send nothing. So it need not
+    be there now, where there are many ranks.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)  # Python 3.11 has that
+    return np.frombuffer(mmap.mmap(-1, size, flags=flags), np.uint8)
 
 
 def shared_bytes(ranks: int) -> int:

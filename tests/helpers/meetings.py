@@ -5,10 +5,9 @@ from __future__ import annotations
 from queue import Empty, SimpleQueue
 from typing import Any
 
-import numpy as np
-
-from splitc.runtime.collectives.engine_meeting import LINE, EngineMeeting, MeetingEnd, shared_bytes
+from splitc.runtime.collectives.engine_meeting import EngineMeeting, MeetingEnd, shared_bytes
 from splitc.runtime.collectives.message_post import MessagePost
+from splitc.runtime.shared_memory import create_memory, map_memory
 
 # Ranks read each other's arrays, copy them to memory that processes share, or send each other messages.
 KINDS = ("arrays", "memory", "messages")
@@ -43,7 +42,6 @@ def meet(ranks: int, patience: float = 20.0, kind: str = "arrays") -> list[Meeti
         return [EngineMeeting(ranks, post=post).join(place, patience) for place, post in enumerate(posts)]
     memory = None
     if kind == "memory":
-        room = np.zeros(shared_bytes(ranks) + LINE, np.uint8)
-        memory = room[-room.ctypes.data % LINE :]
+        memory = map_memory(create_memory(shared_bytes(ranks)))
     meeting = EngineMeeting(ranks, memory)
     return [meeting.join(rank, patience) for rank in range(ranks)]

@@ -19,6 +19,7 @@ import pytest
 from splitc.runtime.collectives.engine_meeting import EngineMeeting, MeetingEnd
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS, open_session
 from splitc.runtime.engines.operator_library import is_built, library_path
+from splitc.runtime.errors import PackageError
 from tests.helpers.meetings import KINDS, meet
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="splitc was installed without a C compiler")
@@ -98,6 +99,38 @@ def test_ranks_that_share_a_core_leave_it_to_each_other() -> None:
         for how in ("as it is", "as with two")
     )
     assert ours < too_long / 1.5
+
+
+# Prints what many ranks sum up, and the MiB that their meeting takes.
+MANY = """
+import sys
+import numpy as np
+import psutil
+from splitc.runtime.collectives.engine_meeting import EngineMeeting
+from tests.helpers.meetings import meet
+from tests.runtime.collectives.test_engine_meeting import SUM, all_reduce, together
+ranks = int(sys.argv[1])
+before = psutil.Process().memory_info().rss
+ends = meet(ranks, kind=sys.argv[2])
+print((psutil.Process().memory_info().rss - before) >> 20)
+def work(rank):
+    ends[rank].begin()
+    return all_reduce(ends[rank], SUM, np.ones(1, np.float32))
+print(*{(status, whole.item()) for status, whole in together(work, ranks)})
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_ranks_meet_and_take_little_memory(kind: str) -> None:
+    ranks = 1024 if kind == "arrays" else 300
+    done = subprocess.run([sys.executable, "-c", MANY, str(ranks), kind], capture_output=True, check=True, text=True)
+    taken, found = done.stdout.splitlines()
+    assert int(taken) < 100 and found == f"(0, {float(ranks)})"
+
+
+def test_more_ranks_than_can_meet_are_refused() -> None:
+    with pytest.raises(PackageError, match="1,025 ranks meet to sum or to send, and 1,024 can at most"):
+        EngineMeeting(1025)
 
 
 @pytest.mark.parametrize("kind", KINDS)
