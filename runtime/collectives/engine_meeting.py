@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from splitc.runtime.devices import cores
 from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.engines.operator_library import library_path, load_library
 from splitc.runtime.errors import FollowingError, PackageError
+from splitc.runtime.shared_memory import create_memory, map_memory
 
 # The most seconds that a rank waits for another one in a sum.
 PATIENCE = 120.0
@@ -46,7 +46,8 @@ class EngineMeeting:
         if ranks > MOST_RANKS:
             raise PackageError(f"{ranks:,} ranks meet to sum or to send, and {MOST_RANKS:,} can at most")
         if memory is None:
-            memory = _own_memory(library.splitc_meeting_bytes(0 if post else ranks, 0))
+            # Each pair of ranks has room to send, and most send nothing. Memory of a file is taken as it is written to.
+            memory = map_memory(create_memory(library.splitc_meeting_bytes(0 if post else ranks, 0)))
         self._memory = memory
         self._post = post  # whose functions the library calls
         self.address = memory.ctypes.data
@@ -123,16 +124,6 @@ class MeetingEnd:
     def all_reduce(self, operation: int, code: int, given: int, made: int, count: int) -> int:
         """Reduce without an engine. Takes pointers and ONNX's code of the number type; returns 0 or an error code."""
         return int(self._library.splitc_all_reduce(self._handle, operation, code, given, made, count))
-
-
-def _own_memory(size: int) -> Array:
-    """Memory of this process, which is zeros.
-
-    The system gives it as it is written to: each pair of ranks has room to send, and most send nothing. So it need not
-    be there now, where there are many ranks.
-    """
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)  # Python 3.11 has that
-    return np.frombuffer(mmap.mmap(-1, size, flags=flags), np.uint8)
 
 
 def shared_bytes(ranks: int) -> int:
