@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import tempfile
 import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 
@@ -23,8 +23,8 @@ connected: set[NcclCommunicator] = set()
 
 
 def get_unique_id() -> str:
-    """A folder for the ranks' sockets."""
-    return tempfile.mkdtemp(prefix="fake-nccl-")
+    """What the ranks' sockets' names begin with. They are no files: a killed process leaves nothing."""
+    return f"\0fake-nccl-{uuid4()}"
 
 
 def view(pointer: int, count: int, kind: int) -> Any:
@@ -51,7 +51,7 @@ class NcclCommunicator:
 
     def _call(self, address: str) -> Connection:
         while True:
-            with suppress(FileNotFoundError, ConnectionRefusedError):  # it does not listen yet
+            with suppress(ConnectionRefusedError):  # it does not listen yet
                 return Client(address, "AF_UNIX")
 
     def _accept(self, listener: Listener, count: int) -> None:
