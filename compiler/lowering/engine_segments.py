@@ -1,4 +1,4 @@
-"""One engine for a rank's graph if it can have the collectives inside; else one for each segment between them."""
+"""One engine for a rank's graph if it can exchange values while it runs; else segments with the exchanges between."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 import onnx_ir as ir
 
-from splitc.compiler.lowering.collective_operators import use_operators
+from splitc.compiler.lowering.communication import communicates, use_operators
 from splitc.compiler.lowering.rank_forms import COLLECTIVE
 from splitc.compiler.lowering.segments import Segment, cut_segments
 from splitc.runtime.devices import Device
@@ -15,13 +15,13 @@ from splitc.runtime.engines.kinds import find_kind, has_collectives
 
 def engine_segments(graph: ir.Graph, outputs: Collection[str], engine: str, devices: Sequence[Device]) -> list[Segment]:
     """What a rank's engines run of its graph. `devices` are those of all ranks, `outputs` the names that it gives."""
-    if not has_collectives(engine, devices):
-        return cut_segments(graph, outputs, COLLECTIVE)
     if has_operators(engine, devices):
         return [Segment(use_operators(graph, outputs), ())]
-    return [Segment(graph, ())]
+    inside = has_collectives(engine, devices)
+    joints = [node for node in graph if communicates(node) and not (inside and node.op_type == COLLECTIVE)]
+    return [Segment(graph, ())] if inside and not joints else cut_segments(graph, outputs, joints)
 
 
 def has_operators(engine: str, devices: Sequence[Device]) -> bool:
-    """Whether engines have collectives inside as operators of splitc's library."""
+    """Whether engines have all that ranks exchange inside, as operators of splitc's library."""
     return has_collectives(engine, devices) and find_kind(engine).uses_operators

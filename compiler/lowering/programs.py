@@ -1,34 +1,62 @@
-"""A rank's program in a pipeline: it receives, runs segments, reduces between them, and sends."""
+"""A rank's program: it runs segments and exchanges values between them; in a pipeline it receives first, sends last."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 import onnx_ir as ir
 
+from splitc.compiler.lowering.communication import RECEIVE, SEND, kind_of
 from splitc.compiler.lowering.fusions import keep_unfused
+from splitc.compiler.lowering.rank_forms import COLLECTIVE
 from splitc.compiler.lowering.segments import Segment
 from splitc.compiler.planning.rank_plan import RankPlan
 from splitc.compiler.planning.split import RankProgram
-from splitc.runtime.manifest import Part, State
+from splitc.runtime.manifest import State
 from splitc.runtime.steps import Receive, Reduce, Run, Send, Step
 
 
-def stage_program(
-    ranks: Sequence[RankPlan],
-    number: int,
+def rank_program(
     segments: Sequence[Segment],
-    outputs: Sequence[str],
-    keeps: Sequence[str] = (),
-    parts: Sequence[Part] = (),
+    group: Sequence[int],
+    feeds: Iterable[ir.Value],
+    outputs: Iterable[str],
+    before: Iterable[Step] = (),
+    after: Iterable[Step] = (),
 ) -> RankProgram:
-    """The program of rank `number`, which runs the segments of its stage's graph and gives `outputs` to the caller."""
+    """The program that runs segments, with what the ranks of a group exchange between them, and steps before and after.
+
+    It takes those of the `feeds` that it runs on or sends, and gives `outputs` to the caller.
+    """
+    steps = (*before, *_steps(segments, group), *after)
     taken = {value.name for segment in segments for value in segment.graph.inputs}
-    inputs = [name for name in names(ranks[number].stage.feeds) if name in taken]
+    taken |= {step.value for step in steps if isinstance(step, Send)}
+    inputs = tuple(name for name in names(feeds) if name in taken)
     graphs = tuple(keep_unfused(segment.graph) for segment in segments if segment.graph.outputs)
-    steps = tuple(_steps(ranks, number, segments))
-    return RankProgram(graphs, steps, tuple(inputs), tuple(outputs), tuple(parts), tuple(keeps))
+    return RankProgram(graphs, steps, inputs, tuple(outputs))
+
+
+def stage_program(
+    ranks: Sequence[RankPlan], number: int, segments: Sequence[Segment], outputs: Sequence[str]
+) -> RankProgram:
+    """The program of rank `number` of a pipeline: it receives from earlier stages, runs, and sends to later ones.
+
+    A rank exchanges values with the rank of the same `part` in each other group.
+    """
+    rank = ranks[number]
+    peers = [other for other, each in enumerate(ranks) if each.part == rank.part]
+    maker = {value: other for other in peers for value in ranks[other].stage.sends}
+    group = [other for other, each in enumerate(ranks) if each.group == rank.group]
+    receives = [Receive(value.name or "", maker[value]) for value in rank.stage.receives]
+    # A channel is first in, first out: a rank must send in the order in which the other one receives.
+    sends = [
+        Send(value.name or "", target)
+        for target in peers
+        for value in ranks[target].stage.receives
+        if maker[value] == number
+    ]
+    return rank_program(segments, group, rank.stage.feeds, outputs, receives, sends)
 
 
 def kept_states(states: Iterable[State], rank: RankPlan, outputs: Iterable[str]) -> list[str]:
@@ -37,33 +65,35 @@ def kept_states(states: Iterable[State], rank: RankPlan, outputs: Iterable[str])
     return [state.output for state in states if state.input in fed and state.output in made]
 
 
-def _steps(ranks: Sequence[RankPlan], number: int, segments: Sequence[Segment]) -> list[Step]:
-    """Receive from earlier stages, run the segments with reductions between them, send to later stages.
-
-    A rank exchanges values with the rank of the same `part` in each other group.
-    """
-    rank = ranks[number]
-    peers = [other for other, each in enumerate(ranks) if each.part == rank.part]
-    maker = {value: other for other in peers for value in ranks[other].stage.sends}
-    group = [other for other, each in enumerate(ranks) if each.group == rank.group]
-    steps: list[Step] = [Receive(value.name or "", maker[value]) for value in rank.stage.receives]
+def _steps(segments: Sequence[Segment], group: Sequence[int]) -> Iterator[Step]:
+    """Run the segments, and do what follows each."""
     engines = 0
     for segment in segments:
         if segment.graph.outputs:
-            steps.append(Run(engines))
+            yield Run(engines)
             engines += 1
-        for operation, each in groupby(segment.joints, key=lambda node: node.attributes.get_string("reduce_op", "sum")):
-            together = list(each)
-            partial = [value.name or "" for node in together for value in node.inputs if value is not None]
-            steps.append(Reduce(operation, partial, names(node.outputs[0] for node in together), group))
-    # A channel is first in, first out: a rank must send in the order in which the other one receives.
-    steps += [
-        Send(value.name or "", target)
-        for target in peers
-        for value in ranks[target].stage.receives
-        if maker[value] == number
-    ]
-    return steps
+        for form, each in groupby(segment.joints, key=_form):
+            yield from _exchange(form, list(each), group)
+
+
+def _form(joint: ir.Node) -> tuple[str, str]:
+    """What the node does. All-reduces of one operation are one step."""
+    return kind_of(joint), joint.attributes.get_string("reduce_op", "sum")
+
+
+def _exchange(form: tuple[str, str], joints: Sequence[ir.Node], group: Sequence[int]) -> Iterator[Step]:
+    kind, operation = form
+    if kind == COLLECTIVE:
+        partial = [value.name or "" for node in joints for value in node.inputs if value is not None]
+        yield Reduce(operation, partial, names(node.outputs[0] for node in joints), list(group))
+        return
+    for node in joints:
+        peer = node.attributes.get_int("peer", 0)
+        if kind == SEND:
+            assert node.inputs[0] is not None
+            yield Send(node.inputs[0].name or "", peer)
+        elif kind == RECEIVE:
+            yield Receive(node.outputs[0].name or "", peer)
 
 
 def names(values: Iterable[ir.Value]) -> list[str]:

@@ -1,121 +1,189 @@
-"""The graphs of row mode: the main rank's, in which an exchange replaces each product, and the slices of products.
+"""Row mode: the graphs of ranks, which send and receive by operators that tokens chain in the order of rounds.
 
-An exchange takes its product's inputs and gives the columns of each rank, which a Concat joins. For engines that can't
-send and receive, the main rank's graph is cut into segments at the exchanges. Between the segments the ranks multiply.
+In each round the main rank sends, multiplies its own columns while the other ranks multiply theirs, and receives. So a
+rank never waits for one that waits for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
+import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.analysis.blocks import Block
 from splitc.compiler.analysis.stages import Stage
-from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.origins import origin_of, stand_for
+from splitc.compiler.lowering.communication import AFTER, DOMAIN, HALF, RECEIVE, SEND
 from splitc.compiler.lowering.open_shapes import open_shape
-from splitc.compiler.lowering.rank_graph import rank_graph
-from splitc.compiler.lowering.segments import Flow, Segment, cut_segments, group_joints
+from splitc.compiler.lowering.row_slices import slice_graph
 from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.sharding.products import Product
 from splitc.compiler.sharding.slices import SlicedProducts
 
-EXCHANGE = "Exchange"
-# The metadata key for the product that an exchange replaces.
-_PRODUCT = "splitc.product"
+
+def row_graph(sliced: SlicedProducts, stage: Stage, number: int) -> ir.Graph:
+    """The graph of a rank. `stage` is that of the main rank, which is number 0."""
+    return _helper_graph(sliced, number) if number else _main_graph(sliced, stage)
 
 
-def slice_name(product: Product, rank: int) -> str:
-    """The name of a rank's columns of a product's result."""
-    return f"{product.result.name}/rank{rank}"
-
-
-def find_rounds(graph: Graph, stage: Stage, products: Sequence[Product]) -> tuple[tuple[Product, ...], ...]:
-    """The products grouped into as few rounds as possible. The products of a round are independent."""
-    by_node = {product.node: product for product in products}
-    reads = {node: graph.reads[node] for node in stage.nodes} | {each.node: tuple(each.takes) for each in products}
-    groups = group_joints(Flow(reads, frozenset(by_node), frozenset(stage.gives)))
-    return tuple(tuple(by_node[node] for node in nodes) for nodes in groups if nodes)
-
-
-def main_segments(split: SlicedProducts, stage: Stage) -> list[Segment]:
-    """The main rank's segments of a stage. Their joints are exchanges."""
-    return _cut(exchange_graph(split, stage))
-
-
-def find_exchanges(graph: ir.Graph) -> dict[Product, ir.Node]:
-    """The exchanges of a graph by the products that they replace."""
-    return {node.meta[_PRODUCT]: node for node in graph if node.op_type == EXCHANGE}
-
-
-def _cut(graph: ir.Graph) -> list[Segment]:
-    return cut_segments(graph, {value.name or "" for value in graph.outputs}, EXCHANGE)
-
-
-def exchange_graph(split: SlicedProducts, stage: Stage) -> ir.Graph:
-    """The main rank's graph of a stage, with an exchange and a Concat of its columns in the place of each product."""
-    result = stage_graph(split.graph, stage)
-    for value in (value for node in result for value in node.outputs):  # segments declare types of inputs and outputs
+def _main_graph(sliced: SlicedProducts, stage: Stage) -> ir.Graph:
+    """The main rank's graph: the model, with sends, its own columns and receives in the place of each round."""
+    graph = stage_graph(sliced.graph, stage)
+    for value in (value for node in graph for value in node.outputs):  # those between engines need types
         origin = origin_of(value)
         value.type = value.type or (origin.type if origin is not None else None)
-    by_node = {product.node: product for product in split.products.values()}
-    made = {origin_of(value): value for value in result.inputs}
-    for node in list(result):
-        replaced = origin_of(node)
-        if replaced is not None and (product := by_node.get(replaced)) is not None:
-            node = _exchange(result, node, [made[value] for value in product.takes], product, split.ranks(product))
-        made.update({origin_of(value): value for value in node.outputs})
-    return result
+    nodes = {origin_of(node): node for node in graph}
+    made = {origin_of(value): value for value in (*graph.inputs, *(each for node in graph for each in node.outputs))}
+    builder = _Builder(graph)
+    works = [sliced.work(number) for number in range(sliced.columns.ranks)]
+    for products, own, *others in zip(sliced.rounds, *works, strict=True):
+        given = {value: made[value] for each in products for value in each.takes}
+        for rank, work in enumerate(others, 1):
+            given.update({value: builder.send(given[value], rank) for value in work.takes})
+        columns = builder.multiply(sliced, 0, own.products, given)
+        for rank, work in enumerate(others, 1):
+            for each in work.products:
+                columns[each, rank] = builder.receive(sliced.column_name(rank, each), each.result, rank)
+        for each in products:
+            parts = [columns[each, rank] for rank in sliced.ranks(each)]
+            made[each.result] = _join_columns(graph, nodes[each.node], parts, each)
+    return builder.finish()
 
 
-def _exchange(
-    graph: ir.Graph, node: ir.Node, takes: Sequence[ir.Value], product: Product, ranks: Sequence[int]
-) -> ir.Node:
-    """Replace a product by an exchange and a Concat. Returns the Concat, which makes the result."""
-    old = node.outputs[0]
-    name = old.name or ""
-    exchange = ir.node(EXCHANGE, takes, num_outputs=len(ranks), name=name)
-    exchange.meta[_PRODUCT] = product
-    for rank, part in zip(ranks, exchange.outputs, strict=True):
-        part.name, part.type, part.shape = slice_name(product, rank), product.result.type, open_shape(product.result)
-    joined = ir.node("Concat", exchange.outputs, {"axis": product.axis}, name=f"{name}/columns")
+def _join_columns(graph: ir.Graph, node: ir.Node, columns: Sequence[ir.Value], product: Product) -> ir.Value:
+    """Replace a product by a Concat of its columns."""
+    (old,) = node.outputs
+    joined = ir.node("Concat", columns, {"axis": product.axis}, name=f"{old.name}/columns")
     whole = joined.outputs[0]
-    graph.insert_before(node, [exchange, joined])
+    graph.insert_before(node, joined)
     old.replace_all_uses_with(whole, replace_graph_outputs=True)
     graph.remove(node, safe=True)
-    whole.name, whole.type, whole.shape = name, old.type, old.shape or open_shape(old)
+    whole.name, whole.type, whole.shape = old.name, old.type, old.shape or open_shape(old)
     stand_for(whole, product.result)
-    return joined
+    return whole
 
 
-def product_stage(graph: Graph, products: Collection[Product], blocks: Sequence[Block] = ()) -> Stage:
-    """A stage of the products and of the nodes that fold their weights."""
-    nodes: set[ir.Node] = set()
-    takes = dict.fromkeys(value for product in products for value in product.takes)
-    stack = [product.node for product in products]
-    while stack:
-        node = stack.pop()
-        if node not in nodes:
-            nodes.add(node)
-            above = (value.producer() for value in graph.reads[node] if value not in takes)
-            stack += [producer for producer in above if producer is not None]
-    return Stage(
-        blocks=tuple(blocks),
-        nodes=tuple(sorted(nodes, key=graph.position.__getitem__)),
-        feeds=(),
-        receives=tuple(takes),
-        sends=tuple(product.result for product in products),
-        outputs=(),
-        borrowed=(),
-    )
+def _helper_graph(sliced: SlicedProducts, number: int) -> ir.Graph:
+    """The graph of any other rank, which receives what its products take and sends its columns of their results."""
+    whole = sliced.graph.graph
+    builder = _Builder(ir.Graph([], [], nodes=[], opset_imports=whole.opset_imports, name=whole.name))
+    given: dict[ir.Value, ir.Value] = {}
+    for work in sliced.work(number):
+        given.update({value: builder.receive(value.name or "", value, 0) for value in work.takes})
+        made = builder.multiply(sliced, number, work.products, given)
+        for columns in made.values():
+            builder.send(columns, 0)
+    return builder.finish()
 
 
-def slice_graph(split: SlicedProducts, rank: int, products: Sequence[Product]) -> ir.Graph:
-    """The graph of a rank's columns of the products of one round. The columns are named by `slice_name`."""
-    graph = rank_graph(split.columns, product_stage(split.graph, products), rank)
-    for value, product in zip(graph.outputs, products, strict=True):
-        value.name = slice_name(product, rank)
-        if value.shape is not None:
-            value.shape = ir.Shape([*value.shape[:-1], split.width(rank, product)])
-    return graph
+class _Builder:
+    """A rank's graph under construction, and the token of the last of its chained operators."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self._graph = graph
+        self._token: ir.Value | None = None
+        values = (value for node in graph for value in node.outputs)
+        self._names = {value.name for value in (*graph.inputs, *graph.initializers.values(), *values)}
+        self._node_names = {node.name for node in graph}
+        # What was inserted for each node that computes from weights alone.
+        self._folded: dict[ir.Node, ir.Node] = {}
+        self._likes: dict[ir.DataType, ir.Value] = {}
+
+    def send(self, value: ir.Value, peer: int) -> ir.Value:
+        """Send a value to a rank. Returns it as it is afterwards, for what is to be computed after that."""
+        assert value.dtype is not None
+        return self._transfer(SEND, value, value.dtype, peer, f"{value.name}/sent{peer}")
+
+    def receive(self, name: str, like: ir.Value, peer: int) -> ir.Value:
+        """Receive a value of the type of another one from a rank."""
+        assert like.dtype is not None
+        given = self._transfer(RECEIVE, self._like(like.dtype), like.dtype, peer, name)
+        given.shape = open_shape(like)
+        return given
+
+    def multiply(
+        self, sliced: SlicedProducts, rank: int, products: Sequence[Product], given: Mapping[ir.Value, ir.Value]
+    ) -> dict[tuple[Product, int], ir.Value]:
+        """The rank's columns of the products of a round. What is chained later comes after all of them."""
+        if not products:
+            return {}
+        part = slice_graph(sliced, rank, products)
+        made = self._insert(part, {value.name or "": each for value, each in given.items()}, sliced.graph.constant)
+        inputs = [*([] if self._token is None else [self._token]), *made]
+        (self._token,) = self._operator(AFTER, inputs, {}, [f"{made[0].name}/computed"])
+        return dict(zip(((product, rank) for product in products), made, strict=True))
+
+    def finish(self) -> ir.Graph:
+        """The graph, in an order in which its nodes can run."""
+        self._graph.sort()
+        return self._graph
+
+    def _transfer(self, kind: str, value: ir.Value, dtype: ir.DataType, peer: int, name: str) -> ir.Value:
+        kind += HALF if dtype == ir.DataType.FLOAT16 else ""
+        inputs = [value, *([] if self._token is None else [self._token])]
+        given, self._token = self._operator(kind, inputs, {"peer": peer}, [name, f"{name}/token"])
+        given.type = ir.TensorType(dtype)
+        return given
+
+    def _operator(
+        self, kind: str, inputs: Sequence[ir.Value], attributes: Mapping[str, int], outputs: Sequence[str]
+    ) -> Sequence[ir.Value]:
+        node = ir.node(kind, inputs, attributes, domain=DOMAIN, num_outputs=len(outputs), name=f"{outputs[0]}/{kind}")
+        for value, name in zip(node.outputs, outputs, strict=True):
+            value.name = self._unused(name)
+        node.outputs[-1].type = ir.TensorType(ir.DataType.UINT8)  # the token
+        self._graph.append(node)
+        return node.outputs
+
+    def _insert(self, part: ir.Graph, given: Mapping[str, ir.Value], constant: Collection[ir.Node]) -> list[ir.Value]:
+        """Move the nodes and weights of another graph into this one. Returns what were its outputs.
+
+        What is computed from weights alone (`constant`) and was inserted before is shared: engines fold it.
+        """
+        made, nodes = list(part.outputs), list(part)
+        part.outputs.clear()
+        for value in part.inputs:
+            value.replace_all_uses_with(given[value.name or ""])
+        for weight in list(part.initializers.values()):
+            known = self._graph.initializers.get(weight.name or "")
+            part.initializers.pop(weight.name or "")
+            if known is not None and known.const_value is weight.const_value:
+                weight.replace_all_uses_with(known)
+            else:
+                weight.name = self._unused(weight.name or "")
+                self._graph.register_initializer(weight)
+        part.remove(nodes)
+        for node in nodes:
+            origin = origin_of(node)
+            first = node if origin is None or origin not in constant else self._folded.setdefault(origin, node)
+            if first is not node:
+                ir.convenience.replace_all_uses_with(node.outputs, first.outputs)
+                for number in range(len(node.inputs)):
+                    node.replace_input_with(number, None)
+                continue
+            node.name = _unused(node.name or "", self._node_names)
+            for value in node.outputs:
+                value.name = self._unused(value.name or "")
+            self._graph.append(node)
+        return made
+
+    def _like(self, dtype: ir.DataType) -> ir.Value:
+        """A constant of this type, from which ONNX Runtime infers that of what is received."""
+        if dtype not in self._likes:
+            tensor = ir.tensor(np.zeros(1, dtype.numpy()), dtype, name=self._unused(f"splitc_{dtype.name}"))
+            value = ir.Value(name=tensor.name, shape=ir.Shape([1]), type=ir.TensorType(dtype), const_value=tensor)
+            self._graph.register_initializer(value)
+            self._likes[dtype] = value
+        return self._likes[dtype]
+
+    def _unused(self, name: str) -> str:
+        """The name, with as many primes (') as it takes for no value of the graph to have it."""
+        return _unused(name, self._names)
+
+
+def _unused(name: str, used: set[str | None]) -> str:
+    """The name, with as many primes (') as it takes for it to be none of the used ones. It is one from then on."""
+    while name in used:
+        name += "'"
+    used.add(name)
+    return name

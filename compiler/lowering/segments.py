@@ -1,4 +1,4 @@
-"""Cut a rank's graph into segments at its joints: collectives or exchanges, which the rank's program does."""
+"""Cut a rank's graph into segments at its joints: exchanges with other ranks, which the rank's program does."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.folding import LONGEST
 from splitc.compiler.frontend.reads import is_random, node_reads
+from splitc.compiler.lowering.communication import SEND, kind_of
 from splitc.compiler.lowering.open_shapes import open_shape
 from splitc.compiler.operators.registry import operator_of
 
@@ -35,15 +36,18 @@ class Flow:
         return any(value in self.gives for value in node.outputs)
 
 
-def cut_segments(graph: ir.Graph, outputs: Collection[str], joint: str) -> list[Segment]:
-    """The segments of `graph` between its nodes of operator `joint`, in order. Only the named `outputs` are given.
+def cut_segments(graph: ir.Graph, outputs: Collection[str], joined: Sequence[ir.Node]) -> list[Segment]:
+    """The segments of `graph` between its nodes `joined`, in order. Only the named `outputs` are given.
 
     A node goes into the last segment that is early enough for its readers. What is computed from weights alone is
     repeated in each segment that needs it, since engines fold it. So is shape arithmetic on the sizes of the graph's
     inputs: these few numbers are on the host, and passing them between engines costs more.
     """
     reads = {node: tuple(node_reads(node)) for node in graph}
-    joints = frozenset(node for node in graph if node.op_type == joint)
+    joints = frozenset(joined)
+    for node in joined:
+        if kind_of(node) == SEND:  # outside of engines what was sent is still there
+            node.outputs[0].replace_all_uses_with(node.inputs[0])  # type: ignore[arg-type]
     flow = Flow(reads, joints, frozenset(graph.outputs))
     repeated = _repeated_nodes(flow)
     position = {node: number for number, node in enumerate(graph)}
@@ -55,8 +59,8 @@ def cut_segments(graph: ir.Graph, outputs: Collection[str], joint: str) -> list[
     for level, nodes in enumerate(members):
         own = [node for node in nodes if node not in joints]
         following = [node for node in nodes if node in joints]
-        joined = {value for node in following for value in node.inputs}
-        gives = [v for n in own for v in n.outputs if last.get(v, 0) > level or v in joined or v in given]
+        read = {value for node in following for value in node.inputs}
+        gives = [v for n in own for v in n.outputs if last.get(v, 0) > level or v in read or v in given]
         if own or following:
             segments.append(Segment(_extract(graph, own, gives, repeated, position), tuple(following)))
     return segments

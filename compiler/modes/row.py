@@ -20,9 +20,10 @@ from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.memory import StageMemory, stage_memory
 from splitc.compiler.analysis.stages import Stage, divide_blocks
 from splitc.compiler.frontend.shapes import BoundShapes
-from splitc.compiler.lowering.engine_segments import has_operators
-from splitc.compiler.lowering.row_graphs import find_rounds, product_stage
-from splitc.compiler.lowering.row_programs import row_program
+from splitc.compiler.lowering.engine_segments import engine_segments
+from splitc.compiler.lowering.programs import names, rank_program
+from splitc.compiler.lowering.row_graphs import row_graph
+from splitc.compiler.lowering.row_slices import find_rounds, product_stage
 from splitc.compiler.model_errors import CannotSplitError
 from splitc.compiler.modes.mode import Mode, Way
 from splitc.compiler.planning.assembly import assemble, check_memory
@@ -116,8 +117,11 @@ class RowSplit:
         return 1.0 if product is None else self.sliced.share(part, product)
 
     def program(self, ranks: Sequence[RankPlan], number: int, engine: str) -> RankProgram:
-        inside = has_operators(engine, [rank.device for rank in ranks])
-        return row_program(self.sliced, ranks[0].stage, number, inside)
+        stage = ranks[0].stage
+        graph = row_graph(self.sliced, stage, number)
+        outputs = [] if number else names(stage.outputs)
+        segments = engine_segments(graph, outputs, engine, [rank.device for rank in ranks])
+        return rank_program(segments, (), () if number else stage.feeds, outputs)
 
     def places(self, value: ir.Value, part: int) -> Mapping[int, npt.NDArray[np.int64]]:
         return {}

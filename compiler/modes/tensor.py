@@ -117,7 +117,8 @@ class TensorSplit:
         if self.analysis.graph.model.ir_version >= IR_VERSION:
             for segment in segments:
                 annotate(segment.graph, sharded, rank.part, rank.group)
-        return stage_program(ranks, number, segments, outputs, keeps, self._parts(rank))
+        program = stage_program(ranks, number, segments, outputs)
+        return replace(program, parts=tuple(self._parts(rank)), keeps=tuple(keeps))
 
     def _gives(self, rank: RankPlan, value: ir.Value) -> bool:
         """Whether the rank gives its shard of an output to the caller. The first rank gives replicated outputs."""

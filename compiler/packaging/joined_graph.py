@@ -14,8 +14,7 @@ import onnx
 import onnx_ir as ir
 from onnx.helper import make_node
 
-from splitc.compiler.lowering.collective_operators import ALL_REDUCE, DOMAIN, HALF
-from splitc.compiler.lowering.row_engines import RECEIVE, SEND
+from splitc.compiler.lowering.communication import ALL_REDUCE, DOMAIN, HALF, RECEIVE, SEND
 from splitc.runtime.manifest import Manifest
 from splitc.runtime.steps import Receive, Reduce, Run
 

@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.optional import make_overridable
 from splitc.compiler.frontend.origins import origin_of
-from splitc.compiler.lowering.collective_operators import has_collectives_inside
+from splitc.compiler.lowering.communication import communicates
 from splitc.compiler.lowering.programs import names
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.packaging.builder import Building, find_builder
@@ -188,7 +188,7 @@ def _write_rank(
         for path, graph in zip(paths, program.graphs, strict=True)
     ]
     group = [n for n, each in enumerate(plan.ranks) if each.group == rank.group]
-    groups = [group if has_collectives_inside(graph) else [] for graph in program.graphs]
+    groups = [group if any(map(communicates, graph)) else [] for graph in program.graphs]
     uncertain = plan.analysis.costs.bound.uncertain
     entries = [
         msgspec.structs.replace(

@@ -64,6 +64,19 @@ class SlicedProducts:
         """The products that the rank has columns of."""
         return [product for product in products if self.columns.ranges[product.columns][rank].owned]
 
+    def column_name(self, rank: int, product: Product) -> str:
+        """The name of a rank's columns of a product's result, on all ranks. No value of the model has it."""
+        name = f"{product.result.name}/rank{rank}"
+        while name in self._names:
+            name += "'"
+        return name
+
+    @cached_property
+    def _names(self) -> frozenset[str | None]:
+        graph = self.graph.graph
+        made = (value for node in graph for value in node.outputs)
+        return frozenset(value.name for value in (*graph.inputs, *graph.initializers.values(), *made))
+
     def work(self, rank: int) -> list[Work]:
         """What a rank does in each round."""
         known: dict[ir.Value, None] = {}

@@ -120,7 +120,9 @@ def test_what_expands_is_handed_over_and_other_sizes_are_computed_again(name: st
     for place, node in enumerate(nodes):
         node.outputs[0].name = f"v{place}"
     graph = ir.Graph([x], after.outputs, nodes=nodes, initializers=constants, opset_imports={"": 17})
-    counts = [len(nodes_of(segment.graph, name)) for segment in cut_segments(graph, ["v4"], COLLECTIVE)]
+    counts = [
+        len(nodes_of(segment.graph, name)) for segment in cut_segments(graph, ["v4"], nodes_of(graph, COLLECTIVE))
+    ]
     assert counts == ([1, 0] if name != "Add" else [1, 1])
 
 

@@ -219,6 +219,16 @@ def test_products_of_inputs_of_each_other_and_of_outputs(tmp_path: Path) -> None
     check_rows(b, tmp_path, "AB", rounds=2)
 
 
+def test_value_with_the_name_of_a_ranks_columns(tmp_path: Path, segments: None) -> None:
+    b = Block()
+    x = b.op("Softmax", b.data("x", (2, 5, 12), ["n", "t", 12]))
+    product = b.op("MatMul", x, b.w("A", 12, 16))
+    other = b.op("Relu", product)
+    other.name = f"{product.name}/rank1"
+    b.give(b.op("Add", other, product))
+    check_rows(b, tmp_path, "A", rounds=1)
+
+
 def test_activation_is_sent_as_it_is_before_it_is_unpacked(tmp_path: Path) -> None:
     b = Block()
     x = b.op("Softmax", b.data("x", (2, 5, ROWS), ["n", "t", ROWS]))

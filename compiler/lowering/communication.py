@@ -1,4 +1,8 @@
-"""A rank's graph with its collectives as operators, for engines of ONNX Runtime that have them inside."""
+"""Nodes by which a rank exchanges values with others while it runs its graph.
+
+All-reduces are `COLLECTIVE` nodes, as TensorRT has them. Transfers are operators of splitc's library, which are chained
+by tokens: a rank does them in one order. An engine has them inside if it can; see `engine_segments`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,9 @@ from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
 from splitc.compiler.lowering.rank_forms import COLLECTIVE
 
 DOMAIN = "splitc"
-ALL_REDUCE = "AllReduce"
+ALL_REDUCE, SEND, RECEIVE = "AllReduce", "Send", "Receive"
+# Puts what is chained later behind what a rank computes by itself.
+AFTER = "After"
 # Put behind the names of operators for values in half precision. On CPUs, ONNX Runtime would run others in single
 # precision on some ranks: where it runs what is before and after them so.
 HALF = "Half"
@@ -18,26 +24,40 @@ HALF = "Half"
 _OPERATIONS = {"sum": 0, "max": 1}
 
 
-def use_operators(graph: ir.Graph, outputs: Collection[str]) -> ir.Graph:
-    """Replace the collectives in `graph`, in place, and keep only the `outputs` named. Returns the graph.
+def communicates(node: ir.Node) -> bool:
+    """Whether the node exchanges values with other ranks, or orders what does."""
+    return node.op_type == COLLECTIVE or node.domain == DOMAIN
 
-    Each collective takes a token from the one before it, so all ranks run them in one order, however their engines
-    order independent nodes. If this rank does not need what the last one computes, its token becomes an output: the
+
+def kind_of(node: ir.Node) -> str:
+    """What an operator of splitc's library does, for values of any type."""
+    return node.op_type.removesuffix(HALF)
+
+
+def use_operators(graph: ir.Graph, outputs: Collection[str]) -> ir.Graph:
+    """Replace the collectives in `graph` by operators, in place, and keep only the `outputs` named. Returns the graph.
+
+    Each operator takes a token from the one before it, so all ranks run them in one order, however their engines
+    order independent nodes. If this rank does not need what the last one gives, its token becomes an output: the
     other ranks wait for it all the same.
     """
     for place, value in reversed(list(enumerate(graph.outputs))):
         if value.name not in outputs:
             del graph.outputs[place]
     last: ir.Node | None = None
-    for node in [node for node in graph if node.op_type == COLLECTIVE]:
-        last = _replace(graph, node, None if last is None else last.outputs[1])
+    for node in [node for node in graph if communicates(node)]:
+        replaced = node.op_type == COLLECTIVE
+        last = _replace(graph, node, None if last is None else last.outputs[-1]) if replaced else node
     if last is not None:
         graph.opset_imports[DOMAIN] = 1
-        graph.outputs.append(last.outputs[1])
+        graph.outputs.append(last.outputs[-1])
     remove_unused(graph)
     if last is not None and (last.outputs[0].uses() or last.outputs[0].is_graph_output()):
         graph.outputs.pop()
     remove_unused_inputs(graph)
+    for value in (value for node in graph for value in node.outputs):
+        if not value.is_graph_output() and value.shape is None:
+            value.type = None
     return graph
 
 
@@ -51,8 +71,3 @@ def _replace(graph: ir.Graph, node: ir.Node, token: ir.Value | None) -> ir.Node:
     token.name, token.type = f"{node.outputs[0].name}/token", ir.TensorType(ir.DataType.UINT8)
     ir.convenience.replace_nodes_and_values(graph, node, [node], [operator], node.outputs, [whole])
     return operator
-
-
-def has_collectives_inside(graph: ir.Graph) -> bool:
-    """Whether an engine of the graph exchanges values with other ranks while it runs."""
-    return any(node.op_type == COLLECTIVE or node.domain == DOMAIN for node in graph)
