@@ -55,9 +55,6 @@ def use_operators(graph: ir.Graph, outputs: Collection[str]) -> ir.Graph:
     if last is not None and (last.outputs[0].uses() or last.outputs[0].is_graph_output()):
         graph.outputs.pop()
     remove_unused_inputs(graph)
-    for value in (value for node in graph for value in node.outputs):
-        if not value.is_graph_output() and value.shape is None:
-            value.type = None
     return graph
 
 

@@ -20,7 +20,7 @@ from splitc.runtime.steps import Receive, Reduce, Run, Send, Step
 
 @dataclass(frozen=True)
 class Replay:
-    """The replay of a CUDA graph, which has all steps of the rank, or of all ranks that share a process."""
+    """The replay of a CUDA graph, which has all steps of the rank."""
 
 
 @dataclass(frozen=True)
