@@ -37,6 +37,7 @@ USES = {
     "run": ["run", "PACKAGE", "--inputs", "INPUTS", "--outputs", "OUTPUTS"],
     "check": ["check", "PACKAGE", "--model", "MODEL"],
     "bench": ["bench", "PACKAGE", "--runs", "30", "--trace", "OUTPUTS"],
+    "generate": ["generate", "PACKAGE", "--prompt-ids", "5,17,33", "-n", "30"],
 }
 
 
