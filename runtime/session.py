@@ -20,7 +20,7 @@ from splitc.runtime.batches import cut_batches, join_batches
 from splitc.runtime.device_arrays import DeviceArrays
 from splitc.runtime.devices import Device, parse_devices, threads_for
 from splitc.runtime.engines.backends import make_backend
-from splitc.runtime.engines.built_here import check_built_here
+from splitc.runtime.engines.built_here import check_built_here, check_host_code
 from splitc.runtime.engines.kinds import choose_engine
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.feeds import check_feeds, check_sizes, take_feeds
@@ -66,7 +66,8 @@ class Session:
     bounds the memory of their feeds, activations and outputs. `ranks` says what ranks are: `threads` of this process or
     `processes` of their own (default: threads on CPU devices and on a single GPU, processes otherwise: several ranks
     on GPUs are never threads). A process that crashes takes nothing with it but its session, and those that share
-    it. `shared` is what the modules of a Pipeline share.
+    it. `host_code` allows engines to bring code of their own, as those of TensorRT do that later versions run too.
+    `shared` is what the modules of a Pipeline share.
 
     Any number of threads may use one session. Raises PackageError for a package that is damaged or that an engine
     can't load, MisuseError for devices that do not fit the package.
@@ -83,6 +84,7 @@ class Session:
         devices: Sequence[str] | None = None,
         cuda_graphs: bool = True,
         ranks: str | None = None,
+        host_code: bool = False,
         shared: SharedRanks | None = None,
     ) -> None:
         self.package = find_module(Path(package), module)
@@ -91,6 +93,7 @@ class Session:
         world = begin() if ranks in (None, MPI) else None
         self.manifest: Manifest = read_manifest(self.package)
         self.devices = choose_devices(self.manifest, devices)
+        check_host_code(self.package, self.manifest, host_code)
         kind = choose_ranks(ranks, self.devices, world, shared.processes.devices if shared else ())
         check_word(verify)
         if kind != MPI:  # where each rank does so for itself

@@ -90,7 +90,8 @@ def check_outputs(plan: Plan, package: Path) -> Verdict:
     limit = min(LARGEST, psutil.virtual_memory().available // 3)
     if weights > limit:
         return _check_blocks(plan, package, limit)
-    with Session(package, verify=NEVER, devices=_find_devices(plan)) as session:
+    # Its engines were built here, just now: they may bring code.
+    with Session(package, verify=NEVER, devices=_find_devices(plan), host_code=True) as session:
         threads = session.threads * len(session.manifest.ranks)
         opened = open_reference(
             graph.path,

@@ -11,7 +11,7 @@ import msgspec
 
 from splitc.runtime.array_files import load_arrays
 from splitc.runtime.arrays import Array
-from splitc.runtime.cli.shared_options import CUDA_GRAPH, DEVICE, MODULE, RANKS, THREADS, VERIFY
+from splitc.runtime.cli.shared_options import CUDA_GRAPH, DEVICE, HOST_CODE, MODULE, RANKS, THREADS, VERIFY
 from splitc.runtime.cli.terminal import print_warning
 from splitc.runtime.devices import Device
 from splitc.runtime.errors import EngineError
@@ -31,10 +31,18 @@ def loading(
     threads: int | None = THREADS,
     verify: str = VERIFY,
     ranks: str | None = RANKS,
+    host_code: bool = HOST_CODE,
 ) -> Load:
     """A function that loads a package with these options."""
     return partial(
-        Session, module=module, devices=device, cuda_graphs=cuda_graph, threads=threads, verify=verify, ranks=ranks
+        Session,
+        module=module,
+        devices=device,
+        cuda_graphs=cuda_graph,
+        threads=threads,
+        verify=verify,
+        ranks=ranks,
+        host_code=host_code,
     )
 
 

@@ -38,6 +38,9 @@ DEVICE = typer.Option(
 CUDA_GRAPH = typer.Option(
     True, "--cuda-graph/--no-cuda-graph", help="Replay previously seen shapes as CUDA graphs, on GPUs."
 )
+HOST_CODE = typer.Option(
+    False, "--host-code", help="Let TensorRT's engines run code that they bring (--version-compatible)."
+)
 RANKS = typer.Option(
     None,
     "--ranks",

@@ -1,4 +1,4 @@
-"""Whether a package's engines were built for this machine."""
+"""Whether a package's engines may run here, and were built for this machine."""
 
 from __future__ import annotations
 
@@ -7,9 +7,21 @@ from pathlib import Path
 
 from splitc.runtime.devices import Device
 from splitc.runtime.engines.kinds import find_kind
-from splitc.runtime.errors import PackageError
+from splitc.runtime.errors import MisuseError, PackageError
 from splitc.runtime.gpus import list_gpus
 from splitc.runtime.manifest import Manifest
+
+
+def check_host_code(package: Path, manifest: Manifest, allowed: bool) -> None:
+    """Raise MisuseError if the package's engines bring code that runs on the host, and the caller has not allowed it.
+
+    Such code can do what the program can. TensorRT itself refuses engines that bring it and don't say so here.
+    """
+    if manifest.build is not None and manifest.build.options.version_compatible and not allowed:
+        raise MisuseError(
+            f"{package} was built with --version-compatible: its engines bring code that runs in this program. If you "
+            "trust where the package comes from, allow that: --host-code, or host_code=True"
+        )
 
 
 def check_built_here(package: Path, manifest: Manifest, devices: Sequence[Device]) -> None:

@@ -57,6 +57,7 @@ class ServedPackage:
             ranks=serving.ranks,
             verify=serving.verify,
             cuda_graphs=serving.cuda_graphs,
+            host_code=serving.host_code,
         )
         # As many threads as requests can be in flight. Each waits for its request, and hands the answer over.
         self._pool = ThreadPoolExecutor(session.in_flight, "splitc serves")

@@ -33,6 +33,7 @@ class Serving(Struct, frozen=True, forbid_unknown_fields=True):
     ranks: str | None = None
     verify: str = "once"
     cuda_graphs: bool = True
+    host_code: bool = False
 
     def of(self, manifest: Manifest, sequences: bool | None) -> Serving:
         """The same for a package. Its requests are sequences as asked, or by default (None) if it has caches.

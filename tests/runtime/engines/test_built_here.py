@@ -1,0 +1,55 @@
+"""Whether a package's engines may run here."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from splitc.runtime import Session
+from splitc.runtime.errors import SplitcError
+from splitc.runtime.manifest_file import seal
+from splitc.runtime.serving.served_package import ServedPackage
+from splitc.runtime.serving.serving_file import Serving, write_serving
+from tests.helpers.command import splitc
+from tests.helpers.packages import compile_mode
+
+REFUSED = "its engines bring code that runs in this program.*--host-code, or host_code=True"
+
+
+@pytest.fixture
+def compatible(decoder: Path, tmp_path: Path) -> Path:
+    """A package of TensorRT's engines that bring code, on GPUs; they are not built."""
+    package: Path = shutil.copytree(compile_mode(decoder, "layer"), tmp_path / "package")
+    path = package / "manifest.json"
+    fields = json.loads(path.read_bytes())
+    fields.update(engine="tensorrt", build={"options": {"version_compatible": True}, "built": None})
+    for number, rank in enumerate(fields["ranks"]):
+        rank["device"] = f"cuda{number}"
+    path.write_bytes(seal(json.dumps(fields).encode()))
+    return package
+
+
+@pytest.mark.parametrize(("allowed", "message"), [({}, REFUSED), ({"host_code": True}, "are not built yet")])
+def test_code_of_engines_runs_only_if_it_is_allowed(
+    compatible: Path, allowed: Mapping[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SplitcError, match=message):
+        Session(compatible, **allowed)
+    write_serving(tmp_path, Serving("package", **allowed))
+    with pytest.raises(SplitcError, match=message):
+        ServedPackage(tmp_path / "serving.json")
+
+
+def test_commands_allow_it_too(compatible: Path) -> None:
+    refused = splitc("bench", compatible, code=2)
+    assert "--host-code" in refused.stderr
+    assert "not built yet" in splitc("bench", compatible, "--host-code", code=1).stderr
+
+
+def test_others_need_not_allow_it(decoder: Path) -> None:
+    Session(compile_mode(decoder, "layer"), threads=1).close()
