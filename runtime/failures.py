@@ -20,11 +20,11 @@ def attempt(work: Callable[[], Any]) -> Any:
     try:
         return work()
     except Exception as error:  # any error belongs to the request
-        _clear_frames(error)
+        clear_frames(error)
         return Failure(error)
 
 
-def _clear_frames(error: BaseException | None) -> None:
+def clear_frames(error: BaseException | None) -> None:
     """Free the local variables of the error's frames.
 
     They refer to a device's memory and engines, which the device's thread must free, while the error may be kept

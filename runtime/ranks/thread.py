@@ -18,7 +18,7 @@ from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.engines.gpu_outputs import hand_over
 from splitc.runtime.engines.weight_places import SwapRoom
 from splitc.runtime.executor import Executor
-from splitc.runtime.failures import Failure, attempt
+from splitc.runtime.failures import Failure, attempt, clear_frames
 from splitc.runtime.gpu_feeds import Feed, GpuFeed
 from splitc.runtime.manifest import Rank, State
 from splitc.runtime.memory_use import RankMemory
@@ -107,24 +107,29 @@ class Worker(threading.Thread):
     def run(self) -> None:
         try:
             self._program = self._load()
-            self.ready.set_result(None)
         except BaseException as error:  # the session waits for this
+            attempt(self._leave)  # a GPU that has failed may fail again, of which the session knows enough
+            clear_frames(error)  # with the engines that were loaded
             self.ready.set_exception(error)
             return
+        self.ready.set_result(None)
         try:
             while self._serve_next():
                 pass
         except BaseException as error:  # a thread has no caller: the session must know that it is gone
             self._broken(error)
         finally:
-            if self._replays is not None:
-                self._replays.clear()
-            # Free memory here rather than in the garbage collector, since this thread is on the right device.
-            self.sequences.clear()
-            if self._finisher is not None:
-                self._finisher.shutdown()
-            self.backend.detach()
+            self._leave()
             del self._program
+
+    def _leave(self) -> None:
+        """Free memory here rather than in the garbage collector, since this thread is on the right device."""
+        if self._replays is not None:
+            self._replays.clear()
+        self.sequences.clear()
+        if self._finisher is not None:
+            self._finisher.shutdown()
+        self.backend.detach()
 
     def _serve_next(self) -> bool:
         """Run the next request. Returns False at the end. No reference to the request is kept."""
