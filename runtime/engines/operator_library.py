@@ -7,7 +7,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from splitc.runtime.errors import PackageError
+from splitc.runtime.errors import EngineError, PackageError
 
 MODULE = "splitc.runtime.collectives._operators"
 # That of native/operators.h. An editable install may have a library of older sources than its Python code.
@@ -72,4 +72,13 @@ def load_library() -> ctypes.CDLL:
     for name, (result, arguments) in _FUNCTIONS.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
+        if result is _POINTER:
+            function.errcheck = _need_memory
     return library
+
+
+def _need_memory(made: int | None, function: object, arguments: object) -> int:
+    """What a function has made. Raises EngineError if it had no memory for that: NULL is no end of anything."""
+    if made is None:
+        raise EngineError("this machine has no memory left for what ranks meet by")
+    return made

@@ -223,23 +223,40 @@ static void init_operator(Operator* made, int on_gpu, End* end) {
 
 EXPORT int splitc_interface(void) { return INTERFACE; }
 
-/* What ONNX Runtime calls. Of a thread that has named no end, operators that can be loaded and not be run. */
-EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
-    static End none;
-    const OrtApi* api = base->GetApi(ORT_VERSION);
-    End* end = registered ? registered : &none;
-    if (end->domain) return ORT(api, AddCustomOpDomain)(options, end->domain);
+/* Make an end's operators, once. */
+static OrtStatus* make_domain(End* end, const OrtApi* api) {
+    if (end->domain) return NULL;
     static void (*const kinds[])(Operator*) = {init_all_reduce, init_all_reduce_half, init_send, init_receive,
                                                init_send_half,  init_receive_half,    init_after};
+    OrtCustomOpDomain* domain;
     end->api = api;
-    TRY(ORT(api, CreateCustomOpDomain)("splitc", &end->domain));
+    TRY(ORT(api, CreateCustomOpDomain)("splitc", &domain));
     for (int number = 0; number < OPERATORS; number++) {
         Operator* made = &end->operators[number];
         init_operator(made, number % 2, registered);
         kinds[number / 2](made);
-        TRY(ORT(api, CustomOpDomain_Add)(end->domain, &made->op));
+        OrtStatus* status = ORT(api, CustomOpDomain_Add)(domain, &made->op);
+        if (status) {
+            ORT(api, ReleaseCustomOpDomain)(domain);
+            return status;
+        }
     }
-    return ORT(api, AddCustomOpDomain)(options, end->domain);
+    end->domain = domain;
+    return NULL;
+}
+
+/* What ONNX Runtime calls. Of a thread that has named no end, operators that can be loaded and not be run: all such threads
+ * have these together, and may come at the same time. */
+EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
+    static End none;
+    static atomic_flag making = ATOMIC_FLAG_INIT;
+    const OrtApi* api = base->GetApi(ORT_VERSION);
+    End* end = registered ? registered : &none;
+    while (atomic_flag_test_and_set(&making)) {
+    }
+    OrtStatus* status = make_domain(end, api);
+    atomic_flag_clear(&making);
+    return status ? status : ORT(api, AddCustomOpDomain)(options, end->domain);
 }
 
 /* A rank's end of a meeting: `meeting` is memory for it. NULL where there is no memory left. */
