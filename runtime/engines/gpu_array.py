@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from splitc.runtime.arrays import bytes_of
@@ -38,11 +39,11 @@ class Tape:
     """A rank's buffers for a recorded request.
 
     `inputs` is pinned memory, by name, that a replay copies to the GPU at its begin, or for feeds that are on a GPU
-    already, what they are copied to before. `outputs` is what a replay copies to at its end, or outputs that stay on
-    the GPU. Objects in `kept` must stay alive until the capture ends. All other memory of a graph comes from the GPU's
+    already, what they are copied to before. `owned` is pinned memory with numbers of the engines, which a replay copies
+    too. Objects in `kept` must stay alive until the capture ends. All other memory of a graph comes from the GPU's
     private pool, which nobody else uses.
     """
 
     inputs: dict[str, npt.NDArray[Any] | GpuArray] = field(default_factory=dict)
-    outputs: dict[str, Any] = field(default_factory=dict)
+    owned: list[npt.NDArray[np.uint8]] = field(default_factory=list)
     kept: list[Any] = field(default_factory=list)

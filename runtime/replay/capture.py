@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from splitc.runtime.engines.gpu_array import Tape
+import numpy as np
+
+from splitc.runtime.engines.gpu_array import GpuArray, Tape
 from splitc.runtime.engines.gpu_device import GpuDevice
+from splitc.runtime.engines.graph_nodes import own_what_is_copied
 from splitc.runtime.failures import Failure, attempt
 
 T = TypeVar("T")
@@ -16,6 +19,7 @@ def capture(gpu: GpuDevice, tape: Tape, give: Callable[[], T]) -> tuple[Any, T]:
     """The graph of the work that `give` puts on the GPU's stream, and what it returns.
 
     `tape` gets the pinned memory that the graph copies from. Raises what goes wrong: the work can still run eagerly.
+    EngineError if the graph copies from or to memory of the host that may be gone when it is replayed.
     """
     gpu.prepare()
     # Engines may allocate memory while they are captured, which CUDA only allows in this mode.
@@ -27,4 +31,6 @@ def capture(gpu: GpuDevice, tape: Tape, give: Callable[[], T]) -> tuple[Any, T]:
     for each in (given, graph):
         if isinstance(each, Failure):
             raise each.error
+    staged = [each for each in tape.inputs.values() if not isinstance(each, GpuArray)]
+    tape.owned = own_what_is_copied(graph, staged, lambda size: gpu.pinned((size,), np.uint8))
     return graph, given

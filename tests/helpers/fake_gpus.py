@@ -32,6 +32,8 @@ from tests.helpers import fake_cupy, fake_gpu_arrays
 FAILING = "SPLITC_TEST_FAILING"
 # The folder of a rank, whose engines give other numbers in a replay than they do eagerly.
 WRONG = "SPLITC_TEST_WRONG"
+# The engine that copies from memory of the host.
+FROM_HOST = "SPLITC_TEST_FROM_HOST"
 # A weight on the GPU, the folder of its file, and the weight.
 Needed = tuple[ort.OrtValue, Path, Weight]
 
@@ -57,10 +59,15 @@ class HostEngine:
         # Weights that it does not look at. If they are not there while it works, its outputs are wrong.
         self.needed: list[Needed] = []
         self._errs = path.parent.name == os.environ.get(WRONG)
+        self._copies = path.match(os.environ.get(FROM_HOST, "no engine"))
 
     def run(self, values: Mapping[str, Any], into: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
         shapes = self._shapes(values)
         made = {n: into[n] if n in into else self._gpu.empty(*shapes[n]) for n in self.outputs}
+        if self._copies:
+            host, copied = np.ones(3), self._gpu.empty((3,), "float64")
+            fake_cupy.copy_async(copied.pointer, host.ctypes.data, host.nbytes, 1, self._gpu.stream.ptr)
+            self._gpu.keep(host)
         # Not the memory itself: the stream comes to it before it can come to what frees it.
         places = {name: replace(value, owner=None) for name, value in values.items()}
         targets = {name: value.pointer for name, value in made.items()}
@@ -145,6 +152,7 @@ def install_cupy(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("splitc.runtime.engines.gpu_device.need_cupy", lambda: cupy)
     patch.setattr("splitc.runtime.tools.device_speeds.need_cupy", lambda: cupy)
     patch.setattr("splitc.runtime.engines.gpu_device.copy", fake_cupy.copy)
+    patch.setattr("splitc.runtime.replay.capture.own_what_is_copied", fake_cupy.own_what_is_copied)
 
 
 @pytest.fixture

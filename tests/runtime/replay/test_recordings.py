@@ -25,7 +25,7 @@ from splitc.runtime.replay.capture import capture
 from tests.conftest import assert_close, decoder_feeds, run_whole
 from tests.helpers import fake_cupy
 from tests.helpers.blocks import Block
-from tests.helpers.fake_gpus import FAILING, WRONG, FakeBackend, package
+from tests.helpers.fake_gpus import FAILING, FROM_HOST, WRONG, FakeBackend, package
 from tests.helpers.recurrent import write_lstm
 from tests.helpers.workers import workers_of
 
@@ -333,6 +333,18 @@ def test_first_replay_that_gives_something_else_is_no_answer(
                 }
                 assert_close(sequence.run(feeds), expected.run(feeds))
         assert any("the first replay gave another" in note for note in session.notes)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_copies_from_memory_of_the_host_is_not_replayed(
+    ranks: int, decoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be copied again in each replay, when it is gone."""
+    monkeypatch.setenv(FROM_HOST, f"stage{ranks - 1}.onnx")
+    with Session(package(decoder, "layer", ranks), devices=[f"{ranks}xcuda"]) as session:
+        make_known(session)
+        assert not is_replayed(session, decoder_feeds())
+        assert any("an engine copies between the GPU and memory of the host" in note for note in session.notes)
 
 
 def test_graph_that_fails_ends_in_an_error(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
