@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -59,7 +60,8 @@ class RemoteRanks(ABC):
         self._why: BaseException = EngineError("its session was closed while a request ran")
         self._loaded: list[Future[None]] = [Future() for _ in devices]
         self._ended: set[int] = set()
-        self._reports: list[Future[Report]] = []
+        # The reports that each rank owes, in the order in which it was asked: every thread that asks gets its own.
+        self._owed: list[deque[Future[Report]]] = [deque() for _ in devices]
 
     def __len__(self) -> int:
         return len(self._devices)
@@ -116,8 +118,11 @@ class RemoteRanks(ABC):
 
     def _ask(self) -> list[Report]:
         """A report of each rank, after all earlier requests. Empty if the session is broken or closed."""
-        self._reports = [Future() for _ in self._devices]
-        reports = list(self._reports)
+        if self._stopped or self._closing:
+            return []
+        reports: list[Future[Report]] = [Future() for _ in self._devices]
+        for owed, report in zip(self._owed, reports, strict=True):
+            owed.append(report)
         self._wire.send(Ask())
         self._reader.wake()
         try:
@@ -135,8 +140,8 @@ class RemoteRanks(ABC):
 
     def is_waiting(self) -> bool:
         """See Receiver."""
-        unknown: Sequence[Future[Any]] = (*self._loaded, *self._reports)
-        return bool(self._requests or self._suspect or self._closing) or not all(each.done() for each in unknown)
+        busy = bool(self._requests or self._suspect or self._closing) or any(self._owed)
+        return busy or not all(each.done() for each in self._loaded)
 
     def take(self, rank: int, message: Any) -> None:
         """Take one message of a rank. Those of ranks that were ended come too late: all waits for them have ended."""
@@ -145,8 +150,8 @@ class RemoteRanks(ABC):
         if isinstance(message, Answer):
             self._answered(rank, message)
         elif isinstance(message, Report):
-            if not self._reports[rank].done():  # whoever asked first may have given up
-                self._reports[rank].set_result(message)
+            if self._owed[rank]:
+                self._owed[rank].popleft().set_result(message)  # whoever asked may have given up
         elif isinstance(message, Loaded):
             self._rank_loaded(rank, message)
         elif isinstance(message, Broken):
@@ -200,9 +205,6 @@ class RemoteRanks(ABC):
         """End all ranks, and the session with this error."""
         if not self._stopped:
             self.abort(error)
-            for report in self._reports:
-                if not report.done():
-                    report.set_exception(EngineError(str(error)))
             if all(future.done() and future.exception() is None for future in self._loaded):
                 self._broken(error)
             for future in self._loaded:
@@ -216,6 +218,9 @@ class RemoteRanks(ABC):
         """End all ranks, which may wait for each other."""
         self._why = error
         self.stop()
+        for owed in self._owed:
+            while owed:
+                owed.popleft().set_exception(EngineError(str(error)))
 
     @abstractmethod
     def lost(self, rank: int) -> None:

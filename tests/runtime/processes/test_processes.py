@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -244,6 +245,24 @@ def test_closed_session_has_no_descriptors(decoder: Path) -> None:
     command = [sys.executable, "-c", DESCRIPTORS, str(compile_mode(decoder, "layer"))]
     first, *later = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
     assert later == [first, first]
+
+
+def test_threads_that_ask_at_once_each_get_reports(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_processes(compile_mode(decoder, "layer")) as session:
+        ranks = session._workers
+        assert isinstance(ranks, RankProcesses)
+        send, all_ask = ranks._wire.send, threading.Barrier(3)
+
+        def send_together(message: Any) -> None:
+            all_ask.wait(10)
+            send(message)
+
+        monkeypatch.setattr(ranks._wire, "send", send_together)
+        with ThreadPoolExecutor(3) as pool:
+            reports = [each.result() for each in [pool.submit(ranks._ask) for _ in range(3)]]
+        monkeypatch.undo()
+        assert reports == [[Report(None, ())] * len(ranks)] * 3
+    assert ranks._ask() == []  # and does not wait for what has ended
 
 
 def test_messages_that_come_late_are_dropped(decoder: Path) -> None:
