@@ -172,6 +172,13 @@ class Lender:
         """The other process has no more use for these."""
         self._free.update(buffers)
 
+    def close(self) -> None:
+        """Free the buffers, but for those that somebody still has arrays of."""
+        for descriptor in self._unsent.values():
+            os.close(descriptor)
+        self._buffers, self._placed = [], []
+        self._free, self._unsent = set(), {}
+
     def _take(self, size: int) -> int:
         """The smallest free buffer that is large enough, or a new one."""
         # Arrays of a request that failed are never sent: whoever wrote to them has dropped them.

@@ -19,6 +19,7 @@ from splitc.runtime.devices import Device
 from splitc.runtime.engines import Room
 from splitc.runtime.engines.gpu_array import GpuArray, Tape
 from splitc.runtime.engines.kernels import copy
+from splitc.runtime.engines.pinned_memory import Pins
 from splitc.runtime.engines.weight_places import ALIGNED, SwapRoom
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.gpu_feeds import GpuFeed
@@ -75,6 +76,7 @@ class GpuDevice:
         self.recorded = False
         self.cupy = need_cupy()
         self.cuda = self.cupy.cuda
+        self._pins = Pins(self.cuda, index)
         try:
             count = self.cuda.runtime.getDeviceCount()
         except self.cuda.runtime.CUDARuntimeError as error:
@@ -113,6 +115,7 @@ class GpuDevice:
             self.wait(self.record(), CLOSING)
         except EngineError:
             _STUCK.append(self)
+            self._pins.keep()
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> GpuArray:
         """Memory for an array from CuPy's pool. When it is freed, the pool reuses it for later work on this stream."""
@@ -353,9 +356,8 @@ class GpuDevice:
         self._stopped = True
 
     def pin(self, memory: npt.NDArray[np.uint8]) -> None:
-        """Make memory on the host one that the GPU copies from and to directly, for the life of the process."""
-        with self.device:
-            self.cuda.runtime.hostRegister(memory.ctypes.data, memory.nbytes, 0)
+        """Make memory on the host one that the GPU copies from and to directly, until it is freed."""
+        self._pins.add(memory)
 
     def pinned(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """An array in pinned memory."""

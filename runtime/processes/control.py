@@ -82,3 +82,7 @@ class SocketControl:
             return None
         self._outputs = Lender(backend.pin)
         return self._outputs.room
+
+    def release(self) -> None:
+        """Free the memory of outputs, after all requests, in a process that goes on."""
+        self._outputs.close()

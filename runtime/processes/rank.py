@@ -194,6 +194,7 @@ def _host(start: Start, descriptors: Sequence[int]) -> None:
         else:
             rank, collectives = made
             rank.worker.run()
+            control.release()
             if control.closed:
                 collectives.release()
         mail.finish()

@@ -14,6 +14,7 @@ import time
 import types
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -274,6 +275,24 @@ def copy(target: int, source: int, size: int) -> None:
     copy_async(target, source, size, 0, current.stream.ptr)
 
 
+# Memory of the host that is registered: the bytes at each address. What was freed before it was unregistered.
+REGISTERED: dict[int, int] = {}
+FREED: list[int] = []
+
+
+def host_register(address: int, size: int, flags: int) -> None:
+    if address in REGISTERED:
+        raise CUDARuntimeError("cudaErrorHostMemoryAlreadyRegistered")
+    REGISTERED[address] = size
+
+
+def host_unregister(address: int) -> None:
+    size = REGISTERED.pop(address)
+    maps = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+    if not any(int(begin, 16) <= address and address + size <= int(end, 16) for begin, end in maps):
+        FREED.append(address)
+
+
 def make(devices: int = DEVICES) -> types.SimpleNamespace:
     """A fake CuPy with a number of devices."""
     runtime = types.SimpleNamespace(
@@ -291,7 +310,8 @@ def make(devices: int = DEVICES) -> types.SimpleNamespace:
         streamCaptureModeRelaxed=2,
         memcpyDefault=4,
         memsetAsync=set_async,
-        hostRegister=lambda pointer, size, flags: None,
+        hostRegister=host_register,
+        hostUnregister=host_unregister,
     )
     cuda = types.SimpleNamespace(
         Device=Device,
