@@ -24,6 +24,7 @@ from tests.conftest import decoder_feeds, listen_to_interrupts
 from tests.helpers.command import splitc, splitc_process
 from tests.helpers.fuzz import seeds
 from tests.helpers.killed import codes, kill_after
+from tests.helpers.mpi import MPIS, Mpi
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")]
 
@@ -74,10 +75,10 @@ print("imported")
 _known: dict[str, float] = {}
 
 
-def moment(kind: str, seed: int, command: Sequence[object], place: Path) -> tuple[int, float]:
+def moment(kind: str, seed: int, command: Sequence[object], place: Path, mpi: Mpi | None = None) -> tuple[int, float]:
     """A signal, and the seconds after which it comes: before the command would end, or a little after."""
     if kind not in _known:
-        found = kill_after(None, 0, command, place)
+        found = kill_after(None, 0, command, place, mpi)
         assert found.code == 0, found.errors
         _known[kind] = found.seconds
     random = np.random.default_rng([seed, zlib.crc32(kind.encode())])
@@ -169,6 +170,20 @@ def test_use(seed: int, decoder: Path, package: Path, tmp_path: Path) -> None:
     if number != signal.SIGKILL:
         assert {path.name for path in tmp_path.iterdir()} <= {"temporary", "inputs.npz", "outputs"}
         assert found.temporary == []
+
+
+@pytest.mark.skipif(not MPIS, reason="there is no MPI")
+@pytest.mark.parametrize("seed", seeds(2))
+def test_use_by_mpi(seed: int, decoder: Path, package: Path, tmp_path: Path) -> None:
+    use, mpi = choice(seed, USES, MPIS)
+    save_arrays(tmp_path / "inputs.npz", decoder_feeds())
+    places = {"PACKAGE": package, "MODEL": decoder, "INPUTS": tmp_path / "inputs.npz", "OUTPUTS": tmp_path / "outputs"}
+    command = [places.get(word, word) for word in USES[use]]
+    number, seconds = moment(f"{use} {mpi.name}", seed, command, tmp_path, mpi)
+    found = kill_after(seconds, number, command, tmp_path, mpi)
+    assert "Traceback" not in found.errors
+    if (tmp_path / "outputs").exists() and use == "run":
+        load_arrays(tmp_path / "outputs")
 
 
 ENDS = pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from tests.conftest import listen_to_interrupts, until
+from tests.helpers.mpi import Mpi
 
 # The environment's mark of all processes of one command, since those of a dead parent have no other.
 MARK = "SPLITC_TEST_MARK"
@@ -31,30 +32,34 @@ class Killed:
     temporary: list[str]
 
 
-def kill_after(seconds: float | None, number: int, command: Sequence[object], place: Path) -> Killed:
+def kill_after(
+    seconds: float | None, number: int, command: Sequence[object], place: Path, mpi: Mpi | None = None
+) -> Killed:
     """Run splitc with a temporary folder of its own in `place`, and send its first process a signal after a while.
 
-    None is no signal. All its processes must end within 15 seconds.
+    With `mpi` that is mpirun, which starts three. None is no signal. All its processes must end within 15 seconds.
     """
     temporary = place / "temporary"
     temporary.mkdir(exist_ok=True)
     mark = f"{place}-{time.monotonic_ns()}"
+    start = [] if mpi is None else [str(mpi.mpirun), *mpi.options, "-n", "3"]
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *map(str, command)],
+        [*start, sys.executable, "-c", PROGRAM, *map(str, command)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "TMPDIR": str(temporary), MARK: mark},
+        env={**os.environ, **({} if mpi is None else mpi.environment), "TMPDIR": str(temporary), MARK: mark},
         preexec_fn=listen_to_interrupts,
     )
     assert process.stdout is not None
-    process.stdout.readline()
-    start = time.monotonic()
+    for _ in range(1 if mpi is None else 3):
+        process.stdout.readline()
+    begun = time.monotonic()
     if seconds is not None:
         time.sleep(seconds)
         process.send_signal(number)
     _, errors = process.communicate(timeout=120)
-    took = time.monotonic() - start
+    took = time.monotonic() - begun
     until(lambda: not _marked(mark), 15)
     left = [path.name for path in temporary.iterdir() if path.name != ".ses"]  # that one is ONNX Runtime's
     return Killed(process.returncode, took, errors, left)
