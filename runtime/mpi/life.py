@@ -33,19 +33,24 @@ class Life(threading.Thread):
         # How long each of them has been silent, by this clock, when it was last read.
         self._silent = dict.fromkeys(self._others, 0.0)
         self._read = 0.0
+        # That this process was told to end.
+        self._told = False
         self._ended = threading.Event()
         self.start()
 
     def run(self) -> None:
         sending: list[Any] = []
+        told: float | None = None
         while not self._ended.wait(BEAT):
             sending = [each for each in sending if not each.Test()]
             sending += [self._communicator.Isend(b"", each) for each in self._others]
             self._listen()
             if self._rank and self.silent(0) > PATIENCE:
-                message = f"error: the session's process (0) gave no sign of life to rank {self._rank} for"
-                print(f"{message} {self.silent(0):.0f} s", file=sys.stderr, flush=True)
-                abort_all()
+                message = f"the session's process (0) gave no sign of life to rank {self._rank} for"
+                _end_all(f"{message} {self.silent(0):.0f} s")
+            told = self._read if told is None and self._told else told
+            if told is not None and self._read - told > PATIENCE:
+                _end_all(f"rank {self._rank} was told to end (SIGTERM), and the session's process (0) goes on")
 
     def _listen(self) -> None:
         now = self._clock.read()
@@ -55,6 +60,13 @@ class Life(threading.Thread):
             while self._communicator.Iprobe(other):
                 self._communicator.Recv(bytearray(), other)
                 self._silent[other] = 0.0
+
+    def end_soon(self) -> None:
+        """A rank was told to end: it goes on until the session's process, which was told too, has ended the session.
+
+        If that was not, this one ends them all after PATIENCE. For a handler of signals.
+        """
+        self._told = True  # no lock: it may come again meanwhile
 
     def silent(self, process: int) -> float:
         """Seconds since the last sign of life of a process, as far as this one was awake."""
@@ -69,3 +81,8 @@ class Life(threading.Thread):
             self._listen()
             sleep_after(waited)
         self._listen()
+
+
+def _end_all(why: str) -> None:
+    print(f"error: {why}", file=sys.stderr, flush=True)
+    abort_all()

@@ -42,7 +42,10 @@ def serve(world: World) -> NoReturn:
     sys.stdout.flush()
     print_to_stderr()
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # mpirun gives it to all, and process 0 ends the others
+        # mpirun gives signals to all, and process 0 ends the others.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if callable(signal.getsignal(signal.SIGTERM)):
+            signal.signal(signal.SIGTERM, lambda *_: world.life.end_soon())
     try:
         while not isinstance(message := control.receive(spins=False), Leave):
             if isinstance(message, Call):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 import shutil
 import signal
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -19,6 +24,7 @@ from splitc.runtime.device_profiles import parse_link
 from splitc.runtime.devices import parse_devices
 from splitc.runtime.gpus import GpuIdentity
 from splitc.runtime.machine import known_machine
+from splitc.runtime.mpi import life
 from splitc.runtime.mpi.host_checks import Found, find_contradiction, why_not_placed
 from tests.conftest import decoder_feeds, until
 from tests.helpers import fake_gpus
@@ -249,6 +255,51 @@ def test_job_that_is_cancelled_ends_at_once_and_leaves_nothing(decoder: Path, mp
     assert code != 0 and time.monotonic() - began < 5
     # Jobs of other tests come and go.
     until(lambda: not {each for each in Path("/dev/shm").iterdir() if "mpi" in each.name} - before)
+
+
+# As `splitc`, which lets SIGTERM end a program like Ctrl-C.
+TERMINABLE = "from splitc.runtime.interrupts import handle_signals\nhandle_signals()\n"
+# Opens no session: its ranks wait for one.
+IDLE = """
+import time
+from splitc.runtime.mpi.first_process import begin
+begin()
+print("runs", flush=True)
+time.sleep(60)
+"""
+
+
+@each_mpi
+@pytest.mark.parametrize("program", [IDLE, ENDLESS], ids=["idle", "at work"])
+def test_job_that_is_terminated_ends_without_a_word(decoder: Path, program: str, mpi: Mpi) -> None:
+    """mpirun passes the signal on to all: process 0 ends its program, and the ranks with it."""
+    process = mpi.start(2, sys.executable, "-c", TERMINABLE + program, compile_mode(decoder, "tensor"), "")
+    assert process.stdout is not None and process.stdout.readline() == "runs\n"
+    process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    code, shown = ended(process)
+    assert code != 0 and time.monotonic() - began < 5
+    assert shown.strip() == ""
+
+
+def test_rank_that_alone_is_told_to_end_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended_all, shown = threading.Event(), io.StringIO()
+
+    def abort() -> None:
+        rank._ended.set()
+        ended_all.set()
+
+    monkeypatch.setattr(life, "BEAT", 0.01)
+    monkeypatch.setattr(life, "PATIENCE", 0.2)
+    monkeypatch.setattr(life, "abort_all", abort)
+    monkeypatch.setattr(sys, "stderr", shown)
+    heard = SimpleNamespace(rank=1, size=2, Isend=lambda *_: MagicMock(), Recv=lambda *_: None)
+    heard.Iprobe = MagicMock(side_effect=itertools.cycle([True, False]))  # process 0 is well
+    rank = life.Life(heard)
+    assert not ended_all.wait(0.4)
+    rank.end_soon()
+    assert ended_all.wait(10)
+    assert shown.getvalue() == "error: rank 1 was told to end (SIGTERM), and the session's process (0) goes on\n"
 
 
 def test_ranks_of_a_planned_host_that_are_on_several_are_refused() -> None:
