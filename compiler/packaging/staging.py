@@ -12,6 +12,7 @@ import msgspec
 
 from splitc.runtime.errors import MisuseError, SplitcError
 from splitc.runtime.files import FULL
+from splitc.runtime.interrupts import later_interrupts
 from splitc.runtime.manifest_file import FILE_NAME
 from splitc.runtime.pipeline_file import FILE_NAME as PIPELINE
 from splitc.runtime.units import format_bytes
@@ -113,17 +114,23 @@ def written_aside(target: Path, replace: bool) -> Iterator[Path]:
             check_target(target, replace)
             yield folder
             check_target(target, replace)
-            try:
-                if target.exists():
-                    target.rename(replaced)
-                folder.rename(target)
-            except BaseException:
-                _restore(target, replaced)
-                raise
+            with later_interrupts():  # one that came as the old package is removed would leave half of it
+                _put(folder, target, replaced)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _put(folder: Path, target: Path, replaced: Path) -> None:
+    """Let a folder become the target, in the place of what is there."""
+    try:
+        if target.exists():
+            target.rename(replaced)
+        folder.rename(target)
+    except BaseException:
+        _restore(target, replaced)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _restore(target: Path, replaced: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,6 +37,20 @@ def replace(target: Path) -> None:
 
 def test_package_is_replaced(old: Path) -> None:
     replace(old)
+    assert names(old) == ["new"]
+    assert names(old.parent) == ["package"]
+
+
+def test_interrupt_while_the_old_package_is_removed(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unlink = os.unlink
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        unlink(*args, **options)
+
+    monkeypatch.setattr(os, "unlink", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        replace(old)
     assert names(old) == ["new"]
     assert names(old.parent) == ["package"]
 
