@@ -1,4 +1,4 @@
-"""What ranks that are processes tell each other, by a channel for each pair."""
+"""What ranks that are processes tell each other, by a channel for each pair that does."""
 
 from __future__ import annotations
 
@@ -47,6 +47,18 @@ def all_gather(mail: Mail, rank: int, ranks: Sequence[int], value: Any) -> Any:
     tell_all(mail, rank, ranks, value)
     told = [value if other == rank else hear_named(mail, rank, other, None) for other in ranks]
     return next((each for each in told if isinstance(each, Failure)), told)
+
+
+def gather_by_first(mail: Mail, rank: int, ranks: Sequence[int], value: Any) -> Any:
+    """As `all_gather`, by way of the first of the ranks: the others need none to each other."""
+    first = ranks[0]
+    if rank != first:
+        tell_all(mail, rank, [first], value)
+        return hear_named(mail, rank, first, None)
+    told = [value, *(hear_named(mail, first, other, None) for other in ranks[1:])]
+    gathered = next((each for each in told if isinstance(each, Failure)), told)
+    tell_all(mail, first, ranks, gathered)
+    return gathered
 
 
 class ChannelMail:

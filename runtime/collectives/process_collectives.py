@@ -11,7 +11,7 @@ from typing import Any
 
 from splitc.runtime.arrays import accumulate_arrays
 from splitc.runtime.channel import portable
-from splitc.runtime.collectives.channel_mail import Mail, all_gather, hear_named
+from splitc.runtime.collectives.channel_mail import Mail, all_gather, gather_by_first, hear_named
 from splitc.runtime.collectives.engine_meeting import EngineMeeting
 from splitc.runtime.collectives.nccl import NcclCommunicator, NcclCommunicators
 from splitc.runtime.engines import Backend, Communicator
@@ -91,6 +91,10 @@ class ProcessCollectives:
 
     def all_gather(self, ranks: Sequence[int], value: Any) -> Any:
         return all_gather(self._mail, self.rank, ranks, value)
+
+    def gather_by_first(self, ranks: Sequence[int], value: Any) -> Any:
+        """As `all_gather`, slower, between ranks that may have no way to each other but to the first one."""
+        return gather_by_first(self._mail, self.rank, ranks, value)
 
     def all_reduce(self, step: Reduce, parts: Any, accumulate: Callable[[str, Any, Any], None]) -> Any:
         if self._gpu is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -19,6 +19,7 @@ from splitc.runtime.manifest import Manifest, State
 from splitc.runtime.processes.device_processes import DeviceProcess, DeviceProcesses, kill
 from splitc.runtime.processes.messages import Start
 from splitc.runtime.shared_memory import create_memory
+from splitc.runtime.steps import Reduce, Send
 
 # Seconds that a rank looks for its next request before it sleeps, where it may.
 SPIN = 2e-3
@@ -54,12 +55,12 @@ def launch(
     """
     made = Launched(has_spare_cores(devices))
     with ExitStack() as ours:
-        ends = {pair: _socket_pair(ours) for pair in combinations(range(len(devices)), 2)}
+        sockets = _Sockets(find_pairs(manifest, devices), ours)
         meetings = {group: _memory(ours, shared_bytes(len(group))) for group in find_groups(manifest)}
         try:
             made.processes.extend(map(processes.find, devices))
             for rank, process in enumerate(made.processes):
-                channels = {b if rank == a else a: both[rank == b] for (a, b), both in ends.items() if rank in (a, b)}
+                channels = sockets.open(rank)
                 own = {group: memory for group, memory in meetings.items() if rank in group}
                 start = Start(
                     package=package.absolute(),
@@ -75,7 +76,10 @@ def launch(
                     spin=SPIN if made.spins else 0.0,
                     turns=turns[rank],
                 )
-                made.channels.append(process.host(start, [*channels.values(), *own.values()]))
+                handed = [*(each.fileno() for each in channels.values()), *own.values()]
+                made.channels.append(process.host(start, handed))
+                for each in channels.values():
+                    each.close()
         except BaseException as error:
             kill(processes.running(devices), error)
             for channel in made.channels:
@@ -84,10 +88,27 @@ def launch(
     return made
 
 
-def _socket_pair(stack: ExitStack) -> tuple[int, int]:
-    """The descriptors of both ends of a socket, which the stack closes."""
-    one, other = map(stack.enter_context, socket.socketpair())
-    return one.fileno(), other.fileno()
+class _Sockets:
+    """A socket for each pair of ranks, from when one of them starts: this process can't have all of them at once.
+
+    The stack closes those that are left.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[int, int]], stack: ExitStack) -> None:
+        self._peers: dict[int, list[int]] = {}
+        for one, other in sorted(pairs):
+            self._peers.setdefault(one, []).append(other)
+        self._stack = stack
+        # The ends that wait for a rank, by the numbers of the others.
+        self._waiting: dict[int, dict[int, socket.socket]] = {}
+
+    def open(self, rank: int) -> dict[int, socket.socket]:
+        """The ends of a rank, by the numbers of the others. Ranks come in order."""
+        ends = self._waiting.pop(rank, {})
+        for other in self._peers.get(rank, ()):
+            ends[other], theirs = map(self._stack.enter_context, socket.socketpair())
+            self._waiting.setdefault(other, {})[rank] = theirs
+        return ends
 
 
 def _memory(stack: ExitStack, size: int) -> int:
@@ -108,6 +129,24 @@ def find_groups(manifest: Manifest) -> set[tuple[int, ...]]:
         return set()
     files = [file for rank in manifest.ranks for file in rank.engines if file.group]
     return {tuple(file.group) for file in files}
+
+
+def find_pairs(manifest: Manifest, devices: Sequence[Device]) -> set[tuple[int, int]]:
+    """The pairs of ranks that tell each other anything, the lower number first.
+
+    All agree with rank 0 while they load. Where there are GPUs, all agree with all on what is captured, too.
+    """
+    ranks = range(len(devices))
+    if any(device.kind != "cpu" for device in devices):
+        return set(combinations(ranks, 2))
+    pairs = {(0, rank) for rank in ranks[1:]}
+    for number, rank in enumerate(manifest.ranks):
+        for step in rank.program:
+            if isinstance(step, Send):
+                pairs.add((min(number, step.target), max(number, step.target)))
+            elif isinstance(step, Reduce):
+                pairs.update(combinations(sorted(step.ranks), 2))
+    return pairs
 
 
 def _seen_alone(device: Device) -> Device:

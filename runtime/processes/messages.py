@@ -21,9 +21,9 @@ from splitc.runtime.shared_memory import Placed, Sent
 class Start(Struct, frozen=True, array_like=True, tag=True):
     """What a rank needs to know. With it come descriptors: that of the socket to the session, and then as below.
 
-    `channels` are the other ranks, with a socket to each, and `meetings` the groups whose engines meet, with the memory
-    where they do. With `by_nccl`, each rank has a GPU of its own. A rank looks for work for `spin` seconds before it
-    sleeps. For `turns` see Worker.
+    `channels` are the ranks that it tells anything, with a socket to each, `meetings` the groups whose engines meet,
+    with the memory where they do. With `by_nccl`, each rank has a GPU of its own. A rank looks for work for `spin`
+    seconds before it sleeps. For `turns` see Worker.
     """
 
     package: Path

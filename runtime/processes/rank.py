@@ -111,7 +111,7 @@ class RankProcess:
         if self._exchanges:
             self._collectives.connect()
         blocker = self.worker.capture_blocker if self._collectives.by_nccl else OVER_HOST
-        blockers = self._collectives.all_gather(self._everyone, blocker)
+        blockers = self._collectives.gather_by_first(self._everyone, blocker)
         if isinstance(blockers, Failure):
             raise blockers.error
         self.worker.capture_blocker = next((why for why in blockers if why), None)
