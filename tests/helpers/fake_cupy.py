@@ -270,6 +270,10 @@ def set_async(target: int, value: int, size: int, stream: int) -> None:
     STREAMS[stream].put(lambda: ctypes.memset(target, value, size) and None)
 
 
+def copy_between(target: int, to: int, source: int, at: int, size: int, stream: int) -> None:
+    copy_async(target, source, size, 0, stream)
+
+
 def copy(target: int, source: int, size: int) -> None:
     """`splitc.runtime.engines.kernels.copy` without a GPU."""
     copy_async(target, source, size, 0, current.stream.ptr)
@@ -303,6 +307,7 @@ def make(devices: int = DEVICES) -> types.SimpleNamespace:
         memGetInfo=lambda: (60 << 30, 80 << 30),
         memcpyAsync=copy_async,
         memcpy2DAsync=copy_rows_async,
+        memcpyPeerAsync=copy_between,
         memcpyDeviceToDevice=3,
         eventQuery=lambda pointer: 0 if EVENTS[pointer].done else 600,
         memcpyHostToDevice=1,
