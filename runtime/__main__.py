@@ -6,7 +6,6 @@ import gc
 import sys
 from typing import NoReturn
 
-from splitc.runtime.explained import explained
 from splitc.runtime.interrupts import handle_signals
 
 # Python looks for garbage after so many new objects. At its default of 700, that takes a third of the time of a plan,
@@ -17,8 +16,11 @@ GARBAGE_AFTER = 500_000
 def main() -> NoReturn:
     """Run the command line: the runtime's commands, and the compiler's if it is installed."""
     handle_signals()
+    # Imports take a while, in which a user may press Ctrl-C.
+    from splitc.runtime.explained import explained
+
     gc.set_threshold(GARBAGE_AFTER)
-    try:  # the imports take a while, in which a user may press Ctrl-C
+    try:
         from splitc.runtime.mpi.first_process import begin
 
         begin()

@@ -43,6 +43,28 @@ def _never() -> bool:
     return False
 
 
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let SIGINT and SIGTERM end this process at once, as they do without Python: for code that nothing interrupts.
+
+    What handled them before does so again after the block, unless that has set something else. Python sets what handles
+    signals on the main thread alone, so on others nothing is changed.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    changed = {number: handler for number, handler in before.items() if callable(handler)}
+    for number in changed:
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        for number, handler in changed.items():
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, handler)
+
+
 # Seconds after which a signal comes again that could not be handled.
 AGAIN = 0.01
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import signal
 import sys
+import threading
 
 from splitc.runtime.mpi.joining import Leave, Left
 from splitc.runtime.mpi.world import World
@@ -19,6 +21,13 @@ def leave_at_exit(world: World) -> None:
     if not _leaving:
         _leaving.append(world)
         atexit.register(_leave, world)
+
+
+def leave_signals(world: World) -> None:
+    """Leave signals to process 0: mpirun gives them to all, and that one ends the others."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda *_: world.life.end_soon())
 
 
 def _leave(world: World) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
 import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,11 +39,6 @@ def serve(world: World) -> NoReturn:
     control = MpiControl(world.control)
     sys.stdout.flush()
     print_to_stderr()
-    if threading.current_thread() is threading.main_thread():
-        # mpirun gives signals to all, and process 0 ends the others.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if callable(signal.getsignal(signal.SIGTERM)):
-            signal.signal(signal.SIGTERM, lambda *_: world.life.end_soon())
     try:
         while not isinstance(message := control.receive(spins=False), Leave):
             if isinstance(message, Call):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from splitc.runtime.devices import Device
 from splitc.runtime.errors import EngineError, MisuseError, PackageError
+from splitc.runtime.interrupts import later_interrupts
 from splitc.runtime.manifest import Manifest, State
 from splitc.runtime.manifest_file import read_seal
 from splitc.runtime.mpi.host_checks import why_not_placed
@@ -68,14 +69,15 @@ class MpiRanks(RemoteRanks):
             cuda_graphs=cuda_graphs,
             spin=spin,
         )
-        for rank in range(1, world.size):
-            world.control.send(rank, (join, None))
-        own = OwnControl()
-        threading.Thread(target=self._run_own, args=(join, own), name="splitc rank 0", daemon=True).start()
-        self._wire = MpiWire(world.control, world.machines, own, LATE * MOST if spin else 0.0)
-        # It does not look without a pause, which would keep Python's lock from rank 0's thread.
-        self._reader = Reader(self._wire, self, spins=False)
         try:
+            with later_interrupts():  # a rank that is asked waits for all others to be
+                for rank in range(1, world.size):
+                    world.control.send(rank, (join, None))
+                own = OwnControl()
+                threading.Thread(target=self._run_own, args=(join, own), name="splitc rank 0", daemon=True).start()
+                self._wire = MpiWire(world.control, world.machines, own, LATE * MOST if spin else 0.0)
+                # It does not look without a pause, which would keep Python's lock from rank 0's thread.
+                self._reader = Reader(self._wire, self, spins=False)
             self._wait_loaded()
         except BaseException as error:  # an interrupt too
             self._give_up(error)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 from splitc.runtime.errors import MisuseError
@@ -62,19 +61,23 @@ class World:
         abort_all()
 
 
+def started_by_mpi() -> bool:
+    """Whether MPI has started this process, and maybe others."""
+    started = _count()
+    return (started is None and any(name in os.environ for name in NUMBERS)) or (started or 1) > 1
+
+
+def _count() -> int | None:
+    """How many processes were started, where that is said."""
+    return next((int(os.environ[name]) for name in COUNTS if name in os.environ), None)
+
+
 def find_world() -> World | None:
-    """The processes, if there are several. All of them must call this. Later calls give the same.
+    """The processes that MPI has started, if they are several. All of them must call this, once.
 
-    Raises MisuseError if MPI started this process, and can't be used.
+    Raises MisuseError if it can't be used.
     """
-    started = next((int(os.environ[name]) for name in COUNTS if name in os.environ), None)
-    if started == 1 or (started is None and not any(name in os.environ for name in NUMBERS)):
-        return None
-    return _connect(started)
-
-
-@cache
-def _connect(started: int | None) -> World | None:
+    started = _count()
     mpi = _import()
     if mpi.COMM_WORLD.size == 1:
         if started is None:
