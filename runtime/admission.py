@@ -67,6 +67,7 @@ class Admission:
         initial: Mapping[str, Array | Zeros],
         room: bool,
         after: int | None,
+        growth: int,
         here: bool,
         on_device: bool,
     ) -> Future[InFlightRequest]:
@@ -80,7 +81,7 @@ class Admission:
         if self._in_callback and here:
             raise MisuseError("a callback of a request can't wait for another one: submit() it, or run() it elsewhere")
         ranks, done = len(self._workers), self._done
-        request = InFlightRequest(arrays, ranks, done, sequence, initial, room, after, on_device)
+        request = InFlightRequest(arrays, ranks, done, sequence, initial, room, after, growth, on_device)
         future: Future[InFlightRequest] = Answer()
         self._hand_over(request, future)
         if here:
@@ -202,12 +203,12 @@ class Admission:
                 request.finish(number, {}, NEVER, self._unusable())
         self._workers.abort(error)  # now: what the other ranks say then only follows from it
 
-    def forget(self, sequence: int) -> None:
-        """Free the states of a sequence."""
+    def forget(self, sequence: int, reusable: bool) -> None:
+        """Free the states of a sequence, or let another one begin in their memory, if that can be."""
         if os.getpid() != self._owner:
             return
         with self._order:
-            self._workers.forget(sequence)
+            self._workers.forget(sequence, reusable)
 
     def close(self) -> None:
         """End the ranks, in bounded time. Requests that have begun are completed or stopped; others are cancelled.

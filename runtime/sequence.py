@@ -42,6 +42,7 @@ class SequenceRunner(Protocol):
         initial: Mapping[str, Array | Zeros] | None = None,
         room: bool = False,
         after: int | None = None,
+        growth: int = 0,
         here: bool = False,
     ) -> Future[InFlightRequest]:
         """Start a request of this sequence, with checked feeds."""
@@ -52,8 +53,8 @@ class SequenceRunner(Protocol):
     def join(self, request: InFlightRequest) -> dict[str, Array]:
         """The outputs of a request that all ranks have finished."""
 
-    def forget(self, sequence: int) -> None:
-        """Free the states of a sequence."""
+    def forget(self, sequence: int, reusable: bool) -> None:
+        """Free the states of a sequence. They are `reusable` by another one if none failed or grew."""
 
     def forget_later(self, sequence: int) -> None:
         """As `forget`, with the next request. May be called at any time."""
@@ -89,6 +90,8 @@ class StateSequence:
         self._begun = False
         # The number that the ranks know the sequence by, if a request has begun, and the one before it grew.
         self._held: list[int] = []
+        # The requests in which its states grew on the ranks.
+        self._growth = 0
         # A sequence that is dropped without being closed: its session frees the states.
         self._end = weakref.finalize(self, _drop, weakref.ref(session), self._held)
         self._end.atexit = False
@@ -113,11 +116,13 @@ class StateSequence:
             if self._number not in self._held:
                 self._held.append(self._number)
             self._begun = self._failed = True
-            outputs = self._session.join(self._submit({**arrays, **self._carried}, initial, before).result())
+            request = self._submit({**arrays, **self._carried}, initial, before).result()
+            outputs = self._session.join(request)
             self._failed = False
+            self._growth += any(served.grew for served in request.served.values())
             if before is not None:
                 self._held.remove(before)
-                self._session.forget(before)
+                self._session.forget(before, reusable=not self._growth)
             self._carried = {state.input: outputs[state.output] for state in self._carries}
             return {name: array for name, array in outputs.items() if name not in self._outputs}
 
@@ -196,7 +201,7 @@ class StateSequence:
         self, feeds: Mapping[str, Array], initial: Mapping[str, Array | Zeros], before: int | None = None
     ) -> Future[InFlightRequest]:
         room = self._capacity is not None
-        return self._session.submit_request(feeds, self._number, initial, room, before, here=True)
+        return self._session.submit_request(feeds, self._number, initial, room, before, self._growth, here=True)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -222,7 +227,7 @@ class StateSequence:
             try:
                 self._carried, self._loaded, self._given = {}, {}, {}
                 while self._held:
-                    self._session.forget(self._held.pop())
+                    self._session.forget(self._held.pop(), reusable=not self._failed and not self._growth)
             finally:
                 self._busy.release()
 

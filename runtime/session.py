@@ -41,7 +41,7 @@ from splitc.runtime.processes.remote import RemoteRanks
 from splitc.runtime.rank_kinds import MPI, PROCESSES, choose_ranks
 from splitc.runtime.ranks.request import InFlightRequest, Served
 from splitc.runtime.ranks.workers import Workers
-from splitc.runtime.replay.led_replays import make_replays
+from splitc.runtime.replay.rank_replays import RankReplays
 from splitc.runtime.sequence import StateSequence, find_resident
 from splitc.runtime.shared_ranks import SharedRanks
 from splitc.runtime.verification import NEVER, ONCE, Verification, check_word, engine_files
@@ -145,7 +145,7 @@ class Session:
                 own.seal()
             return ranks
         backends = [make_backend(manifest.engine, each, self.threads, manifest.build, cuda_graphs) for each in devices]
-        replays = make_replays(manifest, 0, ()) if cuda_graphs and backends[0].asynchronous else None
+        replays = RankReplays(manifest) if cuda_graphs and backends[0].asynchronous else None
         return Workers(package, manifest, states, backends, broken, turns, replays)
 
     def _join(self, world: World, threads: int | None, verify: str, cuda_graphs: bool) -> MpiRanks:
@@ -257,25 +257,26 @@ class Session:
         initial: Mapping[str, Array | Zeros] | None = None,
         room: bool = False,
         after: int | None = None,
+        growth: int = 0,
         here: bool = False,
         on_device: bool = False,
     ) -> Future[InFlightRequest]:
         """Start a request with checked feeds. With `sequence`, it belongs to that one, which begins with `initial`.
 
         `room` says that the initial states have room for later tokens, `after` that they continue those of another
-        sequence, which are shorter. With `here`, the calling thread reads the answers of processes,
-        which is faster if it waits for the result anyway.
+        sequence, which are shorter, and `growth` how often its states grew. With `here`, the calling thread reads the
+        answers of processes, which is faster if it waits for the result anyway.
         """
         if on_device:
             self.device_arrays.check_outputs()
         check_sizes(arrays, self.manifest)
         while self._dropped:
-            self._admission.forget(self._dropped.popleft())
-        return self._admission.submit(arrays, sequence, initial or {}, room, after, here, on_device)
+            self._admission.forget(self._dropped.popleft(), reusable=False)
+        return self._admission.submit(arrays, sequence, initial or {}, room, after, growth, here, on_device)
 
-    def forget(self, sequence: int) -> None:
-        """Free the states of a sequence."""
-        self._admission.forget(sequence)
+    def forget(self, sequence: int, reusable: bool) -> None:
+        """Free the states of a sequence. They are `reusable` by another one if none failed or grew."""
+        self._admission.forget(sequence, reusable)
 
     def forget_later(self, sequence: int) -> None:
         """As `forget`, with the next request. May be called at any time, also by the garbage collector."""

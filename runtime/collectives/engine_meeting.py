@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-import numpy as np
 
 from splitc.runtime.arrays import Array
 from splitc.runtime.collectives.message_post import MessagePost
 from splitc.runtime.devices import cores
 from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.engines.operator_library import library_path, load_library
-from splitc.runtime.errors import FollowingError, PackageError
+from splitc.runtime.errors import PackageError
 from splitc.runtime.shared_memory import create_memory, map_memory
 
 # The most seconds that a rank waits for another one in a sum.
@@ -23,8 +21,6 @@ PATIENCE = 120.0
 LINE = 64
 # The most ranks of a meeting: that of native/meeting.c.
 MOST_RANKS = 1024
-# The most numbers that a rank tells another one at a time, and their count.
-WORDS = 32
 # Bytes that a rank that is a process copies at a time to where others read them.
 STAGING = 1 << 20
 
@@ -106,20 +102,6 @@ class MeetingEnd:
 
     def fail(self, run: int) -> bool:
         return bool(self._library.splitc_fail(self._handle, run))
-
-    def tell(self, peer: int, numbers: Sequence[int]) -> None:
-        told = np.zeros(WORDS, np.int64)
-        told[: 1 + len(numbers)] = len(numbers), *numbers
-        self._check(self._library.splitc_send(self._handle, peer, told.ctypes.data, told.nbytes))
-
-    def hear(self, peer: int) -> list[int]:
-        told = np.zeros(WORDS, np.int64)
-        self._check(self._library.splitc_receive(self._handle, peer, told.ctypes.data, told.nbytes))
-        return [int(number) for number in told[1 : 1 + told[0]]]
-
-    def _check(self, status: int) -> None:
-        if status:
-            raise FollowingError("another rank failed before the ranks agreed on how to run the request")
 
     def all_reduce(self, operation: int, code: int, given: int, made: int, count: int) -> int:
         """Reduce without an engine. Takes pointers and ONNX's code of the number type; returns 0 or an error code."""

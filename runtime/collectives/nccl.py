@@ -120,14 +120,6 @@ class NcclCommunicator:
     def fail(self, run: int) -> bool:
         return self._meeting is not None and self._meeting.fail(run)
 
-    def tell(self, peer: int, numbers: Sequence[int]) -> None:
-        assert self._meeting is not None, "only engines with operators are told"
-        self._meeting.tell(peer, numbers)
-
-    def hear(self, peer: int) -> list[int]:
-        assert self._meeting is not None, "only engines with operators are told"
-        return self._meeting.hear(peer)
-
     def abort(self) -> None:
         """Abort its work, and release it."""
         self._communicator.abort()

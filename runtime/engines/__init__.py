@@ -88,15 +88,6 @@ class Communicator(Protocol):
         Returns whether the other ranks' collectives then fail at once. If not, they would wait for ever.
         """
 
-    def tell(self, peer: int, numbers: Sequence[int]) -> None:
-        """Send a few numbers to a rank, by its place in the group, which hears them in the same request.
-
-        Raises EngineError if the request has failed on another rank.
-        """
-
-    def hear(self, peer: int) -> list[int]:
-        """Wait for the numbers that a rank tells this one. Raises EngineError as `tell` does."""
-
 
 class Backend(Protocol):
     """Loads engines on one device, and copies arrays to it and from it.

@@ -43,7 +43,8 @@ class Start(Struct, frozen=True, array_like=True, tag=True):
 class Order(Struct, frozen=True, array_like=True, tag=True):
     """A request. Its feeds, and its initial states that are not zeros, are in the slot of its number.
 
-    For `sequence`, `room` and `after` see InFlightRequest. `unused` are the buffers of each rank that it may use again.
+    For `sequence`, `room`, `after` and `growth` see InFlightRequest. `unused` are the buffers of each rank that it may
+    use again.
     """
 
     number: int
@@ -53,14 +54,16 @@ class Order(Struct, frozen=True, array_like=True, tag=True):
     sequence: int | None
     room: bool
     after: int | None
+    growth: int
     renewed: bool
     unused: tuple[tuple[int, ...], ...]
 
 
 class Forget(Struct, frozen=True, array_like=True, tag=True):
-    """Free the states of a sequence."""
+    """Free the states of a sequence, or let another one begin in their memory: if they are `reusable`."""
 
     sequence: int
+    reusable: bool
 
 
 class BringIn(Struct, frozen=True, array_like=True, tag=True):
@@ -88,7 +91,8 @@ class Report(Struct, frozen=True, array_like=True, tag=True):
 class Answer(Struct, frozen=True, array_like=True, tag=True):
     """A rank has finished a request.
 
-    `spans` has, for each step that ran, its number in the rank's program (-1 for a replay) and when it ran.
+    `spans` has, for each step that ran, its number in the rank's program (-1 for a replay) and when it ran. For `grew`
+    see Served.
     """
 
     number: int
@@ -96,6 +100,7 @@ class Answer(Struct, frozen=True, array_like=True, tag=True):
     start: float
     end: float
     spans: tuple[tuple[int, float, float], ...]
+    grew: bool
     error: BaseException | None
 
 

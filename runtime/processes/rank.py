@@ -42,7 +42,7 @@ from splitc.runtime.processes.nccl_files import find_nccl_files
 from splitc.runtime.ranks.loop import Span
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.ranks.thread import Worker
-from splitc.runtime.replay.led_replays import make_replays
+from splitc.runtime.replay.rank_replays import RankReplays
 from splitc.runtime.shared_memory import map_memory
 from splitc.runtime.steps import Run, Step
 
@@ -78,7 +78,7 @@ class RankProcess:
         self._failed: int | None = None
         replays = None
         if cuda_graphs and backend.asynchronous:
-            replays = make_replays(manifest, number, self._everyone)
+            replays = RankReplays(manifest, self._everyone)
         self.worker = Worker(
             number,
             rank,
@@ -123,7 +123,7 @@ class RankProcess:
         if isinstance(message, Order):
             return self._read(message)
         if isinstance(message, Forget):
-            return partial(self.worker.forget, message.sequence)
+            return partial(self.worker.forget, message.sequence, message.reusable)
         if isinstance(message, BringIn):
             return self.worker.bring_in
         if isinstance(message, Ask):
@@ -134,7 +134,7 @@ class RankProcess:
         feeds, loaded = self._control.arrays(order)
         initial: dict[str, Array | Zeros] = {**order.zeros, **loaded}
         answer = partial(self._answer, order.number)
-        return InFlightRequest(feeds, 1, answer, order.sequence, initial, order.room, order.after)
+        return InFlightRequest(feeds, 1, answer, order.sequence, initial, order.room, order.after, order.growth)
 
     def _answer(self, number: int, request: InFlightRequest) -> None:
         """Give the session the outputs of a request, or its error."""
@@ -143,7 +143,9 @@ class RankProcess:
         error = None if request.error is None else portable(request.error)
         if error is not None:
             self._failed = number
-        self._control.answer(Answer(number, None, served.start, served.end, spans, error), request.outputs[rank])
+        self._control.answer(
+            Answer(number, None, served.start, served.end, spans, served.grew, error), request.outputs[rank]
+        )
 
     def _number_of(self, span: Span) -> int:
         return self._steps.get(id(span.step), -1)

@@ -90,7 +90,7 @@ class RemoteRanks(ABC):
         number, self._count = self._count, self._count + 1
         zeros = {name: each for name, each in request.initial.items() if isinstance(each, Zeros)}
         loaded = [(name, each) for name, each in request.initial.items() if not isinstance(each, Zeros)]
-        how = request.sequence, request.room, request.after
+        how = request.sequence, request.room, request.after, request.growth
         order = Order(number, (), (), zeros, *how, False, ())
         self._requests[number] = request  # before its answer may come
         try:
@@ -99,9 +99,9 @@ class RemoteRanks(ABC):
             del self._requests[number]
             raise
 
-    def forget(self, sequence: int) -> None:
-        """Free the states of a sequence."""
-        self._wire.send(Forget(sequence))
+    def forget(self, sequence: int, reusable: bool) -> None:
+        """Free the states of a sequence, or let another one begin in their memory, if that can be."""
+        self._wire.send(Forget(sequence, reusable))
 
     def bring_in(self) -> None:
         """Let all ranks bring their weights in, which other models had the memory of, before later requests."""
@@ -175,7 +175,7 @@ class RemoteRanks(ABC):
         self._seconds = answer.end - request.submitted
         if request.waiting == 1:
             del self._requests[answer.number]
-        request.finish(rank, outputs, Served(answer.start, answer.end, spans), answer.error)
+        request.finish(rank, outputs, Served(answer.start, answer.end, spans, answer.grew), answer.error)
 
     def look(self, alive: Sequence[int]) -> None:
         """Break the session if a rank hangs, or has failed in a request that others go on with."""

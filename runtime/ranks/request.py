@@ -15,11 +15,15 @@ from splitc.runtime.ranks.loop import Span
 
 @dataclass(frozen=True)
 class Served:
-    """A request on one rank: when it began and ended there, in seconds of time.perf_counter, and when its steps ran."""
+    """A request on one rank: when it began and ended there, in seconds of time.perf_counter, and when its steps ran.
+
+    `grew` says that a state of its sequence has another size than before.
+    """
 
     start: float
     end: float
     spans: Sequence[Span]
+    grew: bool = False
 
 
 NEVER = Served(0.0, 0.0, ())
@@ -35,11 +39,11 @@ class InFlightRequest:
     """A request in flight. Each rank adds its outputs, and the last one calls `done`.
 
     `sequence` is the number of the request's sequence, `initial` what the sequence begins with on the ranks: the states
-    that stay there, and feeds that are the same in all its requests. With `room`,
-    the states have room for all later tokens, and are written in place. With `after`, the sequence goes on from that
-    one: its states are copied into the beginning of `initial`, which are longer. With `on_device`, outputs are arrays
-    of CuPy on the ranks' GPUs. `waiting` is the number of ranks that have not finished. `outputs` and `served` are by
-    rank.
+    that stay there, and feeds that are the same in all its requests. With `room`, the states have room for all later
+    tokens, and are written in place. With `after`, the sequence goes on from that one: its states are copied into the
+    beginning of `initial`, which are longer. `growth` counts the requests of the sequence in which states grew on any
+    rank. With `on_device`, outputs are arrays of CuPy on the ranks' GPUs. `waiting` is the number of ranks that have
+    not finished. `outputs` and `served` are by rank.
     """
 
     feeds: Mapping[str, Feed]
@@ -49,6 +53,7 @@ class InFlightRequest:
     initial: Mapping[str, Array | Zeros] = field(default_factory=dict)
     room: bool = False
     after: int | None = None
+    growth: int = 0
     on_device: bool = False
     outputs: dict[int, dict[str, Array]] = field(default_factory=dict)
     served: dict[int, Served] = field(default_factory=dict)

@@ -32,6 +32,10 @@ def not_replayed(reason: str) -> str:
     return f"requests are not replayed as CUDA graphs: {reason}"
 
 
+# A function that waits for a request's outputs, when each step ran, and whether a state of the sequence grew.
+Ran = tuple[Callable[[], dict[str, Array]], list[Span], bool]
+
+
 class Requests(Protocol):
     """Where a rank gets its requests from."""
 
@@ -48,8 +52,8 @@ class Replays(Protocol):
     def play(self, worker: Worker, request: InFlightRequest) -> tuple[dict[str, Array], Span] | None:
         """Replay the request: its outputs, and when the GPU worked. None if it has to run eagerly."""
 
-    def forget(self, worker: Worker, sequence: int) -> None:
-        """The sequence has ended, and its states are about to be freed."""
+    def forget(self, worker: Worker, sequence: int, reusable: bool) -> None:
+        """The sequence has ended, and its states are about to be freed, unless they are `reusable` for another one."""
 
     def clear(self) -> None:
         """Drop all recordings. NCCL's communicators can't be released before those with their work."""
@@ -203,8 +207,11 @@ class Worker(threading.Thread):
 
     def _finish(self, request: InFlightRequest, runs: Sequence[int], start: float, fetch: Any) -> None:
         """Give the request its outputs or its error. `fetch` waits for the outputs; `runs` are its communicators'."""
-        made, spans = (fetch, ()) if isinstance(fetch, Failure) else (attempt(partial(self._take, fetch[0])), fetch[1])
-        served = Served(start, time.perf_counter(), spans)
+        made, spans, grew = fetch, [], False
+        if not isinstance(fetch, Failure):
+            wait, spans, grew = fetch
+            made = attempt(partial(self._take, wait))
+        served = Served(start, time.perf_counter(), spans, grew)
         if not isinstance(made, Failure):
             request.finish(self.number, made, served, None)
             return
@@ -225,24 +232,27 @@ class Worker(threading.Thread):
         if not all(told):
             self._broken(error)
 
-    def _replay(self, request: InFlightRequest) -> tuple[Callable[[], dict[str, Array]], list[Span]] | None:
+    def _replay(self, request: InFlightRequest) -> Ran | None:
         """Replay the request, if it can be."""
         played = None if self._replays is None else self._replays.play(self, request)
-        return None if played is None else (lambda: played[0], [played[1]])
+        return None if played is None else (lambda: played[0], [played[1]], False)
 
-    def _run_request(self, request: InFlightRequest) -> tuple[Callable[[], dict[str, Array]], list[Span]]:
-        """Run the program. Returns a function that waits for the outputs, and when each step ran."""
+    def _run_request(self, request: InFlightRequest) -> Ran:
+        """Run the program."""
+        grew = False
         before = self.sequences.get(request.sequence)
         states = self._begin_states(request) if before is None else before
         values, spans = self.execute(request, states, partial(self._upload, request))
         if request.sequence is not None:
             kept = {n: self.backend.persist_state(values[output], states.get(n)) for n, output in self.resident.items()}
             kept.update({name: each for name, each in states.items() if name not in self.resident})
-            changed = before is None or any(kept[name] is not before[name] for name in kept)
-            if changed:  # recordings go by this dict's id
-                self.sequences[request.sequence] = kept
+            grew = self._replays is not None and not all(
+                name in states and kept[name].shape == states[name].shape for name in self.resident
+            )
+            self.sequences[request.sequence] = kept
         given = {name: values[name] for name in self.given(request)}
-        return self.hand_over(given) if request.on_device else self.backend.fetch(given, self.room), spans
+        wait = self.hand_over(given) if request.on_device else self.backend.fetch(given, self.room)
+        return wait, spans, grew
 
     def run_aside(self, request: InFlightRequest, states: Mapping[str, Any]) -> dict[str, Array]:
         """The outputs of the request, which its sequence knows nothing of: its states stay as they are.
@@ -320,10 +330,10 @@ class Worker(threading.Thread):
             self._unfinished.result()
             self._unfinished = None
 
-    def forget(self, sequence: int) -> None:
-        """Free the states of a sequence."""
+    def forget(self, sequence: int, reusable: bool) -> None:
+        """Free the states of a sequence, or let another one begin in their memory, if that can be."""
         if self._replays is not None:
-            self._replays.forget(self, sequence)
+            self._replays.forget(self, sequence, reusable)
         self.sequences.pop(sequence, None)
 
     def _upload(self, request: InFlightRequest, name: str) -> Any:

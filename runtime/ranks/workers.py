@@ -114,10 +114,10 @@ class Workers:
     def watch(self) -> None:
         """As `read_until`."""
 
-    def forget(self, sequence: int) -> None:
-        """Free the states of a sequence."""
+    def forget(self, sequence: int, reusable: bool) -> None:
+        """Free the states of a sequence, or let another one begin in their memory, if that can be."""
         for worker in self._workers:
-            worker.requests.put(partial(worker.forget, sequence))
+            worker.requests.put(partial(worker.forget, sequence, reusable))
 
     def abort(self, error: BaseException) -> None:
         """End all waits of ranks for each other with this error."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from splitc.runtime.arrays import Zeros
 from splitc.runtime.engines import NEW
 from splitc.runtime.gpu_feeds import GpuFeed
 from splitc.runtime.ranks.request import InFlightRequest
-from splitc.runtime.ranks.thread import Worker
 from splitc.runtime.replay.recording import Recording
 
 # The states of a sequence on this rank.
@@ -24,33 +24,42 @@ MOST_SPARE = 2
 IDLE = 64
 
 
-class KeptRecordings:
-    """Recordings by the place of their states, which is valid as long as these are alive, and by kind of request.
+@dataclass(frozen=True)
+class Home:
+    """Where a sequence has its states on the ranks: in the memory that the sequence of this number began with.
 
-    `requests` counts requests.
+    `sizes` are the names, shapes and types of what that was. States that began as zeros (`is_zeros`) may be those of
+    another sequence next. `growth` counts the requests in which states grew: they are in other memory since.
     """
+
+    number: int
+    sizes: tuple[Any, ...]
+    is_zeros: bool = False
+    growth: int = 0
+
+
+class KeptRecordings:
+    """Recordings by the home of their states, and by kind of request. `requests` counts requests."""
 
     def __init__(self) -> None:
         self.requests = 0
-        self._kept: OrderedDict[tuple[Hashable, Kind], Recording] = OrderedDict()
+        self._kept: OrderedDict[tuple[Home, Kind], Recording] = OrderedDict()
         self._seen: OrderedDict[Kind, int] = OrderedDict()
         # States of ended sequences, for which there are recordings.
-        self._spare: dict[Hashable, States] = {}
+        self._spare: OrderedDict[Home, States] = OrderedDict()
 
-    def all(self) -> list[Recording]:
-        """All recordings that are kept."""
-        return list(self._kept.values())
-
-    def pop(self, place: Hashable, kind: Kind) -> Recording | None:
+    def pop(self, home: Home, kind: Kind) -> Recording | None:
         """Take a recording out, to keep it again when it is used. None if there is none."""
-        return self._kept.pop((place, kind), None)
+        return self._kept.pop((home, kind), None)
 
-    def keep(self, place: Hashable, kind: Kind, recording: Recording) -> None:
+    def keep(self, home: Home, kind: Kind, recording: Recording) -> None:
         """Keep a recording that the current request uses. The oldest one may be dropped for it."""
         recording.last = self.requests
-        self._kept[place, kind] = recording
+        self._kept[home, kind] = recording
         if len(self._kept) > MOST:
-            self._drop(next(iter(self._kept))[0], 1)
+            (oldest, _), _ = self._kept.popitem(last=False)
+            if not self._knows(oldest):
+                self._spare.pop(oldest, None)
 
     def is_worth(self, kind: Kind) -> bool:
         """Whether to record a request of this kind: engines know its shapes well, and there is room.
@@ -67,26 +76,26 @@ class KeptRecordings:
         has_room = len(self._kept) < MOST or oldest is None or self.requests - oldest.last > IDLE
         return count > NEW and has_room
 
-    def forget(self, place: Hashable, states: States) -> None:
-        """End a sequence. If there are recordings for its states, these are kept for another sequence."""
-        if any(known == place for known, _ in self._kept):
-            self._spare[place] = states
+    def spare(self, home: Home, states: States) -> None:
+        """Keep the states of an ended sequence for another one, if there are recordings for them."""
+        if self._knows(home):
+            self._spare[home] = states
         if len(self._spare) > MOST_SPARE:
-            self._drop(next(iter(self._spare)), MOST)
+            self.drop(next(iter(self._spare)))
 
-    def take_spare(self, fits: Callable[[States], bool]) -> States | None:
-        """The states of an ended sequence, for a new one that they fit. None if there are none."""
-        for place, states in self._spare.items():
-            if fits(states):
-                return self._spare.pop(place)
-        return None
+    def take_spare(self, wanted: Home) -> tuple[Home, States] | None:
+        """The home and the states of an ended sequence, for a new one that wants such. None if there are none."""
+        found = next((home for home in self._spare if wanted.is_zeros and home.sizes == wanted.sizes), None)
+        return None if found is None else (found, self._spare.pop(found))
 
-    def _drop(self, place: Hashable, count: int) -> None:
-        """Drop up to `count` recordings with these states, the oldest first."""
-        for key in [key for key in self._kept if key[0] == place][:count]:
+    def drop(self, home: Home) -> None:
+        """Drop all recordings for these states, which are about to be freed."""
+        for key in [key for key in self._kept if key[0] == home]:
             del self._kept[key]
-        if not any(known == place for known, _ in self._kept):
-            self._spare.pop(place, None)
+        self._spare.pop(home, None)
+
+    def _knows(self, home: Home) -> bool:
+        return any(known == home for known, _ in self._kept)
 
     def clear(self) -> None:
         """Drop all recordings."""
@@ -94,15 +103,17 @@ class KeptRecordings:
         self._spare.clear()
 
 
-def kind_of(request: InFlightRequest, states: Mapping[str, Any]) -> Kind:
-    """The request's kind: its shapes, and the lengths of its sequence's states; which of its feeds are on GPUs."""
-    shapes = [(name, array.shape) for name, array in request.feeds.items()]
-    shapes += [(name, states[name].shape) for name in list(states)[:1]]
+def home_of(request: InFlightRequest) -> Home:
+    """The home of the sequence that begins with this request."""
+    assert request.sequence is not None, "only sequences begin with something"
+    sizes = tuple((name, each.shape, str(each.dtype)) for name, each in request.initial.items())
+    is_zeros = request.after is None and all(isinstance(each, Zeros) for each in request.initial.values())
+    return Home(request.sequence, sizes, is_zeros)
+
+
+def kind_of(request: InFlightRequest, home: Home) -> Kind:
+    """The request's kind: its shapes, and those of its sequence's states; which of its feeds are on GPUs."""
+    shapes = tuple((name, array.shape) for name, array in request.feeds.items())
     on_gpus = tuple(name for name, feed in request.feeds.items() if isinstance(feed, GpuFeed))
-    return request.sequence is None, request.room, request.on_device, on_gpus, *shapes
-
-
-def fit(worker: Worker, request: InFlightRequest, states: Mapping[str, Any]) -> bool:
-    """Whether a rank's states have the shapes and types of those that the request's sequence begins with."""
-    zeros = worker.zeros_of(request)
-    return all((zeros[name].shape, zeros[name].dtype) == (state.shape, state.dtype) for name, state in states.items())
+    how = request.sequence is None, request.room, request.on_device
+    return *how, on_gpus, shapes, home.sizes, home.growth

@@ -4,104 +4,85 @@ Eager work takes the host about ten microseconds per launch, which in a step of 
 graph is launched at once. The same shapes must have run eagerly before, so that engines know their output shapes, and
 all memory is allocated and all kernels are loaded.
 
-The ranks decide alike, without a word: what they go by are the requests, which all of them get in the same order. Ranks
-that are fed nothing, as those that only multiply in row mode, can't tell requests apart, and are led (`led_replays`).
+The ranks decide alike, without a word: what they go by are the requests, which all of them get whole and in the same
+order, whatever a rank itself is fed and whichever states it has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from splitc.runtime.arrays import Array, Zeros
+from splitc.runtime.arrays import Array
 from splitc.runtime.engines.gpu_array import GpuArray, Tape
 from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.errors import EngineError
 from splitc.runtime.failures import Failure, attempt
 from splitc.runtime.gpu_feeds import GpuFeed
+from splitc.runtime.manifest import Manifest
 from splitc.runtime.ranks.loop import Span
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.ranks.thread import Worker, not_replayed
 from splitc.runtime.replay.capture import capture
-from splitc.runtime.replay.kept import KeptRecordings, Kind, fit, kind_of
-from splitc.runtime.replay.lead import Act, Lead
-from splitc.runtime.replay.recording import STATELESS, Played, Recording
+from splitc.runtime.replay.kept import Home, KeptRecordings, Kind, home_of, kind_of
+from splitc.runtime.replay.recording import Played, Recording
 
 # How far off a replay may be of an eager run, relative to the largest value: the same kernels run, but sums of some
 # come in any order, and libraries may choose others for a graph.
 CLOSE = 2e-2
+# The states of requests that belong to no sequence, and where these are.
+STATELESS: dict[str, Any] = {}
+STATELESS_HOME = Home(-1, ())
 
 
 class RankReplays:
-    """The recordings of one rank. Requests with any of the inputs `optional` are never replayed.
+    """The recordings of one rank. Requests with any optional input of the model are never replayed.
 
     `everyone` are all ranks of the session, if there are several. They agree on whether a request could be recorded:
-    all replay it, or none. `lead` tells ranks without inputs what this one does. `sequences` says whether requests of
-    sequences may be replayed: not if ranks can't agree on these.
+    all replay it, or none.
     """
 
-    def __init__(
-        self,
-        optional: Collection[str] = (),
-        everyone: Sequence[int] = (),
-        lead: Lead | None = None,
-        sequences: bool = True,
-    ) -> None:
-        self._optional = frozenset(optional)
-        self._sequences = sequences
-        self._reasons: list[str] = []
+    def __init__(self, manifest: Manifest, everyone: Sequence[int] = ()) -> None:
+        self._optional = frozenset(tensor.name for tensor in manifest.optional)
         self._everyone = everyone
-        self._lead = lead
-        self._count = 0
         self._refused: dict[Kind, str] = {}
         self._kept = KeptRecordings()
+        # By the number of a sequence.
+        self._homes: dict[int | None, Home] = {}
 
     @property
     def notes(self) -> list[str]:
         """Why requests are not replayed, for the user."""
-        return list(map(not_replayed, dict.fromkeys([*self._reasons, *self._refused.values()])))
+        return list(map(not_replayed, dict.fromkeys(self._refused.values())))
 
     def play(self, worker: Worker, request: InFlightRequest) -> tuple[dict[str, Array], Span] | None:
         """See Replays."""
         gpu = worker.backend
         assert isinstance(gpu, GpuDevice)
         self._kept.requests += 1
-        if request.initial and request.after is None:
-            self._adopt(worker, gpu, request)
-        runs_eagerly = bool(request.initial)
-        if request.sequence is not None and not self._sequences:
-            runs_eagerly, self._reasons = True, ["some ranks have states of a sequence, and others have none"]
-        if runs_eagerly or worker.capture_blocker is not None or not self._optional.isdisjoint(request.feeds):
-            self._tell(worker, Act.EAGER)
+        if request.initial:
+            self._begin(worker, gpu, request)
+        if request.initial or worker.capture_blocker is not None or not self._optional.isdisjoint(request.feeds):
+            return None
+        home = self._home(request)
+        kind = kind_of(request, home)
+        recording = self._kept.pop(home, kind)
+        if recording is not None:
+            worker.drain()  # so that requests end in order
+            self._kept.keep(home, kind, recording)
+            return recording.launch(worker, gpu, request)
+        if not self._kept.is_worth(kind) or kind in self._refused:
             return None
         states = worker.sequences.get(request.sequence, STATELESS)
-        place, kind = id(states), kind_of(request, states)
-        recording = self._kept.pop(place, kind)
-        if recording is not None:
-            self._tell(worker, Act.REPLAY, recording.number)
-        elif self._kept.is_worth(kind) and kind not in self._refused:
-            self._count += 1
-            self._tell(worker, Act.RECORD, self._count)
-            first = self._record(worker, gpu, request, kind, states, self._count)
-            if first is None:
-                return None
-            self._kept.keep(place, kind, first[0])
-            return first[1]
-        else:
-            self._tell(worker, Act.EAGER)
-        if recording is None:
+        first = self._record(worker, gpu, request, kind, states)
+        if first is None:
             return None
-        worker.drain()  # so that requests end in order
-        self._kept.keep(place, kind, recording)
-        return recording.launch(worker, gpu, request)
-
-    def _tell(self, worker: Worker, act: Act, number: int = 0) -> None:
-        """Tell the ranks that this one leads what it does with a request, and which recordings it keeps."""
-        if self._lead is not None and worker.capture_blocker is None:
-            self._lead.tell(worker, act, number, [each.number for each in self._kept.all()])
+        self._kept.keep(home, kind, first[0])
+        return first[1]
 
     def _record(
         self,
@@ -110,7 +91,6 @@ class RankReplays:
         request: InFlightRequest,
         kind: Kind,
         states: dict[str, Any],
-        number: int,
     ) -> tuple[Recording, Played] | None:
         """Record the rank's work for the request, and replay it: this must give what an eager run of it gives.
 
@@ -133,7 +113,7 @@ class RankReplays:
         gpu.recorded = True
         graph, outputs = made
         graph.upload(gpu.stream)
-        recording = Recording(graph, tape, outputs, states, gpu.cuda.Event(), gpu.cuda.Event(), number=number)
+        recording = Recording(graph, tape, outputs, states, gpu.cuda.Event(), gpu.cuda.Event())
         played = attempt(partial(recording.launch, worker, gpu, request))
         wrong = str(played.error) if isinstance(played, Failure) else find_difference(ran, played[0])
         if why := self._agree(worker, wrong):
@@ -151,23 +131,34 @@ class RankReplays:
             raise told.error
         return next(filter(None, told), "")
 
-    def _adopt(self, worker: Worker, gpu: GpuDevice, request: InFlightRequest) -> None:
-        """Give a new sequence the states of an ended one, if the shapes fit, so that recordings can be reused."""
-        if not all(isinstance(each, Zeros) for each in request.initial.values()):
+    def _begin(self, worker: Worker, gpu: GpuDevice, request: InFlightRequest) -> None:
+        """Note where a new sequence has its states: in those of an ended one, if they fit, which recordings know."""
+        new = home_of(request)
+        found = self._kept.take_spare(new)
+        if found is None:
+            self._homes[request.sequence] = new
             return
-        if not request.initial.keys() >= worker.resident.keys():
-            return
-        states = self._kept.take_spare(partial(fit, worker, request))
-        if states is None:
-            return
+        self._homes[request.sequence], states = found
         gpu.clear(states.values())
         worker.sequences[request.sequence] = states
         request.initial = {}
 
-    def forget(self, worker: Worker, sequence: int) -> None:
+    def _home(self, request: InFlightRequest) -> Home:
+        """Where the request has its states. Recordings for states that have grown since are dropped."""
+        home = self._homes.get(request.sequence, STATELESS_HOME)
+        if home.growth != request.growth:
+            self._kept.drop(home)
+            home = self._homes[request.sequence] = replace(home, growth=request.growth)
+        return home
+
+    def forget(self, worker: Worker, sequence: int, reusable: bool) -> None:
         """See Replays. If there are recordings for the states, these are kept for another sequence."""
-        states = worker.sequences.get(sequence, STATELESS)
-        self._kept.forget(id(states), states)
+        if (home := self._homes.pop(sequence, None)) is None:
+            return
+        if reusable and home.is_zeros:
+            self._kept.spare(home, worker.sequences[sequence])
+        else:
+            self._kept.drop(home)
 
     def clear(self) -> None:
         """See Replays."""

@@ -16,8 +16,6 @@ from splitc.runtime.ranks.thread import Worker
 
 # What a rank gives in a replay, and when its GPU worked.
 Played = tuple[dict[str, Array], Span]
-# The states of requests that belong to no sequence.
-STATELESS: dict[str, Any] = {}
 
 
 @dataclass(eq=False)
@@ -25,7 +23,7 @@ class Recording:
     """The rank's graph for one kind of request, and its buffers.
 
     The graph has the addresses of `states` in it. `seconds` is the time of the shortest replay; `last` is the number of
-    the last request that was replayed. `number` is that of the recording, for the ranks that this one leads.
+    the last request that was replayed.
     """
 
     graph: Any
@@ -36,7 +34,6 @@ class Recording:
     end: Any
     seconds: float = 0.0
     last: int = 0
-    number: int = 0
 
     def launch(self, worker: Worker, gpu: GpuDevice, request: InFlightRequest) -> tuple[dict[str, Array], Span]:
         """Replay the request and wait for its end."""

@@ -167,7 +167,7 @@ def test_a_sequence_is_for_one_thread_at_a_time(package: Path, ranks: str, monke
             with pytest.raises(MisuseError, match="another thread uses this sequence"):
                 use()
         forgotten: list[int] = []
-        monkeypatch.setattr(session, "forget", forgotten.append)
+        monkeypatch.setattr(session, "forget", lambda number, reusable: forgotten.append(number))
         sequence.close()
         assert not forgotten, "the request has its states until it ends"
         go_on.set()

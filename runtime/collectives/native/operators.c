@@ -326,16 +326,3 @@ EXPORT int splitc_all_reduce(End* end, int operation, int type, const void* in, 
     int who = -1;
     return meeting_all_reduce(&end->member, operation, type, in, out, count, &who);
 }
-
-/* Send bytes to a rank, or receive them, without an engine. Return what the transfers do, or MEETING_DIFFERENT. */
-EXPORT int splitc_send(End* end, int peer, const void* value, size_t bytes) {
-    Head head = {.type = ORT_UINT8, .axes = 1, .sizes = {(int64_t)bytes}};
-    return transfer_send(&end->member, peer, &head, value, bytes);
-}
-
-EXPORT int splitc_receive(End* end, int peer, void* value, size_t bytes) {
-    Head head;
-    int status = transfer_await(&end->member, peer, &head);
-    if (status != MEETING_OK) return status;
-    return head.sizes[0] == (int64_t)bytes ? transfer_take(&end->member, peer, value, bytes) : MEETING_DIFFERENT;
-}

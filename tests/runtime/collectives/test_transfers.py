@@ -19,7 +19,6 @@ from splitc.runtime.collectives.engine_meeting import EngineMeeting, MeetingEnd
 from splitc.runtime.collectives.nccl import NcclCommunicator
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS, open_session
 from splitc.runtime.engines.operator_library import is_built, library_path, load_library
-from splitc.runtime.errors import EngineError
 from tests.helpers.meetings import KINDS, meet
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="splitc was installed without a C compiler")
@@ -141,17 +140,21 @@ def run_both(sessions: Any, x: Any) -> Any:
 
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("count", [0, 1, 3, 8])
-def test_rank_that_fails_ends_its_request_alone(sessions: Any, failing: int, count: int) -> None:
+def test_rank_that_fails_ends_its_request_alone(sessions: Any, failing: int, count: int, tmp_path: Path) -> None:
     """After it has sent a few values, which nobody takes any more. The other rank waits for what does not come."""
     ends, loaded = sessions
+    chain, byte = Chain(), ir.val("byte", ir.DataType.UINT8, [1])
+    for _ in range(count):
+        chain.transfer("Send", byte, 1 - failing)
+    chain.after(byte)
+    sender = open_session(chain.save(tmp_path / "sender.onnx", [byte], []), 1, ends[failing])
     x = np.ones((2, 32), np.float32)
     for _ in range(3):
         number = begin(ends)
 
         def fail(number: int = number) -> None:
-            with suppress(EngineError):  # the other one does not want them
-                for _ in range(count):
-                    ends[failing].tell(1 - failing, [1])
+            with suppress(*ERRORS):  # the other one does not want them
+                sender.run(None, {"byte": np.ones(1, np.uint8)})
             time.sleep(0.02)
             ends[failing].fail(number)
 
@@ -217,17 +220,6 @@ def test_rank_that_does_not_come_is_named(engines: tuple[Path, Path]) -> None:
         main.run(None, {"x": np.ones((20_000, 32), np.float32)})
 
 
-def test_numbers_are_told_without_engines() -> None:
-    ends = meet(3)
-    number = begin(ends)
-    ends[2].tell(0, [1, 2, 3])
-    ends[1].tell(0, [])
-    assert (ends[0].hear(1), ends[0].hear(2)) == ([], [1, 2, 3])
-    ends[1].fail(number)
-    with pytest.raises(EngineError, match="another rank failed"):
-        ends[0].hear(1)
-
-
 @pytest.mark.parametrize("with_end", [False, True])
 def test_engine_without_its_ranks_says_so(engines: tuple[Path, Path], with_end: bool) -> None:
     alone = EngineMeeting(1).join(0)
@@ -253,11 +245,12 @@ def test_gpus_that_only_send_are_told_of_a_failed_rank(
     functions = SimpleNamespace(ncclAllReduce=anything, ncclSend=anything, ncclRecv=anything)
     monkeypatch.setattr("splitc.runtime.collectives.nccl._load_nccl", lambda: functions)
     meeting = EngineMeeting(2)
-    first, second = (NcclCommunicator(Future()) for _ in range(2))
-    assert not first.fail(0)
-    for place, end in enumerate((first, second)):
-        end.meet(meeting, place)
-        number = end.begin()
+    first, second = meeting.join(0), NcclCommunicator(Future())
+    assert not second.fail(0)
+    second.meet(meeting, 1)
+    first.begin()
+    number = second.begin()
+    main = open_session(engines[0], 1, first)
     open_session(engines[1], 1, second)
     if sums:
         x = ir.val("x", ir.DataType.FLOAT, ["n"])
@@ -266,8 +259,6 @@ def test_gpus_that_only_send_are_told_of_a_failed_rank(
         graph = ir.Graph([x], node.outputs[:1], nodes=[node], opset_imports={"": 17, "splitc": 1}, name="sum")
         ir.save(ir.Model(graph, ir_version=8), tmp_path / "sum.onnx")
         open_session(tmp_path / "sum.onnx", 1, second)
-    first.tell(1, [7])
-    assert second.hear(0) == [7]
     assert second.fail(number) == (not sums)
-    with pytest.raises(EngineError, match="another rank failed"):
-        first.hear(1)
+    with pytest.raises(ERRORS, match="another rank failed"):
+        main.run(None, {"x": np.ones((1, 32), np.float32)})

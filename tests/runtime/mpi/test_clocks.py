@@ -9,7 +9,7 @@ from splitc.runtime.processes.messages import Answer
 
 
 def answer(end: float) -> Answer:
-    return Answer(0, None, end - 2.0, end, ((0, end - 2.0, end - 1.0),), None)
+    return Answer(0, None, end - 2.0, end, ((0, end - 2.0, end - 1.0),), False, None)
 
 
 def test_times_of_the_same_machine_stay() -> None:

@@ -15,6 +15,7 @@ import pytest
 from models.llama import Size, build
 from models.llama_fused import build as build_fused
 from models.writer import save
+from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
 from splitc.runtime.admission import Admission
 from splitc.runtime.engines import NEW
@@ -382,3 +383,28 @@ def test_generated_tokens_are_replayed(tmp_path: Path, monkeypatch: pytest.Monke
         tokens = list(session.generate([3], max_new_tokens=12))
         assert tokens == list(on_cpu.generate([3], max_new_tokens=12))
     assert len(replays) == 12 - 1 - (NEW + 1), "all but the prompt, and those whose shape was new"
+
+
+def test_ranks_that_differ_in_their_states_go_the_same_way(tmp_path: Path) -> None:
+    """One rank has a state that grows, and the other one has one that does not, which alone could be replayed."""
+    block = Block()
+    x = block.data("x", (1, 8))
+    past = block.op("Concat", block.data("past", (0, 8), ["p", 8]), x, axis=0)
+    block.give(past, "present", ["q", 8])
+    wide = block.op("MatMul", block.op("ReduceSum", past, block.ints(0)), block.w("A", 8, 300))
+    narrow = block.op("MatMul", wide, block.w("B", 300, 8))
+    wide = block.op("MatMul", narrow, block.w("C", 8, 300))
+    kept = block.op("Add", block.data("kept", (1, 300)), wide)
+    block.give(kept, "keeps", [1, 300])
+    block.give(block.op("MatMul", kept, block.w("D", 300, 8)), shape=[1, 8])
+    model, place = tmp_path / "model.onnx", tmp_path / "package"
+    save(block.model(), model)
+    states = {"past": "present", "kept": "keeps"}
+    request = Request(split_mode="layer", spread=True, states=states, shapes={"past": (4, 8)})
+    compile_model(plan_model(model, ["2xcpu"], request), place)
+    steps = [np.random.default_rng(number).random((1, 8), np.float32) for number in range(2 * RUNS)]
+    with Session(place) as on_cpu, Session(place, devices=["2xcuda"]) as session:
+        assert [worker.resident for worker in workers_of(on_cpu)] == [{"past": "present"}, {"kept": "keeps"}]
+        with on_cpu.start() as expected, session.start() as sequence:
+            for step in steps:
+                assert_close(sequence.run({"x": step}), expected.run({"x": step}))
