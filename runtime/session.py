@@ -39,9 +39,10 @@ from splitc.runtime.processes.device_processes import DeviceProcesses
 from splitc.runtime.processes.ranks import RankProcesses
 from splitc.runtime.processes.remote import RemoteRanks
 from splitc.runtime.rank_kinds import MPI, PROCESSES, choose_ranks
+from splitc.runtime.ranks.loaded import Setup
+from splitc.runtime.ranks.replays import RankReplays
 from splitc.runtime.ranks.request import InFlightRequest, Served
 from splitc.runtime.ranks.workers import Workers
-from splitc.runtime.replay.rank_replays import RankReplays
 from splitc.runtime.sequence import StateSequence, find_resident
 from splitc.runtime.shared_ranks import SharedRanks
 from splitc.runtime.verification import NEVER, ONCE, Verification, check_word, engine_files
@@ -146,7 +147,8 @@ class Session:
             return ranks
         backends = [make_backend(manifest.engine, each, self.threads, manifest.build, cuda_graphs) for each in devices]
         replays = RankReplays(manifest) if cuda_graphs and backends[0].asynchronous else None
-        return Workers(package, manifest, states, backends, broken, turns, replays)
+        setups = [Setup(number, package, manifest, states, turn) for number, turn in enumerate(turns)]
+        return Workers(setups, backends, broken, replays)
 
     def _join(self, world: World, threads: int | None, verify: str, cuda_graphs: bool) -> MpiRanks:
         """The processes that MPI has started, as ranks, with their engines loaded."""

@@ -31,6 +31,7 @@ from splitc.runtime.processes.begin import print_to_stderr
 from splitc.runtime.processes.launch import find_groups
 from splitc.runtime.processes.messages import Loaded
 from splitc.runtime.processes.rank import RankProcess
+from splitc.runtime.ranks.loaded import Setup
 from splitc.runtime.verification import verify_files
 
 
@@ -68,16 +69,8 @@ def run_rank(world: World, join: Join, control: MpiControl) -> None:
     meetings = Meetings(world, find_groups(prepared.manifest))
     by_nccl = all(device.kind == "cuda" for device in join.devices)  # each process has one of its own
     collectives = ProcessCollectives(world.rank, world.size, mail, meetings.ends, prepared.backend, by_nccl)
-    worker = RankProcess(
-        world.rank,
-        join.package,
-        prepared.manifest,
-        join.states,
-        prepared.backend,
-        control,
-        collectives,
-        join.cuda_graphs,
-    ).worker
+    setup = Setup(world.rank, join.package, prepared.manifest, join.states)
+    worker = RankProcess(setup, prepared.backend, control, collectives, join.cuda_graphs).worker
     worker.run()
     if control.closed:
         collectives.release()

@@ -48,7 +48,7 @@ def launch(
     processes: DeviceProcesses,
     turns: Sequence[SwapRoom | None],
 ) -> Launched:
-    """Start each rank in the process of its device, where it begins to load its engines. For `turns` see Worker.
+    """Start each rank in the process of its device, where it begins to load its engines. For `turns` see Setup.
 
     Raises PackageError for a GPU that this process can't see, EngineError for a rank that can't be told to start. Then
     none of these processes is left.

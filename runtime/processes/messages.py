@@ -23,7 +23,7 @@ class Start(Struct, frozen=True, array_like=True, tag=True):
 
     `channels` are the ranks that it tells anything, with a socket to each, `meetings` the groups whose engines meet,
     with the memory where they do. With `by_nccl`, each rank has a GPU of its own. A rank looks for work for `spin`
-    seconds before it sleeps. For `turns` see Worker.
+    seconds before it sleeps. For `turns` see Setup.
     """
 
     package: Path

@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 
 from splitc.runtime.arrays import Array, Zeros
 from splitc.runtime.channel import Channel, portable
@@ -18,9 +17,8 @@ from splitc.runtime.collectives.engine_meeting import EngineMeeting
 from splitc.runtime.collectives.process_collectives import ProcessCollectives
 from splitc.runtime.engines import Backend
 from splitc.runtime.engines.backends import make_backend
-from splitc.runtime.engines.weight_places import SwapRoom
 from splitc.runtime.failures import Failure, attempt
-from splitc.runtime.manifest import Manifest, State
+from splitc.runtime.manifest import Manifest
 from splitc.runtime.manifest_file import read_manifest
 from splitc.runtime.processes.begin import end_at_once
 from splitc.runtime.processes.control import Control, SocketControl
@@ -39,10 +37,11 @@ from splitc.runtime.processes.messages import (
     unpack,
 )
 from splitc.runtime.processes.nccl_files import find_nccl_files
+from splitc.runtime.ranks.loaded import Setup
 from splitc.runtime.ranks.loop import Span
+from splitc.runtime.ranks.replays import RankReplays
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.ranks.thread import Worker
-from splitc.runtime.replay.rank_replays import RankReplays
 from splitc.runtime.shared_memory import map_memory
 from splitc.runtime.steps import Run, Step
 
@@ -51,48 +50,35 @@ OVER_HOST = "ranks that have no GPU each exchange values over the host"
 
 
 class RankProcess:
-    """One rank of a package, in the process of its device. `states` are those that stay on the ranks.
+    """One rank of a package, in the process of its device.
 
-    `control` connects it with the session, `collectives` with the other ranks. For `turns` see Worker.
+    `control` connects it with the session, `collectives` with the other ranks.
     """
 
     def __init__(
         self,
-        number: int,
-        package: Path,
-        manifest: Manifest,
-        states: Sequence[State],
+        setup: Setup,
         backend: Backend,
         control: Control,
         collectives: ProcessCollectives,
         cuda_graphs: bool,
-        turns: SwapRoom | None = None,
     ) -> None:
         self._control = control
         self._collectives = collectives
-        rank = manifest.ranks[number]
-        self._steps: dict[int, int] = {id(step): place for place, step in enumerate(rank.program)}
-        self._exchanges = _exchanges(manifest)
+        ranks = setup.manifest.ranks
+        self._steps: dict[int, int] = {id(step): place for place, step in enumerate(setup.rank.program)}
+        self._exchanges = _exchanges(setup.manifest)
         # Those that wait for each other in engines must go the same way too: all replay a request, or none.
-        self._everyone = range(len(manifest.ranks) if len(manifest.ranks) > 1 else 0)
+        self._everyone = range(len(ranks) if len(ranks) > 1 else 0)
         self._failed: int | None = None
         replays = None
         if cuda_graphs and backend.asynchronous:
-            replays = RankReplays(manifest, self._everyone)
-        self.worker = Worker(
-            number,
-            rank,
-            states,
-            package,
-            backend,
-            collectives,
-            lambda error: control.send(Broken(portable(error), self._failed)),
-            self,
-            replays,
-            control.room(backend),
-            turns,
-        )
+            replays = RankReplays(setup.manifest, self._everyone)
+        self.worker = Worker(setup, backend, collectives, self._broken, replays, self, control.room(backend))
         self.worker.ready.add_done_callback(self._announce)
+
+    def _broken(self, error: BaseException) -> None:
+        self._control.send(Broken(portable(error), self._failed))
 
     def _announce(self, ready: Future[None]) -> None:
         """Tell the session that the engines are loaded, or why not: it waits for that, whatever happens here."""
@@ -169,18 +155,8 @@ def _make(
     memories = zip(start.meetings, map(map_memory, meetings), strict=True)
     met = {group: EngineMeeting(len(group), memory) for group, memory in memories}
     collectives = ProcessCollectives(start.number, len(start.devices), mail, met, backend, start.by_nccl)
-    rank = RankProcess(
-        start.number,
-        start.package,
-        manifest,
-        start.states,
-        backend,
-        control,
-        collectives,
-        start.cuda_graphs,
-        start.turns,
-    )
-    return rank, collectives
+    setup = Setup(start.number, start.package, manifest, start.states, start.turns)
+    return RankProcess(setup, backend, control, collectives, start.cuda_graphs), collectives
 
 
 def _host(start: Start, descriptors: Sequence[int]) -> None:

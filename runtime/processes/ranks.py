@@ -27,7 +27,7 @@ from splitc.runtime.processes.wire import SocketWire
 class RankProcesses(RemoteRanks):
     """The ranks of a package in `processes`, which have loaded its engines. `states` are those that stay on the ranks.
 
-    For `turns` see Worker. Raises PackageError if a rank can't load its engines.
+    For `turns` see Setup. Raises PackageError if a rank can't load its engines.
     """
 
     _wire: SocketWire

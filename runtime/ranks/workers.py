@@ -6,19 +6,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from pathlib import Path
 
 from splitc.runtime.collectives.host import connect
 from splitc.runtime.engines import Backend
-from splitc.runtime.engines.weight_places import SwapRoom
 from splitc.runtime.errors import EngineError
 from splitc.runtime.failures import Failure, attempt
 from splitc.runtime.futures import first_error
 from splitc.runtime.interrupts import later_interrupts
-from splitc.runtime.manifest import Manifest, State
 from splitc.runtime.memory_use import RankMemory
+from splitc.runtime.ranks.loaded import Setup
+from splitc.runtime.ranks.replays import RankReplays
 from splitc.runtime.ranks.request import InFlightRequest
-from splitc.runtime.ranks.thread import Replays, Worker
+from splitc.runtime.ranks.thread import Worker
 
 # Seconds that ranks get to end after one of them has failed to load.
 PATIENCE = 10.0
@@ -27,26 +26,20 @@ PATIENCE = 10.0
 class Workers:
     """The ranks of a package, on CPU devices or a single GPU, with loaded engines.
 
-    `states` are those that stay on the ranks. `broken` is called if a rank's thread fails. `replays` are those of the
-    single GPU's rank. For `turns` see Worker. Raises PackageError if a rank can't load its engines.
+    `broken` is called if a rank's thread fails. `replays` are those of the single GPU's rank. Raises PackageError if a
+    rank can't load its engines.
     """
 
     def __init__(
         self,
-        package: Path,
-        manifest: Manifest,
-        states: Sequence[State],
+        setups: Sequence[Setup],
         backends: Sequence[Backend],
         broken: Callable[[BaseException], None],
-        turns: Sequence[SwapRoom | None],
-        replays: Replays | None = None,
+        replays: RankReplays | None = None,
     ) -> None:
         self._collectives = connect(len(backends))
-        ends = zip(manifest.ranks, backends, self._collectives, turns, strict=True)
-        self._workers = [
-            Worker(number, rank, states, package, backend, collectives, broken, replays=replays, turns=room)
-            for number, (rank, backend, collectives, room) in enumerate(ends)
-        ]
+        ends = zip(setups, backends, self._collectives, strict=True)
+        self._workers = [Worker(setup, backend, collectives, broken, replays) for setup, backend, collectives in ends]
         try:
             with later_interrupts():  # one that comes in start() would leave a thread that nobody knows of
                 for worker in self._workers:

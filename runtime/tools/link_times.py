@@ -27,7 +27,7 @@ from splitc.runtime.engines.gpu_array import Tape
 from splitc.runtime.engines.kinds import ONNXRUNTIME, has_gpu_each
 from splitc.runtime.executor import Executor
 from splitc.runtime.machine import Machine, MeasuredLink, pair_name
-from splitc.runtime.replay.capture import capture
+from splitc.runtime.ranks.capture import capture
 from splitc.runtime.steps import Reduce
 from splitc.runtime.tools.device_speeds import measure_speeds
 

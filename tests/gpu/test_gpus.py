@@ -25,7 +25,7 @@ from splitc.runtime.engines.gpu_array import Tape
 from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.errors import EngineError
 from splitc.runtime.gpus import list_gpus
-from splitc.runtime.replay.capture import capture
+from splitc.runtime.ranks.capture import capture
 from splitc.runtime.tools.compare import compare
 from splitc.runtime.tools.unsplit import CPU, open_unsplit
 from tests.helpers.workers import workers_of
@@ -101,7 +101,7 @@ def test_rank_that_fails_fails_one_request(tmp_path: Path, graphs: bool) -> None
     compile_model(plan_model(tmp_path / "model.onnx", ["cuda0"], Request()), tmp_path / "package")
     with Session(tmp_path / "package", cuda_graphs=graphs, in_flight=4) as session:
         right = session.run(given)
-        engine = workers_of(session)[-1]._program.engines[-1]
+        engine = workers_of(session)[-1].computation._program.engines[-1]
 
         def fail(*_: Any) -> Any:
             raise EngineError("an engine failed on purpose")

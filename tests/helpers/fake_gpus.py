@@ -152,7 +152,7 @@ def install_cupy(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("splitc.runtime.engines.gpu_device.need_cupy", lambda: cupy)
     patch.setattr("splitc.runtime.tools.device_speeds.need_cupy", lambda: cupy)
     patch.setattr("splitc.runtime.engines.gpu_device.copy", fake_cupy.copy)
-    patch.setattr("splitc.runtime.replay.capture.own_what_is_copied", fake_cupy.own_what_is_copied)
+    patch.setattr("splitc.runtime.ranks.capture.own_what_is_copied", fake_cupy.own_what_is_copied)
 
 
 @pytest.fixture

@@ -192,7 +192,7 @@ def test_thread_that_dies_ends_all_that_wait(streamed: Session, rank: int, monke
     serve = Worker._serve
 
     def die(self: Worker, request: Any) -> None:
-        if self.number == rank:
+        if self._setup.number == rank:
             raise SystemExit("the thread is gone")
         serve(self, request)
 

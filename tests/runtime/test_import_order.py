@@ -14,7 +14,6 @@ ORDER = (
     "engines",
     "collectives",
     "ranks",
-    "replay",
     "processes",
     "mpi",
     "rank_kinds",

@@ -61,7 +61,7 @@ def test_dropped_sessions_are_closed(open_session: Callable[[], Session]) -> Non
 
 def test_dropped_sequences_free_their_states(package: Path) -> None:
     with Session(package, verify="never", threads=1, ranks="threads") as session:
-        held = session._workers[0].sequences  # type: ignore[index]
+        held = session._workers[0].computation.sequences  # type: ignore[index]
         feeds = {name: array for name, array in decoder_feeds().items() if not name.startswith("past")}
         feeds["attention_mask"] = feeds["attention_mask"][:, -feeds["input_ids"].shape[1] :]
         for _ in range(5):

@@ -72,7 +72,7 @@ def test_sequence_ends_with_its_first_failure(package_of: Path) -> None:
         sequence.close()
         with session.start() as another:
             another.run(feeds)
-        until(lambda: not any(worker.sequences for worker in workers_of(session)))
+        until(lambda: not any(worker.computation.sequences for worker in workers_of(session)))
 
 
 def test_loaded_states_may_change_later(package_of: Path, decoder: Path) -> None:
@@ -99,13 +99,13 @@ def test_closed_sequence_refuses(package: Path, runs: int) -> None:
             sequence.run(feeds)
         with pytest.raises(SplitcError, match="this sequence is closed"):
             sequence.load({})
-        until(lambda: not any(worker.sequences for worker in workers_of(session)))
+        until(lambda: not any(worker.computation.sequences for worker in workers_of(session)))
 
 
 def test_states_of_a_first_run_that_failed_go_too(package_of: Path) -> None:
     feeds = {name: array for name, array in decoder_feeds(1, 4, 0).items() if not name.startswith("past")}
     with Session(package_of, threads=1) as session:
-        engine = workers_of(session)[-1]._program.engines[-1]
+        engine = workers_of(session)[-1].computation._program.engines[-1]
 
         def fail(*_: Any) -> Any:
             raise EngineError("on purpose")
@@ -113,7 +113,7 @@ def test_states_of_a_first_run_that_failed_go_too(package_of: Path) -> None:
         engine.run = fail  # type: ignore[method-assign, assignment]
         with session.start() as sequence, pytest.raises(EngineError, match="on purpose"):
             sequence.run(feeds)
-        until(lambda: not any(worker.sequences for worker in workers_of(session)))
+        until(lambda: not any(worker.computation.sequences for worker in workers_of(session)))
 
 
 def test_recurrent_states_are_states_too(tmp_path: Path) -> None:

@@ -231,7 +231,7 @@ def test_rooms_grow(in_place: Path, ranks: str, monkeypatch: pytest.MonkeyPatch)
                 patch.setattr(Session, "replays", True)
                 assert list(session.generate([3, 1, 4, 1, 5], max_new_tokens=30)) == expected
         if ranks == "threads":
-            until(lambda: not any(worker.sequences for worker in workers_of(session)))
+            until(lambda: not any(worker.computation.sequences for worker in workers_of(session)))
     assert len(set(expected)) > 3
 
 

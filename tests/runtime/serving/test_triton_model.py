@@ -119,7 +119,7 @@ def test_sequences_keep_their_states(load: Callable[..., Any], decoder: Path) ->
     for request in requests[-2:]:
         assert_close(request.result(), {"logits": expected}, 2e-5)
     assert model._served.open_sequences == 0
-    until(lambda: not any(worker.sequences for worker in workers_of(model._served._session)))
+    until(lambda: not any(worker.computation.sequences for worker in workers_of(model._served._session)))
 
 
 def test_sequence_that_has_not_begun_is_refused(load: Callable[..., Any]) -> None:
@@ -135,7 +135,7 @@ def test_abandoned_sequences_are_freed(load: Callable[..., Any]) -> None:
     model.execute([first])
     first.result()
     until(lambda: model._served.open_sequences == 0)
-    until(lambda: not any(worker.sequences for worker in workers_of(model._served._session)))
+    until(lambda: not any(worker.computation.sequences for worker in workers_of(model._served._session)))
     model.execute([again])
     with pytest.raises(TritonError, match=r"after 0\.2 s without a request"):
         again.result()

@@ -10,9 +10,9 @@ from splitc.runtime.arrays import Array
 from splitc.runtime.engines.gpu_array import GpuArray, Tape
 from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.gpu_feeds import GpuFeed
+from splitc.runtime.ranks.computation import Computation
 from splitc.runtime.ranks.loop import Replay, Span
 from splitc.runtime.ranks.request import InFlightRequest
-from splitc.runtime.ranks.thread import Worker
 
 # What a rank gives in a replay, and when its GPU worked.
 Played = tuple[dict[str, Array], Span]
@@ -35,10 +35,12 @@ class Recording:
     seconds: float = 0.0
     last: int = 0
 
-    def launch(self, worker: Worker, gpu: GpuDevice, request: InFlightRequest) -> tuple[dict[str, Array], Span]:
+    def launch(
+        self, computation: Computation, gpu: GpuDevice, request: InFlightRequest
+    ) -> tuple[dict[str, Array], Span]:
         """Replay the request and wait for its end."""
         for name, staged in self.tape.inputs.items():
-            feed = worker.feed_of(name, request)
+            feed = computation.feed_of(name, request)
             if isinstance(staged, GpuArray):
                 assert isinstance(feed, GpuFeed), "kinds of requests differ in that"
                 gpu.take(feed, staged)
@@ -48,9 +50,9 @@ class Recording:
         self.graph.launch(gpu.stream)
         # For the caller to keep: the next replay writes to what the graph wrote to.
         if request.on_device:
-            outputs = worker.hand_over(self.outputs)()
+            outputs = computation.hand_over(self.outputs)()
         else:
-            outputs = gpu.copy_to_pinned(self.outputs, worker.room)
+            outputs = gpu.copy_to_pinned(self.outputs, computation.room)
         self.end.record(gpu.stream)
         gpu.wait(self.end, expected=self.seconds)
         seconds = float(gpu.cuda.get_elapsed_time(self.begin, self.end)) / 1e3

@@ -10,7 +10,7 @@ order, whatever a rank itself is fed and whichever states it has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,12 +24,12 @@ from splitc.runtime.errors import EngineError
 from splitc.runtime.failures import Failure, attempt
 from splitc.runtime.gpu_feeds import GpuFeed
 from splitc.runtime.manifest import Manifest
+from splitc.runtime.ranks.capture import capture
+from splitc.runtime.ranks.computation import Computation
+from splitc.runtime.ranks.kept_recordings import Home, KeptRecordings, Kind, home_of, kind_of
 from splitc.runtime.ranks.loop import Span
+from splitc.runtime.ranks.recording import Played, Recording
 from splitc.runtime.ranks.request import InFlightRequest
-from splitc.runtime.ranks.thread import Worker, not_replayed
-from splitc.runtime.replay.capture import capture
-from splitc.runtime.replay.kept import Home, KeptRecordings, Kind, home_of, kind_of
-from splitc.runtime.replay.recording import Played, Recording
 
 # How far off a replay may be of an eager run, relative to the largest value: the same kernels run, but sums of some
 # come in any order, and libraries may choose others for a graph.
@@ -37,6 +37,11 @@ CLOSE = 2e-2
 # The states of requests that belong to no sequence, and where these are.
 STATELESS: dict[str, Any] = {}
 STATELESS_HOME = Home(-1, ())
+
+
+def not_replayed(reason: str) -> str:
+    """The message for the user where requests run eagerly."""
+    return f"requests are not replayed as CUDA graphs: {reason}"
 
 
 class RankReplays:
@@ -59,26 +64,31 @@ class RankReplays:
         """Why requests are not replayed, for the user."""
         return list(map(not_replayed, dict.fromkeys(self._refused.values())))
 
-    def play(self, worker: Worker, request: InFlightRequest) -> tuple[dict[str, Array], Span] | None:
-        """See Replays."""
-        gpu = worker.backend
+    def play(
+        self, computation: Computation, request: InFlightRequest, drain: Callable[[], None]
+    ) -> tuple[dict[str, Array], Span] | None:
+        """Replay the request: its outputs, and when the GPU worked. None if it has to run eagerly.
+
+        `drain` waits for all earlier requests.
+        """
+        gpu = computation.backend
         assert isinstance(gpu, GpuDevice)
         self._kept.requests += 1
         if request.initial:
-            self._begin(worker, gpu, request)
-        if request.initial or worker.capture_blocker is not None or not self._optional.isdisjoint(request.feeds):
+            self._begin(computation, gpu, request)
+        if request.initial or not self._optional.isdisjoint(request.feeds):
             return None
         home = self._home(request)
         kind = kind_of(request, home)
         recording = self._kept.pop(home, kind)
-        if recording is not None:
-            worker.drain()  # so that requests end in order
-            self._kept.keep(home, kind, recording)
-            return recording.launch(worker, gpu, request)
-        if not self._kept.is_worth(kind) or kind in self._refused:
+        if recording is None and (not self._kept.is_worth(kind) or kind in self._refused):
             return None
-        states = worker.sequences.get(request.sequence, STATELESS)
-        first = self._record(worker, gpu, request, kind, states)
+        drain()  # so that requests end in order
+        if recording is not None:
+            self._kept.keep(home, kind, recording)
+            return recording.launch(computation, gpu, request)
+        states = computation.sequences.get(request.sequence, STATELESS)
+        first = self._record(computation, gpu, request, kind, states)
         if first is None:
             return None
         self._kept.keep(home, kind, first[0])
@@ -86,7 +96,7 @@ class RankReplays:
 
     def _record(
         self,
-        worker: Worker,
+        computation: Computation,
         gpu: GpuDevice,
         request: InFlightRequest,
         kind: Kind,
@@ -97,16 +107,15 @@ class RankReplays:
         None if it can't be captured, or gives something else. Then no such request is ever recorded again, and this one
         has to run eagerly. It has to as well if it fails, on whichever rank.
         """
-        worker.drain()
-        ran = attempt(partial(worker.run_aside, request, states))
-        if self._agree(worker, "it failed" if isinstance(ran, Failure) else ""):
+        ran = attempt(partial(computation.run_aside, request, states))
+        if self._agree(computation, "it failed" if isinstance(ran, Failure) else ""):
             return None
         tape = Tape()
-        made = attempt(partial(capture, gpu, tape, partial(_give, worker, gpu, request, tape)))
+        made = attempt(partial(capture, gpu, tape, partial(_give, computation, gpu, request, tape)))
         tape.kept.clear()
-        held = attempt(partial(worker.hold_states, request, states))
+        held = attempt(partial(computation.hold_states, request, states))
         failed = [str(each.error) for each in (made, held) if isinstance(each, Failure)]
-        if why := self._agree(worker, failed[0] if failed else ""):  # of an engine, CuPy or CUDA
+        if why := self._agree(computation, failed[0] if failed else ""):  # of an engine, CuPy or CUDA
             self._refused[kind] = why
             return None
         assert not isinstance(ran, Failure) and not isinstance(made, Failure) and not isinstance(held, Failure)
@@ -114,9 +123,9 @@ class RankReplays:
         graph, outputs = made
         graph.upload(gpu.stream)
         recording = Recording(graph, tape, outputs, states, gpu.cuda.Event(), gpu.cuda.Event())
-        played = attempt(partial(recording.launch, worker, gpu, request))
+        played = attempt(partial(recording.launch, computation, gpu, request))
         wrong = str(played.error) if isinstance(played, Failure) else find_difference(ran, played[0])
-        if why := self._agree(worker, wrong):
+        if why := self._agree(computation, wrong):
             self._refused[kind] = why
             for name, before in held.items():
                 gpu.copy_over(states[name], before)
@@ -124,14 +133,14 @@ class RankReplays:
         assert not isinstance(played, Failure)
         return recording, played
 
-    def _agree(self, worker: Worker, why: str) -> str:
+    def _agree(self, computation: Computation, why: str) -> str:
         """Why any of the ranks can't go on; nothing if all can. All must go the same way: they wait for each other."""
-        told = worker.collectives.all_gather(self._everyone, why) if self._everyone else [why]
+        told = computation.collectives.all_gather(self._everyone, why) if self._everyone else [why]
         if isinstance(told, Failure):
             raise told.error
         return next(filter(None, told), "")
 
-    def _begin(self, worker: Worker, gpu: GpuDevice, request: InFlightRequest) -> None:
+    def _begin(self, computation: Computation, gpu: GpuDevice, request: InFlightRequest) -> None:
         """Note where a new sequence has its states: in those of an ended one, if they fit, which recordings know."""
         new = home_of(request)
         found = self._kept.take_spare(new)
@@ -140,7 +149,7 @@ class RankReplays:
             return
         self._homes[request.sequence], states = found
         gpu.clear(states.values())
-        worker.sequences[request.sequence] = states
+        computation.sequences[request.sequence] = states
         request.initial = {}
 
     def _home(self, request: InFlightRequest) -> Home:
@@ -151,17 +160,17 @@ class RankReplays:
             home = self._homes[request.sequence] = replace(home, growth=request.growth)
         return home
 
-    def forget(self, worker: Worker, sequence: int, reusable: bool) -> None:
-        """See Replays. If there are recordings for the states, these are kept for another sequence."""
+    def forget(self, computation: Computation, sequence: int, reusable: bool) -> None:
+        """The sequence has ended. If there are recordings for its `reusable` states, these are for another one."""
         if (home := self._homes.pop(sequence, None)) is None:
             return
         if reusable and home.is_zeros:
-            self._kept.spare(home, worker.sequences[sequence])
+            self._kept.spare(home, computation.sequences[sequence])
         else:
             self._kept.drop(home)
 
     def clear(self) -> None:
-        """See Replays."""
+        """Drop all recordings. NCCL's communicators can't be released before those with their work."""
         self._kept.clear()
 
 
@@ -178,23 +187,23 @@ def find_difference(ran: Mapping[str, Any], played: Mapping[str, Any]) -> str:
     return ""
 
 
-def _give(worker: Worker, gpu: GpuDevice, request: InFlightRequest, tape: Tape) -> dict[str, GpuArray]:
+def _give(computation: Computation, gpu: GpuDevice, request: InFlightRequest, tape: Tape) -> dict[str, GpuArray]:
     """Put the rank's work for the request on its stream. Returns its outputs, which stay on the GPU."""
-    states = worker.sequences.get(request.sequence, {})
+    states = computation.sequences.get(request.sequence, {})
 
     def stage(name: str) -> GpuArray:
-        feed = worker.feed_of(name, request)
+        feed = computation.feed_of(name, request)
         if isinstance(feed, GpuFeed):  # it is copied before each replay
             value = tape.inputs[name] = gpu.empty(feed.shape, str(feed.dtype))
         else:
             value, tape.inputs[name] = gpu.stage(feed)
         return value
 
-    values, _ = worker.execute(request, states, stage)
+    values, _ = computation.execute(request, states, stage)
     if request.sequence is not None:
-        for name, output in worker.resident.items():
+        for name, output in computation.resident.items():
             _replace(gpu, name, states[name], values[output])
-    return {name: values[name] for name in worker.given(request)}
+    return {name: values[name] for name in computation.given(request)}
 
 
 def _replace(gpu: GpuDevice, name: str, state: GpuArray, value: GpuArray) -> None:

@@ -20,9 +20,9 @@ from splitc.runtime import Session
 from splitc.runtime.admission import Admission
 from splitc.runtime.engines import NEW
 from splitc.runtime.errors import EngineError
+from splitc.runtime.ranks.capture import capture
 from splitc.runtime.ranks.loop import Replay
 from splitc.runtime.ranks.request import InFlightRequest
-from splitc.runtime.replay.capture import capture
 from tests.conftest import assert_close, decoder_feeds, run_whole
 from tests.helpers import fake_cupy
 from tests.helpers.blocks import Block
@@ -115,7 +115,7 @@ def test_closing_waits_for_no_recording(decoder: Path, monkeypatch: pytest.Monke
         gate.wait(60)
         raise EngineError("too late")
 
-    monkeypatch.setattr("splitc.runtime.replay.rank_replays.capture", hang)
+    monkeypatch.setattr("splitc.runtime.ranks.replays.capture", hang)
     monkeypatch.setattr("splitc.runtime.admission.PATIENCE", 0.5)
     session = Session(package(decoder, "layer", 1), devices=["cuda0"])
     make_known(session)
@@ -176,11 +176,11 @@ def test_recurrent_states_go_on_from_replays_to_eager_runs_and_begin_as_zeros(tm
     place = package(model, "layer", 1)
     with Session(place) as on_cpu, Session(place, devices=["cuda0"]) as session:
         (worker,) = workers_of(session)
-        replays = worker._replays
+        replays = worker.replays
         for _ in range(3):  # the second sequence has the first one's states, and others are in the same places
             with session.start() as sequence, on_cpu.start() as expected:
                 for number, step in enumerate(steps):
-                    worker._replays = None if number in (5, 6) else replays
+                    worker.replays = None if number in (5, 6) else replays
                     np.testing.assert_allclose(
                         sequence.run({"x": step})["y"], expected.run({"x": step})["y"], atol=1e-6
                     )
@@ -238,15 +238,15 @@ def test_states_that_grow_are_not_replayed(decoder: Path) -> None:
 
 def test_recordings_in_use_stay(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More kinds of requests than recordings in turns: some are replayed, and none recorded again and again."""
-    monkeypatch.setattr("splitc.runtime.replay.kept.MOST", 2)
-    monkeypatch.setattr("splitc.runtime.replay.kept.IDLE", 8)
+    monkeypatch.setattr("splitc.runtime.ranks.kept_recordings.MOST", 2)
+    monkeypatch.setattr("splitc.runtime.ranks.kept_recordings.IDLE", 8)
     made = []
 
     def note(*given: Any) -> Any:
         made.append(given)
         return capture(*given)
 
-    monkeypatch.setattr("splitc.runtime.replay.rank_replays.capture", note)
+    monkeypatch.setattr("splitc.runtime.ranks.replays.capture", note)
     with Session(package(decoder, "layer", 1), devices=["cuda0"]) as session:
         for _ in range(5):
             for past in range(3):
@@ -404,7 +404,10 @@ def test_ranks_that_differ_in_their_states_go_the_same_way(tmp_path: Path) -> No
     compile_model(plan_model(model, ["2xcpu"], request), place)
     steps = [np.random.default_rng(number).random((1, 8), np.float32) for number in range(2 * RUNS)]
     with Session(place) as on_cpu, Session(place, devices=["2xcuda"]) as session:
-        assert [worker.resident for worker in workers_of(on_cpu)] == [{"past": "present"}, {"kept": "keeps"}]
+        assert [worker.computation.resident for worker in workers_of(on_cpu)] == [
+            {"past": "present"},
+            {"kept": "keeps"},
+        ]
         with on_cpu.start() as expected, session.start() as sequence:
             for step in steps:
                 assert_close(sequence.run({"x": step}), expected.run({"x": step}))

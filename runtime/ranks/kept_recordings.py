@@ -9,8 +9,8 @@ from typing import Any
 from splitc.runtime.arrays import Zeros
 from splitc.runtime.engines import NEW
 from splitc.runtime.gpu_feeds import GpuFeed
+from splitc.runtime.ranks.recording import Recording
 from splitc.runtime.ranks.request import InFlightRequest
-from splitc.runtime.replay.recording import Recording
 
 # The states of a sequence on this rank.
 States = dict[str, Any]

@@ -1,0 +1,158 @@
+"""What one rank computes for a request: its feeds become its outputs, and the states of a sequence stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from splitc.runtime.arrays import Array, Zeros
+from splitc.runtime.collectives import Collectives
+from splitc.runtime.engines import Backend, Room
+from splitc.runtime.engines.gpu_device import GpuDevice
+from splitc.runtime.engines.gpu_outputs import hand_over
+from splitc.runtime.gpu_feeds import Feed, GpuFeed
+from splitc.runtime.parts import cut_part, cut_places, part_shape
+from splitc.runtime.ranks.loaded import LoadedRank, Setup
+from splitc.runtime.ranks.loop import Span, execute
+from splitc.runtime.ranks.request import InFlightRequest
+
+# A function that waits for a request's outputs, when each step ran, and whether a state of the sequence grew.
+Ran = tuple[Callable[[], dict[str, Array]], list[Span], bool]
+
+
+class Computation:
+    """A rank's part of requests, on the thread of its `backend`.
+
+    `resident` maps each input that is a state to its output. `sequences` hold the states. `room` is where a GPU puts
+    the outputs, if that matters.
+    """
+
+    def __init__(
+        self, setup: Setup, loaded: LoadedRank, backend: Backend, collectives: Collectives, room: Room | None = None
+    ) -> None:
+        self.rank = setup.rank
+        self.backend = backend
+        self.collectives = collectives
+        self.room = room
+        self._program = loaded.program
+        stays = [state for state in setup.states if state.input in self.rank.inputs]
+        self.resident = {state.input: state.output for state in stays}
+        self._in_place = {state.input: state for state in stays if state.in_place}
+        self._parts = {part.name: part for part in self.rank.parts}
+        self._overrides = {override.value: override for override in self.rank.overrides}
+        self.sequences: dict[int | None, dict[str, Any]] = {}
+
+    def run(self, request: InFlightRequest) -> Ran:
+        """Run the program eagerly."""
+        before = self.sequences.get(request.sequence)
+        states = self._begin_states(request) if before is None else before
+        values, spans = self.execute(request, states, partial(self._upload, request))
+        grew = False
+        if request.sequence is not None:
+            kept = {n: self.backend.persist_state(values[output], states.get(n)) for n, output in self.resident.items()}
+            kept.update({name: value for name, value in states.items() if name not in self.resident})
+            # Only GPUs, whose work is recorded, have to know.
+            grew = self.backend.asynchronous and not all(
+                name in states and kept[name].shape == states[name].shape for name in self.resident
+            )
+            self.sequences[request.sequence] = kept
+        given = {name: values[name] for name in self.given(request)}
+        return self._fetch(request, given, self.room), spans, grew
+
+    def run_aside(self, request: InFlightRequest, states: Mapping[str, Any]) -> dict[str, Array]:
+        """The outputs of the request, which its sequence knows nothing of: its states stay as they are.
+
+        But for those that are written in place, where running the request again writes the same.
+        """
+        values, _ = self.execute(request, states, partial(self._upload, request))
+        return self._fetch(request, {name: values[name] for name in self.given(request)}, None)()
+
+    def _fetch(
+        self, request: InFlightRequest, values: Mapping[str, Any], room: Room | None
+    ) -> Callable[[], dict[str, Array]]:
+        return self.hand_over(values) if request.on_device else self.backend.fetch(values, room)
+
+    def hold_states(self, request: InFlightRequest, states: Mapping[str, Any]) -> dict[str, Any]:
+        """Copies of a sequence's states, but for those that are written in place."""
+        assert isinstance(self.backend, GpuDevice), "others record nothing"
+        held = states.keys() & self.resident.keys() - (self._in_place.keys() if request.room else set())
+        return {name: self.backend.copy_of(states[name]) for name in sorted(held)}
+
+    def hand_over(self, values: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
+        """Begin to give the caller outputs on the rank's GPU. Returns a function that waits, and gives them."""
+        assert isinstance(self.backend, GpuDevice), "a session asks for that where all ranks have GPUs"
+        return hand_over(self.backend, values)
+
+    def _begin_states(self, request: InFlightRequest) -> dict[str, Any]:
+        """What a sequence begins with on this rank: states that are zeros, and feeds that it holds.
+
+        Or what the one has that it goes on from.
+        """
+        made = self.backend.zeros(self._zeros_of(request))
+        if request.after is None:
+            held = [n for n in self.rank.inputs if n in request.initial and n not in self.resident]
+            # A copy, since the memory of a request's arrays may be another one's later.
+            return {**made, **{name: self.backend.upload(self._cut_feed(name, request).copy()) for name in held}}
+        known = self.sequences.get(request.after, {})
+        for name, longer in made.items():
+            axis = self._in_place[name].grows
+            assert axis is not None
+            self.backend.copy_front(known[name], longer, axis)
+        return {**known, **made}
+
+    def execute(
+        self, request: InFlightRequest, states: Mapping[str, Any], upload: Callable[[str], Any]
+    ) -> tuple[dict[str, Any], list[Span]]:
+        """Run the program on the states that stay on this rank, and on other inputs that `upload` makes by name."""
+        into: dict[str, Any] = {}
+
+        def feeds() -> dict[str, Any]:
+            fed = {name: states[name] if name in states else upload(name) for name in self.rank.inputs}
+            fed.update({value: upload(value) for value, each in self._overrides.items() if each.input in request.feeds})
+            if request.room:
+                into.update({state.output: fed[name] for name, state in self._in_place.items()})
+            return fed
+
+        return execute(self._program, self.collectives, feeds, self.backend.accumulate, into)
+
+    def given(self, request: InFlightRequest) -> list[str]:
+        """The outputs that the rank gives to the caller rather than keeps as states."""
+        kept = set(self.resident.values()) if request.sequence is not None else set[str]()
+        return [name for name in self.rank.outputs if name not in kept]
+
+    def _upload(self, request: InFlightRequest, name: str) -> Any:
+        """The backend's value for an input: the initial value of a state, or a feed."""
+        feed = self.feed_of(name, request)
+        if isinstance(feed, GpuFeed):
+            assert isinstance(self.backend, GpuDevice), "a session brings it to the host otherwise"
+            return self.backend.take(feed)
+        return self.backend.upload(feed)
+
+    def _zeros_of(self, request: InFlightRequest) -> dict[str, Zeros]:
+        """This rank's shards of the states that begin as zeros, by the names of their inputs."""
+        zeros = {name: each for name, each in request.initial.items() if isinstance(each, Zeros)}
+        parts = {name: self._parts.get(name) for name in self.rank.inputs if name in zeros}
+        return {
+            name: zeros[name] if part is None else Zeros(part_shape(zeros[name].shape, part), zeros[name].dtype)
+            for name, part in parts.items()
+        }
+
+    def feed_of(self, name: str, request: InFlightRequest) -> Feed:
+        """As `_cut_feed`, but a feed that is on a GPU as it is: no rank takes a shard of it, and no weight's place."""
+        feed = request.feeds.get(name)
+        return feed if isinstance(feed, GpuFeed) else self._cut_feed(name, request)
+
+    def _cut_feed(self, name: str, request: InFlightRequest) -> Array:
+        """This rank's shard of a feed or of a state's initial array, by the name of the input.
+
+        Or by that of the weight which an optional input replaces. These are on the host.
+        """
+        if name in self._overrides:
+            array: Feed | Zeros = request.feeds[self._overrides[name].input]
+            assert not isinstance(array, GpuFeed | Zeros)
+            return cut_places(array, self._overrides[name].places)
+        array = request.initial[name] if name in request.initial else request.feeds[name]
+        assert not isinstance(array, GpuFeed | Zeros)
+        part = self._parts.get(name)
+        return array if part is None else cut_part(array, part)

@@ -1,0 +1,112 @@
+"""A rank's engines on its device, connected with those of other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from splitc.runtime.collectives import Collectives
+from splitc.runtime.engines import Backend, Communicator, LoadedEngine
+from splitc.runtime.engines.weight_places import SwapRoom
+from splitc.runtime.manifest import Manifest, Rank, State
+from splitc.runtime.memory_use import RankMemory
+from splitc.runtime.ranks.loop import Program
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Which rank of a package it is. `states` are those that stay on the ranks.
+
+    `turns` is the room that its weights have in turn with those of other models, if they do.
+    """
+
+    number: int
+    package: Path
+    manifest: Manifest
+    states: Sequence[State]
+    turns: SwapRoom | None = None
+
+    @property
+    def rank(self) -> Rank:
+        """What the manifest says of it."""
+        return self.manifest.ranks[self.number]
+
+
+@dataclass(frozen=True)
+class LoadedRank:
+    """A rank's program and its engines' communicators, one for each group that it is in.
+
+    `capture_blocker` says why its work can't be captured as a CUDA graph, or is None. `before` and `loaded` are the
+    bytes in use on the device before and after; None where it uses the host's memory.
+    """
+
+    program: Program
+    communicators: Sequence[Communicator]
+    capture_blocker: str | None
+    before: int | None
+    loaded: int | None
+
+    def begin(self) -> list[int]:
+        """Begin a request in all collectives. Returns its number in each."""
+        return [communicator.begin() for communicator in self.communicators]
+
+    def check(self) -> None:
+        """Raise EngineError if a collective went wrong."""
+        for communicator in self.communicators:
+            communicator.check()
+
+    def fail(self, runs: Sequence[int]) -> bool:
+        """Fail a request, by what `begin` gave, on the ranks whose engines would wait for this one's.
+
+        Returns whether all of them were told.
+        """
+        told = [communicator.fail(run) for communicator, run in zip(self.communicators, runs, strict=True)]
+        return all(told)
+
+    def memory(self, rank: Rank, now: int | None) -> RankMemory | None:
+        """How much more memory the device uses than before loading; None if it uses the host's memory.
+
+        CuPy and the engines never return memory, so after a run this is the peak.
+        """
+        if now is None or self.before is None or self.loaded is None:
+            return None
+        before = self.before
+        return RankMemory(rank.device, self.loaded - before, now - before, rank.weights_bytes, rank.total_bytes)
+
+
+def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> LoadedRank:
+    """Load the engines on this thread, and connect those with collectives inside.
+
+    Raises PackageError if an engine can't be loaded, and the error of any other rank that these exchange values with.
+    """
+    rank = setup.rank
+    backend.attach()
+    if setup.turns is not None:
+        backend.take_turns(setup.turns)
+    before = backend.used_bytes()
+    communicators: dict[tuple[int, ...], Communicator] = {}
+    engines: list[LoadedEngine] = []
+    is_whole = len(rank.engines) == 1  # segments are too many to have two sessions each
+    for file in rank.engines:
+        group = tuple(file.group)
+        if group and group not in communicators:
+            communicators[group] = collectives.create_communicator(group, backend.uses_operators)
+        source = setup.package / file.source if file.source is not None else None
+        path, weights = setup.package / file.path, file.weights if is_whole else None
+        engines.append(backend.load(path, source, file.sizes_only, communicators.get(group), weights, file.attends))
+    for communicator in communicators.values():
+        communicator.connect()
+    reserve(setup, backend)
+    blockers = [engine.capture_blocker for engine in engines]
+    # A graph has the sizes of the request that was captured: with other data it reads memory that is not its own.
+    blockers += [f"sizes in {file.path} depend on data" for file in rank.engines if file.data_sizes]
+    program = Program(rank.program, engines, [*rank.outputs, *rank.keeps])
+    return LoadedRank(
+        program, list(communicators.values()), next(filter(None, blockers), None), before, backend.used_bytes()
+    )
+
+
+def reserve(setup: Setup, backend: Backend) -> None:
+    """Reserve the memory that the rank needs beside its engines'."""
+    backend.reserve(setup.rank.activation_bytes + 2 * setup.rank.cache_bytes)

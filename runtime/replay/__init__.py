@@ -1,1 +1,0 @@
-"""Replay requests as CUDA graphs."""
