@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 from msgspec import Struct
+from msgspec.json import Decoder
 
 from splitc.runtime.cache import read_cache, write_cache
 from splitc.runtime.device_profiles import INTERCONNECT, MIXED_COPY, MIXED_SUM, Link, find_profile
@@ -92,10 +93,13 @@ def pair_name(one: Device, other: Device) -> str:
     return "-".join(sorted(map(link_end, (one, other))))
 
 
+_MACHINES = Decoder(Machine)
+
+
 def known_machine() -> Machine:
     """The results of `splitc devices --measure` on this machine; empty if it never ran."""
     try:
-        return msgspec.json.decode(read_cache(FILE), type=Machine)
+        return _MACHINES.decode(read_cache(FILE))
     except msgspec.DecodeError:
         return Machine()
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
+from msgspec.json import Decoder
 
 from splitc.runtime.errors import PackageError
 from splitc.runtime.files import indented
@@ -25,6 +26,9 @@ class _Version(Struct, frozen=True):
     schema: int
 
 
+# Made with the module, here and elsewhere: threads that have msgspec look into a type for the first time crash it.
+_VERSIONS = Decoder(_Version)
+_MANIFESTS = Decoder(Manifest)
 # The beginning of a manifest: the SHA-256 of the file as it would be with zeros here.
 _SEAL = re.compile(rb'\{\s*"sha256": "([0-9a-f]{64})"')
 _UNSEALED = "0" * 64
@@ -66,7 +70,7 @@ def _is_sealed(text: bytes) -> bool:
 def read_manifest(package: Path) -> Manifest:
     """Read a package's manifest. Raises PackageError if there is none, or one that this version can't read or trust."""
     path = package / FILE_NAME
-    manifest = read_sealed(path, Manifest, READ)
+    manifest = read_sealed(path, _MANIFESTS, READ)
     if manifest is None:
         what = "has no manifest.json, so it is no package" if package.is_dir() else "does not exist"
         what = "is a file, and packages are folders" if package.is_file() else what
@@ -76,7 +80,7 @@ def read_manifest(package: Path) -> Manifest:
     return manifest
 
 
-def read_sealed(path: Path, kind: type[Sealed], versions: Sequence[int]) -> Sealed | None:
+def read_sealed(path: Path, decoder: Decoder[Sealed], versions: Sequence[int]) -> Sealed | None:
     """Read a file that `seal` has made; None if there is none. The last of the `versions` of its schema is the newest.
 
     Raises PackageError for a file that this version can't read or trust.
@@ -91,13 +95,13 @@ def read_sealed(path: Path, kind: type[Sealed], versions: Sequence[int]) -> Seal
         raise PackageError(f"can't read {path}: {getattr(error, 'strerror', None) or error}") from error
     try:
         # Check the version first, so that the error for a newer schema is not about a missing field.
-        schema = msgspec.json.decode(text, type=_Version).schema
+        schema = _VERSIONS.decode(text).schema
         if schema not in versions:
             raise PackageError(
                 f"{path} has schema version {schema}, and this splitc reads {_spoken(versions)}: "
                 + ("upgrade splitc" if schema > versions[-1] else "compile the model again")
             )
-        found = msgspec.json.decode(text, type=kind)
+        found = decoder.decode(text)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise PackageError(f"{path} is damaged ({error}): compile the model again") from error
     if not _is_sealed(text):

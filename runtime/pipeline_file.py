@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 from msgspec import Struct
+from msgspec.json import Decoder
 
 from splitc.runtime.errors import MisuseError, PackageError
 from splitc.runtime.manifest import File
@@ -41,6 +42,9 @@ class PipelineFile(Struct, frozen=True):
         return next((module for module in self.modules if module.name == name), None)
 
 
+_PIPELINES = Decoder(PipelineFile)
+
+
 def write_pipeline(package: Path, pipeline: PipelineFile) -> None:
     """Write the file of a pipeline, whose modules and files are there."""
     (package / FILE_NAME).write_bytes(seal(msgspec.json.encode(pipeline)))
@@ -51,7 +55,7 @@ def read_pipeline(package: Path) -> PipelineFile | None:
 
     Raises PackageError for one that this version can't read or trust.
     """
-    pipeline = read_sealed(package / FILE_NAME, PipelineFile, [SCHEMA])
+    pipeline = read_sealed(package / FILE_NAME, _PIPELINES, [SCHEMA])
     if pipeline is not None and (outside := _outside(pipeline)) is not None:
         raise PackageError(f"{package / FILE_NAME} names '{outside}', which lies outside the package")
     return pipeline

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 from msgspec import Struct
+from msgspec.json import Decoder
 
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files import indented
@@ -44,6 +45,9 @@ class Serving(Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(self, sequences=caches if sequences is None else sequences)
 
 
+_SERVINGS = Decoder(Serving)
+
+
 def write_serving(folder: Path, serving: Serving) -> None:
     """Write the file into the folder."""
     (folder / FILE_NAME).write_bytes(indented(serving))
@@ -52,7 +56,7 @@ def write_serving(folder: Path, serving: Serving) -> None:
 def read_serving(path: Path) -> Serving:
     """Read the file. Raises MisuseError if it can't be read, with the field that is wrong."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Serving)
+        return _SERVINGS.decode(path.read_bytes())
     except OSError as error:
         raise MisuseError(f"can't read {path}: {error.strerror}") from error
     except msgspec.DecodeError as error:

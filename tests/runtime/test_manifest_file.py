@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -209,3 +211,29 @@ def test_random_changes_end_in_a_message_or_change_nothing(copy: Path, decoder: 
         assert_close({name: outputs[name] for name in common}, {name: expected[name] for name in common})
     assert loaded > 0
     assert time.monotonic() - began < 100
+
+
+# What msgspec knows of a type is made when it is first wanted, and threads that want it at once crashed it.
+AT_ONCE = """
+import sys, threading
+from pathlib import Path
+from splitc.runtime.manifest_file import read_manifest
+
+sys.setswitchinterval(1e-6)
+gate = threading.Barrier(8)
+
+def read():
+    gate.wait()
+    read_manifest(Path(sys.argv[1]))
+
+threads = [threading.Thread(target=read) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_threads_may_be_the_first_to_read_manifests_all_at_once(layers: Path) -> None:
+    running = [subprocess.Popen([sys.executable, "-c", AT_ONCE, str(layers)]) for _ in range(6)]
+    assert [process.wait() for process in running] == [0] * len(running)
