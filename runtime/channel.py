@@ -21,6 +21,8 @@ from splitc.runtime.errors import SplitcError
 LENGTH, LEAST = 8, 1 << 16
 # Bytes of a descriptor, and the most of them that the system lets come with one message.
 DESCRIPTOR, MOST = 4, 253
+# In place of descriptors that this process could not have.
+LACKING = -1
 
 
 class Channel:
@@ -75,10 +77,10 @@ class Channel:
         data, ancillary, flags, _ = self._socket.recvmsg(max(LEAST, missing), socket.CMSG_SPACE(MOST * DESCRIPTOR))
         if not data:
             raise EOFError
-        if flags & socket.MSG_CTRUNC:  # descriptors came that this process can't have
-            raise OSError(errno.EMFILE, "too many open files (ulimit -n)")
         for _, _, rights in ancillary:
             self._descriptors.extend(array.array("i", rights))
+        if flags & socket.MSG_CTRUNC:  # descriptors came that this process can't have; the message is there
+            self._descriptors.append(LACKING)
         self._arrived += data
         messages = []
         while len(self._arrived) >= LENGTH and (end := LENGTH + self._length()) <= len(self._arrived):
@@ -91,8 +93,14 @@ class Channel:
         return int.from_bytes(self._arrived[:LENGTH], "little") if len(self._arrived) >= LENGTH else 0
 
     def receive_descriptor(self) -> int:
-        """The descriptor that came with a message: the oldest that was not taken."""
-        return self._descriptors.popleft()
+        """The descriptor that came with a message: the oldest that was not taken.
+
+        Raises OSError if this process had too many open files when it came.
+        """
+        descriptor = self._descriptors.popleft()
+        if descriptor == LACKING:
+            raise OSError(errno.EMFILE, "too many open files (ulimit -n)")
+        return descriptor
 
     def finish(self) -> None:
         """Send no more. The other end gets what was sent before, and then EOFError."""
@@ -103,7 +111,8 @@ class Channel:
         """Close this end, and the descriptors that nobody has taken."""
         self._socket.close()
         while self._descriptors:
-            os.close(self._descriptors.popleft())
+            if (descriptor := self._descriptors.popleft()) != LACKING:
+                os.close(descriptor)
 
 
 def portable(error: BaseException) -> BaseException:
