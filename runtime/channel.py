@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from splitc.runtime.errors import SplitcError
@@ -47,6 +47,8 @@ class Channel:
         self._arrived = bytearray()
         self._messages: deque[Any] = deque()
         self._descriptors: deque[int] = deque()
+        # What `post` found no room for: bytes, and copies of the descriptors that go with the first of them.
+        self._unsent: deque[tuple[bytes, list[int]]] = deque()
 
     def fileno(self) -> int:
         """The socket's descriptor."""
@@ -56,11 +58,41 @@ class Channel:
         """Send a message, and descriptors with it. Raises OSError if the other end is gone."""
         packed = self._encode(message)
         length = len(packed).to_bytes(LENGTH, "little")
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         with self._lock:
-            sent = self._socket.sendmsg([length, packed], rights)
+            sent = self._socket.sendmsg([length, packed], _rights(descriptors))
             if sent < LENGTH + len(packed):
                 self._socket.sendall(memoryview(length + packed)[sent:])
+
+    def post(self, message: Any, *descriptors: int) -> None:
+        """As `send`, but does not wait for room in the socket: what finds none goes with the next `post` or `flush`.
+
+        Whoever reads from the other end waits for nothing, then, that waits for this one's room.
+        """
+        packed = self._encode(message)
+        with self._lock:
+            self._unsent.append(
+                (len(packed).to_bytes(LENGTH, "little") + packed, [os.dup(each) for each in descriptors])
+            )
+            self._send_unsent()
+
+    def flush(self) -> None:
+        """Send what was posted, as far as there is room. Raises OSError if the other end is gone."""
+        if self._unsent:
+            with self._lock:
+                self._send_unsent()
+
+    def _send_unsent(self) -> None:
+        try:
+            while self._unsent:
+                data, descriptors = self._unsent[0]
+                sent = self._socket.sendmsg([data], _rights(descriptors), socket.MSG_DONTWAIT)
+                for each in descriptors:
+                    os.close(each)
+                self._unsent[0] = data[sent:], []
+                if sent == len(data):
+                    self._unsent.popleft()
+        except BlockingIOError:
+            pass
 
     def receive(self) -> Any:
         """Wait for the next message. Raises EOFError or OSError if the other end is gone."""
@@ -110,9 +142,16 @@ class Channel:
     def close(self) -> None:
         """Close this end, and the descriptors that nobody has taken."""
         self._socket.close()
+        for _, descriptors in self._unsent:
+            self._descriptors.extend(descriptors)
         while self._descriptors:
             if (descriptor := self._descriptors.popleft()) != LACKING:
                 os.close(descriptor)
+
+
+def _rights(descriptors: Sequence[int]) -> list[tuple[int, int, array.array[int]]]:
+    """What lets descriptors come with a message."""
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
 
 
 def portable(error: BaseException) -> BaseException:

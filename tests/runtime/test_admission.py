@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -310,6 +311,27 @@ def test_rank_that_misses_a_request_breaks_the_session(
             session.run(sized(3))
         assert "the session is broken" in str(missed.exception(20))
         assert not session.usable
+
+
+def test_callbacks_submit_to_processes_whose_sockets_are_full(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that reads answers waited for room for a request, and a rank for room for its answer."""
+    make = socket.socketpair
+
+    def make_small() -> tuple[socket.socket, socket.socket]:
+        made = make()
+        for each in made:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the system makes it a few KiB
+        return made
+
+    monkeypatch.setattr(socket, "socketpair", make_small)
+    count, chained = 40, SimpleQueue[Future[Any]]()
+    with Session(package, threads=1, ranks="processes", in_flight=2 * count) as session:
+        monkeypatch.undo()
+        for _ in range(count):
+            future = session.submit(sized(1))
+            future.add_done_callback(lambda _: chained.put(session.submit(sized(2))))
+        for _ in range(count):
+            chained.get(timeout=20).result(20)
 
 
 def test_request_that_can_not_be_handed_over_takes_no_place(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
