@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from splitc.runtime.errors import SplitcError
@@ -21,6 +21,8 @@ from splitc.runtime.errors import SplitcError
 LENGTH, LEAST = 8, 1 << 16
 # Bytes of a descriptor, and the most of them that the system lets come with one message.
 DESCRIPTOR, MOST = 4, 253
+# In place of descriptors that this process could not have.
+LACKING = -1
 
 
 class Channel:
@@ -45,6 +47,8 @@ class Channel:
         self._arrived = bytearray()
         self._messages: deque[Any] = deque()
         self._descriptors: deque[int] = deque()
+        # What `post` found no room for: bytes, and copies of the descriptors that go with the first of them.
+        self._unsent: deque[tuple[bytes, list[int]]] = deque()
 
     def fileno(self) -> int:
         """The socket's descriptor."""
@@ -54,11 +58,41 @@ class Channel:
         """Send a message, and descriptors with it. Raises OSError if the other end is gone."""
         packed = self._encode(message)
         length = len(packed).to_bytes(LENGTH, "little")
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         with self._lock:
-            sent = self._socket.sendmsg([length, packed], rights)
+            sent = self._socket.sendmsg([length, packed], _rights(descriptors))
             if sent < LENGTH + len(packed):
                 self._socket.sendall(memoryview(length + packed)[sent:])
+
+    def post(self, message: Any, *descriptors: int) -> None:
+        """As `send`, but does not wait for room in the socket: what finds none goes with the next `post` or `flush`.
+
+        Whoever reads from the other end waits for nothing, then, that waits for this one's room.
+        """
+        packed = self._encode(message)
+        with self._lock:
+            self._unsent.append(
+                (len(packed).to_bytes(LENGTH, "little") + packed, [os.dup(each) for each in descriptors])
+            )
+            self._send_unsent()
+
+    def flush(self) -> None:
+        """Send what was posted, as far as there is room. Raises OSError if the other end is gone."""
+        if self._unsent:
+            with self._lock:
+                self._send_unsent()
+
+    def _send_unsent(self) -> None:
+        try:
+            while self._unsent:
+                data, descriptors = self._unsent[0]
+                sent = self._socket.sendmsg([data], _rights(descriptors), socket.MSG_DONTWAIT)
+                for each in descriptors:
+                    os.close(each)
+                self._unsent[0] = data[sent:], []
+                if sent == len(data):
+                    self._unsent.popleft()
+        except BlockingIOError:
+            pass
 
     def receive(self) -> Any:
         """Wait for the next message. Raises EOFError or OSError if the other end is gone."""
@@ -75,10 +109,10 @@ class Channel:
         data, ancillary, flags, _ = self._socket.recvmsg(max(LEAST, missing), socket.CMSG_SPACE(MOST * DESCRIPTOR))
         if not data:
             raise EOFError
-        if flags & socket.MSG_CTRUNC:  # descriptors came that this process can't have
-            raise OSError(errno.EMFILE, "too many open files (ulimit -n)")
         for _, _, rights in ancillary:
             self._descriptors.extend(array.array("i", rights))
+        if flags & socket.MSG_CTRUNC:  # descriptors came that this process can't have; the message is there
+            self._descriptors.append(LACKING)
         self._arrived += data
         messages = []
         while len(self._arrived) >= LENGTH and (end := LENGTH + self._length()) <= len(self._arrived):
@@ -91,8 +125,14 @@ class Channel:
         return int.from_bytes(self._arrived[:LENGTH], "little") if len(self._arrived) >= LENGTH else 0
 
     def receive_descriptor(self) -> int:
-        """The descriptor that came with a message: the oldest that was not taken."""
-        return self._descriptors.popleft()
+        """The descriptor that came with a message: the oldest that was not taken.
+
+        Raises OSError if this process had too many open files when it came.
+        """
+        descriptor = self._descriptors.popleft()
+        if descriptor == LACKING:
+            raise OSError(errno.EMFILE, "too many open files (ulimit -n)")
+        return descriptor
 
     def finish(self) -> None:
         """Send no more. The other end gets what was sent before, and then EOFError."""
@@ -102,8 +142,16 @@ class Channel:
     def close(self) -> None:
         """Close this end, and the descriptors that nobody has taken."""
         self._socket.close()
+        for _, descriptors in self._unsent:
+            self._descriptors.extend(descriptors)
         while self._descriptors:
-            os.close(self._descriptors.popleft())
+            if (descriptor := self._descriptors.popleft()) != LACKING:
+                os.close(descriptor)
+
+
+def _rights(descriptors: Sequence[int]) -> list[tuple[int, int, array.array[int]]]:
+    """What lets descriptors come with a message."""
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
 
 
 def portable(error: BaseException) -> BaseException:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from splitc.runtime.errors import HandOverError
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -16,9 +18,14 @@ class Failure:
 
 
 def attempt(work: Callable[[], Any]) -> Any:
-    """The result of the work, or a Failure if it raises an error."""
+    """The result of the work, or a Failure if it raises an error.
+
+    Raises HandOverError: what ranks were given is wrong, so it is not for one request to fail alone.
+    """
     try:
         return work()
+    except HandOverError:
+        raise
     except Exception as error:  # any error belongs to the request
         clear_frames(error)
         return Failure(error)

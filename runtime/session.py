@@ -108,6 +108,7 @@ class Session:
         self._joiner = OutputJoiner(self.manifest, self.devices)
         self.device_arrays = DeviceArrays(self.manifest, self.devices, kind)
         self._cuda_graphs = cuda_graphs
+        self._broke: BaseException | None = None
         try:
             if world is not None and kind == MPI:
                 self._workers: Workers | RemoteRanks = self._join(world, threads, verify, cuda_graphs)
@@ -118,6 +119,8 @@ class Session:
             raise
         turns = shared.turns if shared else None
         self._admission = Admission(self._workers, self.manifest, self.in_flight, turns)
+        if self._broke is not None:  # before there was anything to fail
+            self._admission.fail(self._broke)
         # Of sequences that were dropped without being closed.
         self._dropped: deque[int] = deque()
         # When the session is dropped without being closed, and when Python ends.
@@ -314,7 +317,9 @@ class Session:
 def _fail(session: weakref.ref[Session], error: BaseException) -> None:
     """End a session whose ranks can't go on. These live as long as the session, and not the other way round."""
     if (found := session()) is not None:
-        found._admission.fail(error)
+        found._broke = error
+        if hasattr(found, "_admission"):
+            found._admission.fail(error)
 
 
 def choose_devices(manifest: Manifest, asked: Sequence[str] | None) -> list[Device]:

@@ -89,11 +89,18 @@ class SlotWriter:
         """
         placed, size = place((name, array.shape, array.dtype) for name, array in arrays)
         slot, descriptor = number % len(self._slots), None
-        if size > self._slots[slot].nbytes:
-            descriptor = create_memory(max(LEAST, size))
-            self._slots[slot] = map_memory(os.dup(descriptor))
-        for each, (_, array) in zip(placed, arrays, strict=True):
-            view(self._slots[slot], each)[...] = array
+        memory = self._slots[slot]
+        try:
+            if size > memory.nbytes:
+                descriptor = create_memory(max(LEAST, size))
+                memory = map_memory(os.dup(descriptor))
+            for each, (_, array) in zip(placed, arrays, strict=True):
+                view(memory, each)[...] = array
+        except BaseException:  # the readers still have the memory from before
+            if descriptor is not None:
+                os.close(descriptor)
+            raise
+        self._slots[slot] = memory
         return placed, descriptor
 
 

@@ -6,7 +6,27 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from splitc.runtime.engines import Communicator
+from splitc.runtime.errors import HandOverError
 from splitc.runtime.steps import Reduce
+
+# What a value goes by: the number of its request, and its name, if it has one.
+Label = tuple[int, str | None]
+# That of what ranks tell each other before all requests.
+LOADING: Label = (-1, None)
+
+
+def check_label(sent: Label, wanted: Label, rank: int, source: int) -> None:
+    """Raise HandOverError unless a rank has sent what another one waits for: they may have got different requests."""
+    if sent != wanted:
+        raise HandOverError(
+            f"rank {rank} waits for {_words(wanted)} from rank {source}, which sent {_words(sent)}: they are out of "
+            "step"
+        )
+
+
+def _words(label: Label) -> str:
+    request, name = label
+    return f"'{name or ''}' of request {request}"
 
 
 class Exchange(Protocol):
@@ -32,6 +52,12 @@ class Collectives(Exchange, Protocol):
 
     @property
     def rank(self) -> int: ...
+
+    def begin(self, request: int) -> None:
+        """What is exchanged from now on belongs to the request of this number, by which all ranks know it.
+
+        A rank that gets a value of another one raises HandOverError.
+        """
 
     def all_gather(self, ranks: Sequence[int], value: Any) -> Any:
         """Wait for a value of each of these ranks. Returns them in order, or the Failure that one of them gave.

@@ -10,6 +10,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from splitc.runtime.channel import Channel, portable
+from splitc.runtime.collectives import LOADING, Label, check_label
 from splitc.runtime.failures import Failure
 
 # Seconds in which a session ends the processes of all ranks if that of one has ended.
@@ -19,43 +20,42 @@ ENDING = 5.0
 class Mail(Protocol):
     """A rank's end of what ranks tell each other. What one tells another comes in order."""
 
-    def tell(self, target: int, name: str | None, value: Any) -> None:
+    def tell(self, target: int, label: Label, value: Any) -> None:
         """Tell a rank a value. Does not wait until it hears it. Raises RuntimeError if it is gone."""
 
-    def hear(self, source: int) -> tuple[str | None, Any]:
-        """Wait for the next value of a rank, and its name."""
+    def hear(self, source: int) -> tuple[Label, Any]:
+        """Wait for the next value of a rank, and its label."""
 
 
-def tell_all(mail: Mail, rank: int, ranks: Sequence[int], value: Any) -> None:
-    """Tell all other ranks a value without a name, or a Failure."""
+def tell_all(mail: Mail, rank: int, ranks: Sequence[int], value: Any, label: Label = LOADING) -> None:
+    """Tell all other ranks a value, or a Failure."""
     told = Failure(portable(value.error)) if isinstance(value, Failure) else value
     for other in ranks:
         if other != rank:
-            mail.tell(other, None, told)
+            mail.tell(other, label, told)
 
 
-def hear_named(mail: Mail, rank: int, source: int, name: str | None) -> Any:
-    """The next value of a rank, which must have this name."""
+def hear_labelled(mail: Mail, rank: int, source: int, label: Label) -> Any:
+    """The next value of a rank, which must have this label."""
     sent, value = mail.hear(source)
-    if sent != name:
-        raise RuntimeError(f"rank {rank} waits for '{name}' from rank {source}, which sent '{sent}'")
+    check_label(sent, label, rank, source)
     return value
 
 
-def all_gather(mail: Mail, rank: int, ranks: Sequence[int], value: Any) -> Any:
+def all_gather(mail: Mail, rank: int, ranks: Sequence[int], value: Any, label: Label = LOADING) -> Any:
     """See Collectives.all_gather."""
-    tell_all(mail, rank, ranks, value)
-    told = [value if other == rank else hear_named(mail, rank, other, None) for other in ranks]
+    tell_all(mail, rank, ranks, value, label)
+    told = [value if other == rank else hear_labelled(mail, rank, other, label) for other in ranks]
     return next((each for each in told if isinstance(each, Failure)), told)
 
 
 def gather_by_first(mail: Mail, rank: int, ranks: Sequence[int], value: Any) -> Any:
-    """As `all_gather`, by way of the first of the ranks: the others need none to each other."""
+    """As `all_gather` before all requests, by way of the first of the ranks: the others need none to each other."""
     first = ranks[0]
     if rank != first:
         tell_all(mail, rank, [first], value)
-        return hear_named(mail, rank, first, None)
-    told = [value, *(hear_named(mail, first, other, None) for other in ranks[1:])]
+        return hear_labelled(mail, rank, first, LOADING)
+    told = [value, *(hear_labelled(mail, first, other, LOADING) for other in ranks[1:])]
     gathered = next((each for each in told if isinstance(each, Failure)), told)
     tell_all(mail, first, ranks, gathered)
     return gathered
@@ -88,14 +88,14 @@ class ChannelMail:
         for channel in self._channels.values():
             channel.finish()
 
-    def tell(self, target: int, name: str | None, value: Any) -> None:
+    def tell(self, target: int, label: Label, value: Any) -> None:
         try:
-            self._channels[target].send((name, value))
+            self._channels[target].send((label, value))
         except OSError as error:
             # The session has noticed it too, and is about to end this process: it knows better why the rank is gone.
             time.sleep(ENDING)
             raise RuntimeError(f"rank {target} is gone") from error
 
-    def hear(self, source: int) -> tuple[str | None, Any]:
-        name, value = self._arrived[source].get()
-        return name, value
+    def hear(self, source: int) -> tuple[Label, Any]:
+        label, value = self._arrived[source].get()
+        return label, value

@@ -94,8 +94,9 @@ class MeetingEnd:
     def connect(self) -> None:
         pass  # ranks meet without
 
-    def begin(self) -> int:
-        return int(self._library.splitc_begin(self._handle))
+    def begin(self, request: int) -> int:
+        self._library.splitc_begin(self._handle, 1 + request)
+        return 1 + request
 
     def check(self) -> None:
         pass  # what goes wrong in a sum is an error of the engine

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
+from splitc.runtime.collectives import LOADING, Label, check_label
 from splitc.runtime.collectives.engine_meeting import EngineMeeting
 from splitc.runtime.engines import Communicator
 from splitc.runtime.failures import Failure, attempt
 from splitc.runtime.steps import Reduce
 
-Channels = dict[tuple[int, int], "SimpleQueue[tuple[str | None, Any]]"]
+Channels = dict[tuple[int, int], "SimpleQueue[tuple[Label | None, Any]]"]
 
 
 @dataclass
@@ -22,24 +23,29 @@ class Meeting:
 
     ranks: Sequence[int]
     lock: threading.Lock = field(default_factory=threading.Lock)
-    values: dict[int, Any] = field(default_factory=dict)
+    values: dict[int, tuple[Label, Any]] = field(default_factory=dict)
     results: dict[int, SimpleQueue[Any]] = field(default_factory=dict)
     aborted: Failure | None = None
 
     def __post_init__(self) -> None:
         self.results = {rank: SimpleQueue() for rank in self.ranks}
 
-    def meet(self, rank: int, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
-        """The result of `combine` on all values in the order of the ranks; or the first Failure among them."""
+    def meet(self, rank: int, label: Label, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        """The result of `combine` on all values in the order of the ranks; or the first Failure among them.
+
+        All must have one label.
+        """
         with self.lock:
             if self.aborted is not None:
                 return self.aborted
-            self.values[rank] = value
+            self.values[rank] = label, value
             last = len(self.values) == len(self.ranks)
             if last:
                 handed_in, self.values = self.values, {}
         if last:
-            ordered = [handed_in[each] for each in self.ranks]
+            for each, (sent, _) in handed_in.items():
+                check_label(sent, label, rank, each)
+            ordered = [handed_in[each][1] for each in self.ranks]
             failed = next((each for each in ordered if isinstance(each, Failure)), None)
             result = attempt(lambda: combine(ordered)) if failed is None else failed
             for each in self.ranks:
@@ -69,9 +75,13 @@ class HostCollectives:
     def __init__(self, rank: int, hub: Hub) -> None:
         self.rank = rank
         self.hub = hub
+        self._label = LOADING
+
+    def begin(self, request: int) -> None:
+        self._label = request, None
 
     def send(self, target: int, name: str, value: Any) -> None:
-        self.hub.channels[self.rank, target].put((name, value))
+        self.hub.channels[self.rank, target].put(((self._label[0], name), value))
 
     def receive(self, source: int, name: str) -> Any:
         channel = self.hub.channels[source, self.rank]
@@ -79,8 +89,7 @@ class HostCollectives:
         if sent is None:
             channel.put((None, value))  # for the next receiver
             return value
-        if sent != name:
-            raise RuntimeError(f"rank {self.rank} waits for '{name}' from rank {source}, which sent '{sent}'")
+        check_label(sent, (self._label[0], name), self.rank, source)
         return value
 
     def abort(self, error: BaseException) -> None:
@@ -122,7 +131,7 @@ class HostCollectives:
         meeting = self.hub.meetings.get(group) or self.hub.meetings.setdefault(group, Meeting(group))
         if self.hub.failure is not None:  # a meeting created after `abort` was not aborted by it
             return self.hub.failure
-        return meeting.meet(self.rank, value, combine)
+        return meeting.meet(self.rank, self._label, value, combine)
 
 
 def connect(ranks: int) -> list[HostCollectives]:

@@ -16,7 +16,7 @@ import numpy as np
 from splitc.runtime.arrays import Array
 
 # native/meeting.h
-OK, FAILED, LATE = range(3)
+OK, FAILED, LATE, _, APART = range(5)
 # A message begins with the number of its run. One that has no more says that the sender fails in it.
 RUN = 8
 _POINTER, _INT, _SIZE, _RUN = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_uint64
@@ -91,10 +91,12 @@ class MessagePost:
     def _wait(self, run: int, peer: int, head: int, head_size: int, patience: float) -> int:
         arrived, deadline = self._arrived[peer], time.monotonic() + patience
         while True:
-            while arrived and _run_of(arrived[0]) < run:
-                arrived.popleft()  # of a run that failed
-            if run in self._failed or (arrived and _run_of(arrived[0]) > run):
+            while arrived and _run_of(arrived[0]) in self._failed and _run_of(arrived[0]) < run:
+                arrived.popleft()
+            if run in self._failed:
                 return FAILED
+            if arrived and _run_of(arrived[0]) != run:
+                return APART
             if arrived:
                 ctypes.memmove(head, arrived[0].ctypes.data + RUN, head_size)
                 return OK

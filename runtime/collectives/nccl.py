@@ -110,8 +110,8 @@ class NcclCommunicator:
         for end in self._ends:
             load_library().splitc_end_connect(end, self.pointer, kernels)
 
-    def begin(self) -> int:
-        return 0 if self._meeting is None else self._meeting.begin()
+    def begin(self, request: int) -> int:
+        return 0 if self._meeting is None else self._meeting.begin(request)
 
     def check(self) -> None:
         if self.kernels is not None:

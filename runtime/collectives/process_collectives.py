@@ -11,7 +11,8 @@ from typing import Any
 
 from splitc.runtime.arrays import accumulate_arrays
 from splitc.runtime.channel import portable
-from splitc.runtime.collectives.channel_mail import Mail, all_gather, gather_by_first, hear_named
+from splitc.runtime.collectives import LOADING, Label
+from splitc.runtime.collectives.channel_mail import Mail, all_gather, gather_by_first, hear_labelled
 from splitc.runtime.collectives.engine_meeting import EngineMeeting
 from splitc.runtime.collectives.nccl import NcclCommunicator, NcclCommunicators
 from splitc.runtime.engines import Backend, Communicator
@@ -46,6 +47,7 @@ class ProcessCollectives:
         self._gpu = self._device if by_nccl else None
         self._communicators = NcclCommunicators(rank, self.all_gather)
         self._all: NcclCommunicator | None = None
+        self._label = LOADING
 
     def connect(self) -> None:
         """Connect the GPUs of all ranks. All ranks must call this at the same time."""
@@ -63,23 +65,29 @@ class ProcessCollectives:
         made.meet(meeting, place)
         return made
 
+    def begin(self, request: int) -> None:
+        self._label = request, None
+
+    def _named(self, name: str) -> Label:
+        return self._label[0], name
+
     def release(self) -> None:
         """Release what connects the GPUs, in a process that goes on. All ranks must call this at the same time."""
         self._communicators.close()
 
     def send(self, target: int, name: str, value: Any) -> None:
         if isinstance(value, Failure):
-            self._mail.tell(target, name, Failure(portable(value.error)))
+            self._mail.tell(target, self._named(name), Failure(portable(value.error)))
         elif self._gpu is None:
-            self._mail.tell(target, name, self._backend.download({"": value})[""])
+            self._mail.tell(target, self._named(name), self._backend.download({"": value})[""])
         else:
             assert self._all is not None
-            self._mail.tell(target, name, (value.shape, value.dtype))
+            self._mail.tell(target, self._named(name), (value.shape, value.dtype))
             self._all.send(value, target, self._gpu.stream.ptr)
             self._gpu.keep(value)
 
     def receive(self, source: int, name: str) -> Any:
-        value = hear_named(self._mail, self.rank, source, name)
+        value = hear_labelled(self._mail, self.rank, source, self._named(name))
         if isinstance(value, Failure):
             return value
         if self._gpu is None:
@@ -90,7 +98,7 @@ class ProcessCollectives:
         return target
 
     def all_gather(self, ranks: Sequence[int], value: Any) -> Any:
-        return all_gather(self._mail, self.rank, ranks, value)
+        return all_gather(self._mail, self.rank, ranks, value, self._label)
 
     def gather_by_first(self, ranks: Sequence[int], value: Any) -> Any:
         """As `all_gather`, slower, between ranks that may have no way to each other but to the first one."""

@@ -73,19 +73,19 @@ class Communicator(Protocol):
     def connect(self) -> None:
         """Wait until the ranks are connected, which engines must be before they run. Raises the error of any rank."""
 
-    def begin(self) -> int:
-        """Begin a request. All ranks of the group call this once for each request, in the same order.
+    def begin(self, request: int) -> int:
+        """Begin the request of this number, by which all ranks know it. Later ones have larger numbers.
 
-        Returns the request's number here.
+        Returns the number of its run.
         """
 
     def check(self) -> None:
         """Raise EngineError if a collective went wrong on the device. To be called when a request has ended there."""
 
     def fail(self, run: int) -> bool:
-        """Take no further part in the request of this number, while the next one may have begun.
+        """Take no further part in the run of this number. What fails before its collectives end says so at once.
 
-        Returns whether the other ranks' collectives then fail at once. If not, they would wait for ever.
+        Returns whether the other ranks' collectives of that run then fail at once. If not, they would wait for ever.
         """
 
 

@@ -21,7 +21,7 @@ from splitc.runtime.engines import Communicator, Room
 from splitc.runtime.engines.engine_kind import BackendOptions
 from splitc.runtime.engines.onnx_session import open_onnx
 from splitc.runtime.engines.weight_places import SwapRoom
-from splitc.runtime.errors import EngineError, FollowingError, PackageError
+from splitc.runtime.errors import EngineError, FollowingError, HandOverError, PackageError
 from splitc.runtime.manifest import Weight
 from splitc.runtime.onnx_types import CODES, NAMES
 from splitc.runtime.units import format_bytes
@@ -37,13 +37,14 @@ ERRORS: tuple[type[Exception], ...] = (
 
 # States from this many bytes on are compared with the memory that is free, which takes a while.
 LARGE = 1 << 26
-# What operators say that give up a collective since another rank has failed.
-_GIVEN_UP = "was given up"
+# What operators say that give up a collective since another rank has failed, or is in another request.
+_GIVEN_UP, _APART = "was given up", "ranks were not given the same requests"
 
 
 def failed(message: str) -> EngineError:
     """The error of an engine that says this, by ONNX Runtime."""
-    return FollowingError(message) if _GIVEN_UP in message else EngineError(message)
+    kind = FollowingError if _GIVEN_UP in message else HandOverError if _APART in message else EngineError
+    return kind(message)
 
 
 def open_session(

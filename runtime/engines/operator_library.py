@@ -11,7 +11,7 @@ from splitc.runtime.errors import EngineError, PackageError
 
 MODULE = "splitc.runtime.collectives._operators"
 # That of native/operators.h. An editable install may have a library of older sources than its Python code.
-INTERFACE = 4
+INTERFACE = 5
 _POINTER, _INT, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
 # The types of its functions, which are defined in native/operators.c.
 _FUNCTIONS = {
@@ -27,7 +27,7 @@ _FUNCTIONS = {
     "splitc_end_connect": (None, [_POINTER, _POINTER, _POINTER]),
     "splitc_end_on_gpu": (None, [_POINTER, _POINTER, _POINTER]),
     "splitc_end_register": (None, [_POINTER]),
-    "splitc_begin": (ctypes.c_uint64, [_POINTER]),
+    "splitc_begin": (None, [_POINTER, ctypes.c_uint64]),
     "splitc_fail": (_INT, [_POINTER, ctypes.c_uint64]),
     "splitc_end_transfers": (None, [_POINTER, _POINTER, _INT, ctypes.c_double, _POINTER, _POINTER]),
     "splitc_all_reduce": (_INT, [_POINTER, _INT, _INT, _POINTER, _POINTER, _SIZE]),

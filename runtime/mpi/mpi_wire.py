@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from splitc.runtime.arrays import Array
+from splitc.runtime.collectives import Label
 from splitc.runtime.engines import Backend, Room
 from splitc.runtime.mapped_files import remove_files
 from splitc.runtime.mpi.clocks import Clocks
@@ -163,17 +164,17 @@ class MpiMail:
         self._post = post
         self._session = session
 
-    def tell(self, target: int, name: str | None, value: Any) -> None:
+    def tell(self, target: int, label: Label, value: Any) -> None:
         # A rank goes on at once, and may write to its arrays while MPI still reads from them.
-        self._post.send(target, (self._session, name, _copied(value)))
+        self._post.send(target, (self._session, label, _copied(value)))
 
-    def hear(self, source: int) -> tuple[str | None, Any]:
+    def hear(self, source: int) -> tuple[Label, Any]:
         while True:
             arrived = self._post.receive(source)
             assert arrived is not None
-            session, name, value = arrived[1]
+            session, label, value = arrived[1]
             if session == self._session:  # and not of one that could not be opened, whose ranks did not listen any more
-                return name, value
+                return label, value
 
 
 def _copied(value: Any) -> Any:

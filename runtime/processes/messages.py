@@ -105,7 +105,7 @@ class Answer(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Broken(Struct, frozen=True, array_like=True, tag=True):
-    """A rank can't go on, unless all other ranks fail in `request` too, the last one in which it failed itself."""
+    """A rank can't go on, unless all other ranks fail in `request` too, if its error is of one."""
 
     error: BaseException
     request: int | None

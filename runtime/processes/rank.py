@@ -70,7 +70,8 @@ class RankProcess:
         self._exchanges = _exchanges(setup.manifest)
         # Those that wait for each other in engines must go the same way too: all replay a request, or none.
         self._everyone = range(len(ranks) if len(ranks) > 1 else 0)
-        self._failed: int | None = None
+        # The last request that failed, and its error.
+        self._failed: tuple[int, BaseException] | None = None
         replays = None
         if cuda_graphs and backend.asynchronous:
             replays = RankReplays(setup.manifest, self._everyone)
@@ -78,7 +79,9 @@ class RankProcess:
         self.worker.ready.add_done_callback(self._announce)
 
     def _broken(self, error: BaseException) -> None:
-        self._control.send(Broken(portable(error), self._failed))
+        """Tell the session that this rank can't go on, unless all others fail in the same request."""
+        failed = self._failed[0] if self._failed is not None and self._failed[1] is error else None
+        self._control.send(Broken(portable(error), failed))
 
     def _announce(self, ready: Future[None]) -> None:
         """Tell the session that the engines are loaded, or why not: it waits for that, whatever happens here."""
@@ -119,18 +122,18 @@ class RankProcess:
     def _read(self, order: Order) -> InFlightRequest:
         feeds, loaded = self._control.arrays(order)
         initial: dict[str, Array | Zeros] = {**order.zeros, **loaded}
-        answer = partial(self._answer, order.number)
-        return InFlightRequest(feeds, 1, answer, order.sequence, initial, order.room, order.after, order.growth)
+        how = order.sequence, initial, order.room, order.after, order.growth
+        return InFlightRequest(feeds, 1, self._answer, *how, number=order.number)
 
-    def _answer(self, number: int, request: InFlightRequest) -> None:
+    def _answer(self, request: InFlightRequest) -> None:
         """Give the session the outputs of a request, or its error."""
         ((rank, served),) = request.served.items()
         spans = tuple((self._number_of(span), span.start, span.end) for span in served.spans)
         error = None if request.error is None else portable(request.error)
-        if error is not None:
-            self._failed = number
+        if request.error is not None:
+            self._failed = request.number, request.error
         self._control.answer(
-            Answer(number, None, served.start, served.end, spans, served.grew, error), request.outputs[rank]
+            Answer(request.number, None, served.start, served.end, spans, served.grew, error), request.outputs[rank]
         )
 
     def _number_of(self, span: Span) -> int:
@@ -195,8 +198,12 @@ def main(descriptor: int) -> None:
     ranks: list[threading.Thread] = []
     try:
         while (start := home.receive()) is not None:
-            descriptors = [home.receive_descriptor() for _ in (None, *start.channels, *start.meetings)]
             name = f"splitc rank {start.number} ({start.devices[start.number]}) of {start.package.name}"
+            try:
+                descriptors = [home.receive_descriptor() for _ in (None, *start.channels, *start.meetings)]
+            except OSError as error:
+                print(f"error: {name}: {error}", file=sys.stderr, flush=True)
+                os._exit(1)
             ranks.append(threading.Thread(target=_host, args=(start, descriptors), name=name))
             ranks[-1].start()
     except (EOFError, OSError):  # the caller's process has ended, before the thread that looks after it has seen that

@@ -32,6 +32,9 @@ class Receiver(Protocol):
     def lost(self, rank: int) -> None:
         """A rank's process has ended."""
 
+    def garbled(self, error: Exception) -> None:
+        """What a rank sent can't be taken."""
+
     def look(self, alive: Sequence[int]) -> None:
         """See whether the ranks that have not ended are well. Called from time to time."""
 
@@ -100,11 +103,14 @@ class Reader:
 
     def _receive(self, patience: float) -> None:
         """Take what has arrived, or arrives within `patience` seconds."""
-        for rank, message in self._wire.take(patience):
-            if message is LOST:
-                self._receiver.lost(rank)
-            else:
-                self._receiver.take(rank, message)
+        try:
+            for rank, message in self._wire.take(patience):
+                if message is LOST:
+                    self._receiver.lost(rank)
+                else:
+                    self._receiver.take(rank, message)
+        except Exception as error:  # all who wait for an answer would wait for ever
+            self._receiver.garbled(error)
         now = time.monotonic()
         if now - self._looked > LOOK:
             self._looked = now

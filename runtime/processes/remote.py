@@ -10,7 +10,7 @@ from typing import Any
 
 from splitc.runtime.arrays import Array, Zeros
 from splitc.runtime.devices import Device
-from splitc.runtime.errors import EngineError, PackageError
+from splitc.runtime.errors import EngineError, HandOverError, PackageError
 from splitc.runtime.futures import first_error
 from splitc.runtime.gpu_feeds import on_host
 from splitc.runtime.manifest import Manifest
@@ -87,7 +87,7 @@ class RemoteRanks(ABC):
             return
         if not request.begin():
             return
-        number, self._count = self._count, self._count + 1
+        number = self._count
         zeros = {name: each for name, each in request.initial.items() if isinstance(each, Zeros)}
         loaded = [(name, each) for name, each in request.initial.items() if not isinstance(each, Zeros)]
         how = request.sequence, request.room, request.after, request.growth
@@ -95,9 +95,12 @@ class RemoteRanks(ABC):
         self._requests[number] = request  # before its answer may come
         try:
             self._wire.order(order, [(name, on_host(feed)) for name, feed in request.feeds.items()], loaded)
+        except HandOverError:
+            raise  # some ranks will answer it
         except BaseException:
             del self._requests[number]
             raise
+        self._count += 1  # only now: those in flight have slots by their numbers, which follow each other
 
     def forget(self, sequence: int, reusable: bool) -> None:
         """Free the states of a sequence, or let another one begin in their memory, if that can be."""
@@ -210,6 +213,10 @@ class RemoteRanks(ABC):
             for future in self._loaded:
                 if not future.done():
                     future.set_exception(PackageError(str(error)))
+
+    def garbled(self, error: Exception) -> None:
+        """See Receiver."""
+        self._break(EngineError(f"what a rank sent can't be taken: {error}"))
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} ({self._devices[rank]})"

@@ -67,7 +67,7 @@ class SocketWire:
             packed = pack(whole)
             for rank, channel in enumerate(self._channels):
                 try:
-                    channel.send(packed, *descriptors)
+                    channel.post(packed, *descriptors)
                 except (BrokenPipeError, ConnectionResetError):
                     pass  # the rank is gone, which its reader says
                 except BaseException as error:
@@ -80,7 +80,7 @@ class SocketWire:
         packed = pack(message)
         for channel in self._channels:
             with contextlib.suppress(OSError):
-                channel.send(packed)
+                channel.post(packed)
 
     def outputs(self, rank: int, sent: Sent | None) -> dict[str, Array]:
         if sent is None:
@@ -93,6 +93,9 @@ class SocketWire:
 
     def take(self, seconds: float) -> list[tuple[int, Any]]:
         taken: list[tuple[int, Any]] = []
+        for rank in self._ranks.values():
+            with contextlib.suppress(OSError):  # it is gone, which is seen below
+                self._channels[rank].flush()
         for descriptor, _ in self._poll.poll(1e3 * seconds):
             rank = self._ranks[descriptor]
             try:

@@ -47,9 +47,9 @@ class LoadedRank:
     before: int | None
     loaded: int | None
 
-    def begin(self) -> list[int]:
-        """Begin a request in all collectives. Returns its number in each."""
-        return [communicator.begin() for communicator in self.communicators]
+    def begin(self, request: int) -> list[int]:
+        """Begin the request of this number in all collectives. Returns the number of its run in each."""
+        return [communicator.begin(request) for communicator in self.communicators]
 
     def check(self) -> None:
         """Raise EngineError if a collective went wrong."""

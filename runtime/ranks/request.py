@@ -38,12 +38,12 @@ def closed_before() -> SplitcError:
 class InFlightRequest:
     """A request in flight. Each rank adds its outputs, and the last one calls `done`.
 
-    `sequence` is the number of the request's sequence, `initial` what the sequence begins with on the ranks: the states
-    that stay there, and feeds that are the same in all its requests. With `room`, the states have room for all later
-    tokens, and are written in place. With `after`, the sequence goes on from that one: its states are copied into the
-    beginning of `initial`, which are longer. `growth` counts the requests of the sequence in which states grew on any
-    rank. With `on_device`, outputs are arrays of CuPy on the ranks' GPUs. `waiting` is the number of ranks that have
-    not finished. `outputs` and `served` are by rank.
+    `number` is what all ranks know it by. `sequence` is the number of the request's sequence, `initial` what the
+    sequence begins with on the ranks: the states that stay there, and feeds that are the same in all its requests. With
+    `room`, the states have room for all later tokens, and are written in place. With `after`, the sequence goes on from
+    that one: its states are copied into the beginning of `initial`, which are longer. `growth` counts the requests of
+    the sequence in which states grew on any rank. With `on_device`, outputs are arrays of CuPy on the ranks' GPUs.
+    `waiting` is the number of ranks that have not finished. `outputs` and `served` are by rank.
     """
 
     feeds: Mapping[str, Feed]
@@ -55,6 +55,7 @@ class InFlightRequest:
     after: int | None = None
     growth: int = 0
     on_device: bool = False
+    number: int = 0
     outputs: dict[int, dict[str, Array]] = field(default_factory=dict)
     served: dict[int, Served] = field(default_factory=dict)
     error: BaseException | None = None

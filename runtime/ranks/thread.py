@@ -114,16 +114,18 @@ class Worker(threading.Thread):
 
     def _serve(self, request: InFlightRequest) -> None:
         start = time.perf_counter()
-        runs = self._loaded.begin()
+        self._collectives.begin(request.number)
+        runs = self._loaded.begin(request.number)
         ran = attempt(partial(self._replay, request))
-        if ran is not None:
-            self._finish(request, runs, start, ran)
-            return
-        ran = attempt(partial(self.computation.run, request))
-        if self._finisher is None:
-            self._finish(request, runs, start, ran)
+        replayed = ran is not None
+        if ran is None:
+            ran = attempt(partial(self.computation.run, request))
+        # At once: this thread goes on with the next request, and others may wait for it in this one.
+        alone = not isinstance(ran, Failure) or self._loaded.fail(runs)
+        if replayed or self._finisher is None:
+            self._finish(request, runs, start, ran, alone)
         else:
-            self._unfinished = self._finisher.submit(self._finish, request, runs, start, ran)
+            self._unfinished = self._finisher.submit(self._finish, request, runs, start, ran, alone)
 
     def _replay(self, request: InFlightRequest) -> Ran | None:
         """Replay the request, if it can be."""
@@ -132,8 +134,13 @@ class Worker(threading.Thread):
         played = self.replays.play(self.computation, request, self._drain)
         return None if played is None else (lambda: played[0], [played[1]], False)
 
-    def _finish(self, request: InFlightRequest, runs: Sequence[int], start: float, ran: Ran | Failure) -> None:
-        """Give the request its outputs or its error. `runs` are its numbers in the collectives."""
+    def _finish(
+        self, request: InFlightRequest, runs: Sequence[int], start: float, ran: Ran | Failure, alone: bool
+    ) -> None:
+        """Give the request its outputs or its error. `runs` are its numbers in the collectives.
+
+        It may have failed already: `alone`, or the session is broken.
+        """
         made: Any = ran
         spans: Sequence[Span] = ()
         grew = False
@@ -144,9 +151,8 @@ class Worker(threading.Thread):
         if not isinstance(made, Failure):
             request.finish(self._setup.number, made, served, None)
             return
-        # Before the others, whose errors only follow from it.
         request.finish(self._setup.number, {}, served, made.error)
-        if not self._loaded.fail(runs):
+        if not (alone and self._loaded.fail(runs)):
             self._broken(made.error)
 
     def _take(self, wait: Callable[[], dict[str, Array]]) -> dict[str, Array]:

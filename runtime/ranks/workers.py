@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
@@ -38,6 +39,7 @@ class Workers:
         replays: RankReplays | None = None,
     ) -> None:
         self._collectives = connect(len(backends))
+        self._numbers = itertools.count()
         ends = zip(setups, backends, self._collectives, strict=True)
         self._workers = [Worker(setup, backend, collectives, broken, replays) for setup, backend, collectives in ends]
         try:
@@ -83,6 +85,8 @@ class Workers:
 
     def put(self, request: InFlightRequest | None) -> None:
         """Give all ranks a request. None ends them after all earlier requests."""
+        if request is not None:
+            request.number = next(self._numbers)
         for worker in self._workers:
             worker.requests.put(request)
 

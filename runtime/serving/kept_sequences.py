@@ -99,15 +99,15 @@ class KeptSequences:
                     kept.working = False
                     return
                 feeds, last, answer = kept.waiting.popleft()
-            answer.set_running_or_notify_cancel()
-            try:
-                outputs = kept.sequence.run(feeds)
-            except BaseException as error:  # whoever waits for the answer gets it
-                if isinstance(error, EngineError) or not isinstance(error, FeedError):
-                    self._fail(key, kept)
-                answer.set_exception(error)
-            else:
-                answer.set_result(outputs)
+            if answer.set_running_or_notify_cancel():  # or else the client has gone on without it
+                try:
+                    outputs = kept.sequence.run(feeds)
+                except BaseException as error:  # whoever waits for the answer gets it
+                    if isinstance(error, EngineError) or not isinstance(error, FeedError):
+                        self._fail(key, kept)
+                    answer.set_exception(error)
+                else:
+                    answer.set_result(outputs)
             if last:
                 kept.sequence.close()
 

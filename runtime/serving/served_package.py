@@ -117,19 +117,20 @@ class ServedPackage:
 
     def _serve(self, feeds: Sequence[Mapping[str, Array]], answers: Sequence[Answer]) -> None:
         """Run requests, together if they are several, and if that fails one by one: the fault is one request's."""
-        for answer in answers:
-            answer.set_running_or_notify_cancel()
-        if len(feeds) > 1:
+        asked = [
+            (each, answer) for each, answer in zip(feeds, answers, strict=True) if answer.set_running_or_notify_cancel()
+        ]
+        if len(asked) > 1:
             try:
-                joined, starts = join_rows(feeds)
+                joined, starts = join_rows([each for each, _ in asked])
                 parts = part_rows(self._run(joined), starts)
             except Exception:  # each finds its own error below
                 pass
             else:
-                for answer, outputs in zip(answers, parts, strict=True):
+                for (_, answer), outputs in zip(asked, parts, strict=True):
                     answer.set_result(outputs)
                 return
-        for each, answer in zip(feeds, answers, strict=True):
+        for each, answer in asked:
             try:
                 outputs = self._run(each)
             except BaseException as error:  # whoever waits for the answer gets it

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from splitc.runtime.collectives import Label
 from splitc.runtime.collectives.channel_mail import Mail, all_gather
 from splitc.runtime.collectives.process_collectives import ProcessCollectives
 from splitc.runtime.device_profiles import Link
@@ -36,10 +37,10 @@ class _PairMail:
         self._mail = mail
         self._processes = processes
 
-    def tell(self, target: int, name: str | None, value: Any) -> None:
-        self._mail.tell(self._processes[target], name, value)
+    def tell(self, target: int, label: Label, value: Any) -> None:
+        self._mail.tell(self._processes[target], label, value)
 
-    def hear(self, source: int) -> tuple[str | None, Any]:
+    def hear(self, source: int) -> tuple[Label, Any]:
         return self._mail.hear(self._processes[source])
 
 

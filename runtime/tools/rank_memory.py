@@ -140,7 +140,7 @@ def _load(
     """The rank's engines, for one run. `join` gives its end of the meeting of engines with collectives inside."""
     ends = {group: join(group) for group in {tuple(file.group) for file in rank.engines if file.group}}
     for end in ends.values():
-        end.begin()
+        end.begin(0)
     return [
         backend.load(package / file.path, communicator=ends[tuple(file.group)] if file.group else None)
         for file in rank.engines

@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -16,6 +17,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -288,6 +290,48 @@ def test_request_that_some_processes_can_not_be_given_breaks_the_session(
         monkeypatch.undo()
         with pytest.raises(SplitcError, match="the session is broken: HandOverError: rank 1 could not be given"):
             session.run(decoder_feeds())
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+@pytest.mark.parametrize("mode", ["layer", "row", "tensor"])
+def test_rank_that_misses_a_request_breaks_the_session(
+    decoder: Path, mode: str, ranks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rather than give the next request values of this one."""
+    with Session(compile_mode(decoder, mode), threads=1, ranks=ranks) as session:
+        assert_close(session.run(sized(1)), run_whole(decoder, sized(1)), 2e-5)
+        workers: Any = session._workers
+        if ranks == "threads":
+            monkeypatch.setattr(workers[1], "requests", SimpleQueue())
+        else:
+            monkeypatch.setattr(workers._wire._channels[1], "send", lambda *_: None)
+        missed = session.submit(sized(2))
+        monkeypatch.undo()
+        with pytest.raises(SplitcError, match=r"the session is broken: .*(out of step|not given the same)"):
+            session.run(sized(3))
+        assert "the session is broken" in str(missed.exception(20))
+        assert not session.usable
+
+
+def test_callbacks_submit_to_processes_whose_sockets_are_full(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that reads answers waited for room for a request, and a rank for room for its answer."""
+    make = socket.socketpair
+
+    def make_small() -> tuple[socket.socket, socket.socket]:
+        made = make()
+        for each in made:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the system makes it a few KiB
+        return made
+
+    monkeypatch.setattr(socket, "socketpair", make_small)
+    count, chained = 40, SimpleQueue[Future[Any]]()
+    with Session(package, threads=1, ranks="processes", in_flight=2 * count) as session:
+        monkeypatch.undo()
+        for _ in range(count):
+            future = session.submit(sized(1))
+            future.add_done_callback(lambda _: chained.put(session.submit(sized(2))))
+        for _ in range(count):
+            chained.get(timeout=20).result(20)
 
 
 def test_request_that_can_not_be_handed_over_takes_no_place(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:

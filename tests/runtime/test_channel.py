@@ -32,6 +32,23 @@ def test_descriptors_come_with_their_messages(channels: tuple[Channel, Channel])
     other.close()
 
 
+def test_what_is_posted_without_room_comes_later_and_whole(channels: tuple[Channel, Channel]) -> None:
+    one, other = channels
+    memory = create_memory(4096)
+    posted = [bytes([number]) * 100_000 for number in range(10)]
+    for each in posted:
+        one.post(each, memory)
+    os.close(memory)
+    got: list[bytes] = []
+    while len(got) < len(posted):
+        one.flush()
+        got += other.take()
+    assert got == posted
+    assert all(map_memory(other.receive_descriptor()).nbytes == 4096 for _ in posted)
+    one.close()
+    other.close()
+
+
 def test_descriptors_that_nobody_takes_are_closed(channels: tuple[Channel, Channel]) -> None:
     one, other = channels
     before = len(list(Path("/proc/self/fd").iterdir())) if Path("/proc/self/fd").exists() else pytest.skip("no /proc")

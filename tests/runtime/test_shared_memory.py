@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import numpy as np
 import pytest
 
+from splitc.runtime import shared_memory
 from splitc.runtime.arrays import Array
-from splitc.runtime.shared_memory import Borrower, Lender, SlotReader, SlotWriter
+from splitc.runtime.shared_memory import Borrower, Lender, SlotReader, SlotWriter, create_memory
 
 LARGE, SMALL = 1 << 18, 3
 
@@ -51,6 +53,20 @@ def test_room_of_a_request_that_failed_is_used_again() -> None:
     assert sent is not None and sent.buffer == 0
     also, _ = lender.send(kept)
     assert also is not None and also.buffer == 1
+
+
+def test_feeds_that_can_not_be_written_change_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, descriptor = SlotWriter(1), create_memory(1 << 16)
+    monkeypatch.setattr(shared_memory, "create_memory", lambda _: descriptor)
+    monkeypatch.setattr(shared_memory, "view", lambda *_: np.empty(0))
+    with pytest.raises(ValueError, match="broadcast"):
+        writer.put(0, [("a", np.zeros(3))])
+    monkeypatch.undo()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    _, later = writer.put(1, [("a", np.zeros(3))])
+    assert later is not None, "the readers must be told of the memory"
+    os.close(later)
 
 
 def test_feeds_of_requests_in_flight_do_not_mix() -> None:

@@ -77,6 +77,13 @@ static int missing(const Meeting* meeting, uint64_t at, int done) {
     return -1;
 }
 
+/* Whether a rank is past `at`. */
+static int is_passed(const Meeting* meeting, uint64_t at) {
+    for (int rank = 0; rank < meeting->ranks; rank++)
+        if (atomic_load(&meeting->slots[rank].ready) > at) return 1;
+    return 0;
+}
+
 /* Decide whether the collective at a position takes place. The first to decide does so for all: none reads the array of
  * a rank that has gone, and none goes whose array another one reads. */
 static void decide(Meeting* meeting, uint64_t at, int abandoned) {
@@ -96,10 +103,13 @@ static int await_ready(Member* member, uint64_t at, int* who) {
         uint64_t verdict = atomic_load(&meeting->verdict);
         if (verdict >> 1 == at) return verdict & 1 ? result : MEETING_OK;
         if (verdict >> 1 > at) return result;
-        int late = missing(meeting, at, 0);
+        int late = missing(meeting, at, 0), passed = is_passed(meeting, at);
         /* First of all: a rank that has failed may be in a later run by now, and so not be missing. Where nothing was
          * decided, none has come past this collective. */
         if (atomic_load(&meeting->failed) >= member->run) {
+            decide(meeting, at, 1);
+        } else if (passed) { /* a rank says first that it has failed */
+            result = MEETING_APART;
             decide(meeting, at, 1);
         } else if (late < 0) {
             decide(meeting, at, 0);
@@ -129,9 +139,9 @@ static int await_done(Member* member, uint64_t at, int* who) {
     }
 }
 
-uint64_t meeting_begin(Member* member) {
+void meeting_begin(Member* member, uint64_t run) {
     member->step = 0;
-    return ++member->run;
+    member->run = run;
 }
 
 void meeting_fail(Member* member, uint64_t run) {

@@ -2,14 +2,16 @@
  * which send each other messages.
  *
  * All ranks take part in the same collectives in the same order. Each begins a run by `meeting_begin`; a rank that fails
- * during a run, or can't begin it, says so by `meeting_fail`, and the others' collectives of that run return at once. */
+ * during a run, or can't begin it, says so by `meeting_fail` before it begins another one, and the others' collectives of
+ * that run return at once. A rank that finds another one in a later run, which has not failed in this one, was not given
+ * the same runs: its collectives return MEETING_APART. */
 #ifndef SPLITC_MEETING_H
 #define SPLITC_MEETING_H
 
 #include <stddef.h>
 #include <stdint.h>
 
-enum { MEETING_OK = 0, MEETING_FAILED = 1, MEETING_LATE = 2, MEETING_DIFFERENT = 3 };
+enum { MEETING_OK = 0, MEETING_FAILED = 1, MEETING_LATE = 2, MEETING_DIFFERENT = 3, MEETING_APART = 4 };
 
 typedef struct Meeting Meeting;
 
@@ -27,7 +29,7 @@ typedef struct Post {
     /* Send a message of two parts, which are copied. Returns MEETING_OK, or MEETING_FAILED where a rank failed in the run. */
     int (*send)(uint64_t run, int peer, const void* head, size_t head_bytes, const void* value, size_t bytes);
     /* Wait for the next message of a rank in the run, and copy its first bytes. Returns MEETING_OK, MEETING_FAILED where a
-     * rank failed in the run or the sender has left it, MEETING_LATE where there is none within `patience` seconds. */
+     * rank failed in the run, MEETING_LATE where there is none within `patience` seconds, MEETING_APART. */
     int (*wait)(uint64_t run, int peer, void* head, size_t head_bytes, double patience);
     /* Take the message that was waited for, and copy its last bytes. */
     void (*take)(int peer, void* value, size_t bytes);
@@ -48,8 +50,8 @@ typedef struct Member {
     uint64_t run, step;
 } Member;
 
-/* Returns the number of the run. */
-uint64_t meeting_begin(Member* member);
+/* Begin the run of this number, which is at least 1, and larger than those of earlier ones. */
+void meeting_begin(Member* member, uint64_t run);
 /* The run may be an earlier one than the member's: a device ends its work after the next run has begun. */
 void meeting_fail(Member* member, uint64_t run);
 /* No rank may wait any more, now or later. */
@@ -57,7 +59,7 @@ void meeting_abort(Meeting* meeting);
 
 /* Combine what all ranks have; `out` may be `in`. Returns MEETING_OK, MEETING_FAILED where another rank has failed or the
  * meeting was aborted, MEETING_LATE where a rank did not come in time, MEETING_DIFFERENT where the ranks' arrays differ in
- * type or length. `who` becomes the rank that is late or different. */
+ * type or length, MEETING_APART. `who` becomes the rank that is late or different. */
 int meeting_all_reduce(Member* member, int operation, int type, const void* in, void* out, size_t count, int* who);
 
 #endif

@@ -89,6 +89,7 @@ static OrtStatus* reduce_on_host(Kernel* kernel, int type, const void* in, void*
         case MEETING_DIFFERENT:
             snprintf(message, sizeof message, "rank %d brings another shape or type to a sum than rank 0", who);
             return fail(kernel->api, message);
+        case MEETING_APART: return fail(kernel->api, APART);
         default: return fail(kernel->api, "another rank failed, and a sum over ranks was given up");
     }
 }
@@ -305,7 +306,7 @@ EXPORT void splitc_end_on_gpu(End* end, CopyAsync copy, Synchronize synchronize)
 /* The end that operators get which are registered on this thread from now on; NULL for none. */
 EXPORT void splitc_end_register(End* end) { registered = end; }
 
-EXPORT uint64_t splitc_begin(End* end) { return end->member.meeting ? meeting_begin(&end->member) : 0; }
+EXPORT void splitc_begin(End* end, uint64_t run) { meeting_begin(&end->member, run); }
 
 /* Returns whether the others' collectives then fail at once: those of NCCL's that sum can't be told. */
 EXPORT int splitc_fail(End* end, uint64_t run) {

@@ -51,6 +51,7 @@ static OrtStatus* check(const Kernel* kernel, int result, const char* what) {
     const Member* member = &kernel->end->member;
     char message[MESSAGE];
     if (result == MEETING_OK) return NULL;
+    if (result == MEETING_APART) return fail(kernel->api, APART);
     if (result != MEETING_LATE) return fail(kernel->api, "another rank failed, and a transfer between ranks was given up");
     snprintf(message, sizeof message, "rank %d did not %s a value within %.0f s", (int)kernel->peer, what,
              member->patience);

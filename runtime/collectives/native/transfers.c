@@ -43,7 +43,8 @@ static int await_room(Member* member, const Channels* all, Channel* channel) {
     }
 }
 
-/* Wait for the next packet of this run. Those of earlier runs, which failed, are dropped. */
+/* Wait for the next packet of this run. Those of earlier runs, which failed, are dropped. A rank that has left a run before
+ * its end has said first that it failed. */
 static int await_packet(Member* member, const Channels* all, Channel* channel, Packet** found) {
     Wait wait = wait_for(all->bell, all->ranks, member->patience);
     for (;;) {
@@ -52,7 +53,9 @@ static int await_packet(Member* member, const Channels* all, Channel* channel, P
         if (atomic_load(&channel->written) > taken) {
             *found = &channel->packets[taken % PACKETS];
             if ((*found)->run == member->run) return MEETING_OK;
-            if ((*found)->run > member->run) return MEETING_FAILED; /* the sender has left this run */
+            uint64_t failed = atomic_load(all->failed), run = (*found)->run;
+            if (run > member->run) return failed >= member->run ? MEETING_FAILED : MEETING_APART;
+            if (run > failed) return MEETING_APART;
             atomic_store(&channel->taken, taken + 1);
             ring(all->bell);
         } else if (atomic_load(all->failed) >= member->run) {

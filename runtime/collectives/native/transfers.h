@@ -34,7 +34,7 @@ size_t channels_bytes(int ranks);
 Channels meeting_channels(Meeting* meeting);
 
 /* Send a value to the rank `peer`, or its head alone where `bytes` is 0. Returns MEETING_OK, MEETING_FAILED where another
- * rank has failed or the meeting was aborted, MEETING_LATE where the peer did not take it in time. */
+ * rank has failed or the meeting was aborted, MEETING_LATE where the peer did not take it in time, MEETING_APART. */
 int transfer_send(Member* member, int peer, const Head* head, const void* value, size_t bytes);
 /* Wait for the head of the next value from a rank. Returns as above. */
 int transfer_await(Member* member, int peer, Head* head);

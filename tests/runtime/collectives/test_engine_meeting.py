@@ -24,7 +24,7 @@ from tests.helpers.meetings import KINDS, meet
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="splitc was installed without a C compiler")
 
-OK, FAILED, LATE, DIFFERENT = range(4)
+OK, FAILED, LATE, DIFFERENT, APART = range(5)
 SUM, MAX = range(2)
 TYPES = ["f4", "f8", "f2", ml_dtypes.bfloat16, "i4", "i8", "u4", "i1", "u1"]
 CHAIN = 12
@@ -51,12 +51,12 @@ def together(work: Callable[[int], Any], ranks: int) -> list[Any]:
 def test_arrays_are_combined_in_the_order_of_the_ranks(ranks: int, operation: int, dtype: Any, kind: str) -> None:
     ends = meet(ranks, kind=kind)
     sizes = (1, 7, 64, 1000, *([300_000] if kind == "memory" else []))  # more than is staged at a time
-    for size in sizes:
+    for request, size in enumerate(sizes):
         generator = np.random.default_rng(size)
         parts = [(8 * generator.standard_normal(size)).astype(np.dtype(dtype)) for _ in range(ranks)]
 
-        def work(rank: int, parts: list[Any] = parts) -> tuple[int, Any]:
-            ends[rank].begin()
+        def work(rank: int, request: int = request, parts: list[Any] = parts) -> tuple[int, Any]:
+            ends[rank].begin(request)
             return all_reduce(ends[rank], operation, parts[rank])
 
         found = together(work, ranks)
@@ -82,8 +82,8 @@ if sys.argv[1] == "as with two":
     engine_meeting.cores = lambda: 2
 ends = meet(2)
 def work(rank):
-    for _ in range(2000):
-        ends[rank].begin()
+    for request in range(2000):
+        ends[rank].begin(request)
         all_reduce(ends[rank], SUM, np.zeros(1, np.float32))
 before = time.process_time()
 together(work, 2)
@@ -114,7 +114,7 @@ before = psutil.Process().memory_info().rss
 ends = meet(ranks, kind=sys.argv[2])
 print((psutil.Process().memory_info().rss - before) >> 20)
 def work(rank):
-    ends[rank].begin()
+    ends[rank].begin(0)
     return all_reduce(ends[rank], SUM, np.ones(1, np.float32))
 print(*{(status, whole.item()) for status, whole in together(work, ranks)})
 """
@@ -141,7 +141,7 @@ def test_rank_that_fails_ends_its_request_alone(kind: str) -> None:
     def work(rank: int) -> list[int]:
         found = []
         for request in range(200):
-            run = ends[rank].begin()
+            run = ends[rank].begin(request)
             if (request % 3, rank) == (1, request % 2):
                 ends[rank].fail(run)
                 found.append(-1)
@@ -160,8 +160,8 @@ def test_request_that_fails_after_the_next_has_begun_fails_alone(kind: str) -> N
     array = np.ones(100, np.float32)
 
     def work(rank: int) -> int:
-        first = ends[rank].begin()
-        ends[rank].begin()
+        first = ends[rank].begin(0)
+        ends[rank].begin(1)
         if rank == 0:
             ends[0].fail(first)
         return all_reduce(ends[rank], SUM, array)[0]
@@ -170,17 +170,31 @@ def test_request_that_fails_after_the_next_has_begun_fails_alone(kind: str) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_ranks_in_different_requests_do_not_meet(kind: str) -> None:
+    """As where one was not given a request: it would sum up values of the next one with those."""
+    behind, ahead = meet(2, kind=kind)
+    array = np.ones(4, np.float32)
+    behind.begin(1)
+    run = ahead.begin(2)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(all_reduce, ahead, SUM, array)
+        assert all_reduce(behind, SUM, array)[0] == APART
+        behind.fail(run)  # so that the other one does not wait for long
+        assert waiting.result()[0] != OK
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_rank_that_does_not_come_is_waited_for_so_long(kind: str) -> None:
     first, second = meet(2, patience=0.3, kind=kind)
-    first.begin()
+    first.begin(0)
     start = time.monotonic()
     assert all_reduce(first, SUM, np.ones(4, np.float32))[0] == LATE
     assert 0.3 <= time.monotonic() - start < 5
-    second.begin()
+    second.begin(0)
     assert all_reduce(second, SUM, np.ones(4, np.float32))[0] == FAILED
 
     def again(rank: int) -> int:
-        (first, second)[rank].begin()
+        (first, second)[rank].begin(1)
         return all_reduce((first, second)[rank], SUM, np.ones(4, np.float32))[0]
 
     assert together(again, 2) == [OK, OK]
@@ -191,7 +205,7 @@ def test_arrays_that_differ_are_refused_by_all(kind: str) -> None:
     ends = meet(3, kind=kind)
 
     def work(rank: int) -> int:
-        ends[rank].begin()
+        ends[rank].begin(0)
         return all_reduce(ends[rank], SUM, np.ones(5 if rank == 1 else 4, np.float32))[0]
 
     assert together(work, 3) == [DIFFERENT] * 3
@@ -200,13 +214,13 @@ def test_arrays_that_differ_are_refused_by_all(kind: str) -> None:
 def test_nobody_waits_after_an_abort() -> None:
     meeting = EngineMeeting(2)
     end = meeting.join(0)
-    end.begin()
+    end.begin(0)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(all_reduce, end, SUM, np.ones(4, np.float32))
         time.sleep(0.05)
         meeting.abort()
         assert waiting.result(5)[0] == FAILED
-    end.begin()
+    end.begin(1)
     assert all_reduce(end, SUM, np.ones(4, np.float32))[0] == FAILED
 
 
@@ -230,11 +244,11 @@ def test_engines_have_the_operator_inside(chain: Path) -> None:
     """The test that every supported version of ONNX Runtime must pass: see `tests.onnxruntime_versions`."""
     ends = meet(2)
     sessions = [open_session(chain, 1, end) for end in ends]
-    for size in (1, 3, 200):
+    for request, size in enumerate((1, 3, 200)):
         parts = [np.random.default_rng(seed).standard_normal((size, 32)).astype(np.float32) for seed in range(2)]
 
-        def work(rank: int, parts: list[Any] = parts) -> Any:
-            ends[rank].begin()
+        def work(rank: int, request: int = request, parts: list[Any] = parts) -> Any:
+            ends[rank].begin(request)
             return sessions[rank].run(None, {"x": parts[rank]})[0]
 
         expected = parts

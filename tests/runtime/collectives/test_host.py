@@ -11,6 +11,7 @@ import pytest
 
 from splitc.runtime.collectives.host import HostCollectives, connect
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
+from splitc.runtime.errors import HandOverError
 from splitc.runtime.failures import Failure
 from splitc.runtime.ranks.loop import Program, execute
 from splitc.runtime.steps import Reduce, Run
@@ -105,6 +106,19 @@ def test_failure_that_is_handed_in_is_what_all_get() -> None:
         return str(met.error)
 
     assert together(work) == ["no memory"] * RANKS
+
+
+def test_ranks_in_different_requests_do_not_meet() -> None:
+    def work(rank: int, ends: HostCollectives) -> Any:
+        ends.begin(7 + (rank == 1))
+        try:
+            return ends.all_gather((0, 1), rank)
+        except HandOverError as error:
+            ends.abort(error)  # as a session does that breaks
+            raise
+
+    first, second = map(str, together(work, 2))
+    assert "out of step" in first and "out of step" in second
 
 
 def test_sum_that_can_not_be_made_is_a_failure_of_all() -> None:

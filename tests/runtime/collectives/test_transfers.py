@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -112,17 +113,22 @@ def test_engines_send_and_receive(engines: tuple[Path, Path], kind: str) -> None
     """A test that every supported version of ONNX Runtime must pass: see `tests.onnxruntime_versions`."""
     ends = meet(2, kind=kind)
     main, helper = (open_session(path, 1, end) for path, end in zip(engines, ends, strict=True))
-    for size in SIZES:
+    for request, size in enumerate(SIZES):
         x = np.random.default_rng(size).standard_normal((size, 32)).astype(np.float32)
         for end in ends:
-            end.begin()
+            end.begin(request)
         (found, _), _ = together(lambda x=x: main.run(None, {"x": x}), lambda: helper.run(None, {}))  # type: ignore[misc]
         np.testing.assert_array_equal(found, expected(x))
 
 
+# Numbers of requests.
+_requests = itertools.count()
+
+
 def begin(ends: list[MeetingEnd]) -> int:
-    """The number of the run, which is the same on all."""
-    (run,) = {end.begin() for end in ends}
+    """Begin the next request. Returns the number of its run, which is the same on all."""
+    request = next(_requests)
+    (run,) = {end.begin(request) for end in ends}
     return run
 
 
@@ -220,6 +226,23 @@ def test_rank_that_does_not_come_is_named(engines: tuple[Path, Path]) -> None:
         main.run(None, {"x": np.ones((20_000, 32), np.float32)})
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("numbers", [(1, 2), (2, 1)])
+def test_ranks_in_different_requests_send_each_other_nothing(
+    engines: tuple[Path, Path], tmp_path: Path, numbers: tuple[int, int], kind: str
+) -> None:
+    chain, value = Chain(), ir.val("x", ir.DataType.FLOAT, [1])
+    chain.transfer("Send", value, 1)
+    ends = meet(2, kind=kind)
+    sender = open_session(chain.save(tmp_path / "sender.onnx", [value], []), 1, ends[0])
+    receiver = open_session(engines[1], 1, ends[1])
+    for end, number in zip(ends, numbers, strict=True):
+        end.begin(number)
+    sender.run(None, {"x": np.ones(1, np.float32)})
+    with pytest.raises(ERRORS, match="ranks were not given the same requests"):
+        receiver.run(None, {})
+
+
 @pytest.mark.parametrize("with_end", [False, True])
 def test_engine_without_its_ranks_says_so(engines: tuple[Path, Path], with_end: bool) -> None:
     alone = EngineMeeting(1).join(0)
@@ -248,8 +271,8 @@ def test_gpus_that_only_send_are_told_of_a_failed_rank(
     first, second = meeting.join(0), NcclCommunicator(Future())
     assert not second.fail(0)
     second.meet(meeting, 1)
-    first.begin()
-    number = second.begin()
+    first.begin(0)
+    number = second.begin(0)
     main = open_session(engines[0], 1, first)
     open_session(engines[1], 1, second)
     if sums:

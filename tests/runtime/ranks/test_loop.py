@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
 
 from splitc.runtime.collectives.host import connect
-from splitc.runtime.errors import EngineError
+from splitc.runtime.errors import EngineError, HandOverError
 from splitc.runtime.failures import Failure, attempt
 from splitc.runtime.ranks.loop import Program, execute
 from splitc.runtime.steps import Receive, Run, Send, Step
@@ -66,11 +67,16 @@ def test_received_failure_is_raised_and_handed_on() -> None:
     assert isinstance(last.receive(1, "b"), Failure)
 
 
-def test_values_out_of_order_are_an_error() -> None:
+@pytest.mark.parametrize(("sent", "wanted"), [((3, "x"), (3, "y")), ((3, "x"), (4, "x"))])
+def test_value_of_another_request_or_name_is_not_for_the_request_to_fail_alone(sent: Any, wanted: Any) -> None:
     first, second = connect(2)
-    first.send(1, "x", 1)
-    with pytest.raises(RuntimeError, match="waits for 'y' from rank 0, which sent 'x'"):
-        second.receive(0, "y")
+    first.begin(sent[0])
+    second.begin(wanted[0])
+    first.send(1, sent[1], 1)
+    program = Program([Receive(wanted[1], 0)], [], [])
+    message = f"rank 1 waits for '{wanted[1]}' of request {wanted[0]} from rank 0, which sent 'x' of request 3"
+    with pytest.raises(HandOverError, match=message):
+        attempt(lambda: execute(program, second, dict, accumulate))
 
 
 def test_failure_before_the_first_step_is_one_of_the_request_too() -> None:

@@ -5,13 +5,22 @@ from __future__ import annotations
 import threading
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from splitc.runtime import Session
+from splitc.runtime.collectives.host import connect
 from splitc.runtime.errors import EngineError
+from splitc.runtime.ranks import thread
+from splitc.runtime.ranks.computation import Ran
+from splitc.runtime.ranks.loaded import LoadedRank
+from splitc.runtime.ranks.loop import Program
+from splitc.runtime.ranks.request import InFlightRequest
 from tests.helpers.fake_gpus import FakeBackend, HostEngine, package
+from tests.helpers.meetings import meet
 
 
 @pytest.mark.usefixtures("gpus")
@@ -40,3 +49,36 @@ def test_a_rank_that_fails_to_load_leaves_its_gpu(decoder: Path, monkeypatch: py
         Session(package(decoder, "layer", 1), devices=["cuda0"])
     assert left == [("splitc rank 0 (cpu0)", True)]  # named after the device that was planned for
     assert [engine() for engine in engines] == [None]
+
+
+def test_failing_request_is_given_up_before_the_next_one_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank waited as long as outputs of earlier ones were awaited, or summed up values of the next one."""
+    mine, other = meet(2, patience=5)
+    came = threading.Event()
+    errors: list[BaseException] = []
+
+    class SlowComputation:
+        def __init__(self, *_: Any) -> None:
+            self.sequences: dict[int, Any] = {}
+
+        def run(self, request: InFlightRequest) -> Ran:
+            if request.number == 1:
+                raise EngineError("there is no memory for this one")
+            return lambda: {} if came.wait(20) else {}, [], False
+
+    monkeypatch.setattr(thread, "load_rank", lambda *_: LoadedRank(Program([], []), [mine], None, None, None))
+    monkeypatch.setattr(thread, "Computation", SlowComputation)
+    setup: Any = SimpleNamespace(number=0, rank=SimpleNamespace(device="cuda0"))
+    backend: Any = SimpleNamespace(asynchronous=True, notes=[], detach=lambda: None)
+    worker = thread.Worker(setup, backend, connect(1)[0], errors.append)
+    worker.start()
+    for number in range(3):
+        worker.requests.put(InFlightRequest({}, 1, lambda _: None, number=number))
+    other.begin(1)
+    array = np.ones(4, np.float32)
+    assert other.all_reduce(0, 1, array.ctypes.data, array.ctypes.data, 4) == 1  # another rank failed
+    assert not came.is_set()
+    came.set()
+    worker.requests.put(None)
+    worker.join(20)
+    assert errors == []

@@ -1,0 +1,121 @@
+"""Sessions of processes where files are many, or too many: what can't be had fails in words, and nothing waits."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from splitc.runtime import Session, shared_memory
+from splitc.runtime.channel import Channel
+from splitc.runtime.errors import SplitcError
+from splitc.runtime.processes.ranks import RankProcesses
+from splitc.runtime.shared_memory import create_memory, map_memory
+from tests.conftest import assert_close, decoder_feeds, run_whole, until
+from tests.helpers.packages import compile_mode
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """Meanwhile this process can open nothing."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    try:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (1 + max(int(each.name) for each in Path("/proc/self/fd").iterdir()), hard)
+        )
+        with suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        yield
+    finally:
+        for each in taken:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_message_is_read_whose_descriptor_this_process_can_not_have() -> None:
+    one, other = (Channel(each.detach()) for each in socket.socketpair())
+    memory = create_memory(4096)
+    one.send("with memory", memory)
+    one.send("without")
+    with no_descriptors():
+        assert other.receive() == "with memory"
+        assert other.receive() == "without"
+        with pytest.raises(OSError, match=r"too many open files \(ulimit -n\)"):
+            other.receive_descriptor()
+    one.send("again", memory)
+    assert other.receive() == "again"
+    assert map_memory(other.receive_descriptor()).nbytes == 4096
+    os.close(memory)
+    one.close()
+    other.close()
+
+
+def test_answer_whose_memory_the_caller_can_not_open_breaks_the_session(decoder: Path) -> None:
+    """The thread that reads answers died of it, and futures never ended."""
+    with Session(compile_mode(decoder, "layer"), threads=1, ranks="processes", in_flight=2) as session:
+        for _ in range(2):
+            session.run(decoder_feeds())  # each slot is as large as these feeds
+        workers: Any = session._workers
+        for each in workers._wire._outputs:
+            each._unused.clear()  # so that the ranks need new memory
+        with no_descriptors():
+            futures = [session.submit(decoder_feeds()) for _ in range(2)]
+            errors = [str(each.exception(20)) for each in futures]
+        assert all("the session is broken: " in each and "too many open files (ulimit -n)" in each for each in errors)
+        assert not session.usable
+        with pytest.raises(SplitcError, match="too many open files"):
+            session.run(decoder_feeds())
+
+
+def test_request_without_memory_leaves_those_in_flight_alone(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one got the slot of one in flight, and wrote over its feeds."""
+
+    def full(size: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with Session(compile_mode(decoder, "layer"), threads=1, ranks="processes", in_flight=2) as session:
+        session.run(decoder_feeds())
+        session.run(decoder_feeds())
+        ranks = psutil.Process().children()
+        for each in ranks:
+            each.send_signal(signal.SIGSTOP)
+        asked = [decoder_feeds(past=past) for past in (4, 3)]
+        first = session.submit(asked[0])
+        monkeypatch.setattr(shared_memory, "create_memory", full)
+        with pytest.raises(OSError, match="Too many open files"):
+            session.submit(decoder_feeds(batch=64))
+        monkeypatch.undo()
+        second = session.submit(asked[1])
+        for each in ranks:
+            each.send_signal(signal.SIGCONT)
+        for future, feeds in zip((first, second), asked, strict=True):
+            assert_close(future.result(20), run_whole(decoder, feeds), 2e-5)
+
+
+def test_rank_that_dies_before_the_session_is_there_ends_its_requests(
+    decoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody was told, and its first request was awaited for ever."""
+    wait = RankProcesses._wait_loaded
+
+    def wait_and_lose(self: RankProcesses) -> None:
+        wait(self)
+        self._processes[1]._process.kill()
+        until(lambda: self._stopped)
+
+    monkeypatch.setattr(RankProcesses, "_wait_loaded", wait_and_lose)
+    with Session(compile_mode(decoder, "layer"), threads=1, ranks="processes") as session:
+        until(lambda: not session.usable)
+        with pytest.raises(SplitcError, match=r"the session is broken: .*rank 1 \(cpu1\) was ended by SIGKILL"):
+            session.run(decoder_feeds())

@@ -1,0 +1,61 @@
+"""Requests that clients cancel while they wait: others are answered."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from splitc.runtime.serving.kept_sequences import Answer, KeptSequences, SequenceStep
+from splitc.runtime.serving.served_package import ServedPackage
+from splitc.runtime.serving.serving_file import FILE_NAME, Serving, write_serving
+from tests.conftest import assert_close, decoder_feeds, run_whole, until
+
+
+class Counting:
+    """A sequence that counts its requests, each of which waits for the gate."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.count, self.closed = 0, False
+
+    def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        assert self.gate.wait(20)
+        self.count += 1
+        return {"count": self.count}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_sequence_goes_on_after_a_cancelled_request(last: bool) -> None:
+    sequence: Any = Counting()
+    session: Any = SimpleNamespace(start=lambda _: sequence)
+    kept = KeptSequences(session, ThreadPoolExecutor(2), None, 0.2, None)
+    first = kept.submit(SequenceStep(1, start=True), {})
+    second = kept.submit(SequenceStep(1, end=last), {})
+    assert second.cancel()
+    sequence.gate.set()
+    assert first.result(20) == {"count": 1}
+    if not last:
+        assert kept.submit(SequenceStep(1), {}).result(20) == {"count": 2}
+    until(lambda: sequence.closed)  # with its last request, or as one that nobody goes on with
+    kept.close()
+
+
+def test_others_of_a_batch_are_answered(package: Path, decoder: Path, tmp_path: Path) -> None:
+    write_serving(tmp_path, Serving(str(package), threads=1))
+    served = ServedPackage(tmp_path / FILE_NAME)
+    asked = [decoder_feeds(rows) for rows in (1, 2, 3)]
+    answers: list[Answer] = [Future() for _ in asked]
+    answers[1].cancel()
+    served._serve(asked, answers)
+    for number in (0, 2):
+        assert_close(answers[number].result(0), run_whole(decoder, asked[number]), 2e-5)
+    served.close()
