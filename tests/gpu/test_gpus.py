@@ -31,7 +31,8 @@ from splitc.runtime.tools.unsplit import CPU, open_unsplit
 from tests.helpers.workers import workers_of
 
 GPUS = min(4, len(list_gpus()))
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a GPU")]
+several = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 
 SIZE = Size(
     layers=max(3, GPUS), hidden=512, heads=8, kv_heads=4, feed_forward=1024, vocabulary=1000, dtype=ir.DataType.FLOAT16
@@ -64,6 +65,7 @@ def agree(expected: dict[str, Any], outputs: dict[str, Any]) -> None:
     assert all(each.passed for each in compare(expected, outputs, number_type="float16"))
 
 
+@several
 def test_outputs_are_the_models(package: tuple[Path, Path]) -> None:
     with open_unsplit(package[0], CPU, 4) as whole, Session(package[1], in_flight=4) as session:
         many = [feeds(*sizes, seed) for seed in range(4) for sizes in ((1, 8), (5, 3), (1, 20), (1, 8))]
@@ -74,6 +76,7 @@ def test_outputs_are_the_models(package: tuple[Path, Path]) -> None:
         assert session.notes == []
 
 
+@several
 def test_states_are_where_the_graph_left_them(package: tuple[Path, Path]) -> None:
     with ExitStack() as stack:
         whole = stack.enter_context(open_unsplit(package[0], CPU, 4))
@@ -116,6 +119,7 @@ def test_rank_that_fails_fails_one_request(tmp_path: Path, graphs: bool) -> None
             agree(right, future.result(timeout=60))
 
 
+@several
 @pytest.mark.parametrize("mode", MODES)
 def test_optional_inputs(mode: str, tmp_path: Path) -> None:
     """Requests that replace weights go another way than those that are replayed, and take turns with them."""
@@ -138,6 +142,7 @@ def test_optional_inputs(mode: str, tmp_path: Path) -> None:
         assert session.notes == []
 
 
+@several
 def test_compile_compares_on_gpus_and_says_so(tmp_path: Path) -> None:
     save(build_fused(SIZE), tmp_path / "model.onnx")
     asked = Request(split_mode="tensor", engine="onnxruntime")
@@ -147,6 +152,7 @@ def test_compile_compares_on_gpus_and_says_so(tmp_path: Path) -> None:
     assert "outputs agree with the unsplit model on cuda0, as the package" in said[0]
 
 
+@several
 def test_caches_that_grow(tmp_path: Path) -> None:
     """Nodes on the CPU are said, and what they are part of runs eagerly."""
     save(build(replace(SIZE, dtype=ir.DataType.FLOAT)), tmp_path / "model.onnx")
@@ -171,6 +177,7 @@ def test_capture_of_nothing_leaves_streams_as_they_were() -> None:
     np.testing.assert_array_equal(gpu.download({"": gpu.upload(array)})[""], array)
 
 
+@several
 def test_sums_by_kernels_are_those_of_the_parts() -> None:
     """Ranks are processes: see the program."""
     subprocess.run([sys.executable, "-m", "tests.gpu.sums", "--gpus", str(GPUS)], check=True)
