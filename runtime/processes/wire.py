@@ -66,7 +66,7 @@ class SocketWire:
             self._feeds.give_back([ended])
         self._fed.append(None)
         sent, descriptors = self._feeds.send([*feeds, *initial])
-        self._fed[-1] = sent and sent.buffer
+        self._fed[-1] = None if sent is None else sent.buffer
         try:
             packed = pack(replace(order, arrays=sent, fed=len(feeds), unused=unused))
             for rank, channel in enumerate(self._channels):
