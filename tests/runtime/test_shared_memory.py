@@ -6,7 +6,6 @@ import gc
 import os
 import sys
 import threading
-from pathlib import Path
 from queue import SimpleQueue
 
 import numpy as np
@@ -16,6 +15,7 @@ import pytest
 from splitc.runtime.arrays import Array
 from splitc.runtime.demand import RECENT, WASTE
 from splitc.runtime.shared_memory import Borrower, Lender, create_memory, map_memory
+from tests.helpers.maps import mapped
 
 LARGE, SMALL = 1 << 18, 3
 WANTED = {"a": ((4,), np.dtype(np.float32))}
@@ -38,13 +38,6 @@ class Pair:
 
     def give_back(self) -> None:
         self.lender.give_back(self.borrower.unused())
-
-
-def mapped() -> int:
-    """The bytes of shared memory that this process has."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    ours = [line.split()[0].split("-") for line in lines if "memfd:splitc" in line]
-    return sum(int(end, 16) - int(begin, 16) for begin, end in ours)
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
