@@ -13,6 +13,7 @@ import os
 import tempfile
 import threading
 import weakref
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
@@ -123,7 +124,7 @@ class Lender:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._buffers: dict[int, Array] = {}
-        self._free: set[int] = set()
+        self._free: list[tuple[int, int]] = []  # their bytes and numbers, in order
         self._unsent: dict[int, int] = {}
         self._dropped: list[int] = []
         self._demand = Demand()
@@ -132,17 +133,13 @@ class Lender:
 
     def room(self, shapes: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]) -> dict[str, Array]:
         """Arrays in a free buffer, to be written to and then sent."""
-        with self._lock:
-            arrays = self._place([(name, *each) for name, each in shapes.items()])
-        return dict(zip(shapes, arrays, strict=True))
-
-    def _place(self, shapes: Sequence[tuple[str, tuple[int, ...], np.dtype[Any]]]) -> list[Array]:
         if not shapes:
-            return []
-        placed, size = place(shapes)
-        number = self._take(size)
-        arrays = [view(self._buffers[number], each) for each in placed]
-        self._placed.append((weakref.ref(arrays[0]), number, placed))
+            return {}
+        placed, size = place((name, *each) for name, each in shapes.items())
+        with self._lock:
+            number = self._take(size)
+            arrays = {each.name: view(self._buffers[number], each) for each in placed}
+            self._placed.append((weakref.ref(next(iter(arrays.values()))), number, placed))
         return arrays
 
     def send(self, arrays: Sequence[tuple[str, Array]]) -> tuple[Sent | None, list[int]]:
@@ -153,53 +150,55 @@ class Lender:
         if not arrays:
             return None, []
         with self._lock:
-            return self._send(arrays)
+            number, placed = self._find(arrays[0][1]) or self._copy(arrays)
+            new = [self._unsent.pop(number)] if number in self._unsent else []
+            dropped, self._dropped = tuple(self._dropped), []
+            return Sent(number, tuple(placed), self._buffers[number].nbytes if new else 0, dropped), new
 
-    def _send(self, arrays: Sequence[tuple[str, Array]]) -> tuple[Sent, list[int]]:
-        known = self._find(arrays[0][1])
-        if known is None:
-            own = self._place([(name, array.shape, array.dtype) for name, array in arrays])
-            for target, (_, array) in zip(own, arrays, strict=True):
-                target[...] = array
-            known = len(self._placed) - 1
-        _, number, placed = self._placed.pop(known)
-        new = [self._unsent.pop(number)] if number in self._unsent else []
-        dropped, self._dropped = tuple(self._dropped), []
-        return Sent(number, tuple(placed), self._buffers[number].nbytes if new else 0, dropped), new
+    def _find(self, first: Array) -> tuple[int, list[Placed]] | None:
+        """The buffer and the places of arrays of `room` that begin with this one. They are not awaited any more."""
+        for place, (known, number, placed) in enumerate(self._placed):
+            if known() is first:
+                del self._placed[place]
+                return number, placed
+        return None
 
-    def _find(self, first: Array) -> int | None:
-        """Which of those that were not sent yet begin with this array."""
-        return next((place for place, (known, _, _) in enumerate(self._placed) if known() is first), None)
+    def _copy(self, arrays: Sequence[tuple[str, Array]]) -> tuple[int, list[Placed]]:
+        placed, size = place((name, array.shape, array.dtype) for name, array in arrays)
+        number = self._take(size)
+        for each, (_, array) in zip(placed, arrays, strict=True):
+            view(self._buffers[number], each)[...] = array
+        return number, placed
 
     def give_back(self, buffers: Iterable[int]) -> None:
         """The other process has no more use for these."""
         with self._lock:
-            self._free.update(buffers)
+            self._add_free(buffers)
+
+    def _add_free(self, buffers: Iterable[int]) -> None:
+        for number in buffers:
+            insort(self._free, (self._buffers[number].nbytes, number))
 
     def close(self) -> None:
         """Free the buffers, but for those that somebody still has arrays of."""
         with self._lock:
             for number in list(self._buffers):
                 self._drop(number)
-            self._placed = []
+            self._placed, self._free = [], []
 
     def _take(self, size: int) -> int:
         """The smallest free buffer that is large enough, or a new one."""
-        # Arrays of a request that failed are never sent: whoever wrote to them has dropped them.
-        self._free.update(number for known, number, _ in self._placed if known() is None)
-        self._placed = [each for each in self._placed if each[0]() is not None]
-        most = self._demand.most(size)
-        sizes = {number: self._buffers[number].nbytes for number in self._free}
-        for number in [number for number, bytes_ in sizes.items() if bytes_ > most]:
-            del sizes[number]
-            self._drop(number)
-        fit = [number for number, bytes_ in sizes.items() if bytes_ >= size]
-        if fit:
-            number = min(fit, key=lambda each: (sizes[each], each))
-            self._free.remove(number)
-            return number
-        if sizes:  # a new one takes the place of one that is too small
-            self._drop(max(sizes, key=lambda each: (sizes[each], each)))
+        if self._placed:
+            # Arrays of a request that failed are never sent: whoever wrote to them has dropped them.
+            self._add_free(number for known, number, _ in self._placed if known() is None)
+            self._placed = [each for each in self._placed if each[0]() is not None]
+        free, most = self._free, self._demand.most(size)
+        while free and free[-1][0] > most:
+            self._drop(free.pop()[1])
+        if (smallest := bisect_left(free, (size, 0))) < len(free):
+            return free.pop(smallest)[1]
+        if free:  # a new one takes the place of one that is too small
+            self._drop(free.pop()[1])
         return self._make(size)
 
     def _make(self, size: int) -> int:
@@ -218,7 +217,6 @@ class Lender:
     def _drop(self, number: int) -> None:
         """Free a buffer, and have the other process do so with what it is sent next."""
         del self._buffers[number]
-        self._free.discard(number)
         if number in self._unsent:
             os.close(self._unsent.pop(number))
         else:
