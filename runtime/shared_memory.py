@@ -166,8 +166,12 @@ class Lender:
     def _copy(self, arrays: Sequence[tuple[str, Array]]) -> tuple[int, list[Placed]]:
         placed, size = place((name, array.shape, array.dtype) for name, array in arrays)
         number = self._take(size)
-        for each, (_, array) in zip(placed, arrays, strict=True):
-            view(self._buffers[number], each)[...] = array
+        try:
+            for each, (_, array) in zip(placed, arrays, strict=True):
+                view(self._buffers[number], each)[...] = array
+        except BaseException:
+            self._add_free([number])
+            raise
         return number, placed
 
     def give_back(self, buffers: Iterable[int]) -> None:

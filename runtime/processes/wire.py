@@ -52,7 +52,7 @@ class SocketWire:
     def __init__(self, channels: Sequence[Channel], in_flight: int) -> None:
         self._channels = channels
         self._feeds = Lender()
-        # The buffers of the last requests.
+        # The buffers of the last requests, the oldest first.
         self._fed: deque[int | None] = deque([None] * in_flight)
         self._outputs = [Borrower(channel.receive_descriptor) for channel in channels]
         self._poll = select.poll()
@@ -62,11 +62,12 @@ class SocketWire:
 
     def order(self, order: Order, feeds: Arrays, initial: Arrays) -> None:
         unused = tuple(tuple(each.unused()) for each in self._outputs)
-        if (ended := self._fed.popleft()) is not None:  # since this one is in flight
-            self._feeds.give_back([ended])
-        self._fed.append(None)
+        if self._fed[0] is not None:  # its request has ended, since this one is in flight
+            self._feeds.give_back([self._fed[0]])
+            self._fed[0] = None
         sent, descriptors = self._feeds.send([*feeds, *initial])
-        self._fed[-1] = None if sent is None else sent.buffer
+        self._fed.popleft()
+        self._fed.append(None if sent is None else sent.buffer)
         try:
             packed = pack(replace(order, arrays=sent, fed=len(feeds), unused=unused))
             for rank, channel in enumerate(self._channels):

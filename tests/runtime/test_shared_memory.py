@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
+from splitc.runtime import shared_memory
 from splitc.runtime.arrays import Array
 from splitc.runtime.demand import RECENT, WASTE
 from splitc.runtime.shared_memory import Borrower, Lender, create_memory, map_memory
@@ -70,6 +71,15 @@ def test_room_of_a_request_that_failed_is_used_again() -> None:
     del failed
     assert pair.pass_on(pair.lender.room(WANTED))[0] == 0
     assert pair.pass_on(kept)[0] == 1
+
+
+def test_arrays_that_can_not_be_written_take_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair()
+    monkeypatch.setattr(shared_memory, "view", lambda *_: np.empty(0))
+    with pytest.raises(ValueError, match="broadcast"):
+        pair.lender.send([("a", np.zeros(3))])
+    monkeypatch.undo()
+    assert pair.pass_on({"a": np.zeros(3)})[0] == 0
 
 
 def test_what_is_fed_is_looked_at_where_it_is() -> None:
