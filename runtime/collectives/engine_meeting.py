@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,11 +65,11 @@ class EngineMeeting:
         A rank on a `gpu` copies its arrays to the host and back.
         """
         library = load_library()
-        # Ends are never freed: ONNX Runtime may call its operators' functions as long as the process lives.
-        handle = library.splitc_end_of_meeting(self.address, place, patience)
+        made = MeetingEnd(self, handle := library.splitc_end_of_meeting(self.address, place, patience))
+        release_with(made, handle)
         if gpu is not None:
             library.splitc_end_on_gpu(handle, *gpu.copy_functions())
-        return MeetingEnd(self, handle)
+        return made
 
     def abort(self) -> None:
         """End all waits, now and later."""
@@ -112,6 +113,12 @@ class MeetingEnd:
 def shared_bytes(ranks: int) -> int:
     """The bytes of memory for a meeting of processes."""
     return int(load_library().splitc_meeting_bytes(ranks, STAGING))
+
+
+def release_with(owner: object, handle: int) -> None:
+    """Free an end when its owner is gone, and the last engine that has it."""
+    released = weakref.finalize(owner, load_library().splitc_end_release, handle)
+    released.atexit = False  # an engine may still run
 
 
 @contextmanager

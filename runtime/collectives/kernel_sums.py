@@ -119,13 +119,13 @@ class KernelSums:
         source = "".join((NATIVE / name).read_text() for name in SOURCES)
         self._module = gpu.cupy.RawModule(code=source, options=(f"-DMOST_RANKS={MOST_RANKS}",))
         launch = ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernel, ctypes.c_void_p)
-        sums = _KernelSums(
+        self._sums = _KernelSums(
             launch,
             self._kernels("one_shot", self._groups[0], small, SMALL_THREADS, WIDTH, 0),
             self._kernels("two_shot", self._groups[1], ranks * share * WORD, LARGE_THREADS, 0, LARGE_BLOCKS),
             MOST,
         )
-        self.pointer = load_library().splitc_kernel_sums(ctypes.byref(sums))
+        self.pointer = ctypes.addressof(self._sums)
         gpu.wait_all()
 
     def _kernels(self, kind: str, group: _Group, *numbers: int) -> _SumKernels:

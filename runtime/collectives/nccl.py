@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from splitc.runtime.collectives.engine_meeting import PATIENCE, EngineMeeting, MeetingEnd, registered
+from splitc.runtime.collectives.engine_meeting import PATIENCE, EngineMeeting, MeetingEnd, registered, release_with
 from splitc.runtime.collectives.kernel_sums import KernelSums, connect_kernel_sums
 from splitc.runtime.engines.gpu_array import GpuArray
 from splitc.runtime.engines.gpu_device import GpuDevice
@@ -80,6 +80,7 @@ class NcclCommunicator:
 
     def _make_end(self) -> int:
         self._ends.append(load_library().splitc_end_of_nccl(_function(_load_nccl().ncclAllReduce)))
+        release_with(self, self._ends[-1])
         return self._ends[-1]
 
     def all_reduce(self, operation: str, part: GpuArray, whole: GpuArray, stream: int) -> None:

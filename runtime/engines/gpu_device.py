@@ -76,7 +76,7 @@ class GpuDevice:
         self.recorded = False
         self.cupy = need_cupy()
         self.cuda = self.cupy.cuda
-        self._pins = Pins(self.cuda, index)
+        self._pins = Pins(self.cupy, index)
         try:
             count = self.cuda.runtime.getDeviceCount()
         except self.cuda.runtime.CUDARuntimeError as error:
@@ -362,7 +362,7 @@ class GpuDevice:
     def pinned(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """An array in pinned memory."""
         size = math.prod(shape) * np.dtype(dtype).itemsize
-        pinned = self.cuda.alloc_pinned_memory(max(1, size))
+        pinned = self._pins.take(max(1, size), trims=self.tape is None)
         return np.frombuffer(pinned, np.uint8, size).view(dtype).reshape(shape)
 
     def pinned_alone(self, size: int) -> npt.NDArray[np.uint8]:

@@ -11,7 +11,7 @@ from splitc.runtime.errors import EngineError, PackageError
 
 MODULE = "splitc.runtime.collectives._operators"
 # That of native/operators.h. An editable install may have a library of older sources than its Python code.
-INTERFACE = 5
+INTERFACE = 7
 _POINTER, _INT, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
 # The types of its functions, which are defined in native/operators.c.
 _FUNCTIONS = {
@@ -22,7 +22,7 @@ _FUNCTIONS = {
     "splitc_meeting_abort": (None, [_POINTER]),
     "splitc_end_of_meeting": (_POINTER, [_POINTER, _INT, ctypes.c_double]),
     "splitc_end_of_nccl": (_POINTER, [_POINTER]),
-    "splitc_kernel_sums": (_POINTER, [_POINTER]),
+    "splitc_end_release": (None, [_POINTER]),
     "splitc_kernel_sum": (_INT, [_POINTER, _INT, _POINTER, _POINTER, _SIZE, _POINTER]),
     "splitc_end_connect": (None, [_POINTER, _POINTER, _POINTER]),
     "splitc_end_on_gpu": (None, [_POINTER, _POINTER, _POINTER]),

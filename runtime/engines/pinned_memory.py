@@ -9,13 +9,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from splitc.runtime.demand import Demand
+
 
 class Pins:
-    """The memory that is registered with a GPU, until it is freed: CUDA must know of that before the system does."""
+    """The memory that is registered with a GPU, until it is freed: CUDA must know of that before the system does.
 
-    def __init__(self, cuda: Any, index: int) -> None:
-        self._cuda = cuda
+    And memory of CuPy's pool, which keeps what was freed for later.
+    """
+
+    def __init__(self, cupy: Any, index: int) -> None:
+        self._cupy, self._cuda = cupy, cupy.cuda
         self._index = index
+        self._demand = Demand()
+        self._largest = 0
         self._ends: list[weakref.finalize[Any, Any]] = []
         self._kept: list[object] = []
 
@@ -28,6 +35,15 @@ class Pins:
         end = weakref.finalize(memory, _unregister, self._cuda, self._index, address)
         end.atexit = False  # the system does that, and does not wait for a GPU that hangs
         self._ends = [each for each in self._ends if each.alive] + [end]
+
+    def take(self, size: int, trims: bool) -> Any:
+        """Pinned memory of the pool. With `trims`, the pool first frees what is many times larger than is needed."""
+        most = self._demand.most(size)
+        if trims and self._largest > most:
+            self._cupy.get_default_pinned_memory_pool().free_all_blocks()
+            self._largest = 0
+        self._largest = max(self._largest, size)
+        return self._cuda.alloc_pinned_memory(size)
 
     def keep(self) -> None:
         """Keep the memory for ever: the GPU may still copy."""

@@ -13,7 +13,7 @@ from splitc.runtime.channel import Channel
 from splitc.runtime.engines import Backend, Room
 from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.processes.messages import Answer, Message, Order
-from splitc.runtime.shared_memory import Lender, SlotReader
+from splitc.runtime.shared_memory import Borrower, Lender
 
 
 class Control(Protocol):
@@ -46,11 +46,11 @@ class SocketControl:
 
     closed = False
 
-    def __init__(self, channel: Channel, number: int, in_flight: int, spin: float) -> None:
+    def __init__(self, channel: Channel, number: int, spin: float) -> None:
         self._channel = channel
         self._number = number
         self._spin = spin
-        self._feeds = SlotReader(in_flight)
+        self._feeds = Borrower(channel.receive_descriptor)
         self._outputs = Lender()
 
     def receive(self, spins: bool) -> Message:
@@ -61,20 +61,16 @@ class SocketControl:
 
     def arrays(self, order: Order) -> tuple[dict[str, Array], dict[str, Array]]:
         self._outputs.give_back(order.unused[self._number])
-        if order.renewed:
-            self._feeds.renew(order.number, self._channel.receive_descriptor())
-        return self._feeds.get(order.number, order.feeds), self._feeds.get(order.number, order.initial)
+        arrays = self._feeds.look(order.arrays)
+        return dict(arrays[: order.fed]), dict(arrays[order.fed :])
 
     def send(self, message: Message) -> None:
         self._channel.send(message)
 
     def answer(self, answer: Answer, outputs: Mapping[str, Array]) -> None:
-        sent, descriptor = self._outputs.send(outputs)
-        whole = replace(answer, outputs=sent)
-        if descriptor is None:
-            self._channel.send(whole)
-        else:
-            self._channel.send(whole, descriptor)
+        sent, new = self._outputs.send(list(outputs.items()))
+        self._channel.send(replace(answer, outputs=sent), *new)
+        for descriptor in new:
             os.close(descriptor)
 
     def room(self, backend: Backend) -> Room | None:

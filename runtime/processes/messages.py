@@ -15,7 +15,7 @@ from splitc.runtime.devices import Device
 from splitc.runtime.engines.weight_places import SwapRoom
 from splitc.runtime.manifest import State
 from splitc.runtime.memory_use import RankMemory
-from splitc.runtime.shared_memory import Placed, Sent
+from splitc.runtime.shared_memory import Sent
 
 
 class Start(Struct, frozen=True, array_like=True, tag=True):
@@ -41,21 +41,20 @@ class Start(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Order(Struct, frozen=True, array_like=True, tag=True):
-    """A request. Its feeds, and its initial states that are not zeros, are in the slot of its number.
+    """A request. The first `fed` arrays are its feeds, the others initial states that are not zeros.
 
     For `sequence`, `room`, `after` and `growth` see InFlightRequest. `unused` are the buffers of each rank that it may
     use again.
     """
 
     number: int
-    feeds: tuple[Placed, ...]
-    initial: tuple[Placed, ...]
+    arrays: Sent | None
+    fed: int
     zeros: dict[str, Zeros]
     sequence: int | None
     room: bool
     after: int | None
     growth: int
-    renewed: bool
     unused: tuple[tuple[int, ...], ...]
 
 

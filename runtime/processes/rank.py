@@ -168,7 +168,7 @@ def _host(start: Start, descriptors: Sequence[int]) -> None:
         channel = Channel(descriptors[0], pack, unpack)
         mailed = descriptors[1 : 1 + len(start.channels)]
         mail = ChannelMail(dict(zip(start.channels, map(Channel, mailed), strict=True)))
-        control = SocketControl(channel, start.number, start.in_flight, start.spin)
+        control = SocketControl(channel, start.number, start.spin)
         made = attempt(partial(_make, start, descriptors[1 + len(mailed) :], mail, control))
         if isinstance(made, Failure):  # of a library or the device: the session's caller gets it
             channel.send(Loaded(portable(made.error)))

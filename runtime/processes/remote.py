@@ -91,7 +91,7 @@ class RemoteRanks(ABC):
         zeros = {name: each for name, each in request.initial.items() if isinstance(each, Zeros)}
         loaded = [(name, each) for name, each in request.initial.items() if not isinstance(each, Zeros)]
         how = request.sequence, request.room, request.after, request.growth
-        order = Order(number, (), (), zeros, *how, False, ())
+        order = Order(number, None, 0, zeros, *how, ())
         self._requests[number] = request  # before its answer may come
         try:
             self._wire.order(order, [(name, on_host(feed)) for name, feed in request.feeds.items()], loaded)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -14,7 +15,7 @@ from splitc.runtime.arrays import Array
 from splitc.runtime.channel import Channel
 from splitc.runtime.errors import HandOverError
 from splitc.runtime.processes.messages import Message, Order, pack
-from splitc.runtime.shared_memory import Borrower, Sent, SlotWriter
+from splitc.runtime.shared_memory import Borrower, Lender, Sent
 
 # Named arrays, in order.
 Arrays = Sequence[tuple[str, Array]]
@@ -46,25 +47,29 @@ class Wire(Protocol):
 
 
 class SocketWire:
-    """A wire of channels. Arrays are in shared memory, with room for the feeds of `in_flight` requests."""
+    """A wire of channels. Arrays are in shared memory. At most `in_flight` requests are in flight."""
 
     def __init__(self, channels: Sequence[Channel], in_flight: int) -> None:
         self._channels = channels
-        self._feeds = SlotWriter(in_flight)
-        self._outputs = [Borrower() for _ in channels]
+        self._feeds = Lender()
+        # The buffers of the last requests, the oldest first.
+        self._fed: deque[int | None] = deque([None] * in_flight)
+        self._outputs = [Borrower(channel.receive_descriptor) for channel in channels]
         self._poll = select.poll()
         self._ranks = {channel.fileno(): rank for rank, channel in enumerate(channels)}
         for descriptor in self._ranks:
             self._poll.register(descriptor, select.POLLIN)
 
     def order(self, order: Order, feeds: Arrays, initial: Arrays) -> None:
-        placed, descriptor = self._feeds.put(order.number, [*feeds, *initial])
         unused = tuple(tuple(each.unused()) for each in self._outputs)
-        first, rest = tuple(placed[: len(feeds)]), tuple(placed[len(feeds) :])
-        whole = replace(order, feeds=first, initial=rest, renewed=descriptor is not None, unused=unused)
-        descriptors = [] if descriptor is None else [descriptor]
+        if self._fed[0] is not None:  # its request has ended, since this one is in flight
+            self._feeds.give_back([self._fed[0]])
+            self._fed[0] = None
+        sent, descriptors = self._feeds.send([*feeds, *initial])
+        self._fed.popleft()
+        self._fed.append(None if sent is None else sent.buffer)
         try:
-            packed = pack(whole)
+            packed = pack(replace(order, arrays=sent, fed=len(feeds), unused=unused))
             for rank, channel in enumerate(self._channels):
                 try:
                     channel.post(packed, *descriptors)
@@ -83,10 +88,7 @@ class SocketWire:
                 channel.post(packed)
 
     def outputs(self, rank: int, sent: Sent | None) -> dict[str, Array]:
-        if sent is None:
-            return {}
-        descriptor = self._channels[rank].receive_descriptor() if sent.size else None
-        return self._outputs[rank].receive(sent, descriptor)
+        return self._outputs[rank].receive(sent)
 
     def is_ready(self) -> bool:
         return bool(self._poll.poll(0))
@@ -117,5 +119,5 @@ class SocketWire:
         """
         for channel in self._channels:
             channel.close()
-        self._feeds = SlotWriter(1)
-        self._outputs = [Borrower() for _ in self._channels]
+        self._feeds.close()
+        self._outputs = []

@@ -22,17 +22,14 @@
 #define EXPORT __attribute__((visibility("default")))
 #endif
 
-typedef struct Kernel {
-    const OrtApi* api;
-    End* end;
-    int on_gpu;
-    int64_t operation;
-} Kernel;
+/* Room that is so many times larger than what is needed is given back after so many times of less: as in demand.py. */
+enum { WASTE = 8, RECENT = 1000 };
 
 static _Thread_local End* registered;
 
 OrtStatus* make_room(const OrtApi* api, End* end, size_t bytes) {
-    if (bytes <= end->room) return NULL;
+    end->calm = end->room / WASTE > bytes ? end->calm + 1 : 0;
+    if (bytes <= end->room && end->calm < RECENT) return NULL;
     free(end->staged);
     end->staged = malloc(bytes);
     end->room = end->staged ? bytes : 0;
@@ -62,14 +59,14 @@ static OrtStatus* reduce_by_nccl(Kernel* kernel, OrtKernelContext* context, int 
     const KernelSums* sums = kernel->end->sums_by_kernels;
     size_t bytes = count * number_bytes(type);
     TRY(ORT(kernel->api, KernelContext_GetGPUComputeStream)(context, &stream));
-    if (sums && kernel_sums_take(sums, (int)kernel->operation, type, bytes)) {
+    if (sums && kernel_sums_take(sums, (int)kernel->number, type, bytes)) {
         int error = kernel_sum(sums, type, in, out, bytes, stream);
         if (!error) return NULL;
         snprintf(message, sizeof message, "the kernel of a sum over GPUs can't be launched: CUDA error %d", error);
         return fail(kernel->api, message);
     }
     if (nccl_type(type) < 0) return fail(kernel->api, "NCCL has no such number type");
-    int operation = kernel->operation == MAX ? 2 : 0;
+    int operation = kernel->number == MAX ? 2 : 0;
     int status = kernel->end->nccl(in, out, count, nccl_type(type), operation, kernel->end->communicator, stream);
     if (!status) return NULL;
     snprintf(message, sizeof message, "NCCL's all-reduce failed with error %d", status);
@@ -81,7 +78,7 @@ static OrtStatus* reduce_on_host(Kernel* kernel, int type, const void* in, void*
     char message[MESSAGE];
     int who = -1;
     if (!number_bytes(type)) return fail(kernel->api, "the sum over ranks has no such number type");
-    switch (meeting_all_reduce(member, (int)kernel->operation, type, in, out, count, &who)) {
+    switch (meeting_all_reduce(member, (int)kernel->number, type, in, out, count, &who)) {
         case MEETING_OK: return NULL;
         case MEETING_LATE:
             snprintf(message, sizeof message, "rank %d did not come to a sum within %.0f s", who, member->patience);
@@ -141,18 +138,25 @@ static OrtStatus* compute(void* self, OrtKernelContext* context) {
     return reduce_on_host(kernel, type, in, out, count);
 }
 
-static OrtStatus* create(const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info, void** made) {
+OrtStatus* make_kernel(const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info, const char* attribute,
+                       void** made) {
     const Operator* own = (const Operator*)op;
     Kernel* kernel = calloc(1, sizeof *kernel);
+    OrtStatus* status = NULL;
+    *made = NULL;
     if (!kernel) return fail(api, "out of memory");
-    kernel->api = api;
-    kernel->end = own->end;
-    kernel->on_gpu = own->on_gpu;
+    *kernel = (Kernel){.api = api, .end = own->end, .on_gpu = own->on_gpu};
+    if (attribute) status = ORT(api, KernelInfoGetAttribute_int64)(info, attribute, &kernel->number);
+    if (status) return free(kernel), status;
+    if (own->end) atomic_fetch_add(&own->end->users, 1);
+    *made = kernel;
+    return NULL;
+}
+
+static OrtStatus* create(const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info, void** made) {
+    const Operator* own = (const Operator*)op;
     if (own->end) own->end->sums = 1;
-    OrtStatus* status = ORT(api, KernelInfoGetAttribute_int64)(info, "operation", &kernel->operation);
-    if (status) free(kernel);
-    *made = status ? NULL : kernel;
-    return status;
+    return make_kernel(op, api, info, "operation", made);
 }
 
 static const char* name(const OrtCustomOp* op) { return (void)op, "AllReduce"; }
@@ -190,7 +194,20 @@ static void init_all_reduce_half(Operator* made) {
     take_halves(made);
 }
 
-static void destroy(void* kernel) { free(kernel); }
+/* An end goes after the last engine that has it: outputs keep engines alive after whoever has made the end. */
+static void release(End* end) {
+    if (!end || atomic_fetch_sub(&end->users, 1) != 1) return;
+    if (end->domain) ORT(end->api, ReleaseCustomOpDomain)(end->domain);
+    free(end->staged);
+    free(end);
+}
+
+static void destroy(void* made) {
+    Kernel* kernel = made;
+    release(kernel->end);
+    free(kernel);
+}
+
 static const char* provider(const OrtCustomOp* op) {
     return ((const Operator*)op)->on_gpu ? "CUDAExecutionProvider" : "CPUExecutionProvider";
 }
@@ -263,23 +280,23 @@ EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase
 /* A rank's end of a meeting: `meeting` is memory for it. NULL where there is no memory left. */
 EXPORT End* splitc_end_of_meeting(Meeting* meeting, int rank, double patience) {
     End* end = calloc(1, sizeof *end);
-    if (end) end->member = (Member){.meeting = meeting, .rank = rank, .patience = patience};
+    if (!end) return NULL;
+    end->users = 1;
+    end->member = (Member){.meeting = meeting, .rank = rank, .patience = patience};
     return end;
 }
 
 /* A rank's end of a communicator of NCCL's, which may be given later. */
 EXPORT End* splitc_end_of_nccl(NcclAllReduce all_reduce) {
     End* end = calloc(1, sizeof *end);
-    if (end) end->nccl = all_reduce;
+    if (!end) return NULL;
+    end->users = 1;
+    end->nccl = all_reduce;
     return end;
 }
 
-/* Sums by kernels: a copy of what is given. NULL where there is no memory left. */
-EXPORT KernelSums* splitc_kernel_sums(const KernelSums* given) {
-    KernelSums* made = malloc(sizeof *made);
-    if (made) *made = *given;
-    return made;
-}
+/* Who has made an end needs it no more. */
+EXPORT void splitc_end_release(End* end) { release(end); }
 
 /* Without an engine: as the operator does it. */
 EXPORT int splitc_kernel_sum(const KernelSums* sums, int type, const void* in, void* out, size_t bytes, void* stream) {

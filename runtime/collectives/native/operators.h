@@ -2,6 +2,8 @@
 #ifndef SPLITC_OPERATORS_H
 #define SPLITC_OPERATORS_H
 
+#include <stdatomic.h>
+
 #include "kernel_sums.h"
 #include "meeting.h"
 #include "ort_api.h"
@@ -9,7 +11,7 @@
 #define MESSAGE 256
 #define APART "ranks were not given the same requests"
 /* Of the functions and operators that this library has: raised with each change of them, here and in operator_library.py. */
-#define INTERFACE 5
+#define INTERFACE 7
 /* Six kinds, each on the CPU and on CUDA devices. */
 #define OPERATORS 14
 
@@ -37,6 +39,7 @@ typedef struct Operator {
  * GPUs that NCCL connects tell each other by a meeting what they are about to send. The end keeps what ONNX Runtime was
  * given. */
 typedef struct End {
+    _Atomic int users; /* who made it, and the kernels: the last one that goes frees it */
     Member member;
     NcclAllReduce nccl;
     NcclSend nccl_send;
@@ -48,10 +51,19 @@ typedef struct End {
     Synchronize synchronize;
     void* staged;
     size_t room;
+    int calm; /* how often in a row far less room was needed */
     Operator operators[OPERATORS];
     const OrtApi* api;
     OrtCustomOpDomain* domain;
 } End;
+
+/* A kernel of an operator. `number` is its attribute: what an all-reduce does, or a transfer's peer. */
+typedef struct Kernel {
+    const OrtApi* api;
+    End* end;
+    int on_gpu;
+    int64_t number;
+} Kernel;
 
 #define TRY(call)                      \
     do {                               \
@@ -65,6 +77,10 @@ static inline OrtStatus* fail(const OrtApi* api, const char* message) {
 
 /* Have this many bytes of the host's memory at `end->staged`. */
 OrtStatus* make_room(const OrtApi* api, End* end, size_t bytes);
+
+/* Make a kernel, whose number is the attribute of this name, or none. */
+OrtStatus* make_kernel(const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info, const char* attribute,
+                       void** made);
 
 /* Set what operators have in common that take and give a value and, optionally, a token: another one came before. */
 void init_value_and_token(Operator* made);

@@ -10,13 +10,6 @@
 #include "operators.h"
 #include "transfers.h"
 
-typedef struct Kernel {
-    const OrtApi* api;
-    End* end;
-    int on_gpu;
-    int64_t peer;
-} Kernel;
-
 enum { NCCL_UINT8 = 1 };
 
 /* Bytes of an element of this ONNX type; 0 where it is none of fixed size. */
@@ -53,7 +46,7 @@ static OrtStatus* check(const Kernel* kernel, int result, const char* what) {
     if (result == MEETING_OK) return NULL;
     if (result == MEETING_APART) return fail(kernel->api, APART);
     if (result != MEETING_LATE) return fail(kernel->api, "another rank failed, and a transfer between ranks was given up");
-    snprintf(message, sizeof message, "rank %d did not %s a value within %.0f s", (int)kernel->peer, what,
+    snprintf(message, sizeof message, "rank %d did not %s a value within %.0f s", (int)kernel->number, what,
              member->patience);
     return fail(kernel->api, message);
 }
@@ -70,14 +63,14 @@ static OrtStatus* check_end(const Kernel* kernel) {
     if (!end) return fail(kernel->api, "this engine was loaded without the ranks that it sends to and receives from");
     int fits = end->member.meeting && (kernel->on_gpu ? end->copy || end->nccl : !end->nccl);
     if (!fits) return fail(kernel->api, "this transfer between ranks is for another kind of device");
-    int known = kernel->peer >= 0 && kernel->peer < meeting_channels(end->member.meeting).ranks;
+    int known = kernel->number >= 0 && kernel->number < meeting_channels(end->member.meeting).ranks;
     return known ? NULL : fail(kernel->api, "this transfer is with a rank that is not there");
 }
 
 /* Two GPUs that NCCL connects agree on the host before both take part, so that none waits for one that has failed. */
 static OrtStatus* send_by_nccl(Kernel* kernel, const Head* head, const void* value, void* stream) {
     End* end = kernel->end;
-    int peer = (int)kernel->peer;
+    int peer = (int)kernel->number;
     Head answer;
     TRY(check(kernel, transfer_send(&end->member, peer, head, NULL, 0), "receive"));
     TRY(check(kernel, transfer_await(&end->member, peer, &answer), "receive"));
@@ -89,7 +82,7 @@ static OrtStatus* send_by_nccl(Kernel* kernel, const Head* head, const void* val
 
 static OrtStatus* receive_by_nccl(Kernel* kernel, const Head* head, void* value, void* stream) {
     End* end = kernel->end;
-    int peer = (int)kernel->peer;
+    int peer = (int)kernel->number;
     TRY(check(kernel, transfer_take(&end->member, peer, NULL, 0), "send"));
     TRY(check(kernel, transfer_send(&end->member, peer, head, NULL, 0), "send"));
     if (!bytes_of(head)) return NULL;
@@ -104,14 +97,14 @@ static OrtStatus* send_by_host(Kernel* kernel, const Head* head, const void* val
     TRY(make_room(kernel->api, end, bytes));
     if (bytes && (end->copy(end->staged, value, bytes, COPY_DEFAULT, stream) || end->synchronize(stream)))
         return fail(kernel->api, "the GPU failed before a value was sent");
-    return check(kernel, transfer_send(&end->member, (int)kernel->peer, head, end->staged, bytes), "receive");
+    return check(kernel, transfer_send(&end->member, (int)kernel->number, head, end->staged, bytes), "receive");
 }
 
 static OrtStatus* receive_by_host(Kernel* kernel, const Head* head, void* value, void* stream) {
     End* end = kernel->end;
     size_t bytes = bytes_of(head);
     TRY(make_room(kernel->api, end, bytes));
-    TRY(check(kernel, transfer_take(&end->member, (int)kernel->peer, end->staged, bytes), "send"));
+    TRY(check(kernel, transfer_take(&end->member, (int)kernel->number, end->staged, bytes), "send"));
     if (bytes && (end->copy(value, end->staged, bytes, COPY_DEFAULT, stream) || end->synchronize(stream)))
         return fail(kernel->api, "the GPU failed after a value was received");
     return NULL;
@@ -140,7 +133,7 @@ static OrtStatus* send(void* self, OrtKernelContext* context) {
     if (in != out) return fail(api, "a value that is sent was moved"); /* ONNX Runtime was told that it is the same one */
     if (kernel->on_gpu) TRY(ORT(api, KernelContext_GetGPUComputeStream)(context, &stream));
     if (!kernel->on_gpu)
-        return check(kernel, transfer_send(&kernel->end->member, (int)kernel->peer, &head, in, bytes_of(&head)), "receive");
+        return check(kernel, transfer_send(&kernel->end->member, (int)kernel->number, &head, in, bytes_of(&head)), "receive");
     return kernel->end->copy ? send_by_host(kernel, &head, in, stream) : send_by_nccl(kernel, &head, in, stream);
 }
 
@@ -154,14 +147,14 @@ static OrtStatus* receive(void* self, OrtKernelContext* context) {
     TRY(check_end(kernel));
     TRY(ORT(api, KernelContext_GetInput)(context, 0, &like));
     TRY(read_head(api, like, &wanted));
-    TRY(check(kernel, transfer_await(&kernel->end->member, (int)kernel->peer, &head), "send"));
+    TRY(check(kernel, transfer_await(&kernel->end->member, (int)kernel->number, &head), "send"));
     if (head.type != wanted.type) return fail(api, "another rank sends another type than is received");
     TRY(ORT(api, KernelContext_GetOutput)(context, 0, head.sizes, (size_t)head.axes, &made));
     TRY(give_token(api, context, 1));
     TRY(ORT(api, GetTensorMutableData)(made, &out));
     if (kernel->on_gpu) TRY(ORT(api, KernelContext_GetGPUComputeStream)(context, &stream));
     if (!kernel->on_gpu)
-        return check(kernel, transfer_take(&kernel->end->member, (int)kernel->peer, out, bytes_of(&head)), "send");
+        return check(kernel, transfer_take(&kernel->end->member, (int)kernel->number, out, bytes_of(&head)), "send");
     return kernel->end->copy ? receive_by_host(kernel, &head, out, stream) : receive_by_nccl(kernel, &head, out, stream);
 }
 
@@ -170,22 +163,11 @@ static OrtStatus* after(void* self, OrtKernelContext* context) {
 }
 
 static OrtStatus* create(const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info, void** made) {
-    const Operator* own = (const Operator*)op;
-    Kernel* kernel = calloc(1, sizeof *kernel);
-    (void)info;
-    if (!kernel) return fail(api, "out of memory");
-    kernel->api = api;
-    kernel->end = own->end;
-    kernel->on_gpu = own->on_gpu;
-    *made = kernel;
-    return NULL;
+    return make_kernel(op, api, info, NULL, made);
 }
 
 static OrtStatus* create_with_peer(const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info, void** made) {
-    TRY(create(op, api, info, made));
-    OrtStatus* status = ORT(api, KernelInfoGetAttribute_int64)(info, "peer", &((Kernel*)*made)->peer);
-    if (status) free(*made);
-    return status;
+    return make_kernel(op, api, info, "peer", made);
 }
 
 static const char* send_name(const OrtCustomOp* op) { return (void)op, "Send"; }

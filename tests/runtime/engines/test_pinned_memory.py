@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from splitc.runtime.channel import Channel
+from splitc.runtime.demand import LEAST, RECENT, WASTE
 from splitc.runtime.devices import Device
 from splitc.runtime.engines import gpu_device
 from splitc.runtime.engines.gpu_device import GpuDevice
@@ -53,7 +54,7 @@ def test_a_rank_that_ends_frees_it_in_a_process_that_goes_on(gpu: FakeBackend) -
     with theirs:
         channel = Channel(ours.detach())
         for _ in range(3):
-            control = SocketControl(channel, 0, 2, 0.0)
+            control = SocketControl(channel, 0, 0.0)
             room = control.room(gpu)
             assert room is not None
             room(SHAPES)
@@ -78,3 +79,16 @@ def test_a_gpu_that_hangs_keeps_it(gpu: FakeBackend, monkeypatch: pytest.MonkeyP
     (kept,) = fake_cupy.REGISTERED
     assert stuck == [gpu]
     fake_cupy.host_unregister(kept)  # which sees that it is there
+
+
+def test_the_pool_gives_back_what_is_many_times_too_large(gpu: FakeBackend) -> None:
+    freed = fake_cupy.PINNED.freed
+
+    def take(*sizes: int) -> int:
+        for number in range(2 * RECENT):
+            gpu.pinned((sizes[number % len(sizes)],), np.uint8)
+        return fake_cupy.PINNED.freed - freed
+
+    assert take(LEAST * WASTE * 2, 100) == 0
+    assert take(100) == 1
+    assert take(100, LEAST) == 1

@@ -33,6 +33,7 @@ from splitc.runtime.processes.remote import PATIENCE
 from splitc.runtime.rank_kinds import PROCESSES, THREADS, choose_ranks
 from tests.conftest import decoder_feeds, run_whole
 from tests.helpers.greedy import plain_loop
+from tests.helpers.maps import mapped
 from tests.helpers.packages import compile_mode
 
 # Seconds within which a request ends with an error.
@@ -64,6 +65,24 @@ def test_outputs_are_the_models(package_of: Path, decoder: Path) -> None:
             for name, whole in run_whole(decoder, decoder_feeds(new=length)).items():
                 np.testing.assert_allclose(outputs[name], whole, rtol=1e-4, atol=1e-5)
         assert list(session.generate(prompt, max_new_tokens=30)) == plain_loop(decoder, prompt, 30)
+
+
+def test_memory_of_a_large_request_is_given_back(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its feeds, by the caller and by the ranks, when many small ones came after it."""
+    monkeypatch.setattr("splitc.runtime.demand.RECENT", 20)
+    with open_processes(compile_mode(decoder, "tensor"), 2) as session:
+
+        def shared() -> list[int]:
+            return [mapped(), *(mapped(process.pid) for process in processes(session))]
+
+        large = decoder_feeds(batch=1000)
+        session.run(large)
+        before = shared()
+        outputs = [session.run(decoder_feeds()) for _ in range(44)][-1]
+        size = sum(feed.nbytes for feed in large.values())
+        assert all(was - now > size for now, was in zip(shared(), before, strict=True))
+        for name, whole in run_whole(decoder, decoder_feeds()).items():
+            np.testing.assert_allclose(outputs[name], whole, rtol=1e-4, atol=1e-5)
 
 
 def test_sequences_begin_with_loaded_states(decoder: Path) -> None:
