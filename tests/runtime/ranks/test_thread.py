@@ -57,10 +57,6 @@ def test_failing_request_is_given_up_before_the_next_one_begins(monkeypatch: pyt
     came = threading.Event()
     errors: list[BaseException] = []
 
-    def wait() -> dict[str, Any]:
-        came.wait(20)
-        return {}
-
     class SlowComputation:
         def __init__(self, *_: Any) -> None:
             self.sequences: dict[int, Any] = {}
@@ -68,7 +64,7 @@ def test_failing_request_is_given_up_before_the_next_one_begins(monkeypatch: pyt
         def run(self, request: InFlightRequest) -> Ran:
             if request.number == 1:
                 raise EngineError("there is no memory for this one")
-            return wait, [], False
+            return lambda: (came.wait(20), {})[1], [], False
 
     monkeypatch.setattr(thread, "load_rank", lambda *_: LoadedRank(Program([], []), [mine], None, None, None))
     monkeypatch.setattr(thread, "Computation", SlowComputation)
