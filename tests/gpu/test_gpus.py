@@ -100,7 +100,7 @@ def test_states_are_where_the_graph_left_them(package: tuple[Path, Path]) -> Non
 @pytest.mark.parametrize("graphs", [True, False])
 def test_rank_that_fails_fails_one_request(tmp_path: Path, graphs: bool) -> None:
     given = feeds(3, 8, 0)
-    save(build(SIZE), tmp_path / "model.onnx")
+    save(build_fused(SIZE), tmp_path / "model.onnx")
     compile_model(plan_model(tmp_path / "model.onnx", ["cuda0"], Request()), tmp_path / "package")
     with Session(tmp_path / "package", cuda_graphs=graphs, in_flight=4) as session:
         right = session.run(given)
