@@ -207,7 +207,7 @@ class Admission:
         """Free the states of a sequence, or let another one begin in their memory, if that can be."""
         if os.getpid() != self._owner:
             return
-        with self._order:
+        with later_interrupts(), self._order:  # all ranks, or none
             self._workers.forget(sequence, reusable)
 
     def close(self) -> None:
@@ -221,10 +221,14 @@ class Admission:
         if self._in_callback:
             threading.Thread(target=self.close, name="splitc closes").start()
             return
+        with later_interrupts():  # or else some of it would be left
+            self._close()
+
+    def _close(self) -> None:
         with self._closing:
             if self._closed:
                 return
-            self._closed = True  # first of all, since threads that hold `_order` and wait check it
+            self._closed = True  # first of all, since threads that wait check it
         with self._order:
             for request in list(self._under_way):  # a copy, since requests end meanwhile
                 request.cancel()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,22 +27,51 @@ def later_interrupts() -> Iterator[Callable[[], bool]]:
     if threading.current_thread() is not threading.main_thread():
         yield _never
         return
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    known = {number: handler for number, handler in handlers.items() if callable(handler)}
-    came: list[tuple[int, Any]] = []
-    for number in known:
-        signal.signal(number, lambda *signalled: came.append(signalled))
+    gate = _Gate()
     try:
-        yield lambda: bool(came)
+        for each in (signal.SIGINT, signal.SIGTERM):
+            if callable(handler := signal.getsignal(each)):
+                gate.handlers[each] = handler
+                signal.signal(each, gate)
+        yield gate.is_waited_for
     finally:
-        for number, handler in known.items():
-            signal.signal(number, handler)
-        if came:
-            known[signal.Signals(came[0][0])](*came[0])
+        gate.is_open = True  # at once for all: the handler of one may raise before that of another one is back
+        try:
+            for number, own in gate.handlers.items():
+                signal.signal(number, own)
+        finally:
+            gate.let_in()
 
 
 def _never() -> bool:
     return False
+
+
+class _Gate:
+    """A handler of signals that keeps them for their own `handlers`, until it is open."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[int, Handler] = {}
+        self.is_open = False
+        self._waiting: list[tuple[int, FrameType | None]] = []
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.is_open:
+            self.handlers[number](number, frame)
+        else:
+            self._waiting.append((number, frame))
+
+    def is_waited_for(self) -> bool:
+        """Whether a signal has come."""
+        return bool(self._waiting)
+
+    def let_in(self) -> None:
+        """Call the handlers of those that came. The first one may raise, so another one comes again."""
+        if self._waiting:
+            (number, frame), *others = self._waiting
+            for other in {other for other, _ in others} - {number}:
+                _come_again(other)
+            self.handlers[number](number, frame)
 
 
 @contextmanager
@@ -101,9 +132,13 @@ def _imports(frame: FrameType | None) -> bool:
 
 
 def _come_again(number: int) -> None:
-    again = threading.Timer(AGAIN, os.kill, [os.getpid(), number])
-    again.daemon = True
-    again.start()
+    # Not by Python's Thread, which takes a lock that the code may have in whose midst the signal came.
+    _thread.start_new_thread(_kill_later, (number,))
+
+
+def _kill_later(number: int) -> None:
+    time.sleep(AGAIN)
+    os.kill(os.getpid(), number)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from splitc.runtime.arrays import Array, Zeros, number_type
 from splitc.runtime.errors import MisuseError, SplitcError
 from splitc.runtime.feeds import check_feeds
+from splitc.runtime.interrupts import later_interrupts
 from splitc.runtime.manifest import Manifest, State, Tensor
 from splitc.runtime.ranks.request import InFlightRequest
 
@@ -108,6 +109,7 @@ class StateSequence:
             if self._failed:
                 raise SplitcError("a run of this sequence failed, so its states are lost: start another one")
             arrays = check_feeds(feeds, self._fed, self._session.manifest.optional, self._session.manifest.fixed)
+            self._failed = True  # until the end: whatever comes between may leave states that nobody knows
             initial: Mapping[str, Array | Zeros] = {} if self._begun else self._begin(arrays)
             before = None
             if self._grows and (initial := self._lengthen(self._zeros(arrays))):
@@ -115,15 +117,15 @@ class StateSequence:
                 before, self._number = self._number, self._session.number_sequence()
             if self._number not in self._held:
                 self._held.append(self._number)
-            self._begun = self._failed = True
+            self._begun = True
             request = self._submit({**arrays, **self._carried}, initial, before).result()
             outputs = self._session.join(request)
-            self._failed = False
             self._growth += any(served.grew for served in request.served.values())
             if before is not None:
                 self._held.remove(before)
                 self._session.forget(before, reusable=not self._growth)
             self._carried = {state.input: outputs[state.output] for state in self._carries}
+            self._failed = False
             return {name: array for name, array in outputs.items() if name not in self._outputs}
 
     def load(self, states: Mapping[str, npt.ArrayLike]) -> None:
@@ -206,30 +208,36 @@ class StateSequence:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Keep other threads out. Raises MisuseError if one is in, SplitcError if the sequence is closed."""
-        if not self._busy.acquire(blocking=False):
-            raise MisuseError("another thread uses this sequence, whose requests follow each other: wait for it")
+        entered = False
         try:
+            with later_interrupts():  # one that came as it is entered would leave it locked
+                if not self._busy.acquire(blocking=False):
+                    raise MisuseError(
+                        "another thread uses this sequence, whose requests follow each other: wait for it"
+                    )
+                entered = True
             if self._closed:
                 raise SplitcError("this sequence is closed, and its states are gone: start another one")
             yield
         finally:
-            self._busy.release()
-            self._free_if_closed()
+            if entered:
+                self._busy.release()
+                self._free_if_closed()
 
     def close(self) -> None:
         """Free the states, after a request that another thread runs. The sequence can't run any more."""
-        self._end.detach()
         self._closed = True
         self._free_if_closed()
 
     def _free_if_closed(self) -> None:
-        if self._closed and self._busy.acquire(blocking=False):
-            try:
+        with later_interrupts():  # the ranks free all, or none
+            if self._closed and self._busy.acquire(blocking=False):
                 self._carried, self._loaded, self._given = {}, {}, {}
-                while self._held:
-                    self._session.forget(self._held.pop(), reusable=not self._failed and not self._growth)
-            finally:
-                self._busy.release()
+                try:
+                    while self._held:
+                        self._session.forget(self._held.pop(), reusable=not self._failed and not self._growth)
+                finally:
+                    self._busy.release()
 
     def __enter__(self) -> StateSequence:
         return self

@@ -27,6 +27,7 @@ from splitc.runtime.feeds import check_feeds, check_sizes, take_feeds
 from splitc.runtime.futures import in_order, then
 from splitc.runtime.generate.tokens import generate
 from splitc.runtime.gpu_feeds import Feed
+from splitc.runtime.interrupts import later_interrupts
 from splitc.runtime.manifest import Manifest, Tensor
 from splitc.runtime.manifest_file import read_manifest
 from splitc.runtime.memory_use import RankMemory
@@ -35,7 +36,6 @@ from splitc.runtime.mpi.mpi_ranks import MpiRanks
 from splitc.runtime.mpi.world import World
 from splitc.runtime.outputs import OutputJoiner
 from splitc.runtime.pipeline_file import find_module
-from splitc.runtime.processes.device_processes import DeviceProcesses
 from splitc.runtime.processes.ranks import RankProcesses
 from splitc.runtime.processes.remote import RemoteRanks
 from splitc.runtime.rank_kinds import MPI, PROCESSES, choose_ranks
@@ -108,27 +108,35 @@ class Session:
         self._joiner = OutputJoiner(self.manifest, self.devices)
         self.device_arrays = DeviceArrays(self.manifest, self.devices, kind)
         self._cuda_graphs = cuda_graphs
-        self._broke: BaseException | None = None
-        try:
-            if world is not None and kind == MPI:
-                self._workers: Workers | RemoteRanks = self._join(world, threads, verify, cuda_graphs)
-            else:
-                self._workers = self._load(cuda_graphs, kind == PROCESSES, shared)
-        except BaseException:
-            verification.stop()
-            raise
+        if world is not None and kind == MPI:
+            self._workers: Workers | RemoteRanks = self._join(world, threads, verify, cuda_graphs)
+        else:
+            self._workers = self._make(cuda_graphs, kind == PROCESSES, shared)
         turns = shared.turns if shared else None
         self._admission = Admission(self._workers, self.manifest, self.in_flight, turns)
-        if self._broke is not None:  # before there was anything to fail
-            self._admission.fail(self._broke)
         # Of sequences that were dropped without being closed.
         self._dropped: deque[int] = deque()
         # When the session is dropped without being closed, and when Python ends.
         self._end = weakref.finalize(self, self._admission.close)
+        self._start(verification)
+
+    def _start(self, verification: Verification) -> None:
+        """Start the ranks, and have the files compared meanwhile. If that fails, or is interrupted, nothing is left."""
+        started = False
         try:
+            verification.begin()
+            with later_interrupts():  # those that are started are known
+                self._workers.start()
+                started = True
+            self._workers.wait_loaded()
             verification.finish()
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            with later_interrupts():  # another one
+                verification.stop()
+                self._end.detach()
+                if started:
+                    self._admission.fail(error)
+                    self._admission.close()
             raise
 
     @property
@@ -136,25 +144,22 @@ class Session:
         """Whether requests of previously seen shapes are replayed as CUDA graphs."""
         return self._cuda_graphs and all(device.kind == "cuda" for device in self.devices)
 
-    def _load(self, cuda_graphs: bool, as_processes: bool, shared: SharedRanks | None) -> Workers | RankProcesses:
-        """The ranks, with their engines loaded."""
+    def _make(self, cuda_graphs: bool, as_processes: bool, shared: SharedRanks | None) -> Workers | RankProcesses:
+        """The ranks, which are not started."""
         package, manifest, states, devices = self.package, self.manifest, self.resident_states, self.devices
         broken = partial(_fail, weakref.ref(self))
         rooms = shared.swap.rooms if shared and shared.swap else {}
         turns = [rooms.get(device) for device in devices]
         if as_processes:
-            own, threads, limit = shared.processes if shared else DeviceProcesses(), self.threads, self.in_flight
-            ranks = RankProcesses(package, manifest, states, devices, threads, cuda_graphs, limit, broken, own, turns)
-            if shared is None:
-                own.seal()
-            return ranks
+            own, threads, limit = shared.processes if shared else None, self.threads, self.in_flight
+            return RankProcesses(package, manifest, states, devices, threads, cuda_graphs, limit, broken, own, turns)
         backends = [make_backend(manifest.engine, each, self.threads, manifest.build, cuda_graphs) for each in devices]
         replays = RankReplays(manifest) if cuda_graphs and backends[0].asynchronous else None
         setups = [Setup(number, package, manifest, states, turn) for number, turn in enumerate(turns)]
         return Workers(setups, backends, broken, replays)
 
     def _join(self, world: World, threads: int | None, verify: str, cuda_graphs: bool) -> MpiRanks:
-        """The processes that MPI has started, as ranks, with their engines loaded."""
+        """The processes that MPI has started, as ranks, which are not started."""
         broken = partial(_fail, weakref.ref(self))
         states = self.resident_states
         return MpiRanks(world, self.package, self.manifest, states, self.devices, threads, verify, cuda_graphs, broken)
@@ -317,9 +322,7 @@ class Session:
 def _fail(session: weakref.ref[Session], error: BaseException) -> None:
     """End a session whose ranks can't go on. These live as long as the session, and not the other way round."""
     if (found := session()) is not None:
-        found._broke = error
-        if hasattr(found, "_admission"):
-            found._admission.fail(error)
+        found._admission.fail(error)
 
 
 def choose_devices(manifest: Manifest, asked: Sequence[str] | None) -> list[Device]:

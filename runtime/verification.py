@@ -36,7 +36,12 @@ def check_word(verify: str) -> None:
 
 def verify_files(package: Path, files: Iterable[File], verify: str = ALWAYS) -> None:
     """Compare files with the manifest. Raises PackageError, which says which file differs and how."""
-    Verification(package, files, verify).finish()
+    verification = Verification(package, files, verify)
+    try:
+        verification.begin()
+        verification.finish()
+    finally:
+        verification.stop()
 
 
 def check_size(package: Path, file: File) -> None:
@@ -50,10 +55,9 @@ def check_size(package: Path, file: File) -> None:
 
 
 class Verification:
-    """Compares a package's files with the manifest, on a thread of its own, until `finish` or `stop`.
+    """Compares a package's files with the manifest, on a thread of its own, from `begin` until `finish` or `stop`.
 
-    Before it begins, it sees whether all are there, in their sizes, and compares those `first`. Raises PackageError,
-    which says which file differs and how.
+    Raises PackageError, which says which file differs and how, at first for those that are not there in their sizes.
     """
 
     def __init__(self, package: Path, files: Iterable[File], verify: str, first: Iterable[str] = ()) -> None:
@@ -67,16 +71,19 @@ class Verification:
             check_size(package, file)
         compared = (file.bytes for file in listed if file.hash is not None and not self._is_known(file, file.hash))
         self._count = counting("comparing hashes", Bytes(sum(compared)))
-        self._verify_all([file for file in listed if file.path in paths])
+        self._first = [file for file in listed if file.path in paths]
+        self._others = [file for file in listed if file.path not in paths]
         self._pool = Executor(1, "splitc verifies")
-        self._rest = self._pool.submit(self._verify_all, [file for file in listed if file.path not in paths])
+
+    def begin(self) -> None:
+        """Compare those files that are to be first, and begin with the others."""
+        self._verify_all(self._first)
+        self._rest = self._pool.submit(self._verify_all, self._others)
 
     def finish(self) -> None:
         """Wait until all files are compared. Raises PackageError for one that differs."""
-        try:
-            self._rest.result()
-        finally:
-            self.stop()
+        self._rest.result()
+        self.stop()
 
     def stop(self) -> None:
         """End it, wherever it is. What has been compared by then is remembered."""

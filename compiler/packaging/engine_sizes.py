@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from splitc.compiler.lowering.rank_forms import COLLECTIVE
 from splitc.compiler.model_errors import ModelError
 from splitc.compiler.planning.split import RankProgram
 from splitc.runtime.collectives.host import connect
+from splitc.runtime.executor import Executor
 from splitc.runtime.manifest import Sizes
 from splitc.runtime.parts import part_shape
 from splitc.runtime.ranks.loop import Program, execute
@@ -109,6 +109,6 @@ def _run_on_shapes(programs: Sequence[RankProgram], shapes: Mapping[str, Shape])
         program = Program(programs[rank].steps, engines[rank])
         execute(program, transports[rank], lambda: fed, lambda operation, total, part: None)
 
-    with ThreadPoolExecutor(len(programs)) as pool:
+    with Executor(len(programs)) as pool:
         list(pool.map(run, range(len(programs))))
     return [[engine.given for engine in each] for each in engines]

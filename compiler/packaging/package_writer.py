@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import BinaryIO
@@ -13,6 +13,7 @@ from typing import BinaryIO
 from blake3 import blake3
 
 from splitc.runtime.errors import SplitcError
+from splitc.runtime.executor import Executor
 from splitc.runtime.files import try_link
 from splitc.runtime.manifest import File
 
@@ -70,7 +71,7 @@ class PackageWriter:
     def open(self, path: Path, threaded: bool = False) -> Iterator[HashedFile]:
         """Open a new file for writing, on a thread of its own if it is `threaded`."""
         with path.open("wb") as file:
-            with ThreadPoolExecutor(1, "splitc writes") if threaded else nullcontext() as thread:
+            with Executor(1, "splitc writes") if threaded else nullcontext() as thread:
                 hashed = HashedFile(file, thread)
                 yield hashed
             self._files[path] = File(self._name(path), hashed.size, blake3=hashed.hash)

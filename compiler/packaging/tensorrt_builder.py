@@ -12,7 +12,6 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -28,6 +27,7 @@ from splitc.compiler.planning.split import RankProgram
 from splitc.runtime.child_python import python_command
 from splitc.runtime.engines.kinds import TENSORRT, TENSORRT_RTX, need_installed
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.executor import Executor
 from splitc.runtime.futures import first_error
 from splitc.runtime.gpus import list_gpus
 from splitc.runtime.manifest import BuildOptions, Built
@@ -129,7 +129,7 @@ def build_engines(orders: Sequence[Order], building: Building = lambda done, tot
 
         return _build(order, processes, report)
 
-    with ThreadPoolExecutor(len(orders), "splitc builds") as pool:
+    with Executor(len(orders), "splitc builds") as pool:
         running = [pool.submit(build, *each) for each in enumerate(orders)]
         try:
             if (error := first_error(running)) is not None:

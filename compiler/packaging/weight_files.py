@@ -9,7 +9,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ import onnx_ir as ir
 
 from splitc.compiler.packaging.package_writer import HashedFile, PackageWriter
 from splitc.compiler.sharding.cut_tensor import CutTensor, Indices, as_slice, take
+from splitc.runtime.executor import Executor
 from splitc.runtime.futures import first_error
 
 # The bytes of a source that are read at a time, for each file that they may go to: what stays in a core's own cache
@@ -68,7 +69,7 @@ def write_weight_files(
 ) -> None:
     """Write the files, `jobs` groups of them at once. `progress` is called by threads, after each piece."""
     count = _Counter(sum(tensor.nbytes for file in files for tensor in file.tensors), progress)
-    with ThreadPoolExecutor(jobs, "splitc writes") as pool:
+    with Executor(jobs, "splitc writes") as pool:
         groups = [pool.submit(_write_together, group, writer, count.add) for group in _groups(files)]
         try:
             if (error := first_error(groups)) is not None:

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 
+from splitc.runtime.interrupts import later_interrupts
 from splitc.runtime.mpi.joining import Leave, Left
 from splitc.runtime.mpi.world import World
 from splitc.runtime.processes.awake import AwakeClock
@@ -32,6 +33,11 @@ def leave_signals(world: World) -> None:
 
 def _leave(world: World) -> None:
     """Tell all others to end. If a session broke, or one of them does not answer, all are ended at once."""
+    with later_interrupts():
+        _leave_together(world)
+
+
+def _leave_together(world: World) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if world.broken.is_set():

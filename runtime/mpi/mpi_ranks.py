@@ -9,7 +9,6 @@ from pathlib import Path
 
 from splitc.runtime.devices import Device
 from splitc.runtime.errors import EngineError, MisuseError, PackageError
-from splitc.runtime.interrupts import later_interrupts
 from splitc.runtime.manifest import Manifest, State
 from splitc.runtime.manifest_file import read_seal
 from splitc.runtime.mpi.host_checks import why_not_placed
@@ -27,10 +26,10 @@ _NUMBERS = itertools.count()
 
 
 class MpiRanks(RemoteRanks):
-    """The ranks of a package, each a process of MPI's. `states` are those that stay on the ranks.
+    """The ranks of a package, once they are started, each a process of MPI's. `states` are those that stay on them.
 
-    Raises PackageError if a rank can't load its engines or hosts have other versions, MisuseError if there are more or
-    fewer processes than ranks, or not where they were planned.
+    Raises PackageError if hosts have other versions, MisuseError if there are more or fewer processes than ranks, or
+    not where they were planned.
     """
 
     _wire: MpiWire
@@ -58,7 +57,7 @@ class MpiRanks(RemoteRanks):
             raise EngineError("an earlier session of this program broke, so its ranks can't be used again: start anew")
         self._world = world
         spin = SPIN if has_spare_cores(devices) else 0.0
-        join = Join(
+        self._join = Join(
             number=next(_NUMBERS),
             package=package,
             seal=read_seal(package),
@@ -69,24 +68,29 @@ class MpiRanks(RemoteRanks):
             cuda_graphs=cuda_graphs,
             spin=spin,
         )
+
+    def start(self) -> None:
+        """See RemoteRanks. If it fails, the program's end will end the ranks."""
+        world, own = self._world, OwnControl()
         try:
-            with later_interrupts():  # a rank that is asked waits for all others to be
-                for rank in range(1, world.size):
-                    world.control.send(rank, (join, None))
-                own = OwnControl()
-                threading.Thread(target=self._run_own, args=(join, own), name="splitc rank 0", daemon=True).start()
-                self._wire = MpiWire(world.control, world.machines, own, LATE * MOST if spin else 0.0)
-                # It does not look without a pause, which would keep Python's lock from rank 0's thread.
-                self._reader = Reader(self._wire, self, spins=False)
-            self._wait_loaded()
-        except BaseException as error:  # an interrupt too
-            self._give_up(error)
+            for rank in range(1, world.size):
+                world.control.send(rank, (self._join, None))
+            threading.Thread(target=self._run_own, args=(own,), name="splitc rank 0", daemon=True).start()
+            self._wire = MpiWire(world.control, world.machines, own, LATE * MOST if self._join.spin else 0.0)
+            # It does not look without a pause, which would keep Python's lock from rank 0's thread.
+            self._reader = Reader(self._wire, self, spins=False)
+        except BaseException:  # there may be too many threads
+            world.broken.set()
             raise
+
+    def wait_loaded(self) -> None:
+        """See RemoteRanks."""
+        super().wait_loaded()
         self._wire.send(AllLoaded())
 
-    def _run_own(self, join: Join, own: OwnControl) -> None:
+    def _run_own(self, own: OwnControl) -> None:
         try:
-            run_rank(self._world, join, own)
+            run_rank(self._world, self._join, own)
         finally:
             own.send(Left())
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from splitc.runtime.devices import Device
 from splitc.runtime.engines.weight_places import SwapRoom
 from splitc.runtime.errors import EngineError, PackageError
-from splitc.runtime.interrupts import later_interrupts
 from splitc.runtime.manifest import Manifest, State
 from splitc.runtime.mapped_files import remove_files
 from splitc.runtime.processes.device_processes import DeviceProcesses, kill
-from splitc.runtime.processes.launch import Launched, launch
+from splitc.runtime.processes.launch import launch
 from splitc.runtime.processes.messages import Loaded
 from splitc.runtime.processes.reader import Reader
 from splitc.runtime.processes.remote import FIRST_PATIENCE, PATIENCE, RemoteRanks
@@ -25,9 +25,9 @@ from splitc.runtime.processes.wire import SocketWire
 
 
 class RankProcesses(RemoteRanks):
-    """The ranks of a package in `processes`, which have loaded its engines. `states` are those that stay on the ranks.
+    """The ranks of a package in `processes`, once they are started. `states` are those that stay on the ranks.
 
-    For `turns` see Setup. Raises PackageError if a rank can't load its engines.
+    `processes` are shared with other sessions' ranks; without, these have their own. For `turns` see Setup.
     """
 
     _wire: SocketWire
@@ -42,24 +42,31 @@ class RankProcesses(RemoteRanks):
         cuda_graphs: bool,
         in_flight: int,
         broken: Callable[[BaseException], None],
-        processes: DeviceProcesses,
+        processes: DeviceProcesses | None,
         turns: Sequence[SwapRoom | None],
     ) -> None:
         super().__init__(manifest, devices, broken)
         self._files: set[str] = set()
-        made: Launched | None = None
+        self._in_flight = in_flight
+        # Whether there will be no ranks of others in them.
+        self._alone = processes is None
+        self._shared = processes or DeviceProcesses()
+        args = package, manifest, devices, states, threads, cuda_graphs, in_flight, self._shared, turns
+        self._launch = partial(launch, *args)
+
+    def start(self) -> None:
+        """See RemoteRanks. Raises as `launch` does."""
+        made = self._launch()
+        self._channels, self._processes = made.channels, made.processes
+        self._wire = SocketWire(self._channels, self._in_flight)
         try:
-            with later_interrupts():  # one that comes meanwhile would leave processes that nobody knows of
-                made = launch(package, manifest, devices, states, threads, cuda_graphs, in_flight, processes, turns)
-                self._channels, self._processes = made.channels, made.processes
-                self._wire = SocketWire(self._channels, in_flight)
-                self._reader = Reader(self._wire, self, made.spins)
-            self._wait_loaded()
-        except BaseException as error:  # an interrupt too
-            if made is not None:
-                with later_interrupts():  # another one
-                    self._give_up(error)
+            self._reader = Reader(self._wire, self, made.spins)
+        except BaseException:  # there may be too many threads
+            self.stop()
+            self._wire.close()
             raise
+        if self._alone:
+            self._shared.seal()
 
     def _rank_loaded(self, rank: int, message: Loaded) -> None:
         self._files.update(message.files)

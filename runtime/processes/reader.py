@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from splitc.runtime.interrupts import later_interrupts
@@ -51,13 +53,15 @@ class Reader:
         self._spins = spins
         self._looked = 0.0
         self._turn = threading.Lock()
-        self._wake = threading.Event()
+        # A queue, since a signal that comes in an Event's method may leave its lock locked.
+        self._wake: SimpleQueue[None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="splitc ranks", daemon=True)
         self._thread.start()
 
     def wake(self) -> None:
         """Messages are awaited, and no caller reads them."""
-        self._wake.set()
+        if self._wake.empty():
+            self._wake.put(None)
 
     def read_until(self, future: Future[Any], expected: float) -> None:
         """Read until the future is done, in some `expected` seconds, unless another thread reads: then return at once.
@@ -66,14 +70,14 @@ class Reader:
         """
         with later_interrupts() as interrupted:  # from the start: the turn of a caller that is gone would never end
             if not self._turn.acquire(blocking=False):
-                self._wake.set()  # who reads may be about to stop
+                self.wake()  # who reads may be about to stop
                 return
             try:
                 self._read_until(future, min(expected, MOST), interrupted)
             finally:
                 self._turn.release()
                 if self._receiver.is_waiting():
-                    self._wake.set()
+                    self.wake()
 
     def _read_until(self, future: Future[Any], expected: float, interrupted: Callable[[], bool]) -> None:
         late = time.perf_counter() + LATE * expected
@@ -86,7 +90,7 @@ class Reader:
 
     def join(self, patience: float = 2 * LOOK) -> bool:
         """Wait until all ranks have ended, for at most so many seconds. Returns whether they have."""
-        self._wake.set()
+        self.wake()
         if threading.current_thread() is not self._thread:  # it may close a session that nobody has any more
             self._thread.join(patience)
         return not self._thread.is_alive()
@@ -94,8 +98,8 @@ class Reader:
     def _run(self) -> None:
         """Read what no caller does, and look after ranks that nobody waits for."""
         while self._wire.alive:
-            self._wake.wait(LOOK)
-            self._wake.clear()
+            with suppress(Empty):
+                self._wake.get(timeout=LOOK)
             with self._turn:
                 self._receive(0.0)
                 while self._wire.alive and self._receiver.is_waiting():

@@ -11,8 +11,10 @@ from typing import Any
 from splitc.runtime.arrays import Array, Zeros
 from splitc.runtime.devices import Device
 from splitc.runtime.errors import EngineError, HandOverError, PackageError
+from splitc.runtime.futures import Answer as Awaited
 from splitc.runtime.futures import first_error
 from splitc.runtime.gpu_feeds import on_host
+from splitc.runtime.interrupts import later_interrupts
 from splitc.runtime.manifest import Manifest
 from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.processes.awake import AwakeClock
@@ -34,7 +36,7 @@ GRACE = 2.0
 class RemoteRanks(ABC):
     """The ranks of a package, each in a process of its own. `broken` is called once if a rank can't go on.
 
-    What derives from this connects `_wire` and `_reader`, and then waits until the ranks have loaded their engines.
+    What derives from this connects `_wire` and `_reader` when it is started.
     """
 
     _wire: Wire
@@ -66,17 +68,16 @@ class RemoteRanks(ABC):
     def __len__(self) -> int:
         return len(self._devices)
 
-    def _wait_loaded(self) -> None:
-        """Wait until all ranks have loaded their engines. Raises the first error."""
+    @abstractmethod
+    def start(self) -> None:
+        """Let all ranks begin to load their engines. If not all can, none is left."""
+
+    def wait_loaded(self) -> None:
+        """Wait until all ranks have loaded their engines. Raises the first error, PackageError for a bad package."""
         self._reader.wake()
         error = first_error(self._loaded, "loading ranks")
         if error is not None:
             raise error
-
-    def _give_up(self, error: BaseException) -> None:
-        """End the ranks, of which not all have loaded, because of this error or interrupt."""
-        self.abort(error)
-        self.clear()
 
     def put(self, request: InFlightRequest | None) -> None:
         """Give all ranks a request. None ends them after all earlier requests."""
@@ -123,10 +124,11 @@ class RemoteRanks(ABC):
         """A report of each rank, after all earlier requests. Empty if the session is broken or closed."""
         if self._stopped or self._closing:
             return []
-        reports: list[Future[Report]] = [Future() for _ in self._devices]
-        for owed, report in zip(self._owed, reports, strict=True):
-            owed.append(report)
-        self._wire.send(Ask())
+        reports = [Awaited[Report]() for _ in self._devices]
+        with later_interrupts():  # all are asked who owe one
+            for owed, report in zip(self._owed, reports, strict=True):
+                owed.append(report)
+            self._wire.send(Ask())
         self._reader.wake()
         try:
             return [report.result(PATIENCE) for report in reports]

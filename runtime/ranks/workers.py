@@ -13,22 +13,20 @@ from splitc.runtime.engines import Backend
 from splitc.runtime.errors import EngineError
 from splitc.runtime.failures import Failure, attempt
 from splitc.runtime.futures import first_error
-from splitc.runtime.interrupts import later_interrupts
 from splitc.runtime.memory_use import RankMemory
 from splitc.runtime.ranks.loaded import Setup
 from splitc.runtime.ranks.replays import RankReplays
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.ranks.thread import Worker
 
-# Seconds that ranks get to end after one of them has failed to load.
+# Seconds that ranks get to end if not all of them can start.
 PATIENCE = 10.0
 
 
 class Workers:
-    """The ranks of a package, on CPU devices or a single GPU, with loaded engines.
+    """The ranks of a package, on CPU devices or a single GPU, once they are started.
 
-    `broken` is called if a rank's thread fails. `replays` are those of the single GPU's rank. Raises PackageError if a
-    rank can't load its engines.
+    `broken` is called if a rank's thread fails. `replays` are those of the single GPU's rank.
     """
 
     def __init__(
@@ -42,15 +40,6 @@ class Workers:
         self._numbers = itertools.count()
         ends = zip(setups, backends, self._collectives, strict=True)
         self._workers = [Worker(setup, backend, collectives, broken, replays) for setup, backend, collectives in ends]
-        try:
-            with later_interrupts():  # one that comes in start() would leave a thread that nobody knows of
-                for worker in self._workers:
-                    worker.start()
-            self._wait_loaded()
-        except BaseException as error:  # an interrupt too: as Python ends, it must find no thread inside an engine
-            self._workers = [worker for worker in self._workers if worker.is_alive()]
-            self._give_up(error)
-            raise
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -61,18 +50,23 @@ class Workers:
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers)
 
-    def _wait_loaded(self) -> None:
-        """Wait until all ranks have loaded their engines. Raises the first error."""
+    def start(self) -> None:
+        """Let all ranks begin to load their engines. If not all can, none is left."""
+        try:
+            for worker in self._workers:
+                worker.start()
+        except BaseException as error:  # there may be too many threads
+            self._workers = [worker for worker in self._workers if worker.is_alive()]
+            self.abort(error)
+            self.put(None)
+            self.join(PATIENCE)
+            raise
+
+    def wait_loaded(self) -> None:
+        """Wait until all ranks have loaded their engines. Raises the first error, PackageError for a bad package."""
         error = first_error((worker.ready for worker in self._workers), "loading ranks")
         if error is not None:
             raise error
-
-    def _give_up(self, error: BaseException) -> None:
-        """End the ranks, of which not all have loaded."""
-        self.abort(error)
-        self.put(None)
-        if not self.join(PATIENCE):
-            self.stop()
 
     @property
     def notes(self) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import combinations
@@ -182,9 +181,6 @@ def _time_both(backends: Sequence[Backend], work: Callable[[int, Any], Any], arr
             backend.wait_all()
             ends[rank].append(time.perf_counter())
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with Executor(2) as pool:
+        list(pool.map(run, range(2)))
     return [max(first, second) - start for start, first, second in zip(starts, *ends, strict=True)][WARMUP:]

@@ -107,14 +107,14 @@ def test_rank_that_dies_before_the_session_is_there_ends_its_requests(
     decoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody was told, and its first request was awaited for ever."""
-    wait = RankProcesses._wait_loaded
+    wait = RankProcesses.wait_loaded
 
     def wait_and_lose(self: RankProcesses) -> None:
         wait(self)
         self._processes[1]._process.kill()
         until(lambda: self._stopped)
 
-    monkeypatch.setattr(RankProcesses, "_wait_loaded", wait_and_lose)
+    monkeypatch.setattr(RankProcesses, "wait_loaded", wait_and_lose)
     with Session(compile_mode(decoder, "layer"), threads=1, ranks="processes") as session:
         until(lambda: not session.usable)
         with pytest.raises(SplitcError, match=r"the session is broken: .*rank 1 \(cpu1\) was ended by SIGKILL"):
