@@ -97,7 +97,7 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
     """
     check_output(path, ())
     try:
-        if not _is_replaced(path):
+        if not is_replaced(path):
             with path.open("wb") as file:
                 yield file
             return
@@ -117,7 +117,7 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
         raise MisuseError(f"can't write {path}: {error.strerror or error}") from error
 
 
-def _is_replaced(path: Path) -> bool:
+def is_replaced(path: Path) -> bool:
     """Whether a new file may replace `path`: if it is a regular file or does not exist."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
 from splitc.runtime.errors import PackageError
@@ -35,11 +39,25 @@ class GpuIdentity:
 
 def find_cupy() -> ModuleType | None:
     """CuPy, or None if it is not installed."""
+    if "cupy" not in sys.modules and find_spec("cupy") is not None:
+        _find_cache()
     try:
         import cupy
     except ImportError:
         return None
     return cupy  # type: ignore[no-any-return]
+
+
+def _find_cache() -> None:
+    """Have CuPy keep the kernels that it compiles in memory, where it can't in the user's home and would fail."""
+    try:
+        folder = Path(os.environ.get("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except (OSError, RuntimeError):  # there is no home
+        writable = False
+    if not writable:
+        os.environ.update(CUPY_CACHE_DIR=os.sep, CUPY_CACHE_IN_MEMORY="1")  # it wants some folder that is there
 
 
 def need_cupy() -> ModuleType:

@@ -301,6 +301,10 @@ class Session:
         """Whether requests can be run: the session is not closed, and none of its ranks has died."""
         return self._admission.usable
 
+    def check_usable(self) -> None:
+        """Raise SplitcError, which says why, if requests can't be run."""
+        self._admission.check_usable()
+
     def close(self) -> None:
         """End the ranks' threads and free their engines, in bounded time.
 

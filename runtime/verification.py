@@ -1,13 +1,16 @@
 """Compare a package's files with its manifest before they are used.
 
-What was compared once on this machine is not read again while its size, its times and its inode are the same.
+What was compared once is not read again while its size and times are the same. That is kept in the package's folder,
+so that it holds for whatever machine or container has the folder next, or in the user's cache if nothing can be written
+there. Files that are copied have new times (nobody can set when a file last changed, which is its ctime).
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -16,13 +19,15 @@ from splitc.runtime.cache import read_cache, write_cache
 from splitc.runtime.counted import Bytes, counting
 from splitc.runtime.errors import MisuseError, PackageError, SplitcError
 from splitc.runtime.executor import Executor
+from splitc.runtime.files import check_regular, is_replaced, written_whole
 from splitc.runtime.manifest import File, Manifest
 from splitc.runtime.package_files import hash_package_file
 
 ALWAYS, ONCE, NEVER = WORDS = ("always", "once", "never")
-# The cache's file of what was compared, and the most entries in it.
-CACHE, MOST = "verified.json", 10_000
-# Where a file is (device and inode), its size and times in nanoseconds, and its hash.
+# The file of what was compared, in the package's folder.
+STAMP = "verified.json"
+# A file's path in the package, its size and times in nanoseconds, and its hash. Not its inode and device, which are
+# others where a volume is mounted again.
 Known = tuple[str, int, int, int, str]
 
 _writing = threading.Lock()
@@ -63,7 +68,7 @@ class Verification:
     def __init__(self, package: Path, files: Iterable[File], verify: str, first: Iterable[str] = ()) -> None:
         self._package = package
         self._stopped = threading.Event()
-        self._known = _read_known() if verify == ONCE else OrderedDict[Known, None]()
+        self._known = {*_read_stamp(package), *_read_cache(package)} if verify == ONCE else set[Known]()
         self._found: list[Known] = []
         self._remembers = verify == ONCE
         paths, listed = frozenset(first), list(files) if verify != NEVER else []
@@ -90,7 +95,7 @@ class Verification:
         self._stopped.set()
         self._pool.shutdown()
         if self._remembers and self._found:
-            _remember(self._found)
+            _remember(self._package, self._found)
 
     def _verify_all(self, files: Sequence[File]) -> None:
         for file in files:
@@ -99,7 +104,7 @@ class Verification:
 
     def _verify(self, file: File, expected: str) -> None:
         path = self._package / file.path
-        known = _describe(path, expected)
+        known = self._describe(file, expected)
         if known in self._known:
             return
         if hash_package_file(path, file, self._check_stopped) != expected:
@@ -107,7 +112,11 @@ class Verification:
         self._found.append(known)
 
     def _is_known(self, file: File, expected: str) -> bool:
-        return _describe(self._package / file.path, expected) in self._known
+        return self._describe(file, expected) in self._known
+
+    def _describe(self, file: File, expected: str) -> Known:
+        found = (self._package / file.path).stat()
+        return file.path, found.st_size, found.st_mtime_ns, found.st_ctime_ns, expected
 
     def _check_stopped(self, count: int) -> None:
         self._count(count)
@@ -115,27 +124,47 @@ class Verification:
             raise SplitcError("the files' hashes were not compared to the end")
 
 
-def _describe(path: Path, digest: str) -> Known:
-    found = path.stat()
-    return f"{found.st_dev}:{found.st_ino}", found.st_size, found.st_mtime_ns, found.st_ctime_ns, digest
-
-
-def _read_known() -> OrderedDict[Known, None]:
+def _read_stamp(package: Path) -> list[Known]:
+    path = package / STAMP
     try:
-        return OrderedDict.fromkeys(msgspec.json.decode(read_cache(CACHE), type=list[Known]))
+        check_regular(path)
+        return _decode(path.read_bytes())
+    except (OSError, MisuseError):
+        return []
+
+
+def _read_cache(package: Path) -> list[Known]:
+    return _decode(read_cache(_cached_as(package)))
+
+
+def _cached_as(package: Path) -> str:
+    """The name of the cache's file for this folder."""
+    return f"verified-{hashlib.sha256(bytes(package.resolve())).hexdigest()[:16]}.json"
+
+
+def _decode(content: bytes) -> list[Known]:
+    try:
+        return msgspec.json.decode(content, type=list[Known])
     except msgspec.DecodeError:
-        return OrderedDict()
+        return []
 
 
-def _remember(found: Sequence[Known]) -> None:
+def _remember(package: Path, found: Sequence[Known]) -> None:
     """Add to what is known, which another process may have added to meanwhile."""
+    paths = {path for path, *_ in found}
+
+    def with_found(known: Iterable[Known]) -> bytes:
+        return msgspec.json.encode([*(each for each in known if each[0] not in paths), *found])
+
     with _writing:
-        known = _read_known()
-        known.update(dict.fromkeys(found))
         try:
-            write_cache(CACHE, msgspec.json.encode(list(known)[-MOST:]))
-        except MisuseError:
-            return  # where nothing can be kept, files are compared each time
+            if not is_replaced(package / STAMP):
+                raise MisuseError(f"{package / STAMP} is a link or a pipe, to whatever else")
+            with written_whole(package / STAMP) as file:
+                file.write(with_found(_read_stamp(package)))
+        except (OSError, SplitcError):
+            with suppress(SplitcError):  # where nothing can be kept, files are compared each time
+                write_cache(_cached_as(package), with_found(_read_cache(package)))
 
 
 def engine_files(manifest: Manifest) -> list[str]:

@@ -21,7 +21,7 @@ from splitc.runtime.files import link_file
 from splitc.runtime.manifest import Build, BuildOptions, EngineFile, Manifest, Rank
 from splitc.runtime.manifest_file import FILE_NAME, encode, read_manifest
 from splitc.runtime.package_files import describe_files
-from splitc.runtime.verification import verify_files
+from splitc.runtime.verification import STAMP, verify_files
 
 
 @dataclass(frozen=True)
@@ -169,4 +169,5 @@ def _built(manifest: Manifest) -> tuple[str, ...]:
 
 def copy_package(package: Path, folder: Path) -> None:
     """Copy a package into a folder that is there, by hard links where the disk has such."""
-    shutil.copytree(package, folder, copy_function=link_file, dirs_exist_ok=True)
+    stamps = shutil.ignore_patterns(STAMP)
+    shutil.copytree(package, folder, ignore=stamps, copy_function=link_file, dirs_exist_ok=True)

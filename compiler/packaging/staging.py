@@ -16,6 +16,7 @@ from splitc.runtime.interrupts import later_interrupts
 from splitc.runtime.manifest_file import FILE_NAME
 from splitc.runtime.pipeline_file import FILE_NAME as PIPELINE
 from splitc.runtime.units import format_bytes
+from splitc.runtime.verification import STAMP
 
 try:
     import fcntl
@@ -96,7 +97,7 @@ def _files_of(package: Path) -> set[Path]:
 
 
 def _listed(folder: Path, name: str, manifest: _AnyManifest | _AnyPipeline) -> set[Path]:
-    return {folder / name, *(folder / file.path for file in manifest.files)}
+    return {folder / name, folder / STAMP, *(folder / file.path for file in manifest.files)}
 
 
 @contextlib.contextmanager

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from splitc.runtime.arrays import Array
-from splitc.runtime.errors import FeedError, MisuseError
+from splitc.runtime.errors import FeedError, MisuseError, SplitcError
 from splitc.runtime.gpu_feeds import is_on_gpu
 from splitc.runtime.serving.interface import Interface, find_interface, find_rows
 from splitc.runtime.serving.joined_rows import group_alike, join_rows, part_rows
 from splitc.runtime.serving.kept_sequences import Answer, KeptSequences, SequenceStep
 from splitc.runtime.serving.serving_file import Serving, read_serving
+from splitc.runtime.serving.waits import Waits
 from splitc.runtime.session import Session
 
 
@@ -33,15 +34,17 @@ class ServedPackage:
     """A package that is loaded as its `serving.json` says, and answers requests of any number of threads.
 
     A scalar is an array of one element to clients, since Triton has no scalars. A session that breaks, since a rank
-    died, is opened again with the next request: those in flight fail, and sequences are lost. `counts_sequences` says
-    that the server itself bounds the number of sequences. Raises as `Session` does, and MisuseError for a wrong file.
+    died, is opened again with the next request: those in flight fail, and sequences are lost. If that happens again
+    and again, requests fail for a while before it is: see Waits. `counts_sequences` says that the server itself bounds
+    the number of sequences. Raises as `Session` does, and MisuseError for a wrong file.
     """
 
     def __init__(self, file: Path, *, counts_sequences: bool = False) -> None:
         self._folder, self._serving = file.parent, read_serving(file)
         self._most = None if counts_sequences else self._serving.most_sequences
-        self._opening = threading.Lock()
-        self._session, self._sequences = self._open()
+        self._opening, self._waits = threading.Lock(), Waits()
+        with self._waits.loading():
+            self._session, self._sequences = self._open()
         self.interface: Interface = find_interface(self._session.manifest, self._serving.sequences)
         self._joins = find_rows(self._session.manifest, self.interface) is not None and not self._serving.sequences
         fed = (*self.interface.inputs, *self.interface.optional)
@@ -78,13 +81,15 @@ class ServedPackage:
         Those whose rows can be one batch run together. Waits while as many requests are in flight as the session
         takes, so that a server's queue grows meanwhile, and with it the next batch; not for requests of sequences.
         """
-        with self._opening:
-            if not self._session.usable:
-                self._end()
-                self._session, self._sequences = self._open()
+        answers: list[Answer] = [Future() for _ in requests]
+        try:
+            self._need_session()
+        except Exception as error:  # whoever waits for an answer gets it
+            for answer in answers:
+                answer.set_exception(error)
+            return answers
         if self._sequences is not None:
             return [self._submit_step(self._sequences, request) for request in requests]
-        answers: list[Answer] = [Future() for _ in requests]
         good = []
         for number, request in enumerate(requests):
             if request.step is None:
@@ -95,6 +100,17 @@ class ServedPackage:
                 )
         self._submit_alike([self._shaped(requests[n].feeds) for n in good], [answers[n] for n in good])
         return answers
+
+    def _need_session(self) -> None:
+        """Open the session again if it can't be used. Raises EngineError as long as that would happen too often."""
+        with self._opening:
+            try:
+                self._session.check_usable()
+            except SplitcError as error:
+                self._waits.check(str(error))
+                self._end()
+                with self._waits.loading():
+                    self._session, self._sequences = self._open()
 
     def _submit_alike(self, feeds: Sequence[Mapping[str, Array]], answers: Sequence[Answer]) -> None:
         """Start requests, together if their rows can be one batch."""

@@ -1,0 +1,59 @@
+"""How long a package is not loaded again whose sessions break again and again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from splitc.runtime.errors import EngineError
+
+# Seconds of the longest wait. A session that lived as long has not broken in a row with the one before.
+LONGEST = 600.0
+# Seconds of the first wait at least.
+LEAST = 1.0
+
+
+class Waits:
+    """The waits before a package is loaded again: none after the first break, then twice as long after each.
+
+    They begin with what loading takes, so that a package that crashes on each request is loading for half of the time
+    at most.
+    """
+
+    def __init__(self) -> None:
+        self._breaks = 0
+        self._began = self._loaded = time.monotonic()
+        # Until when it is not loaded, and why; None while the session lives.
+        self._until: float | None = None
+        self._why = ""
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """The package is loaded in the block. If that fails, it has broken once more."""
+        self._began = time.monotonic()
+        try:
+            yield
+        except Exception as error:
+            self._loaded, self._until = time.monotonic(), None
+            self._note(str(error))
+            raise
+        self._loaded, self._until = time.monotonic(), None
+
+    def check(self, why: str) -> None:
+        """The session can't be used, which `why` says. Raises EngineError while it is not time to load it again."""
+        if self._until is None:
+            self._note(why)
+        left = (self._until or 0.0) - time.monotonic()
+        if left > 0:
+            raise EngineError(
+                f"the model broke {self._breaks} times in a row, so it is loaded again by the first request after "
+                f"{left:.0f} s. The last time: {self._why}"
+            )
+
+    def _note(self, why: str) -> None:
+        """It has broken."""
+        now = time.monotonic()
+        self._breaks = 1 if now - self._loaded > LONGEST else self._breaks + 1
+        wait = max(LEAST, self._loaded - self._began) * 2 ** min(self._breaks - 2, 10) if self._breaks > 1 else 0.0
+        self._until, self._why = now + min(wait, LONGEST), why
