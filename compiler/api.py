@@ -9,7 +9,7 @@ from splitc.compiler.modes.choosing import make_plan
 from splitc.compiler.packaging.profiling import measure_blocks
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_request import Request
-from splitc.runtime.devices import Device
+from splitc.runtime.hardware.devices import Device
 
 
 def plan_model(model: str | Path, devices: Sequence[Device] | Sequence[str], request: Request = Request()) -> Plan:

@@ -21,13 +21,13 @@ from splitc.runtime.cli.options import is_given, with_options
 from splitc.runtime.cli.shared_options import FILL, JSON, PACKAGE, REPORT
 from splitc.runtime.cli.tables import describe_built
 from splitc.runtime.cli.terminal import out, print_json, print_to_the_end, print_warning
-from splitc.runtime.devices import parse_devices, parse_hosts
 from splitc.runtime.engines.kinds import KINDS, choose_engine
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.files import check_output
-from splitc.runtime.fills import parse_fills
-from splitc.runtime.manifest import BuildOptions, Manifest
-from splitc.runtime.pipeline_file import read_pipeline
+from splitc.runtime.feeds.fills import parse_fills
+from splitc.runtime.files.written import check_output
+from splitc.runtime.hardware.devices import parse_devices, parse_hosts
+from splitc.runtime.package.manifest import BuildOptions, Manifest
+from splitc.runtime.package.pipeline_file import read_pipeline
 from splitc.runtime.reports.page_writer import check_report, write_page
 from splitc.runtime.units import format_bytes, parse_bytes
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from splitc.compiler.candidates_chart import candidates_section
 from splitc.compiler.planning.plan import Plan
-from splitc.runtime.mode_words import mode_in_words, words_of
+from splitc.runtime.package.mode_words import mode_in_words, words_of
 from splitc.runtime.reports.contents import Chapter, Page, Section
 from splitc.runtime.reports.memory_chart import memory_section
 from splitc.runtime.reports.strips import ShownCut, ShownRank, strip_section

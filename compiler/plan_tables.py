@@ -11,7 +11,7 @@ from splitc.runtime.cli.tables import RANK_SIZES, print_cuts, print_whole
 from splitc.runtime.cli.terminal import fitted, out, print_warning, table
 from splitc.runtime.engines.kinds import describe_engine
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.mode_words import words_of
+from splitc.runtime.package.mode_words import words_of
 from splitc.runtime.units import block_range, format_bytes, format_seconds
 
 if TYPE_CHECKING:

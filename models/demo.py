@@ -16,7 +16,7 @@ from rich.markup import escape
 from models.minilm import build, encode, fetch
 from models.writer import save
 from splitc.runtime import Session
-from splitc.runtime.array_files import save_arrays
+from splitc.runtime.arrays.files import save_arrays
 
 CACHE = Path(".cache")
 SENTENCES = (

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     )
     from splitc.runtime.generate.encoder_decoder import EncoderDecoder
     from splitc.runtime.generate.sampling import Sampling
-    from splitc.runtime.modules import Pipeline
-    from splitc.runtime.sequence import StateSequence
-    from splitc.runtime.session import Session
+    from splitc.runtime.requests.sequence import StateSequence
+    from splitc.runtime.session.pipeline import Pipeline
+    from splitc.runtime.session.session import Session
 
 __all__ = [
     "DoesNotFitError",
@@ -43,10 +43,10 @@ __all__ = [
 # Names are imported when they are used: ranks' processes and the command line begin sooner.
 _PLACES = {
     "EncoderDecoder": "generate.encoder_decoder",
-    "Pipeline": "modules",
+    "Pipeline": "session.pipeline",
     "Sampling": "generate.sampling",
-    "Session": "session",
-    "StateSequence": "sequence",
+    "Session": "session.session",
+    "StateSequence": "requests.sequence",
 }
 
 

@@ -6,7 +6,7 @@ import gc
 import sys
 from typing import NoReturn
 
-from splitc.runtime.interrupts import handle_signals
+from splitc.runtime.threads.interrupts import handle_signals
 
 # Python looks for garbage after so many new objects. At its default of 700, that takes a third of the time of a plan,
 # whose hundreds of thousands of nodes and values all stay.
@@ -17,7 +17,7 @@ def main() -> NoReturn:
     """Run the command line: the runtime's commands, and the compiler's if it is installed."""
     handle_signals()
     # Imports take a while, in which a user may press Ctrl-C.
-    from splitc.runtime.explained import explained
+    from splitc.runtime.files.explained import explained
 
     gc.set_threshold(GARBAGE_AFTER)
     try:

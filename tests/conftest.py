@@ -20,7 +20,7 @@ from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
-from splitc.runtime.devices import parse_devices
+from splitc.runtime.hardware.devices import parse_devices
 
 # Graphs are many objects that live long: to look for garbage as often as by default takes a tenth of the time.
 gc.set_threshold(100_000, 50, 50)

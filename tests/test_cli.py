@@ -15,8 +15,8 @@ import pytest
 
 from models.llama import Size, build
 from models.writer import Writer, save
-from splitc.runtime.array_files import save_arrays
-from splitc.runtime.package_files import hash_file
+from splitc.runtime.arrays.files import save_arrays
+from splitc.runtime.package.files import hash_file
 from tests.conftest import assert_close, decoder_feeds, listen_to_interrupts, run_whole
 from tests.helpers.command import SCRIPT, splitc, splitc_process
 

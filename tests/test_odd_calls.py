@@ -12,7 +12,7 @@ import pytest
 
 from splitc.runtime import Session
 from splitc.runtime.errors import SplitcError
-from splitc.runtime.sequence import StateSequence
+from splitc.runtime.requests.sequence import StateSequence
 from tests.conftest import DECODER, Arrays, assert_close, decoder_feeds, run_whole
 from tests.helpers.fuzz import seeds
 

@@ -14,7 +14,7 @@ from splitc.compiler.packaging.building import OPTIONS, BuildSettings
 from splitc.compiler.planning.plan_request import options_of_requests
 from splitc.runtime.cli.commands import app
 from splitc.runtime.cli.options import RULES, Command
-from splitc.runtime.manifest import BuildOptions
+from splitc.runtime.package.manifest import BuildOptions
 from tests.helpers.command import splitc
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from splitc.compiler.cli import LIBRARIES
 from splitc.compiler.planning.plan_request import ROW_MIN
-from splitc.runtime.array_files import save_arrays
+from splitc.runtime.arrays.files import save_arrays
 from tests.conftest import assert_close, decoder_feeds, run_whole
 from tests.helpers.command import SCRIPT, splitc_process, splitc_several
 

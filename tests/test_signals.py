@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from splitc.runtime.array_files import load_arrays, save_arrays
+from splitc.runtime.arrays.files import load_arrays, save_arrays
 from splitc.runtime.engines.kinds import is_installed
-from splitc.runtime.manifest_file import read_manifest
-from splitc.runtime.verification import verify_files
+from splitc.runtime.package.manifest_file import read_manifest
+from splitc.runtime.package.verification import verify_files
 from tests.conftest import decoder_feeds, listen_to_interrupts
 from tests.helpers.command import splitc, splitc_process
 from tests.helpers.fuzz import seeds

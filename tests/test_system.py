@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from splitc.runtime.array_files import save_arrays
+from splitc.runtime.arrays.files import save_arrays
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.explained import explained
+from splitc.runtime.files.explained import explained
 from tests.conftest import decoder_feeds, listen_to_interrupts
 from tests.helpers.command import SCRIPT, splitc, splitc_process
 from tests.helpers.fuzz import MORE

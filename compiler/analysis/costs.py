@@ -14,7 +14,7 @@ from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.reads import subgraphs
 from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes, shape_of, tensor_bytes
 from splitc.compiler.operators.registry import operator_of
-from splitc.runtime.device_profiles import find_profile
+from splitc.runtime.hardware.profiles import find_profile
 
 
 @dataclass(frozen=True)

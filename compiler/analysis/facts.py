@@ -21,8 +21,8 @@ from splitc.compiler.frontend.optional import defaults_hidden
 from splitc.compiler.frontend.shapes import BoundShapes, infer_shapes, read_symbols, reconcile
 from splitc.compiler.frontend.sizes_tried import LARGEST, Trial
 from splitc.compiler.frontend.states import find_states, growing_symbols
-from splitc.runtime.counted import counting
-from splitc.runtime.manifest import State
+from splitc.runtime.package.manifest import State
+from splitc.runtime.threads.progress import counting
 
 # Parts of an analysis that are counted: reading, opening, shapes, costs, blocks.
 PARTS = 5

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.analysis.liveness import peak_bytes
 from splitc.compiler.analysis.stages import Stage
-from splitc.runtime.manifest import State
+from splitc.runtime.package.manifest import State
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from splitc.compiler.frontend.folding import fold_from, known_array, stand_in, t
 from splitc.compiler.frontend.optional import defaults_hidden, optional_inputs, unmark
 from splitc.compiler.frontend.shapes import infer_shapes
 from splitc.compiler.frontend.unused import remove_unused
+from splitc.runtime.arrays.settings import setting_array
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.settings import setting_array
 
 Array = npt.NDArray[Any]
 

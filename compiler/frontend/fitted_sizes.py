@@ -24,7 +24,7 @@ from splitc.compiler.frontend.reads import node_reads
 from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes, bound_model, shape_of
 from splitc.compiler.frontend.sizes_tried import Trial, can_be_made_up, first_refused, first_stretched
 from splitc.compiler.nodes import describe_node
-from splitc.runtime.manifest import Fill
+from splitc.runtime.package.manifest import Fill
 
 # The most sizes that are changed, one after the other, and the most that are tried for each of these. Both are counts:
 # by the clock, a busy machine would refuse what a quiet one finds.

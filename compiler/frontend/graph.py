@@ -22,8 +22,8 @@ from splitc.compiler.frontend.origins import mark_origins
 from splitc.compiler.frontend.protos import lift_constants
 from splitc.compiler.frontend.reads import is_random, node_reads
 from splitc.compiler.operators.registry import operator_of
-from splitc.runtime.manifest import Source
-from splitc.runtime.package_files import hash_file
+from splitc.runtime.package.files import hash_file
+from splitc.runtime.package.manifest import Source
 
 
 @dataclass(frozen=True)

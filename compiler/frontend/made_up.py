@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from splitc.compiler.frontend.binding import Fixed
-from splitc.runtime import manifest as m
+from splitc.runtime.package import manifest as m
 
 
 def choose_fill(value: ir.Value, role: m.Role | None) -> m.Fill:

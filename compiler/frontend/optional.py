@@ -16,7 +16,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from splitc.compiler.frontend.reads import has_subgraphs
-from splitc.runtime.manifest import Override
+from splitc.runtime.package.manifest import Override
 
 # From this version on, an initializer that is an input may be overridden. Before, every initializer had to be an input.
 FIRST_IR_VERSION = 4

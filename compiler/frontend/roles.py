@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.operators.registry import operator_of
-from splitc.runtime.manifest import Role
+from splitc.runtime.package.manifest import Role
 
 # A table with at most this many rows is of token types rather than positions.
 KINDS = 16

@@ -20,11 +20,11 @@ from splitc.compiler.frontend.reads import subgraphs
 from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.frontend.shapes import BoundShapes, shape_of
 from splitc.compiler.operators.registry import operator_of
+from splitc.runtime.arrays.onnx_types import CODES, KNOWN
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 from splitc.runtime.engines.unoptimized import load_unoptimized
-from splitc.runtime.fills import make_inputs
-from splitc.runtime.manifest import Fill, Tensor
-from splitc.runtime.onnx_types import CODES, KNOWN
+from splitc.runtime.feeds.fills import make_inputs
+from splitc.runtime.package.manifest import Fill, Tensor
 from splitc.runtime.tools.unsplit import fixed_feeds
 
 # The most bytes of weights, and of what a node reads, that are tried; the seconds that a run may take.

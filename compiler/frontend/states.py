@@ -10,7 +10,7 @@ from splitc.compiler.frontend.asked_states import AskedStates
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.manifest import State
+from splitc.runtime.package.manifest import State
 from splitc.runtime.units import format_shape
 
 # The most nodes between a past and its present: a concatenation, a scatter, an attention operator, and some reshapes.

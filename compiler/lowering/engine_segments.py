@@ -9,8 +9,8 @@ import onnx_ir as ir
 from splitc.compiler.lowering.communication import communicates, use_operators
 from splitc.compiler.lowering.rank_forms import COLLECTIVE
 from splitc.compiler.lowering.segments import Segment, cut_segments
-from splitc.runtime.devices import Device
 from splitc.runtime.engines.kinds import find_kind, has_collectives
+from splitc.runtime.hardware.devices import Device
 
 
 def engine_segments(graph: ir.Graph, outputs: Collection[str], engine: str, devices: Sequence[Device]) -> list[Segment]:

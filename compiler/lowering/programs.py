@@ -13,8 +13,8 @@ from splitc.compiler.lowering.rank_forms import COLLECTIVE
 from splitc.compiler.lowering.segments import Segment
 from splitc.compiler.planning.rank_plan import RankPlan
 from splitc.compiler.planning.split import RankProgram
-from splitc.runtime.manifest import State
-from splitc.runtime.steps import Receive, Reduce, Run, Send, Step
+from splitc.runtime.package.manifest import State
+from splitc.runtime.package.steps import Receive, Reduce, Run, Send, Step
 
 
 def rank_program(

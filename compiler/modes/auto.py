@@ -18,10 +18,10 @@ from splitc.compiler.planning.host_groups import count_hosts, describe_hosts, gr
 from splitc.compiler.planning.plan import Alternative, Plan
 from splitc.compiler.planning.plan_request import Request
 from splitc.compiler.planning.resources import Resources
-from splitc.runtime.counted import counted
-from splitc.runtime.devices import threads_for
 from splitc.runtime.errors import DoesNotFitError, MisuseError
-from splitc.runtime.machine import Machine
+from splitc.runtime.hardware.devices import threads_for
+from splitc.runtime.hardware.machine import Machine
+from splitc.runtime.threads.progress import counted
 from splitc.runtime.units import format_seconds
 
 # Alternatives are equally fast if their times differ by less than this share, by objective and whether the blocks were

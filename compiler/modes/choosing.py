@@ -16,11 +16,11 @@ from splitc.compiler.modes.table import AUTO, FALLBACKS, MODES, find_mode
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_request import OBJECTIVES, Request
 from splitc.compiler.planning.resources import BlockTimer, Resources, check_shares, find_budgets
-from splitc.runtime.device_profiles import INTERCONNECT, parse_link
-from splitc.runtime.devices import Device, host_numbers, parse_devices
 from splitc.runtime.engines.kinds import choose_engine
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.machine import known_machine
+from splitc.runtime.hardware.devices import Device, host_numbers, parse_devices
+from splitc.runtime.hardware.machine import known_machine
+from splitc.runtime.hardware.profiles import INTERCONNECT, parse_link
 
 
 def make_plan(

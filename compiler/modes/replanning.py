@@ -14,10 +14,10 @@ from splitc.compiler.planning.plan_file import SCHEMA, PlanFile, check_devices, 
 from splitc.compiler.planning.plan_request import ROW_MIN, Request
 from splitc.compiler.planning.resources import Resources
 from splitc.compiler.planning.stage_search import Assignment
-from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.manifest import State
-from splitc.runtime.package_files import hash_file
+from splitc.runtime.hardware.devices import parse_devices
+from splitc.runtime.package.files import hash_file
+from splitc.runtime.package.manifest import State
 
 # More blocks than any model has: asks for the finest ones.
 ALL = 1 << 30

@@ -46,8 +46,8 @@ from splitc.compiler.sharding.products import Product, Products, find_products
 from splitc.compiler.sharding.report import sliced_weights
 from splitc.compiler.sharding.slices import SlicedProducts, slice_products
 from splitc.compiler.trials.trial import broken_rules, find_broken
-from splitc.runtime.devices import parse_devices, threads_for
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.hardware.devices import parse_devices, threads_for
 from splitc.runtime.units import first_few, format_bytes
 
 # Where unsliced weights are held, for messages.

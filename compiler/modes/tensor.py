@@ -43,10 +43,10 @@ from splitc.compiler.sharding.partial import chosen_atoms
 from splitc.compiler.sharding.report import AxisFate, WeightFate, axis_fates, sharded_weights
 from splitc.compiler.sharding.sharded_model import ShardedModel, shard_model
 from splitc.compiler.trials.trial import broken_rules
-from splitc.runtime.device_profiles import HOST
-from splitc.runtime.devices import threads_for
 from splitc.runtime.errors import DoesNotFitError, MisuseError
-from splitc.runtime.manifest import Part
+from splitc.runtime.hardware.devices import threads_for
+from splitc.runtime.hardware.profiles import HOST
+from splitc.runtime.package.manifest import Part
 from splitc.runtime.units import format_bytes
 
 # Where unsharded weights are held, for messages.

@@ -18,7 +18,7 @@ from splitc.compiler.sharding.choice import Choice, choose
 from splitc.compiler.sharding.crossings import crossings
 from splitc.compiler.sharding.islands import find_islands
 from splitc.compiler.trials.trial import find_broken
-from splitc.runtime.device_profiles import Link
+from splitc.runtime.hardware.profiles import Link
 
 # Whether an island is worth what its candidate axis costs.
 _Worth = Callable[[Island, Candidate], bool]

@@ -29,8 +29,8 @@ from splitc.compiler.packaging.joined_graph import JoinedGraph, join_ranks, read
 from splitc.compiler.planning.plan import Plan
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 from splitc.runtime.engines.unoptimized import load_unoptimized
-from splitc.runtime.fills import fill_array
-from splitc.runtime.manifest import Fill, Manifest
+from splitc.runtime.feeds.fills import fill_array
+from splitc.runtime.package.manifest import Fill, Manifest
 from splitc.runtime.tools.compare import Difference, compare
 from splitc.runtime.tools.rounding import excuse, nudged
 from splitc.runtime.units import format_bytes

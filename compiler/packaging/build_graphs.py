@@ -12,7 +12,7 @@ import onnx_ir as ir
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.packaging.engine_sizes import engine_sizes
 from splitc.compiler.planning.split import RankProgram
-from splitc.runtime.manifest import Sizes
+from splitc.runtime.package.manifest import Sizes
 
 # The metadata key of a node's block.
 BLOCK = "splitc.block"

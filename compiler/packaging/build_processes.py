@@ -11,7 +11,7 @@ import onnx_ir as ir
 import psutil
 
 from splitc.compiler.packaging.builder import Job
-from splitc.runtime.devices import cores
+from splitc.runtime.hardware.devices import cores
 
 # The memory of a process that builds: its libraries, and so many times the engine's weights. TensorRT-RTX 1.7 took 0.6
 # GiB and 1.5 times.

@@ -13,7 +13,7 @@ from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.planning.split import RankProgram
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.errors import SplitcError
-from splitc.runtime.manifest import BuildOptions, Built, Sizes
+from splitc.runtime.package.manifest import BuildOptions, Built, Sizes
 
 # Called with the number of engines that are built, with a fraction for the current one, and the number of all.
 Building = Callable[[float, int], None]

@@ -14,14 +14,14 @@ import msgspec
 
 from splitc.compiler.packaging.builder import Building, Job, find_builder
 from splitc.compiler.packaging.staging import full_disk_explained, written_aside
-from splitc.runtime.devices import device_named
 from splitc.runtime.engines.kinds import TENSORRT, TENSORRT_RTX, find_kind
 from splitc.runtime.errors import MisuseError, PackageError
-from splitc.runtime.files import link_file
-from splitc.runtime.manifest import Build, BuildOptions, EngineFile, Manifest, Rank
-from splitc.runtime.manifest_file import FILE_NAME, encode, read_manifest
-from splitc.runtime.package_files import describe_files
-from splitc.runtime.verification import STAMP, verify_files
+from splitc.runtime.files.written import link_file
+from splitc.runtime.hardware.devices import device_named
+from splitc.runtime.package.files import describe_files
+from splitc.runtime.package.manifest import Build, BuildOptions, EngineFile, Manifest, Rank
+from splitc.runtime.package.manifest_file import FILE_NAME, encode, read_manifest
+from splitc.runtime.package.verification import STAMP, verify_files
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from splitc.compiler.lowering.rank_forms import COLLECTIVE
 from splitc.compiler.model_errors import ModelError
 from splitc.compiler.planning.split import RankProgram
 from splitc.runtime.collectives.host import connect
-from splitc.runtime.executor import Executor
-from splitc.runtime.manifest import Sizes
-from splitc.runtime.parts import part_shape
+from splitc.runtime.package.manifest import Sizes
+from splitc.runtime.package.parts import part_shape
 from splitc.runtime.ranks.loop import Program, execute
+from splitc.runtime.threads.executor import Executor
 
 
 @dataclass(frozen=True, eq=False)

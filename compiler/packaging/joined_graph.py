@@ -15,8 +15,8 @@ import onnx_ir as ir
 from onnx.helper import make_node
 
 from splitc.compiler.lowering.communication import ALL_REDUCE, DOMAIN, HALF, RECEIVE, SEND
-from splitc.runtime.manifest import Manifest
-from splitc.runtime.steps import Receive, Reduce, Run
+from splitc.runtime.package.manifest import Manifest
+from splitc.runtime.package.steps import Receive, Reduce, Run
 
 # What computes a reduction where all parts are in one graph.
 _REDUCTIONS = {"sum": "Add", "max": "Max", 0: "Add", 1: "Max"}

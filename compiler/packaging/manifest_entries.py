@@ -18,9 +18,9 @@ from splitc.compiler.planning.plan_file import LISTED
 from splitc.compiler.planning.rank_plan import RankPlan
 from splitc.compiler.planning.split import RankProgram
 from splitc.compiler.sharding.batch import find_batch
-from splitc.runtime import manifest as m
+from splitc.runtime.arrays.onnx_types import KNOWN
 from splitc.runtime.engines.kinds import find_kind
-from splitc.runtime.onnx_types import KNOWN
+from splitc.runtime.package import manifest as m
 from splitc.runtime.version import VERSION
 
 

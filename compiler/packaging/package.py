@@ -29,13 +29,13 @@ from splitc.compiler.packaging.staging import check_room, full_disk_explained, w
 from splitc.compiler.packaging.weight_files import Progress, WeightFile, write_weight_files
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.split import RankProgram
-from splitc.runtime import manifest as m
-from splitc.runtime.devices import cores
+from splitc.runtime.arrays.onnx_types import KNOWN
 from splitc.runtime.engines.kinds import ONNXRUNTIME, find_kind
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.fills import check_fills
-from splitc.runtime.manifest_file import FILE_NAME, encode
-from splitc.runtime.onnx_types import KNOWN
+from splitc.runtime.feeds.fills import check_fills
+from splitc.runtime.hardware.devices import cores
+from splitc.runtime.package import manifest as m
+from splitc.runtime.package.manifest_file import FILE_NAME, encode
 
 WEIGHTS = ("copy", "link")
 

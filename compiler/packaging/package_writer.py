@@ -13,9 +13,9 @@ from typing import BinaryIO
 from blake3 import blake3
 
 from splitc.runtime.errors import SplitcError
-from splitc.runtime.executor import Executor
-from splitc.runtime.files import try_link
-from splitc.runtime.manifest import File
+from splitc.runtime.files.written import try_link
+from splitc.runtime.package.manifest import File
+from splitc.runtime.threads.executor import Executor
 
 # The bytes that are written at a time. For more at once, Linux takes larger blocks of memory for its cache. In a
 # virtual machine these are often those that were given back to its host: to get them again takes two to four times as

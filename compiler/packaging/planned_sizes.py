@@ -8,7 +8,7 @@ from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.frontend.fitted_sizes import WHOLE
 from splitc.compiler.frontend.sizes_tried import Trial
 from splitc.compiler.model_errors import ModelError
-from splitc.runtime.manifest import Fill
+from splitc.runtime.package.manifest import Fill
 from splitc.runtime.units import format_shape
 
 

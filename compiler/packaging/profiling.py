@@ -26,14 +26,14 @@ from splitc.compiler.frontend.shapes import shape_of
 from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.packaging.onnx_files import write_model_files
 from splitc.compiler.packaging.package_writer import PackageWriter
-from splitc.runtime.cache import read_cache, write_cache
-from splitc.runtime.counted import counted
-from splitc.runtime.devices import Device, threads_for
 from splitc.runtime.engines.backends import make_backend
 from splitc.runtime.engines.kinds import ONNXRUNTIME
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.fills import fill_array
-from splitc.runtime.manifest import Fill
+from splitc.runtime.feeds.fills import fill_array
+from splitc.runtime.files.cache import read_cache, write_cache
+from splitc.runtime.hardware.devices import Device, threads_for
+from splitc.runtime.package.manifest import Fill
+from splitc.runtime.threads.progress import counted
 
 WARMUP, RUNS = 2, 7
 # The cache's file of measured times, by a hash of the block's content.

@@ -16,20 +16,20 @@ from splitc.compiler.model_errors import ModelError
 from splitc.compiler.packaging.block_check import compare_blocks
 from splitc.compiler.planning.plan import Plan
 from splitc.runtime.collectives.engine_meeting import EngineMeeting
-from splitc.runtime.devices import free_bytes, host_numbers
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS, open_session
 from splitc.runtime.engines.unoptimized import load_unoptimized
 from splitc.runtime.errors import OutputsDifferError, PackageError, SplitcError
-from splitc.runtime.fills import make_inputs
-from splitc.runtime.manifest import Manifest, Tensor
-from splitc.runtime.manifest_file import read_manifest
-from splitc.runtime.session import Session
+from splitc.runtime.feeds.fills import make_inputs
+from splitc.runtime.hardware.devices import free_bytes, host_numbers
+from splitc.runtime.package.manifest import Manifest, Tensor
+from splitc.runtime.package.manifest_file import read_manifest
+from splitc.runtime.package.verification import NEVER
+from splitc.runtime.session.session import Session
 from splitc.runtime.tools.compare import Difference, compare
 from splitc.runtime.tools.judge import judge
 from splitc.runtime.tools.unsplit import Arrays, Reference, open_reference
 from splitc.runtime.units import first_few
-from splitc.runtime.verification import NEVER
 
 # The most bytes of weights of a model that is compared, since it is loaded twice.
 LARGEST = 2 << 30

@@ -11,12 +11,12 @@ from pathlib import Path
 import msgspec
 
 from splitc.runtime.errors import MisuseError, SplitcError
-from splitc.runtime.files import FULL
-from splitc.runtime.interrupts import later_interrupts
-from splitc.runtime.manifest_file import FILE_NAME
-from splitc.runtime.pipeline_file import FILE_NAME as PIPELINE
+from splitc.runtime.files.written import FULL
+from splitc.runtime.package.manifest_file import FILE_NAME
+from splitc.runtime.package.pipeline_file import FILE_NAME as PIPELINE
+from splitc.runtime.package.verification import STAMP
+from splitc.runtime.threads.interrupts import later_interrupts
 from splitc.runtime.units import format_bytes
-from splitc.runtime.verification import STAMP
 
 try:
     import fcntl

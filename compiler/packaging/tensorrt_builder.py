@@ -24,13 +24,13 @@ from splitc.compiler.packaging.build_graphs import fit_to_build
 from splitc.compiler.packaging.build_processes import Processes, divide_jobs
 from splitc.compiler.packaging.builder import BuildError, Building, Job, Refusal
 from splitc.compiler.planning.split import RankProgram
-from splitc.runtime.child_python import python_command
 from splitc.runtime.engines.kinds import TENSORRT, TENSORRT_RTX, need_installed
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.executor import Executor
-from splitc.runtime.futures import first_error
-from splitc.runtime.gpus import list_gpus
-from splitc.runtime.manifest import BuildOptions, Built
+from splitc.runtime.hardware.gpus import list_gpus
+from splitc.runtime.ipc.child_python import python_command
+from splitc.runtime.package.manifest import BuildOptions, Built
+from splitc.runtime.threads.executor import Executor
+from splitc.runtime.threads.futures import first_error
 
 # The prefix of engine files with collectives inside, by Triton's per-rank layout.
 PER_RANK = "model.plan.rank"

@@ -25,8 +25,8 @@ from splitc.compiler.packaging.build_graphs import BLOCK
 from splitc.compiler.packaging.builder import Job, Refusal
 from splitc.compiler.packaging.tensorrt_builder import Failed, Finished, Order, Progress
 from splitc.runtime.engines.kinds import TENSORRT_RTX, find_kind
-from splitc.runtime.gpus import find_cupy
-from splitc.runtime.manifest import Built
+from splitc.runtime.hardware.gpus import find_cupy
+from splitc.runtime.package.manifest import Built
 
 # Seconds between two progress reports.
 REPORT_EVERY = 0.1

@@ -21,8 +21,8 @@ import onnx_ir as ir
 
 from splitc.compiler.packaging.package_writer import HashedFile, PackageWriter
 from splitc.compiler.sharding.cut_tensor import CutTensor, Indices, as_slice, take
-from splitc.runtime.executor import Executor
-from splitc.runtime.futures import first_error
+from splitc.runtime.threads.executor import Executor
+from splitc.runtime.threads.futures import first_error
 
 # The bytes of a source that are read at a time, for each file that they may go to: what stays in a core's own cache
 # until it is written; and the most bytes. Pieces of groups of files that are read before the first is written.

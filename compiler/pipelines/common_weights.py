@@ -23,7 +23,7 @@ from splitc.compiler.packaging.onnx_files import SMALL
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.sharding.cut_tensor import CutTensor
 from splitc.runtime.engines.kinds import find_kind
-from splitc.runtime.engines.weight_places import PASSED_ON
+from splitc.runtime.gpu.weight_places import PASSED_ON
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)

@@ -20,8 +20,8 @@ from splitc.compiler.progress import shown_progress
 from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.terminal import out, print_json, print_to_the_end
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.files import check_output
-from splitc.runtime.manifest import Manifest
+from splitc.runtime.files.written import check_output
+from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.reports.page_writer import write_page
 from splitc.runtime.units import format_bytes
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from splitc.compiler.model_errors import ModelError
 from splitc.compiler.pipelines.module_names import module_name
-from splitc.runtime.files import check_regular, parse_json
+from splitc.runtime.files.written import check_regular, parse_json
 
 GENAI = "genai_config.json"
 

@@ -13,9 +13,9 @@ from types import MappingProxyType
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.rank_plan import RankPlan
 from splitc.compiler.planning.resources import Budget
-from splitc.runtime.devices import Device
 from splitc.runtime.engines.kinds import find_kind, has_collectives
-from splitc.runtime.engines.weight_places import PASSED_ON
+from splitc.runtime.gpu.weight_places import PASSED_ON
+from splitc.runtime.hardware.devices import Device
 
 
 @dataclass(frozen=True)

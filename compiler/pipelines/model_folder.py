@@ -14,8 +14,8 @@ from splitc.compiler.model_errors import ModelError
 from splitc.compiler.pipelines.folder_names import GENAI, files_of_folder, find_models, name_models
 from splitc.compiler.pipelines.model_facts import ModelFacts, read_facts
 from splitc.compiler.pipelines.module_names import names_of_uses, need_modules
-from splitc.runtime.manifest_file import FILE_NAME as MANIFEST
-from splitc.runtime.pipeline_file import FILE_NAME as PIPELINE
+from splitc.runtime.package.manifest_file import FILE_NAME as MANIFEST
+from splitc.runtime.package.pipeline_file import FILE_NAME as PIPELINE
 
 # Weights for other programs, and their tables of contents. They are what the ONNX files hold already.
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ot", ".onnx_data")

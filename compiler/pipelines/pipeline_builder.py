@@ -12,9 +12,9 @@ from splitc.compiler.packaging.staging import full_disk_explained, written_aside
 from splitc.compiler.pipelines.pipeline_plan import module_named
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.manifest import Manifest
-from splitc.runtime.manifest_file import read_manifest, read_seal
-from splitc.runtime.pipeline_file import FILE_NAME, PipelineFile, write_pipeline
+from splitc.runtime.package.manifest import Manifest
+from splitc.runtime.package.manifest_file import read_manifest, read_seal
+from splitc.runtime.package.pipeline_file import FILE_NAME, PipelineFile, write_pipeline
 
 
 def build_pipeline(

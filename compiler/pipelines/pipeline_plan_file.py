@@ -16,7 +16,7 @@ from splitc.compiler.pipelines.model_folder import FolderModule, LeftOut, ModelF
 from splitc.compiler.pipelines.pipeline_plan import ModulePlan, PipelinePlan, module_named, need_fit
 from splitc.compiler.planning.plan_file import PlanFile, read_json, to_file
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.files import indented, written_whole
+from splitc.runtime.files.written import indented, written_whole
 
 SCHEMA = 1
 

@@ -19,11 +19,11 @@ from splitc.compiler.pipelines.module_requests import divide_by_input
 from splitc.compiler.pipelines.pipeline_plan import PipelinePlan, module_named
 from splitc.runtime.engines.kinds import TENSORRT
 from splitc.runtime.errors import MisuseError, SplitcError, collected, raise_all
-from splitc.runtime.files import try_link
-from splitc.runtime.manifest import EngineFile, File, Fill, Manifest
-from splitc.runtime.manifest_file import FILE_NAME, encode, read_seal
-from splitc.runtime.pipeline_file import FILE_NAME as PIPELINE
-from splitc.runtime.pipeline_file import Module, PipelineFile, write_pipeline
+from splitc.runtime.files.written import try_link
+from splitc.runtime.package.manifest import EngineFile, File, Fill, Manifest
+from splitc.runtime.package.manifest_file import FILE_NAME, encode, read_seal
+from splitc.runtime.package.pipeline_file import FILE_NAME as PIPELINE
+from splitc.runtime.package.pipeline_file import Module, PipelineFile, write_pipeline
 
 
 def compile_pipeline(

@@ -18,8 +18,8 @@ from splitc.compiler.pipelines.pipeline_plan import ModulePlan, PipelinePlan, mo
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_request import DEFAULT_HEADROOM, Request
 from splitc.compiler.planning.resources import Budget, find_budgets
-from splitc.runtime.devices import Device
 from splitc.runtime.errors import DoesNotFitError, MisuseError, SplitcError, collected, raise_all
+from splitc.runtime.hardware.devices import Device
 
 # Modules are split, the largest first, until the fullest device holds at most this much more than an even share: less
 # is not worth making a small module slower.

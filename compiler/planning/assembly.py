@@ -11,10 +11,10 @@ from splitc.compiler.planning.plan_request import Request
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.planning.split import Split
 from splitc.compiler.sharding.report import WeightFate, warn_if_little_split
-from splitc.runtime.device_profiles import find_profile
-from splitc.runtime.devices import Device
 from splitc.runtime.engines.kinds import ONNXRUNTIME, choose_engine, has_collectives, has_gpu_each
 from splitc.runtime.errors import DoesNotFitError
+from splitc.runtime.hardware.devices import Device
+from splitc.runtime.hardware.profiles import find_profile
 from splitc.runtime.units import first_few, format_bytes
 
 

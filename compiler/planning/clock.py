@@ -15,9 +15,9 @@ from splitc.compiler.analysis.memory import state_names
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.planning.rank_plan import RankPlan
 from splitc.compiler.planning.resources import Resources
-from splitc.runtime.device_profiles import HOST, Link, find_profile
-from splitc.runtime.devices import Device, cache_bytes, cores, threads_for
-from splitc.runtime.machine import Machine
+from splitc.runtime.hardware.devices import Device, cache_bytes, cores, threads_for
+from splitc.runtime.hardware.machine import Machine
+from splitc.runtime.hardware.profiles import HOST, Link, find_profile
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from splitc.compiler.planning.rank_plan import RankPlan
 from splitc.compiler.planning.resources import Budget
-from splitc.runtime.devices import Device
+from splitc.runtime.hardware.devices import Device
 
 # Every number of devices or hosts up to this one is tried; above it, only powers of two and all of them.
 FEW = 4

@@ -14,10 +14,10 @@ from splitc.compiler.frontend.asked_shapes import LARGEST, Shape, check_size
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_request import OBJECTIVES
 from splitc.compiler.planning.rank_plan import Rematerialized
-from splitc.runtime.devices import Device, host_numbers
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.files import indented, parse_json, written_whole
-from splitc.runtime.manifest import Source, State
+from splitc.runtime.files.written import indented, parse_json, written_whole
+from splitc.runtime.hardware.devices import Device, host_numbers
+from splitc.runtime.package.manifest import Source, State
 
 SCHEMA = 2
 # The least bytes of a weight that is listed.

@@ -15,9 +15,9 @@ import typer
 
 from splitc.compiler.frontend.asked_shapes import AskedShapes, Shape, parse_shapes
 from splitc.compiler.frontend.asked_states import AskedStates, parse_states
+from splitc.runtime.arrays.settings import parse_settings
 from splitc.runtime.engines.kinds import PACKAGES, find_kind
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.settings import parse_settings
 from splitc.runtime.units import parse_bytes
 
 OBJECTIVES = ("throughput", "latency")

@@ -9,7 +9,7 @@ import onnx_ir as ir
 from splitc.compiler.analysis.memory import StageMemory
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.planning.resources import Budget
-from splitc.runtime.devices import Device
+from splitc.runtime.hardware.devices import Device
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.planning.plan_request import DEFAULT_HEADROOM
-from splitc.runtime.devices import Device, free_bytes, memory_of
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.machine import Machine
+from splitc.runtime.hardware.devices import Device, free_bytes, memory_of
+from splitc.runtime.hardware.machine import Machine
 from splitc.runtime.units import first_few, parse_bytes
 
 # Bytes that a rank may use; None if its GPU is not in this machine, and so its memory is not known.

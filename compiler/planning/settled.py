@@ -10,8 +10,8 @@ import numpy as np
 
 from splitc.compiler.planning.plan_file import PlanFile
 from splitc.compiler.planning.plan_request import Request
-from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.units import format_shape, parse_bytes
 
 

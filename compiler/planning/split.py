@@ -15,8 +15,8 @@ from splitc.compiler.planning.clock import Clock, Prediction
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.compiler.sharding.report import AxisFate
-from splitc.runtime.manifest import Part, Sizes
-from splitc.runtime.steps import Step
+from splitc.runtime.package.manifest import Part, Sizes
+from splitc.runtime.package.steps import Step
 
 
 @dataclass(frozen=True)

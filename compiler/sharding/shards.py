@@ -15,7 +15,7 @@ from splitc.compiler.operators.axes import Axis, Factor
 from splitc.compiler.operators.operation import Axes
 from splitc.compiler.sharding.cut_tensor import CutTensor, as_slice, part_of_file
 from splitc.compiler.sharding.shares import Range
-from splitc.runtime.manifest import AxisPart, Part
+from splitc.runtime.package.manifest import AxisPart, Part
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import onnxruntime as ort
 from blake3 import blake3
 from msgspec import Struct
 
-from splitc.runtime.cache import read_cache, write_cache
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.files.cache import read_cache, write_cache
 from splitc.runtime.version import VERSION
 
 # The cache's file of trials.

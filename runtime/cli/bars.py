@@ -11,7 +11,7 @@ from rich.table import Column
 from rich.text import Text
 
 from splitc.runtime.cli.terminal import err
-from splitc.runtime.counted import Bytes, listening
+from splitc.runtime.threads.progress import Bytes, listening
 from splitc.runtime.units import format_bytes
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import typer
 from rich.text import Text
 
+from splitc.runtime.arrays.settings import parse_settings
 from splitc.runtime.cli import completion
 from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.options import with_options
@@ -18,12 +19,11 @@ from splitc.runtime.cli.run_tables import differences_table, modules_table, prin
 from splitc.runtime.cli.shared_options import FILL, INPUTS, JSON, MEASURE, PACKAGE, REPORT, SEED, TRUST_DATA
 from splitc.runtime.cli.terminal import out, print_json
 from splitc.runtime.errors import MisuseError, OutputsDifferError, SplitcError, named, raise_all
-from splitc.runtime.manifest_file import read_manifest
-from splitc.runtime.memory_use import RankMemory
-from splitc.runtime.pipeline_file import PipelineFile, find_module, read_pipeline
+from splitc.runtime.hardware.memory_use import RankMemory
+from splitc.runtime.package.manifest_file import read_manifest
+from splitc.runtime.package.pipeline_file import PipelineFile, find_module, read_pipeline
 from splitc.runtime.reports.page_writer import check_report, write_page
-from splitc.runtime.session import choose_devices
-from splitc.runtime.settings import parse_settings
+from splitc.runtime.session.session import choose_devices
 from splitc.runtime.tools.compare import Difference, compare
 from splitc.runtime.tools.judge import judge
 from splitc.runtime.tools.unsplit import bound_inputs, open_reference

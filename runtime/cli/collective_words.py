@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from splitc.runtime.engines import operator_library
 from splitc.runtime.engines.kinds import find_kind
-from splitc.runtime.manifest import Manifest
+from splitc.runtime.package.manifest import Manifest
 
 
 def describe_collectives(manifest: Manifest) -> str | None:

@@ -14,14 +14,14 @@ from typing import Any
 
 import typer
 
-from splitc.runtime.devices import cores
-from splitc.runtime.fills import FILLS
+from splitc.runtime.feeds.fills import FILLS
 from splitc.runtime.generate.package_configs import generation_config
-from splitc.runtime.manifest import Manifest
-from splitc.runtime.manifest_file import FILE_NAME as MANIFEST
-from splitc.runtime.manifest_file import read_manifest
-from splitc.runtime.pipeline_file import FILE_NAME as PIPELINE
-from splitc.runtime.pipeline_file import find_module, read_pipeline
+from splitc.runtime.hardware.devices import cores
+from splitc.runtime.package.manifest import Manifest
+from splitc.runtime.package.manifest_file import FILE_NAME as MANIFEST
+from splitc.runtime.package.manifest_file import read_manifest
+from splitc.runtime.package.pipeline_file import FILE_NAME as PIPELINE
+from splitc.runtime.package.pipeline_file import find_module, read_pipeline
 
 # A value, or one with what it means.
 Value = str | tuple[str, str]

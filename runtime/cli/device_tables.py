@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from splitc.runtime.cli.terminal import out, table
-from splitc.runtime.devices import DeviceStatus
-from splitc.runtime.gpus import INSTALL, find_cupy
-from splitc.runtime.machine import Machine
+from splitc.runtime.hardware.devices import DeviceStatus
+from splitc.runtime.hardware.gpus import INSTALL, find_cupy
+from splitc.runtime.hardware.machine import Machine
 from splitc.runtime.units import format_bytes, format_seconds
 
 

@@ -11,8 +11,8 @@ from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.device_tables import print_devices, print_links, print_speeds
 from splitc.runtime.cli.shared_options import JSON
 from splitc.runtime.cli.terminal import out, print_json
-from splitc.runtime.devices import list_devices, parse_devices
-from splitc.runtime.machine import Machine, keep_machine, known_machine
+from splitc.runtime.hardware.devices import list_devices, parse_devices
+from splitc.runtime.hardware.machine import Machine, keep_machine, known_machine
 from splitc.runtime.mpi.first_process import begin
 
 

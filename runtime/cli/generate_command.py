@@ -22,9 +22,9 @@ from splitc.runtime.generate.sampling import Sampling
 from splitc.runtime.generate.signature import find_signature
 from splitc.runtime.generate.text import Text, read_prompt
 from splitc.runtime.generate.tokens import PROMPT_CHUNK
-from splitc.runtime.manifest_file import read_manifest
-from splitc.runtime.modules import Pipeline
-from splitc.runtime.pipeline_file import find_module, read_pipeline
+from splitc.runtime.package.manifest_file import read_manifest
+from splitc.runtime.package.pipeline_file import find_module, read_pipeline
+from splitc.runtime.session.pipeline import Pipeline
 
 
 @with_options("load", loading)

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from splitc.runtime.arrays import Array
+from splitc.runtime.arrays.array import Array
 from splitc.runtime.cli.generated import Generated
 from splitc.runtime.cli.terminal import muted_stderr, print_warning
 from splitc.runtime.errors import MisuseError
@@ -23,7 +23,7 @@ from splitc.runtime.generate.sound import read_sound
 from splitc.runtime.generate.text import read_prompt
 from splitc.runtime.generate.token_rules import read_rules
 from splitc.runtime.generate.tokens import Timings
-from splitc.runtime.modules import Pipeline
+from splitc.runtime.session.pipeline import Pipeline
 
 PREPROCESSOR = "preprocessor_config.json"
 # Where configs say how many tokens a decoder has positions for.

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from splitc.runtime.cli.terminal import err, print_json, print_output
-from splitc.runtime.explained import explained
+from splitc.runtime.files.explained import explained
 from splitc.runtime.generate.text import Text
 from splitc.runtime.generate.tokens import Timings
 from splitc.runtime.units import format_seconds

@@ -12,12 +12,12 @@ from splitc.runtime.cli import completion
 from splitc.runtime.cli.shared_options import JSON, MODULE, PACKAGE, REPORT
 from splitc.runtime.cli.tables import print_manifest, print_modules
 from splitc.runtime.cli.terminal import out, print_json, table
-from splitc.runtime.devices import list_devices
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.manifest import Manifest
-from splitc.runtime.manifest_file import FILE_NAME, read_manifest
-from splitc.runtime.package_files import files_of
-from splitc.runtime.pipeline_file import PipelineFile, find_module, read_pipeline
+from splitc.runtime.hardware.devices import list_devices
+from splitc.runtime.package.files import files_of
+from splitc.runtime.package.manifest import Manifest
+from splitc.runtime.package.manifest_file import FILE_NAME, read_manifest
+from splitc.runtime.package.pipeline_file import PipelineFile, find_module, read_pipeline
 from splitc.runtime.reports.page_writer import check_report, write_page
 from splitc.runtime.tools.routes import find_routes
 from splitc.runtime.units import format_bytes

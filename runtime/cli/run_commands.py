@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from splitc.runtime import array_files
+from splitc.runtime.arrays import files as array_files
 from splitc.runtime.cli import completion
 from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.options import with_options
@@ -16,7 +16,7 @@ from splitc.runtime.cli.run_tables import print_bench, print_memory
 from splitc.runtime.cli.shared_options import FILL, INPUTS, JSON, MEASURE, PACKAGE, REPORT, SEED, TRUST_DATA
 from splitc.runtime.cli.terminal import out, print_json, table
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.files import check_output
+from splitc.runtime.files.written import check_output
 from splitc.runtime.reports.page_writer import check_report, write_page
 from splitc.runtime.tools.bench import bench
 from splitc.runtime.tools.trace import write_trace

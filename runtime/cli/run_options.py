@@ -9,16 +9,16 @@ from pathlib import Path
 
 import msgspec
 
-from splitc.runtime.array_files import load_arrays
-from splitc.runtime.arrays import Array
+from splitc.runtime.arrays.array import Array
+from splitc.runtime.arrays.files import load_arrays
 from splitc.runtime.cli.shared_options import CUDA_GRAPH, DEVICE, HOST_CODE, MODULE, RANKS, THREADS, VERIFY
 from splitc.runtime.cli.terminal import print_warning
-from splitc.runtime.devices import Device
 from splitc.runtime.errors import EngineError
-from splitc.runtime.fills import make_inputs, parse_fills
-from splitc.runtime.manifest import Manifest
-from splitc.runtime.memory_use import RankMemory
-from splitc.runtime.session import Session
+from splitc.runtime.feeds.fills import make_inputs, parse_fills
+from splitc.runtime.hardware.devices import Device
+from splitc.runtime.hardware.memory_use import RankMemory
+from splitc.runtime.package.manifest import Manifest
+from splitc.runtime.session.session import Session
 from splitc.runtime.tools.rank_memory import measure_memory
 
 Load = partial[Session]

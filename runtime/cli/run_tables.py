@@ -8,9 +8,9 @@ from rich.table import Table
 from rich.text import Text
 
 from splitc.runtime.cli.terminal import fitted, out, table
-from splitc.runtime.manifest import Manifest
-from splitc.runtime.memory_use import RankMemory
-from splitc.runtime.mode_words import words_of
+from splitc.runtime.hardware.memory_use import RankMemory
+from splitc.runtime.package.manifest import Manifest
+from splitc.runtime.package.mode_words import words_of
 from splitc.runtime.tools.bench import BenchResult
 from splitc.runtime.tools.compare import Difference
 from splitc.runtime.tools.measured_words import say_measured

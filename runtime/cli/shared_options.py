@@ -6,8 +6,8 @@ import typer
 
 from splitc.runtime.cli import completion
 from splitc.runtime.cli.completion import one_of
-from splitc.runtime.rank_kinds import KINDS
-from splitc.runtime.verification import WORDS
+from splitc.runtime.package.verification import WORDS
+from splitc.runtime.requests.rank_kinds import KINDS
 
 PACKAGE = typer.Argument(help="The package's folder.", metavar="PACKAGE", autocompletion=completion.packages)
 MODULE = typer.Option(

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from splitc.runtime.cli.collective_words import describe_collectives
 from splitc.runtime.cli.terminal import fitted, out, table
-from splitc.runtime.manifest import Build, Built, FixedInput, Manifest, Tensor
-from splitc.runtime.mode_words import words_of
-from splitc.runtime.pipeline_file import PipelineFile
+from splitc.runtime.package.manifest import Build, Built, FixedInput, Manifest, Tensor
+from splitc.runtime.package.mode_words import words_of
+from splitc.runtime.package.pipeline_file import PipelineFile
 from splitc.runtime.tools.module_sums import IN_TURN, sum_modules
 from splitc.runtime.units import block_range, format_bytes, format_shape
 

@@ -23,9 +23,9 @@ from typer.core import TyperGroup
 
 from splitc.runtime.cli.pages import page_for
 from splitc.runtime.errors import SplitcError
-from splitc.runtime.explained import Interrupted, explained
+from splitc.runtime.files.explained import Interrupted, explained
+from splitc.runtime.files.visible_text import VISIBLE, visible
 from splitc.runtime.units import shortened_middle
-from splitc.runtime.visible_text import VISIBLE, visible
 
 # The width of output to a file or another program.
 WIDE = 200

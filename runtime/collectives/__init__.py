@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from splitc.runtime.engines import Communicator
 from splitc.runtime.errors import HandOverError
-from splitc.runtime.steps import Reduce
+from splitc.runtime.package.steps import Reduce
 
 # What a value goes by: the number of its request, and its name, if it has one.
 Label = tuple[int, str | None]

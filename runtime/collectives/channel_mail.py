@@ -9,9 +9,9 @@ from multiprocessing.connection import wait
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from splitc.runtime.channel import Channel, portable
 from splitc.runtime.collectives import LOADING, Label, check_label
-from splitc.runtime.failures import Failure
+from splitc.runtime.ipc.channel import Channel, portable
+from splitc.runtime.threads.failures import Failure
 
 # Seconds in which a session ends the processes of all ranks if that of one has ended.
 ENDING = 5.0

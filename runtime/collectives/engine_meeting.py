@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from splitc.runtime.arrays import Array
+from splitc.runtime.arrays.array import Array
 from splitc.runtime.collectives.message_post import MessagePost
-from splitc.runtime.devices import cores
-from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.engines.operator_library import library_path, load_library
 from splitc.runtime.errors import PackageError
-from splitc.runtime.shared_memory import create_memory, map_memory
+from splitc.runtime.gpu.device import GpuDevice
+from splitc.runtime.hardware.devices import cores
+from splitc.runtime.ipc.shared_memory import create_memory, map_memory
 
 # The most seconds that a rank waits for another one in a sum.
 PATIENCE = 120.0

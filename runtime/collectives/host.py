@@ -11,8 +11,8 @@ from typing import Any
 from splitc.runtime.collectives import LOADING, Label, check_label
 from splitc.runtime.collectives.engine_meeting import EngineMeeting
 from splitc.runtime.engines import Communicator
-from splitc.runtime.failures import Failure, attempt
-from splitc.runtime.steps import Reduce
+from splitc.runtime.package.steps import Reduce
+from splitc.runtime.threads.failures import Failure, attempt
 
 Channels = dict[tuple[int, int], "SimpleQueue[tuple[Label | None, Any]]"]
 

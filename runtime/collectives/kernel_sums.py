@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from splitc.runtime.engines.gpu_array import GpuArray
-from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.engines.operator_library import load_library
 from splitc.runtime.errors import EngineError
-from splitc.runtime.failures import Failure, attempt
+from splitc.runtime.gpu.array import GpuArray
+from splitc.runtime.gpu.device import GpuDevice
+from splitc.runtime.threads.failures import Failure, attempt
 
 # The most ranks.
 MOST_RANKS = 8

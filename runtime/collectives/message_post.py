@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from splitc.runtime.arrays import Array
+from splitc.runtime.arrays.array import Array
 
 # native/meeting.h
 OK, FAILED, LATE, _, APART = range(5)

@@ -15,12 +15,12 @@ from typing import Any
 
 from splitc.runtime.collectives.engine_meeting import PATIENCE, EngineMeeting, MeetingEnd, registered, release_with
 from splitc.runtime.collectives.kernel_sums import KernelSums, connect_kernel_sums
-from splitc.runtime.engines.gpu_array import GpuArray
-from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.engines.operator_library import load_library
 from splitc.runtime.errors import EngineError, PackageError
-from splitc.runtime.executor import Executor
-from splitc.runtime.failures import Failure, attempt
+from splitc.runtime.gpu.array import GpuArray
+from splitc.runtime.gpu.device import GpuDevice
+from splitc.runtime.threads.executor import Executor
+from splitc.runtime.threads.failures import Failure, attempt
 
 # NCCL's numbers of number types (ncclDataType_t) and of operations (ncclRedOp_t).
 _TYPES = {

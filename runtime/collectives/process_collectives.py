@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from splitc.runtime.arrays import accumulate_arrays
-from splitc.runtime.channel import portable
+from splitc.runtime.arrays.array import accumulate_arrays
 from splitc.runtime.collectives import LOADING, Label
 from splitc.runtime.collectives.channel_mail import Mail, all_gather, gather_by_first, hear_labelled
 from splitc.runtime.collectives.engine_meeting import EngineMeeting
 from splitc.runtime.collectives.nccl import NcclCommunicator, NcclCommunicators
 from splitc.runtime.engines import Backend, Communicator
-from splitc.runtime.engines.gpu_array import GpuArray
-from splitc.runtime.engines.gpu_device import GpuDevice
-from splitc.runtime.failures import Failure, attempt
-from splitc.runtime.steps import Reduce
+from splitc.runtime.gpu.array import GpuArray
+from splitc.runtime.gpu.device import GpuDevice
+from splitc.runtime.ipc.channel import portable
+from splitc.runtime.package.steps import Reduce
+from splitc.runtime.threads.failures import Failure, attempt
 
 
 class ProcessCollectives:

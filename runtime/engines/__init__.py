@@ -10,12 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from splitc.runtime.arrays import Zeros
-from splitc.runtime.engines.weight_places import SwapRoom
-from splitc.runtime.manifest import Weight
-
-# Gives arrays of these shapes and types, by name.
-Room = Callable[[Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]], dict[str, npt.NDArray[Any]]]
+from splitc.runtime.arrays.array import Allocate, Zeros
+from splitc.runtime.gpu.weight_places import SwapRoom
+from splitc.runtime.package.manifest import Weight
 
 # The runs in which shapes are new to an engine. From the next one on it may prepare for them, and after it be captured.
 NEW = 2
@@ -138,11 +135,11 @@ class Backend(Protocol):
         """Values of the backend's engines as arrays on the host, by name. Waits until they are computed."""
 
     def fetch(
-        self, values: Mapping[str, Any], room: Room | None = None
+        self, values: Mapping[str, Any], allocate: Allocate | None = None
     ) -> Callable[[], dict[str, npt.NDArray[np.generic]]]:
         """Begin to download. Returns a function that waits, on any thread, and gives the arrays.
 
-        With `room`, a GPU writes to the arrays that it gives.
+        With `allocate`, a GPU writes to the arrays that it gives.
         """
 
     def persist_state(self, value: Any, before: Any) -> Any:

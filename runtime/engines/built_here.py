@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from splitc.runtime.devices import Device
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.errors import MisuseError, PackageError
-from splitc.runtime.gpus import list_gpus
-from splitc.runtime.manifest import Manifest
+from splitc.runtime.hardware.devices import Device
+from splitc.runtime.hardware.gpus import list_gpus
+from splitc.runtime.package.manifest import Manifest
 
 
 def check_host_code(package: Path, manifest: Manifest, allowed: bool) -> None:

@@ -7,10 +7,10 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from splitc.runtime.devices import Device
 from splitc.runtime.engines import operator_library
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.manifest import BuildOptions
+from splitc.runtime.hardware.devices import Device
+from splitc.runtime.package.manifest import BuildOptions
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Any
 import numpy.typing as npt
 import onnxruntime as ort
 
-from splitc.runtime.arrays import number_type
-from splitc.runtime.engines.gpu_array import GpuArray, Place
-from splitc.runtime.onnx_types import CODES
+from splitc.runtime.arrays.array import number_type
+from splitc.runtime.arrays.onnx_types import CODES
+from splitc.runtime.gpu.array import GpuArray, Place
 
 
 class KeptBinding:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from splitc.runtime.devices import Device
 from splitc.runtime.engines.engine_kind import EngineKind
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.hardware.devices import Device
 
 ONNXRUNTIME, TENSORRT, TENSORRT_RTX = "onnxruntime", "tensorrt", "tensorrt-rtx"
 _TENSORRT_BUILDER = "splitc.compiler.packaging.tensorrt_builder"

@@ -16,14 +16,14 @@ import onnxruntime as ort
 import psutil
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from splitc.runtime.arrays import Zeros, accumulate_arrays, bytes_of, number_type
-from splitc.runtime.engines import Communicator, Room
+from splitc.runtime.arrays.array import Allocate, Zeros, accumulate_arrays, bytes_of, number_type
+from splitc.runtime.arrays.onnx_types import CODES, NAMES
+from splitc.runtime.engines import Communicator
 from splitc.runtime.engines.engine_kind import BackendOptions
 from splitc.runtime.engines.onnx_session import open_onnx
-from splitc.runtime.engines.weight_places import SwapRoom
 from splitc.runtime.errors import EngineError, FollowingError, HandOverError, PackageError
-from splitc.runtime.manifest import Weight
-from splitc.runtime.onnx_types import CODES, NAMES
+from splitc.runtime.gpu.weight_places import SwapRoom
+from splitc.runtime.package.manifest import Weight
 from splitc.runtime.units import format_bytes
 
 # ONNX Runtime's errors, which have no common base but Exception. All of them: the system's errors come as any of these,
@@ -179,7 +179,7 @@ class OnnxRuntimeBackend:
         return OnnxRuntimeEngine(path.name, session, self._options, communicator)
 
     def fetch(
-        self, values: Mapping[str, Any], room: Room | None = None
+        self, values: Mapping[str, Any], allocate: Allocate | None = None
     ) -> Callable[[], dict[str, npt.NDArray[np.generic]]]:
         return partial(self.download, values)
 

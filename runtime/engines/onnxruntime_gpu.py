@@ -18,14 +18,11 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from splitc.runtime.arrays import number_type
-from splitc.runtime.devices import Device
+from splitc.runtime.arrays.array import number_type
+from splitc.runtime.arrays.onnx_types import CODES, read_type
 from splitc.runtime.engines import NEW, Communicator
 from splitc.runtime.engines.attention_kernels import attention_for
 from splitc.runtime.engines.engine_kind import BackendOptions
-from splitc.runtime.engines.gpu_array import GpuArray
-from splitc.runtime.engines.gpu_device import GpuDevice
-from splitc.runtime.engines.gpu_weights import place_weights
 from splitc.runtime.engines.kept_binding import KeptBinding
 from splitc.runtime.engines.onnx_session import open_onnx
 from splitc.runtime.engines.onnxruntime_cpu import (
@@ -36,11 +33,14 @@ from splitc.runtime.engines.onnxruntime_cpu import (
     register_operators,
     run_overridden,
 )
-from splitc.runtime.engines.swapped_weights import SwappedWeights
-from splitc.runtime.engines.weight_places import SwapRoom, can_share
 from splitc.runtime.errors import EngineError, PackageError
-from splitc.runtime.manifest import Weight
-from splitc.runtime.onnx_types import CODES, read_type
+from splitc.runtime.gpu.array import GpuArray
+from splitc.runtime.gpu.device import GpuDevice
+from splitc.runtime.gpu.swapped_weights import SwappedWeights
+from splitc.runtime.gpu.weight_places import SwapRoom, can_share
+from splitc.runtime.gpu.weights import place_weights
+from splitc.runtime.hardware.devices import Device
+from splitc.runtime.package.manifest import Weight
 
 PROVIDER = "CUDAExecutionProvider"
 # The first ONNX Runtime that takes an array on a GPU as a value, as weights are shared. For Python 3.11 and later.

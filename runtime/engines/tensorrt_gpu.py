@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from splitc.runtime.devices import Device
 from splitc.runtime.engines import Communicator
 from splitc.runtime.engines.engine_kind import BackendOptions, EngineKind
-from splitc.runtime.engines.gpu_array import GpuArray
-from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.errors import EngineError, PackageError
-from splitc.runtime.manifest import BuildOptions, Weight
+from splitc.runtime.gpu.array import GpuArray
+from splitc.runtime.gpu.device import GpuDevice
+from splitc.runtime.hardware.devices import Device
+from splitc.runtime.package.manifest import BuildOptions, Weight
 
 # The most CUDA graphs that an engine keeps.
 MOST_GRAPHS = 32

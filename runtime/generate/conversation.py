@@ -9,12 +9,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from splitc.runtime.arrays import Array
+from splitc.runtime.arrays.array import Array
 from splitc.runtime.errors import EngineError, MisuseError
 from splitc.runtime.generate.feeder import Feeder
 from splitc.runtime.generate.signature import LanguageSignature, find_signature
-from splitc.runtime.manifest import Manifest
-from splitc.runtime.sequence import StateSequence
+from splitc.runtime.package.manifest import Manifest
+from splitc.runtime.requests.sequence import StateSequence
 
 Logits = npt.NDArray[Any]
 # Tokens that caches have room for at first, beyond the prompt, and more of when they grow.

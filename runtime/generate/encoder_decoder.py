@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from splitc.runtime.arrays import Array, number_type
+from splitc.runtime.arrays.array import Array, number_type
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.conversation import Conversation, ModelRunner
 from splitc.runtime.generate.feeder import Feeder
@@ -15,7 +15,7 @@ from splitc.runtime.generate.given import Given
 from splitc.runtime.generate.signature import find_signature, find_token_inputs
 from splitc.runtime.generate.tokens import generate
 from splitc.runtime.generate.wiring import Wiring, find_links, find_masks, find_wanted, find_wiring
-from splitc.runtime.manifest import Manifest, Tensor
+from splitc.runtime.package.manifest import Manifest, Tensor
 
 
 class EncoderDecoder:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.files import check_regular, parse_json
+from splitc.runtime.files.written import check_regular, parse_json
 from splitc.runtime.units import shortened
 
 # The files that say it, the first of them that does, and the keys in them.

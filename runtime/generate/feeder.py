@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from splitc.runtime.arrays import Array
+from splitc.runtime.arrays.array import Array
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.signature import TokenInputs, may_have
-from splitc.runtime.manifest import Manifest, Tensor
+from splitc.runtime.package.manifest import Manifest, Tensor
 from splitc.runtime.units import format_shape
 
 

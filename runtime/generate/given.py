@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import msgspec
 import numpy.typing as npt
 
-from splitc.runtime.arrays import Array
+from splitc.runtime.arrays.array import Array
 from splitc.runtime.generate.conversation import ModelRunner
-from splitc.runtime.manifest import Manifest
-from splitc.runtime.sequence import StateSequence
+from splitc.runtime.package.manifest import Manifest
+from splitc.runtime.requests.sequence import StateSequence
 
 
 class Given:

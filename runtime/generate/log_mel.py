@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from splitc.runtime.arrays import Array
+from splitc.runtime.arrays.array import Array
 from splitc.runtime.errors import MisuseError
 
 # The least power that is told from silence, and the range below the loudest that is kept, in powers of ten.

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.files import check_regular, parse_json
-from splitc.runtime.pipeline_file import read_pipeline
+from splitc.runtime.files.written import check_regular, parse_json
+from splitc.runtime.package.pipeline_file import read_pipeline
 
 # Where folders have it.
 TOKENIZERS = ("tokenizer.json", "tokenizer/tokenizer.json")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.signature import LanguageSignature
-from splitc.runtime.manifest import Manifest, Tensor
+from splitc.runtime.package.manifest import Manifest, Tensor
 
 # Tokens to generate, unless the caller says how many.
 USUAL = 100

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.manifest import Manifest, Tensor
+from splitc.runtime.package.manifest import Manifest, Tensor
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from splitc.runtime.arrays import Array
+from splitc.runtime.arrays.array import Array
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.files import check_regular
+from splitc.runtime.files.written import check_regular
 
 # What a program that writes to a pipe states as the bytes of sound, or more: it can't know.
 UNKNOWN = 0x7FFFF000

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.files import check_regular
+from splitc.runtime.files.written import check_regular
 from splitc.runtime.generate.endings import find_endings
 from splitc.runtime.units import shortened
 

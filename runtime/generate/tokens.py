@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from splitc.runtime.arrays import number_type
+from splitc.runtime.arrays.array import number_type
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.conversation import Conversation, ModelRunner
 from splitc.runtime.generate.room import count_tokens
 from splitc.runtime.generate.sampling import Sampling, choose_token
 from splitc.runtime.generate.signature import LanguageSignature, find_signature
-from splitc.runtime.manifest import Manifest
+from splitc.runtime.package.manifest import Manifest
 
 # Logits of the next token, [vocabulary], as they shall be after these tokens, the prompt's among them.
 Rule = Callable[[npt.NDArray[Any], Sequence[int]], npt.NDArray[Any]]

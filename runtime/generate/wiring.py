@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.signature import find_handed, find_logits
-from splitc.runtime.manifest import Manifest, Tensor
+from splitc.runtime.package.manifest import Manifest, Tensor
 
 # The number of axes of an encoder's states: batch, positions, width.
 STATES_AXES = 3

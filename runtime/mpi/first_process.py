@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import cache
 
-from splitc.runtime.interrupts import ended_by_signals
 from splitc.runtime.mpi.leaving import leave_at_exit, leave_signals
 from splitc.runtime.mpi.world import World, find_world, started_by_mpi
+from splitc.runtime.threads.interrupts import ended_by_signals
 
 
 def begin() -> World | None:

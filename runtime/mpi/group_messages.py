@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from splitc.runtime.arrays import Array
+from splitc.runtime.arrays.array import Array
 from splitc.runtime.mpi.sending import Sent, sleep_after
 from splitc.runtime.mpi.world import World
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from splitc.runtime.devices import Device
-from splitc.runtime.gpus import GpuIdentity
-from splitc.runtime.manifest import Manifest
-from splitc.runtime.manifest_file import FILE_NAME
-from splitc.runtime.package_files import files_of
+from splitc.runtime.hardware.devices import Device
+from splitc.runtime.hardware.gpus import GpuIdentity
+from splitc.runtime.package.files import files_of
+from splitc.runtime.package.manifest import Manifest
+from splitc.runtime.package.manifest_file import FILE_NAME
 from splitc.runtime.units import format_bytes
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from splitc.runtime.devices import Device
-from splitc.runtime.manifest import State
+from splitc.runtime.hardware.devices import Device
 from splitc.runtime.mpi.world import World
+from splitc.runtime.package.manifest import State
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ import signal
 import sys
 import threading
 
-from splitc.runtime.interrupts import later_interrupts
 from splitc.runtime.mpi.joining import Leave, Left
 from splitc.runtime.mpi.world import World
 from splitc.runtime.processes.awake import AwakeClock
+from splitc.runtime.threads.interrupts import later_interrupts
 
 # Seconds in which the others must have ended, of those in which this process is awake, and between two looks.
 PATIENCE, LOOK = 8.0, 0.5

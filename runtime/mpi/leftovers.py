@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from splitc.runtime.mapped_files import find_mapped, remove_files
+from splitc.runtime.ipc.mapped_files import find_mapped, remove_files
 
 
 def remove_early() -> None:

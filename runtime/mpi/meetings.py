@@ -7,13 +7,13 @@ import uuid
 from collections.abc import Iterable
 from typing import Any
 
-from splitc.runtime.arrays import Array
+from splitc.runtime.arrays.array import Array
 from splitc.runtime.collectives.engine_meeting import LINE, EngineMeeting, shared_bytes
 from splitc.runtime.collectives.message_post import MessagePost
-from splitc.runtime.devices import bound_cores, within_limit
+from splitc.runtime.hardware.devices import bound_cores, within_limit
+from splitc.runtime.ipc.shared_memory import create_memory, map_memory
 from splitc.runtime.mpi.group_messages import GroupMessages
 from splitc.runtime.mpi.world import World
-from splitc.runtime.shared_memory import create_memory, map_memory
 
 
 class Meetings:

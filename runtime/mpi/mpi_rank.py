@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-from splitc.runtime.channel import portable
 from splitc.runtime.collectives.channel_mail import Mail, all_gather, tell_all
 from splitc.runtime.collectives.process_collectives import ProcessCollectives
 from splitc.runtime.engines import Backend
@@ -16,23 +15,24 @@ from splitc.runtime.engines.backends import make_backend
 from splitc.runtime.engines.built_here import check_built_here
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.errors import PackageError, SplitcError
-from splitc.runtime.failures import Failure, attempt
-from splitc.runtime.gpus import identify_gpu
-from splitc.runtime.manifest import Manifest
-from splitc.runtime.manifest_file import read_manifest, read_seal
+from splitc.runtime.hardware.gpus import identify_gpu
+from splitc.runtime.ipc.channel import portable
 from splitc.runtime.mpi.host_checks import Found, find_contradiction, why_lacking
 from splitc.runtime.mpi.joining import Call, Join, Leave, Left
 from splitc.runtime.mpi.meetings import Meetings
 from splitc.runtime.mpi.mpi_wire import MpiControl, MpiMail
 from splitc.runtime.mpi.own_device import own_device, own_threads
 from splitc.runtime.mpi.world import World
-from splitc.runtime.package_files import files_of
+from splitc.runtime.package.files import files_of
+from splitc.runtime.package.manifest import Manifest
+from splitc.runtime.package.manifest_file import read_manifest, read_seal
+from splitc.runtime.package.verification import verify_files
 from splitc.runtime.processes.begin import print_to_stderr
 from splitc.runtime.processes.launch import find_groups
 from splitc.runtime.processes.messages import Loaded
 from splitc.runtime.processes.rank import RankProcess
 from splitc.runtime.ranks.loaded import Setup
-from splitc.runtime.verification import verify_files
+from splitc.runtime.threads.failures import Failure, attempt
 
 
 def serve(world: World) -> NoReturn:

@@ -7,16 +7,16 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from splitc.runtime.devices import Device
 from splitc.runtime.errors import EngineError, MisuseError, PackageError
-from splitc.runtime.manifest import Manifest, State
-from splitc.runtime.manifest_file import read_seal
+from splitc.runtime.hardware.devices import Device
 from splitc.runtime.mpi.host_checks import why_not_placed
 from splitc.runtime.mpi.joining import AllLoaded, Join, Left, Stop
 from splitc.runtime.mpi.life import SILENCE
 from splitc.runtime.mpi.mpi_rank import run_rank
 from splitc.runtime.mpi.mpi_wire import MpiWire, OwnControl
 from splitc.runtime.mpi.world import World
+from splitc.runtime.package.manifest import Manifest, State
+from splitc.runtime.package.manifest_file import read_seal
 from splitc.runtime.processes.launch import SPIN, has_spare_cores
 from splitc.runtime.processes.reader import LATE, MOST, Reader
 from splitc.runtime.processes.remote import PATIENCE, RemoteRanks

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from splitc.runtime.arrays import Array
+from splitc.runtime.arrays.array import Allocate, Array
 from splitc.runtime.collectives import Label
-from splitc.runtime.engines import Backend, Room
-from splitc.runtime.mapped_files import remove_files
+from splitc.runtime.engines import Backend
+from splitc.runtime.ipc.mapped_files import remove_files
+from splitc.runtime.ipc.shared_memory import Sent
 from splitc.runtime.mpi.clocks import Clocks
 from splitc.runtime.mpi.joining import AllLoaded, Left, Stop
 from splitc.runtime.mpi.post import Post
@@ -21,7 +22,6 @@ from splitc.runtime.mpi.sending import sleep_after
 from splitc.runtime.processes.messages import Answer, Message, Order
 from splitc.runtime.processes.nccl_files import find_nccl_files
 from splitc.runtime.processes.wire import LOST, Arrays
-from splitc.runtime.shared_memory import Sent
 
 # A message, and the arrays that it comes with.
 Parcel = tuple[Any, Any]
@@ -136,7 +136,7 @@ class MpiControl:
     def answer(self, answer: Answer, outputs: Mapping[str, Array]) -> None:
         self._post.send(0, (answer, dict(outputs)))
 
-    def room(self, backend: Backend) -> Room | None:
+    def allocator(self, backend: Backend) -> Allocate | None:
         return None
 
 

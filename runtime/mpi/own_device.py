@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import psutil
 
-from splitc.runtime.devices import Device, bound_cores, cores
 from splitc.runtime.errors import PackageError
-from splitc.runtime.gpus import count_gpus
+from splitc.runtime.hardware.devices import Device, bound_cores, cores
+from splitc.runtime.hardware.gpus import count_gpus
 from splitc.runtime.mpi.world import World
 
 

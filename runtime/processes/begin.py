@@ -16,7 +16,7 @@ import threading
 import time
 from typing import NoReturn
 
-from splitc.runtime.mapped_files import remove_files
+from splitc.runtime.ipc.mapped_files import remove_files
 from splitc.runtime.processes.nccl_files import find_nccl_files
 
 # Seconds between two signs of life.

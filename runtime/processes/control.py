@@ -8,12 +8,12 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from splitc.runtime.arrays import Array
-from splitc.runtime.channel import Channel
-from splitc.runtime.engines import Backend, Room
-from splitc.runtime.engines.gpu_device import GpuDevice
+from splitc.runtime.arrays.array import Allocate, Array
+from splitc.runtime.engines import Backend
+from splitc.runtime.gpu.device import GpuDevice
+from splitc.runtime.ipc.channel import Channel
+from splitc.runtime.ipc.shared_memory import Borrower, Lender
 from splitc.runtime.processes.messages import Answer, Message, Order
-from splitc.runtime.shared_memory import Borrower, Lender
 
 
 class Control(Protocol):
@@ -34,7 +34,7 @@ class Control(Protocol):
     def answer(self, answer: Answer, outputs: Mapping[str, Array]) -> None:
         """Answer a request with these outputs."""
 
-    def room(self, backend: Backend) -> Room | None:
+    def allocator(self, backend: Backend) -> Allocate | None:
         """Where the outputs of a GPU should be put, if that matters."""
 
 
@@ -73,7 +73,7 @@ class SocketControl:
         for descriptor in new:
             os.close(descriptor)
 
-    def room(self, backend: Backend) -> Room | None:
+    def allocator(self, backend: Backend) -> Allocate | None:
         if not isinstance(backend, GpuDevice):
             return None
         self._outputs = Lender(backend.pin)

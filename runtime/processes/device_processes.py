@@ -13,14 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from splitc.runtime.channel import Channel
-from splitc.runtime.child_python import python_command
-from splitc.runtime.devices import Device
 from splitc.runtime.errors import EngineError, PackageError
-from splitc.runtime.mapped_files import remove_files
+from splitc.runtime.hardware.devices import Device
+from splitc.runtime.ipc.channel import Channel
+from splitc.runtime.ipc.child_python import python_command
+from splitc.runtime.ipc.mapped_files import remove_files
+from splitc.runtime.ipc.shared_memory import create_memory, map_memory
 from splitc.runtime.processes.messages import Start, pack, unpack
 from splitc.runtime.processes.nccl_files import find_nccl_files
-from splitc.runtime.shared_memory import create_memory, map_memory
 
 # What a process of ranks runs, the beginning first.
 BEGIN, MAIN = "splitc.runtime.processes.begin", "splitc.runtime.processes.rank"

@@ -10,16 +10,16 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 
-from splitc.runtime.channel import Channel
 from splitc.runtime.collectives.engine_meeting import shared_bytes
-from splitc.runtime.devices import Device, cores
 from splitc.runtime.engines.kinds import find_kind, has_gpu_each
-from splitc.runtime.engines.weight_places import SwapRoom
-from splitc.runtime.manifest import Manifest, State
+from splitc.runtime.gpu.weight_places import SwapRoom
+from splitc.runtime.hardware.devices import Device, cores
+from splitc.runtime.ipc.channel import Channel
+from splitc.runtime.ipc.shared_memory import create_memory
+from splitc.runtime.package.manifest import Manifest, State
+from splitc.runtime.package.steps import Reduce, Send
 from splitc.runtime.processes.device_processes import DeviceProcess, DeviceProcesses, kill
 from splitc.runtime.processes.messages import Start
-from splitc.runtime.shared_memory import create_memory
-from splitc.runtime.steps import Reduce, Send
 
 # Seconds that a rank looks for its next request before it sleeps, where it may.
 SPIN = 2e-3

@@ -10,12 +10,12 @@ from typing import Any
 from msgspec import Struct
 from msgspec.msgpack import Decoder, Encoder
 
-from splitc.runtime.arrays import Zeros
-from splitc.runtime.devices import Device
-from splitc.runtime.engines.weight_places import SwapRoom
-from splitc.runtime.manifest import State
-from splitc.runtime.memory_use import RankMemory
-from splitc.runtime.shared_memory import Sent
+from splitc.runtime.arrays.array import Zeros
+from splitc.runtime.gpu.weight_places import SwapRoom
+from splitc.runtime.hardware.devices import Device
+from splitc.runtime.hardware.memory_use import RankMemory
+from splitc.runtime.ipc.shared_memory import Sent
+from splitc.runtime.package.manifest import State
 
 
 class Start(Struct, frozen=True, array_like=True, tag=True):

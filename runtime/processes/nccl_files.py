@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from splitc.runtime.mapped_files import find_mapped
+from splitc.runtime.ipc.mapped_files import find_mapped
 
 
 def find_nccl_files(process: int) -> set[str]:

@@ -10,16 +10,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from splitc.runtime.arrays import Array, Zeros
-from splitc.runtime.channel import Channel, portable
+from splitc.runtime.arrays.array import Array, Zeros
 from splitc.runtime.collectives.channel_mail import ChannelMail
 from splitc.runtime.collectives.engine_meeting import EngineMeeting
 from splitc.runtime.collectives.process_collectives import ProcessCollectives
 from splitc.runtime.engines import Backend
 from splitc.runtime.engines.backends import make_backend
-from splitc.runtime.failures import Failure, attempt
-from splitc.runtime.manifest import Manifest
-from splitc.runtime.manifest_file import read_manifest
+from splitc.runtime.ipc.channel import Channel, portable
+from splitc.runtime.ipc.shared_memory import map_memory
+from splitc.runtime.package.manifest import Manifest
+from splitc.runtime.package.manifest_file import read_manifest
+from splitc.runtime.package.steps import Run, Step
 from splitc.runtime.processes.begin import end_at_once
 from splitc.runtime.processes.control import Control, SocketControl
 from splitc.runtime.processes.messages import (
@@ -42,8 +43,7 @@ from splitc.runtime.ranks.loop import Span
 from splitc.runtime.ranks.replays import RankReplays
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.ranks.thread import Worker
-from splitc.runtime.shared_memory import map_memory
-from splitc.runtime.steps import Run, Step
+from splitc.runtime.threads.failures import Failure, attempt
 
 # Why ranks without a GPU each capture nothing.
 OVER_HOST = "ranks that have no GPU each exchange values over the host"
@@ -75,7 +75,7 @@ class RankProcess:
         replays = None
         if cuda_graphs and backend.asynchronous:
             replays = RankReplays(setup.manifest, self._everyone)
-        self.worker = Worker(setup, backend, collectives, self._broken, replays, self, control.room(backend))
+        self.worker = Worker(setup, backend, collectives, self._broken, replays, self, control.allocator(backend))
         self.worker.ready.add_done_callback(self._announce)
 
     def _broken(self, error: BaseException) -> None:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from splitc.runtime.devices import Device
-from splitc.runtime.engines.weight_places import SwapRoom
 from splitc.runtime.errors import EngineError, PackageError
-from splitc.runtime.manifest import Manifest, State
-from splitc.runtime.mapped_files import remove_files
+from splitc.runtime.gpu.weight_places import SwapRoom
+from splitc.runtime.hardware.devices import Device
+from splitc.runtime.ipc.mapped_files import remove_files
+from splitc.runtime.package.manifest import Manifest, State
 from splitc.runtime.processes.device_processes import DeviceProcesses, kill
 from splitc.runtime.processes.launch import launch
 from splitc.runtime.processes.messages import Loaded

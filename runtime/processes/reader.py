@@ -13,8 +13,8 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
-from splitc.runtime.interrupts import later_interrupts
 from splitc.runtime.processes.wire import LOST, Wire
+from splitc.runtime.threads.interrupts import later_interrupts
 
 # Seconds between two looks at whether the ranks are alive.
 LOOK = 0.5

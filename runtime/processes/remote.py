@@ -8,21 +8,21 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from splitc.runtime.arrays import Array, Zeros
-from splitc.runtime.devices import Device
+from splitc.runtime.arrays.array import Array, Zeros
 from splitc.runtime.errors import EngineError, HandOverError, PackageError
-from splitc.runtime.futures import Answer as Awaited
-from splitc.runtime.futures import first_error
-from splitc.runtime.gpu_feeds import on_host
-from splitc.runtime.interrupts import later_interrupts
-from splitc.runtime.manifest import Manifest
-from splitc.runtime.memory_use import RankMemory
+from splitc.runtime.feeds.on_gpu import on_host
+from splitc.runtime.hardware.devices import Device
+from splitc.runtime.hardware.memory_use import RankMemory
+from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.processes.awake import AwakeClock
 from splitc.runtime.processes.messages import Answer, Ask, BringIn, Broken, Ended, Forget, Loaded, Order, Report
 from splitc.runtime.processes.reader import Reader
 from splitc.runtime.processes.wire import Wire
 from splitc.runtime.ranks.loop import Replay, Span
 from splitc.runtime.ranks.request import InFlightRequest, Served
+from splitc.runtime.threads.futures import Answer as Awaited
+from splitc.runtime.threads.futures import first_error
+from splitc.runtime.threads.interrupts import later_interrupts
 
 # Seconds without a sign of life after which a process counts as hanging. These and the others are seconds in which the
 # session's process was awake.

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from splitc.runtime.arrays import Array
-from splitc.runtime.channel import Channel
+from splitc.runtime.arrays.array import Array
 from splitc.runtime.errors import HandOverError
+from splitc.runtime.ipc.channel import Channel
+from splitc.runtime.ipc.shared_memory import Borrower, Lender, Sent
 from splitc.runtime.processes.messages import Message, Order, pack
-from splitc.runtime.shared_memory import Borrower, Lender, Sent
 
 # Named arrays, in order.
 Arrays = Sequence[tuple[str, Array]]

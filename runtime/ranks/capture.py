@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from splitc.runtime.engines.gpu_array import GpuArray, Tape
-from splitc.runtime.engines.gpu_device import GpuDevice
-from splitc.runtime.engines.graph_nodes import own_what_is_copied
-from splitc.runtime.failures import Failure, attempt
+from splitc.runtime.gpu.array import GpuArray, Tape
+from splitc.runtime.gpu.device import GpuDevice
+from splitc.runtime.gpu.graph_nodes import own_what_is_copied
+from splitc.runtime.threads.failures import Failure, attempt
 
 T = TypeVar("T")
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from splitc.runtime.arrays import Array, Zeros
+from splitc.runtime.arrays.array import Allocate, Array, Zeros
 from splitc.runtime.collectives import Collectives
-from splitc.runtime.engines import Backend, Room
-from splitc.runtime.engines.gpu_device import GpuDevice
-from splitc.runtime.engines.gpu_outputs import hand_over
-from splitc.runtime.gpu_feeds import Feed, GpuFeed
-from splitc.runtime.parts import cut_part, cut_places, part_shape
+from splitc.runtime.engines import Backend
+from splitc.runtime.feeds.on_gpu import Feed, GpuFeed
+from splitc.runtime.gpu.device import GpuDevice
+from splitc.runtime.gpu.outputs import hand_over
+from splitc.runtime.package.parts import cut_part, cut_places, part_shape
 from splitc.runtime.ranks.loaded import LoadedRank, Setup
 from splitc.runtime.ranks.loop import Span, execute
 from splitc.runtime.ranks.request import InFlightRequest
@@ -24,17 +24,22 @@ Ran = tuple[Callable[[], dict[str, Array]], list[Span], bool]
 class Computation:
     """A rank's part of requests, on the thread of its `backend`.
 
-    `resident` maps each input that is a state to its output. `sequences` hold the states. `room` is where a GPU puts
-    the outputs, if that matters.
+    `resident` maps each input that is a state to its output. `sequences` hold the states. A GPU puts the outputs in
+    what `allocate` gives, if that matters.
     """
 
     def __init__(
-        self, setup: Setup, loaded: LoadedRank, backend: Backend, collectives: Collectives, room: Room | None = None
+        self,
+        setup: Setup,
+        loaded: LoadedRank,
+        backend: Backend,
+        collectives: Collectives,
+        allocate: Allocate | None = None,
     ) -> None:
         self.rank = setup.rank
         self.backend = backend
         self.collectives = collectives
-        self.room = room
+        self.allocate = allocate
         self._program = loaded.program
         stays = [state for state in setup.states if state.input in self.rank.inputs]
         self.resident = {state.input: state.output for state in stays}
@@ -58,7 +63,7 @@ class Computation:
             )
             self.sequences[request.sequence] = kept
         given = {name: values[name] for name in self.given(request)}
-        return self._fetch(request, given, self.room), spans, grew
+        return self._fetch(request, given, self.allocate), spans, grew
 
     def run_aside(self, request: InFlightRequest, states: Mapping[str, Any]) -> dict[str, Array]:
         """The outputs of the request, which its sequence knows nothing of: its states stay as they are.
@@ -69,9 +74,9 @@ class Computation:
         return self._fetch(request, {name: values[name] for name in self.given(request)}, None)()
 
     def _fetch(
-        self, request: InFlightRequest, values: Mapping[str, Any], room: Room | None
+        self, request: InFlightRequest, values: Mapping[str, Any], allocate: Allocate | None
     ) -> Callable[[], dict[str, Array]]:
-        return self.hand_over(values) if request.on_device else self.backend.fetch(values, room)
+        return self.hand_over(values) if request.on_device else self.backend.fetch(values, allocate)
 
     def hold_states(self, request: InFlightRequest, states: Mapping[str, Any]) -> dict[str, Any]:
         """Copies of a sequence's states, but for those that are written in place."""

@@ -6,9 +6,9 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-from splitc.runtime.arrays import Zeros
+from splitc.runtime.arrays.array import Zeros
 from splitc.runtime.engines import NEW
-from splitc.runtime.gpu_feeds import GpuFeed
+from splitc.runtime.feeds.on_gpu import GpuFeed
 from splitc.runtime.ranks.recording import Recording
 from splitc.runtime.ranks.request import InFlightRequest
 

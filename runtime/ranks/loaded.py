@@ -8,9 +8,9 @@ from pathlib import Path
 
 from splitc.runtime.collectives import Collectives
 from splitc.runtime.engines import Backend, Communicator, LoadedEngine
-from splitc.runtime.engines.weight_places import SwapRoom
-from splitc.runtime.manifest import Manifest, Rank, State
-from splitc.runtime.memory_use import RankMemory
+from splitc.runtime.gpu.weight_places import SwapRoom
+from splitc.runtime.hardware.memory_use import RankMemory
+from splitc.runtime.package.manifest import Manifest, Rank, State
 from splitc.runtime.ranks.loop import Program
 
 

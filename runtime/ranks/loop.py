@@ -14,8 +14,8 @@ from typing import Any
 
 from splitc.runtime.collectives import Exchange
 from splitc.runtime.engines import Engine
-from splitc.runtime.failures import Failure, attempt
-from splitc.runtime.steps import Receive, Reduce, Run, Send, Step
+from splitc.runtime.package.steps import Receive, Reduce, Run, Send, Step
+from splitc.runtime.threads.failures import Failure, attempt
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from splitc.runtime.arrays import Array
-from splitc.runtime.engines.gpu_array import GpuArray, Tape
-from splitc.runtime.engines.gpu_device import GpuDevice
-from splitc.runtime.gpu_feeds import GpuFeed
+from splitc.runtime.arrays.array import Array
+from splitc.runtime.feeds.on_gpu import GpuFeed
+from splitc.runtime.gpu.array import GpuArray, Tape
+from splitc.runtime.gpu.device import GpuDevice
 from splitc.runtime.ranks.computation import Computation
 from splitc.runtime.ranks.loop import Replay, Span
 from splitc.runtime.ranks.request import InFlightRequest
@@ -52,7 +52,7 @@ class Recording:
         if request.on_device:
             outputs = computation.hand_over(self.outputs)()
         else:
-            outputs = gpu.copy_to_pinned(self.outputs, computation.room)
+            outputs = gpu.copy_to_pinned(self.outputs, computation.allocate)
         self.end.record(gpu.stream)
         gpu.wait(self.end, expected=self.seconds)
         seconds = float(gpu.cuda.get_elapsed_time(self.begin, self.end)) / 1e3

@@ -17,19 +17,19 @@ from typing import Any
 
 import numpy as np
 
-from splitc.runtime.arrays import Array
-from splitc.runtime.engines.gpu_array import GpuArray, Tape
-from splitc.runtime.engines.gpu_device import GpuDevice
+from splitc.runtime.arrays.array import Array
 from splitc.runtime.errors import EngineError
-from splitc.runtime.failures import Failure, attempt
-from splitc.runtime.gpu_feeds import GpuFeed
-from splitc.runtime.manifest import Manifest
+from splitc.runtime.feeds.on_gpu import GpuFeed
+from splitc.runtime.gpu.array import GpuArray, Tape
+from splitc.runtime.gpu.device import GpuDevice
+from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.ranks.capture import capture
 from splitc.runtime.ranks.computation import Computation
 from splitc.runtime.ranks.kept_recordings import Home, KeptRecordings, Kind, home_of, kind_of
 from splitc.runtime.ranks.loop import Span
 from splitc.runtime.ranks.recording import Played, Recording
 from splitc.runtime.ranks.request import InFlightRequest
+from splitc.runtime.threads.failures import Failure, attempt
 
 # How far off a replay may be of an eager run, relative to the largest value: the same kernels run, but sums of some
 # come in any order, and libraries may choose others for a graph.

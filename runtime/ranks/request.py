@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from splitc.runtime.arrays import Array, Zeros
+from splitc.runtime.arrays.array import Array, Zeros
 from splitc.runtime.errors import FollowingError, SplitcError
-from splitc.runtime.gpu_feeds import Feed
+from splitc.runtime.feeds.on_gpu import Feed
 from splitc.runtime.ranks.loop import Span
 
 

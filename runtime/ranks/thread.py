@@ -10,17 +10,17 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from splitc.runtime.arrays import Array
+from splitc.runtime.arrays.array import Allocate, Array
 from splitc.runtime.collectives import Collectives
-from splitc.runtime.engines import Backend, Room
-from splitc.runtime.executor import Executor
-from splitc.runtime.failures import Failure, attempt, clear_frames
-from splitc.runtime.memory_use import RankMemory
+from splitc.runtime.engines import Backend
+from splitc.runtime.hardware.memory_use import RankMemory
 from splitc.runtime.ranks.computation import Computation, Ran
 from splitc.runtime.ranks.loaded import Setup, load_rank, reserve
 from splitc.runtime.ranks.loop import Span
 from splitc.runtime.ranks.replays import RankReplays, not_replayed
 from splitc.runtime.ranks.request import NEVER, InFlightRequest, Served, closed_before
+from splitc.runtime.threads.executor import Executor
+from splitc.runtime.threads.failures import Failure, attempt, clear_frames
 
 
 class Requests(Protocol):
@@ -35,8 +35,8 @@ class Worker(threading.Thread):
 
     The queue `requests` has requests, functions to call on the thread, and None to end it, which are taken in order.
     `inbox` replaces it. `broken` is called if the thread itself fails, not just a request. `replays` are the rank's
-    recordings of requests as CUDA graphs. `room` is where a GPU puts the outputs, if that matters. `capture_blocker`,
-    set after loading, says why the rank's work can't be captured, or is None.
+    recordings of requests as CUDA graphs. A GPU puts the outputs in what `allocate` gives, if that matters.
+    `capture_blocker`, set after loading, says why the rank's work can't be captured, or is None.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class Worker(threading.Thread):
         broken: Callable[[BaseException], None],
         replays: RankReplays | None = None,
         inbox: Requests | None = None,
-        room: Room | None = None,
+        allocate: Allocate | None = None,
     ) -> None:
         super().__init__(name=f"splitc rank {setup.number} ({setup.rank.device})", daemon=True)
         self.requests: SimpleQueue[InFlightRequest | Callable[[], None] | None] = SimpleQueue()
         self._inbox: Requests = inbox or self.requests
-        self._setup, self._collectives, self._room = setup, collectives, room
+        self._setup, self._collectives, self._allocate = setup, collectives, allocate
         self.backend = backend
         self._broken = broken
         self.replays = replays
@@ -66,7 +66,7 @@ class Worker(threading.Thread):
         try:
             self._loaded = load_rank(self._setup, self.backend, self._collectives)
             self.capture_blocker = self._loaded.capture_blocker
-            self.computation = Computation(self._setup, self._loaded, self.backend, self._collectives, self._room)
+            self.computation = Computation(self._setup, self._loaded, self.backend, self._collectives, self._allocate)
         except BaseException as error:  # the session waits for this
             attempt(self._leave)  # a GPU that has failed may fail again, of which the session knows enough
             clear_frames(error)  # with the engines that were loaded

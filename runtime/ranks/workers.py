@@ -11,13 +11,13 @@ from functools import partial
 from splitc.runtime.collectives.host import connect
 from splitc.runtime.engines import Backend
 from splitc.runtime.errors import EngineError
-from splitc.runtime.failures import Failure, attempt
-from splitc.runtime.futures import first_error
-from splitc.runtime.memory_use import RankMemory
+from splitc.runtime.hardware.memory_use import RankMemory
 from splitc.runtime.ranks.loaded import Setup
 from splitc.runtime.ranks.replays import RankReplays
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.ranks.thread import Worker
+from splitc.runtime.threads.failures import Failure, attempt
+from splitc.runtime.threads.futures import first_error
 
 # Seconds that ranks get to end if not all of them can start.
 PATIENCE = 10.0

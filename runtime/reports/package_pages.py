@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
-from splitc.runtime.devices import free_bytes, parse_devices
-from splitc.runtime.manifest import Manifest
-from splitc.runtime.memory_use import RankMemory
-from splitc.runtime.mode_words import mode_in_words, words_of
+from splitc.runtime.hardware.devices import free_bytes, parse_devices
+from splitc.runtime.hardware.memory_use import RankMemory
+from splitc.runtime.package.manifest import Manifest
+from splitc.runtime.package.mode_words import mode_in_words, words_of
 from splitc.runtime.reports.contents import Chapter, Page, Section, Table
 from splitc.runtime.reports.errors_chart import errors_section
 from splitc.runtime.reports.memory_chart import memory_section

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.files import check_output, written_whole
+from splitc.runtime.files.visible_text import visible
+from splitc.runtime.files.written import check_output, written_whole
 from splitc.runtime.units import block_range, format_bytes
 from splitc.runtime.version import VERSION
-from splitc.runtime.visible_text import visible
 
 if TYPE_CHECKING:
     from splitc.runtime.reports.contents import Chart, Page

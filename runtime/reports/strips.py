@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from splitc.runtime.devices import device_named
-from splitc.runtime.memory_use import RankMemory
+from splitc.runtime.hardware.devices import device_named
+from splitc.runtime.hardware.memory_use import RankMemory
 from splitc.runtime.reports.contents import Section, StripRank, StripStage, Table
 from splitc.runtime.units import first_few, format_bytes
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from splitc.runtime.manifest import Rank
+from splitc.runtime.package.manifest import Rank
+from splitc.runtime.package.steps import Receive, Reduce, Send
 from splitc.runtime.ranks.loop import Replay
 from splitc.runtime.ranks.request import Served
 from splitc.runtime.reports.contents import Section
 from splitc.runtime.reports.strips import COLOURS
 from splitc.runtime.reports.theme import SECONDS, altair, finished, unit_for
-from splitc.runtime.steps import Receive, Reduce, Send
 from splitc.runtime.tools.measured_words import is_launch
 from splitc.runtime.tools.trace import Timeline, describe
 from splitc.runtime.units import format_seconds

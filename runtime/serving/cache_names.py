@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.manifest import Manifest, State, Tensor
+from splitc.runtime.package.manifest import Manifest, State, Tensor
 
 
 @dataclass(frozen=True)

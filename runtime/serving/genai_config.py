@@ -6,11 +6,11 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from splitc.runtime.devices import device_named
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.room import find_room
 from splitc.runtime.generate.signature import LanguageSignature, find_signature
-from splitc.runtime.manifest import EngineFile, Manifest, Rank
+from splitc.runtime.hardware.devices import device_named
+from splitc.runtime.package.manifest import EngineFile, Manifest, Rank
 from splitc.runtime.serving.cache_names import find_caches
 from splitc.runtime.serving.stage_engines import find_stages
 

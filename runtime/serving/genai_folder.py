@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from splitc.runtime.counted import counted
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.files import check_regular, indented, link_file, parse_json
+from splitc.runtime.files.written import check_regular, indented, link_file, parse_json
 from splitc.runtime.generate.text import Text
-from splitc.runtime.manifest_file import read_manifest
-from splitc.runtime.pipeline_file import find_module
+from splitc.runtime.package.manifest_file import read_manifest
+from splitc.runtime.package.pipeline_file import find_module
 from splitc.runtime.serving.genai_config import genai_config
 from splitc.runtime.serving.served_folders import new_folder
+from splitc.runtime.threads.progress import counted
 
 FILE_NAME = "genai_config.json"
 # Files of a tokenizer and of a model's settings, by their ends. Weights and models have others.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.manifest import Manifest, Tensor
+from splitc.runtime.package.manifest import Manifest, Tensor
 
 # Names of number types in the open inference protocol (KServe v2).
 TYPES = {

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from splitc.runtime.arrays import Array
-from splitc.runtime.gpu_feeds import is_on_gpu
+from splitc.runtime.arrays.array import Array
+from splitc.runtime.feeds.on_gpu import is_on_gpu
 
 Feeds = Mapping[str, Array]
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 
-from splitc.runtime.arrays import Array
+from splitc.runtime.arrays.array import Array
 from splitc.runtime.errors import EngineError, FeedError, MisuseError
-from splitc.runtime.sequence import StateSequence
-from splitc.runtime.session import Session
+from splitc.runtime.requests.sequence import StateSequence
+from splitc.runtime.session.session import Session
 
 Answer = Future[dict[str, Array]]
 

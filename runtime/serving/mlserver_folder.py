@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from splitc.runtime.files import indented, written_whole
-from splitc.runtime.manifest import Manifest, Tensor
+from splitc.runtime.files.written import indented, written_whole
+from splitc.runtime.package.manifest import Manifest, Tensor
 from splitc.runtime.serving.interface import find_interface, public_form
 from splitc.runtime.serving.served_folders import find_packages, link_package, new_models
 from splitc.runtime.serving.serving_file import FILE_NAME, Serving, write_serving

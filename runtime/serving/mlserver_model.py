@@ -12,8 +12,8 @@ from mlserver.codecs import NumpyCodec
 from mlserver.errors import MLServerError
 from mlserver.utils import get_model_uri
 
-from splitc.runtime.arrays import Array
-from splitc.runtime.explained import explained
+from splitc.runtime.arrays.array import Array
+from splitc.runtime.files.explained import explained
 from splitc.runtime.serving.interface import TYPES
 from splitc.runtime.serving.kept_sequences import SequenceStep
 from splitc.runtime.serving.served_package import ServedPackage, ServedRequest, is_clients_fault

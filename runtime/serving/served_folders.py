@@ -9,13 +9,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from splitc.runtime.counted import Bytes, counting
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.files import link_file
-from splitc.runtime.manifest import Manifest
-from splitc.runtime.manifest_file import FILE_NAME, read_manifest
-from splitc.runtime.pipeline_file import find_module, read_pipeline
-from splitc.runtime.verification import check_size
+from splitc.runtime.files.written import link_file
+from splitc.runtime.package.manifest import Manifest
+from splitc.runtime.package.manifest_file import FILE_NAME, read_manifest
+from splitc.runtime.package.pipeline_file import find_module, read_pipeline
+from splitc.runtime.package.verification import check_size
+from splitc.runtime.threads.progress import Bytes, counting
 
 
 def find_packages(package: Path, module: str | None, name: str | None = None) -> dict[str, tuple[Path, Manifest]]:

@@ -8,15 +8,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from splitc.runtime.arrays import Array
+from splitc.runtime.arrays.array import Array
 from splitc.runtime.errors import FeedError, MisuseError, SplitcError
-from splitc.runtime.gpu_feeds import is_on_gpu
+from splitc.runtime.feeds.on_gpu import is_on_gpu
 from splitc.runtime.serving.interface import Interface, find_interface, find_rows
 from splitc.runtime.serving.joined_rows import group_alike, join_rows, part_rows
 from splitc.runtime.serving.kept_sequences import Answer, KeptSequences, SequenceStep
 from splitc.runtime.serving.serving_file import Serving, read_serving
 from splitc.runtime.serving.waits import Waits
-from splitc.runtime.session import Session
+from splitc.runtime.session.session import Session
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from msgspec import Struct
 from msgspec.json import Decoder
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.files import indented
-from splitc.runtime.manifest import Manifest
+from splitc.runtime.files.written import indented
+from splitc.runtime.package.manifest import Manifest
 
 FILE_NAME = "serving.json"
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.manifest import EngineFile, Manifest, Rank
-from splitc.runtime.steps import Reduce
+from splitc.runtime.package.manifest import EngineFile, Manifest, Rank
+from splitc.runtime.package.steps import Reduce
 
 
 def find_stages(manifest: Manifest, runner: str, engines: Sequence[str] = ("onnxruntime",)) -> list[EngineFile]:

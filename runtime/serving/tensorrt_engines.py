@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from splitc.runtime.engines.kinds import TENSORRT
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.manifest import Manifest
+from splitc.runtime.package.manifest import Manifest
 
 # The first TensorRT whose engines have int64: older ones take int32 where the model has that.
 WITH_INT64 = 10

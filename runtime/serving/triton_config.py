@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from splitc.runtime.manifest import Tensor
+from splitc.runtime.package.manifest import Tensor
 from splitc.runtime.serving.interface import Interface, public_form
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from splitc.runtime.counted import counted
-from splitc.runtime.devices import device_named
 from splitc.runtime.engines.kinds import ONNXRUNTIME, TENSORRT
-from splitc.runtime.files import link_file
-from splitc.runtime.manifest import EngineFile, Manifest, Rank
-from splitc.runtime.package_files import files_of
+from splitc.runtime.files.written import link_file
+from splitc.runtime.hardware.devices import device_named
+from splitc.runtime.package.files import files_of
+from splitc.runtime.package.manifest import EngineFile, Manifest, Rank
 from splitc.runtime.serving.interface import Interface, check_native, find_interface
 from splitc.runtime.serving.served_folders import find_packages, new_models
 from splitc.runtime.serving.stage_engines import find_stages
 from splitc.runtime.serving.tensorrt_engines import WITH_INT64, check_loadable
 from splitc.runtime.serving.triton_config import quoted, tensor_lines
+from splitc.runtime.threads.progress import counted
 
 OPTION = "--ensemble"
 

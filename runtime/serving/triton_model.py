@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as triton  # of the server, in whose process this is
 
-from splitc.runtime.explained import explained
-from splitc.runtime.gpus import need_cupy
+from splitc.runtime.files.explained import explained
+from splitc.runtime.hardware.gpus import need_cupy
 from splitc.runtime.serving.kept_sequences import Answer, SequenceStep
 from splitc.runtime.serving.served_package import ServedPackage, ServedRequest, is_clients_fault
 from splitc.runtime.serving.serving_file import FILE_NAME

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from splitc.runtime.counted import counted
-from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.files import link_file
-from splitc.runtime.manifest import EngineFile, Manifest
+from splitc.runtime.files.written import link_file
+from splitc.runtime.hardware.devices import parse_devices
+from splitc.runtime.package.manifest import EngineFile, Manifest
+from splitc.runtime.package.steps import Receive, Reduce, Send
 from splitc.runtime.serving.interface import Interface, check_native, find_interface
 from splitc.runtime.serving.served_folders import find_packages, new_models
 from splitc.runtime.serving.tensorrt_engines import WITH_RANKS, check_loadable
 from splitc.runtime.serving.triton_config import quoted, tensor_lines
-from splitc.runtime.steps import Receive, Reduce, Send
+from splitc.runtime.threads.progress import counted
 
 OPTION = "--plans"
 # The backend looks for the ranks' plans by the name that a model's only plan has, and Triton for that one.

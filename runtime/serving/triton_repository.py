@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from splitc.runtime.device_arrays import DeviceArrays
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.manifest import Manifest
-from splitc.runtime.rank_kinds import choose_ranks
+from splitc.runtime.package.manifest import Manifest
+from splitc.runtime.requests.device_arrays import DeviceArrays
+from splitc.runtime.requests.rank_kinds import choose_ranks
 from splitc.runtime.serving.interface import find_interface, find_rows
 from splitc.runtime.serving.served_folders import find_packages, link_package, new_models
 from splitc.runtime.serving.serving_file import Serving, write_serving
 from splitc.runtime.serving.triton_config import model_config
-from splitc.runtime.session import choose_devices
+from splitc.runtime.session.session import choose_devices
 
 # The most rows of a joined batch, unless the engines take fewer.
 MOST_ROWS = 32

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from splitc.runtime.counted import counted
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
-from splitc.runtime.feeds import check_feeds
-from splitc.runtime.futures import in_order
+from splitc.runtime.feeds.checks import check_feeds
+from splitc.runtime.package.steps import Receive, Reduce, Run
 from splitc.runtime.ranks.loop import Replay
 from splitc.runtime.ranks.request import Served
-from splitc.runtime.session import Session
-from splitc.runtime.steps import Receive, Reduce, Run
+from splitc.runtime.session.session import Session
+from splitc.runtime.threads.futures import in_order
+from splitc.runtime.threads.progress import counted
 from splitc.runtime.tools.unsplit import all_feeds, load_unsplit, need_inputs
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from splitc.runtime.devices import Device
-from splitc.runtime.gpus import need_cupy
-from splitc.runtime.machine import MeasuredSpeed, link_end
+from splitc.runtime.hardware.devices import Device
+from splitc.runtime.hardware.gpus import need_cupy
+from splitc.runtime.hardware.machine import MeasuredSpeed, link_end
 
 # Rows and columns of the matrices.
 CPU_SIDE, GPU_SIDE = 512, 8192

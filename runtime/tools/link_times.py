@@ -12,22 +12,22 @@ from typing import Any
 
 import numpy as np
 
-from splitc.runtime.channel import Channel
 from splitc.runtime.collectives import Collectives
 from splitc.runtime.collectives.channel_mail import ChannelMail
 from splitc.runtime.collectives.host import connect
 from splitc.runtime.collectives.process_collectives import ProcessCollectives
-from splitc.runtime.counted import counted
-from splitc.runtime.device_profiles import Link
-from splitc.runtime.devices import Device
 from splitc.runtime.engines import Backend
 from splitc.runtime.engines.backends import make_backend
-from splitc.runtime.engines.gpu_array import Tape
 from splitc.runtime.engines.kinds import ONNXRUNTIME, has_gpu_each
-from splitc.runtime.executor import Executor
-from splitc.runtime.machine import Machine, MeasuredLink, pair_name
+from splitc.runtime.gpu.array import Tape
+from splitc.runtime.hardware.devices import Device
+from splitc.runtime.hardware.machine import Machine, MeasuredLink, pair_name
+from splitc.runtime.hardware.profiles import Link
+from splitc.runtime.ipc.channel import Channel
+from splitc.runtime.package.steps import Reduce
 from splitc.runtime.ranks.capture import capture
-from splitc.runtime.steps import Reduce
+from splitc.runtime.threads.executor import Executor
+from splitc.runtime.threads.progress import counted
 from splitc.runtime.tools.device_speeds import measure_speeds
 
 # Bytes of the values that are sent: small ones show the latency, large ones the bandwidth.

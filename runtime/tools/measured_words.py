@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from splitc.runtime.devices import device_named
-from splitc.runtime.manifest import Rank
+from splitc.runtime.hardware.devices import device_named
+from splitc.runtime.package.manifest import Rank
+from splitc.runtime.package.steps import Run
 from splitc.runtime.ranks.loop import Replay, Span
-from splitc.runtime.steps import Run
 from splitc.runtime.tools.trace import Timeline
 
 REPLAYED = (

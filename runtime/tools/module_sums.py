@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from splitc.runtime.devices import device_named
 from splitc.runtime.engines.kinds import find_kind
-from splitc.runtime.engines.weight_places import swappable_bytes
-from splitc.runtime.manifest import Manifest, Rank
+from splitc.runtime.gpu.weight_places import swappable_bytes
+from splitc.runtime.hardware.devices import device_named
+from splitc.runtime.package.manifest import Manifest, Rank
 
 # What is said of a package, or a plan, with --swap.
 IN_TURN = "Modules work in turn (--swap): of weights that they swap, a device has room for the largest module's."

@@ -22,22 +22,22 @@ import msgspec
 import numpy.typing as npt
 import psutil
 
-from splitc.runtime.child_python import python_command
 from splitc.runtime.collectives.engine_meeting import EngineMeeting, MeetingEnd, shared_bytes
 from splitc.runtime.collectives.host import connect
-from splitc.runtime.counted import counted
 from splitc.runtime.engines import Backend, Communicator, LoadedEngine
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.errors import SplitcError
-from splitc.runtime.executor import Executor
-from splitc.runtime.failures import Failure
-from splitc.runtime.manifest import Rank
-from splitc.runtime.manifest_file import read_manifest
-from splitc.runtime.memory_use import RankMemory
-from splitc.runtime.parts import cut_part
+from splitc.runtime.hardware.memory_use import RankMemory
+from splitc.runtime.ipc.child_python import python_command
+from splitc.runtime.ipc.shared_memory import create_memory, map_memory
+from splitc.runtime.package.manifest import Rank
+from splitc.runtime.package.manifest_file import read_manifest
+from splitc.runtime.package.parts import cut_part
+from splitc.runtime.package.steps import Receive, Reduce, Send
 from splitc.runtime.ranks.loop import Program, execute
-from splitc.runtime.shared_memory import create_memory, map_memory
-from splitc.runtime.steps import Receive, Reduce, Send
+from splitc.runtime.threads.executor import Executor
+from splitc.runtime.threads.failures import Failure
+from splitc.runtime.threads.progress import counted
 
 
 def measure_memory(package: Path, threads: int, feeds: Mapping[str, npt.NDArray[Any]]) -> list[RankMemory]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import permutations
 
-from splitc.runtime.devices import DeviceStatus, parse_devices
-from splitc.runtime.manifest import Manifest, is_fed
-from splitc.runtime.steps import Reduce, Send
+from splitc.runtime.hardware.devices import DeviceStatus, parse_devices
+from splitc.runtime.package.manifest import Manifest, is_fed
+from splitc.runtime.package.steps import Reduce, Send
 
 # Descriptions of the values of `DeviceStatus.peers`.
 WAYS = {"peer": "directly", "host": "through the host's pinned memory"}

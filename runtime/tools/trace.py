@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from splitc.runtime.files import written_whole
-from splitc.runtime.manifest import Rank
+from splitc.runtime.files.written import written_whole
+from splitc.runtime.package.manifest import Rank
+from splitc.runtime.package.steps import Receive, Reduce, Run
 from splitc.runtime.ranks.loop import Replay, Span
 from splitc.runtime.ranks.request import Served
-from splitc.runtime.steps import Receive, Reduce, Run
 
 # For each request, when each rank ran its steps.
 Timeline = Sequence[Mapping[int, Served]]

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from splitc.runtime.arrays import number_type
-from splitc.runtime.devices import Device, free_bytes, parse_devices
+from splitc.runtime.arrays.array import number_type
+from splitc.runtime.arrays.settings import setting_array
 from splitc.runtime.engines import Backend, LoadedEngine
 from splitc.runtime.engines.backends import make_backend
 from splitc.runtime.engines.kinds import ONNXRUNTIME
@@ -21,9 +21,9 @@ from splitc.runtime.engines.onnx_session import has_data_outside
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 from splitc.runtime.engines.unoptimized import load_unoptimized
 from splitc.runtime.errors import MisuseError, PackageError
-from splitc.runtime.executor import Executor
-from splitc.runtime.manifest import FixedInput, Manifest, Tensor
-from splitc.runtime.settings import setting_array
+from splitc.runtime.hardware.devices import Device, free_bytes, parse_devices
+from splitc.runtime.package.manifest import FixedInput, Manifest, Tensor
+from splitc.runtime.threads.executor import Executor
 from splitc.runtime.units import format_bytes
 
 Arrays = Mapping[str, npt.NDArray[Any]]

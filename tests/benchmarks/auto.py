@@ -31,10 +31,10 @@ from splitc.compiler.planning.plan_request import OBJECTIVES
 from splitc.compiler.planning.resources import Resources, find_budgets
 from splitc.runtime import Session
 from splitc.runtime.cli.terminal import out, table
-from splitc.runtime.devices import parse_devices
-from splitc.runtime.fills import make_inputs
-from splitc.runtime.machine import known_machine
-from splitc.runtime.sequence import StateSequence
+from splitc.runtime.feeds.fills import make_inputs
+from splitc.runtime.hardware.devices import parse_devices
+from splitc.runtime.hardware.machine import known_machine
+from splitc.runtime.requests.sequence import StateSequence
 from splitc.runtime.units import format_seconds
 
 Feeds = dict[str, npt.NDArray[Any]]

@@ -3,7 +3,8 @@
     .venv/diffusers/bin/python -m tests.benchmarks.denoiser [--kind sd] [--devices 2] [--modes tensor] [--steps 20]
 
 The environment is that of `make test-diffusers`. The pipelines draw latents in turns with each other, with weights made
-up. Each is as diffusers' users have it: `splitc.runtime.diffusers.load` for packages, optimum's for the unsplit models.
+up. Each is as diffusers' users have it: `splitc.runtime.integrations.diffusers.load` for packages, optimum's for the
+unsplit models.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from optimum.onnxruntime import ORTDiffusionPipeline
 from models.diffusion import KINDS, Size, make
 from splitc.compiler import Request, compile_pipeline, plan_pipeline
 from splitc.runtime.cli.terminal import out, table
-from splitc.runtime.devices import cores
-from splitc.runtime.diffusers import load
+from splitc.runtime.hardware.devices import cores
+from splitc.runtime.integrations.diffusers import load
 from splitc.runtime.units import format_seconds
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.runtime.files import link_file
+from splitc.runtime.files.written import link_file
 from splitc.runtime.serving.genai_folder import FILE_NAME, export_genai
 from tests.helpers.genai_loop import generate, open_model
 

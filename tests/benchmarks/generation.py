@@ -24,7 +24,7 @@ from splitc.runtime import Session
 from splitc.runtime.engines.onnxruntime_cpu import open_session
 from splitc.runtime.generate.feeder import Feeder
 from splitc.runtime.generate.signature import find_signature
-from splitc.runtime.manifest import Manifest
+from splitc.runtime.package.manifest import Manifest
 
 # Tokens at either end whose median is taken.
 ENDS = 20

@@ -28,7 +28,7 @@ import psutil
 from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.runtime.manifest_file import read_manifest
+from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.serving.interface import find_interface
 from splitc.runtime.serving.mlserver_folder import export_mlserver
 from splitc.runtime.serving.serving_file import Serving

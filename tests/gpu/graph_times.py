@@ -17,9 +17,9 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from splitc.runtime import Session
-from splitc.runtime.devices import Device
-from splitc.runtime.fills import make_inputs
-from splitc.runtime.manifest import Manifest
+from splitc.runtime.feeds.fills import make_inputs
+from splitc.runtime.hardware.devices import Device
+from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.tools.compare import compare
 from splitc.runtime.tools.unsplit import all_feeds
 

@@ -33,8 +33,8 @@ from typing import Any
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
 from splitc.runtime.cli.terminal import out, table
-from splitc.runtime.devices import Device, parse_devices
-from splitc.runtime.manifest_file import read_manifest
+from splitc.runtime.hardware.devices import Device, parse_devices
+from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.units import format_bytes, format_seconds
 from tests.gpu.graph_times import (
     AGAIN,

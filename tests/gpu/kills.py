@@ -32,8 +32,8 @@ from models.llama_fused import build
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
-from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import SplitcError
+from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.processes.remote import FIRST_PATIENCE
 
 # Seconds within which an error has to come, also while a session loads, and after which nobody waits for it any more.

@@ -28,8 +28,8 @@ from splitc.compiler.pipelines.pipeline_writer import compile_pipeline
 from splitc.compiler.pipelines.placement import plan_pipeline
 from splitc.runtime import Pipeline, Session
 from splitc.runtime.cli.terminal import out, table
-from splitc.runtime.devices import parse_devices
-from splitc.runtime.gpus import list_gpus
+from splitc.runtime.hardware.devices import parse_devices
+from splitc.runtime.hardware.gpus import list_gpus
 from splitc.runtime.units import format_bytes, format_seconds
 
 # What each module's hidden size is more than the option says.

@@ -31,7 +31,7 @@ import numpy as np
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.model_errors import CannotSplitError, ModelError
 from splitc.runtime import Session
-from splitc.runtime.devices import parse_devices
+from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.ranks.loop import Replay
 from splitc.runtime.ranks.request import Served
 from splitc.runtime.tools.compare import compare

@@ -19,17 +19,17 @@ from typing import Any
 
 import numpy as np
 
-from splitc.runtime.channel import Channel
 from splitc.runtime.cli.terminal import out, table
 from splitc.runtime.collectives import kernel_sums
 from splitc.runtime.collectives.channel_mail import ChannelMail
 from splitc.runtime.collectives.engine_meeting import EngineMeeting, shared_bytes
 from splitc.runtime.collectives.nccl import NcclCommunicator
 from splitc.runtime.collectives.process_collectives import ProcessCollectives
-from splitc.runtime.devices import Device
-from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.engines.onnxruntime_gpu import OnnxRuntimeGpuBackend
-from splitc.runtime.shared_memory import create_memory, map_memory
+from splitc.runtime.gpu.device import GpuDevice
+from splitc.runtime.hardware.devices import Device
+from splitc.runtime.ipc.channel import Channel
+from splitc.runtime.ipc.shared_memory import create_memory, map_memory
 from splitc.runtime.units import format_bytes, format_seconds
 
 # Sums in a graph, and launches of it.

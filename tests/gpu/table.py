@@ -40,8 +40,8 @@ from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.packaging.building import BuildSettings
 from splitc.runtime import Session
 from splitc.runtime.cli.terminal import out, table
-from splitc.runtime.devices import parse_devices
-from splitc.runtime.manifest import BuildOptions
+from splitc.runtime.hardware.devices import parse_devices
+from splitc.runtime.package.manifest import BuildOptions
 from splitc.runtime.ranks.loop import Replay
 from splitc.runtime.tools.compare import compare
 from splitc.runtime.tools.unsplit import CPU, open_unsplit

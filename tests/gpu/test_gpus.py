@@ -20,11 +20,11 @@ from models.llama_fused import build as build_fused
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
-from splitc.runtime.devices import Device
-from splitc.runtime.engines.gpu_array import Tape
-from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.errors import EngineError
-from splitc.runtime.gpus import list_gpus
+from splitc.runtime.gpu.array import Tape
+from splitc.runtime.gpu.device import GpuDevice
+from splitc.runtime.hardware.devices import Device
+from splitc.runtime.hardware.gpus import list_gpus
 from splitc.runtime.ranks.capture import capture
 from splitc.runtime.tools.compare import compare
 from splitc.runtime.tools.unsplit import CPU, open_unsplit

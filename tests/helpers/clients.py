@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from splitc.runtime.arrays import Array
+from splitc.runtime.arrays.array import Array
 from tests.helpers.servers import Server
 
 

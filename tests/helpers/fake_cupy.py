@@ -288,7 +288,7 @@ def copy_between(target: int, to: int, source: int, at: int, size: int, stream: 
 
 
 def copy(target: int, source: int, size: int) -> None:
-    """`splitc.runtime.engines.kernels.copy` without a GPU."""
+    """`splitc.runtime.gpu.kernels.copy` without a GPU."""
     copy_async(target, source, size, 0, current.stream.ptr)
 
 

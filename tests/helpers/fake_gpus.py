@@ -17,15 +17,15 @@ import onnxruntime as ort
 import pytest
 
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.runtime.devices import Device
 from splitc.runtime.engines import Communicator
-from splitc.runtime.engines.gpu_array import GpuArray
-from splitc.runtime.engines.gpu_device import GpuDevice
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
-from splitc.runtime.engines.swapped_weights import SwappedWeights
-from splitc.runtime.engines.weight_places import SwapRoom, size_of
 from splitc.runtime.errors import EngineError
-from splitc.runtime.manifest import Weight
+from splitc.runtime.gpu.array import GpuArray
+from splitc.runtime.gpu.device import GpuDevice
+from splitc.runtime.gpu.swapped_weights import SwappedWeights
+from splitc.runtime.gpu.weight_places import SwapRoom, size_of
+from splitc.runtime.hardware.devices import Device
+from splitc.runtime.package.manifest import Weight
 from tests.helpers import fake_cupy, fake_gpu_arrays
 
 # The variable that says which engine fails: processes of ranks have it too.
@@ -148,10 +148,10 @@ def install_cupy(patch: pytest.MonkeyPatch) -> None:
     """Put the fake CuPy where the real one is looked for."""
     cupy = fake_cupy.make()
     vars(cupy).update(fake_gpu_arrays.FUNCTIONS)
-    patch.setattr("splitc.runtime.gpus.find_cupy", lambda: cupy)
-    patch.setattr("splitc.runtime.engines.gpu_device.need_cupy", lambda: cupy)
+    patch.setattr("splitc.runtime.hardware.gpus.find_cupy", lambda: cupy)
+    patch.setattr("splitc.runtime.gpu.device.need_cupy", lambda: cupy)
     patch.setattr("splitc.runtime.tools.device_speeds.need_cupy", lambda: cupy)
-    patch.setattr("splitc.runtime.engines.gpu_device.copy", fake_cupy.copy)
+    patch.setattr("splitc.runtime.gpu.device.copy", fake_cupy.copy)
     patch.setattr("splitc.runtime.ranks.capture.own_what_is_copied", fake_cupy.own_what_is_copied)
 
 
@@ -159,7 +159,7 @@ def install_cupy(patch: pytest.MonkeyPatch) -> None:
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fake GPUs: for a rank that is a thread, and for those that are processes."""
     install_cupy(monkeypatch)
-    monkeypatch.setattr("splitc.runtime.session.make_backend", make_backend)
+    monkeypatch.setattr("splitc.runtime.session.session.make_backend", make_backend)
     monkeypatch.setattr("splitc.runtime.processes.device_processes.MAIN", "tests.helpers.fake_rank")
     yield
 

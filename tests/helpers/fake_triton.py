@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from splitc.runtime.arrays import Array
+from splitc.runtime.arrays.array import Array
 
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2

@@ -7,7 +7,7 @@ from typing import Any
 
 from splitc.runtime.collectives.engine_meeting import EngineMeeting, MeetingEnd, shared_bytes
 from splitc.runtime.collectives.message_post import MessagePost
-from splitc.runtime.shared_memory import create_memory, map_memory
+from splitc.runtime.ipc.shared_memory import create_memory, map_memory
 
 # Ranks read each other's arrays, copy them to memory that processes share, or send each other messages.
 KINDS = ("arrays", "memory", "messages")

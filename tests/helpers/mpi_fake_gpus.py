@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from splitc.runtime import Session
-from splitc.runtime.gpus import GpuIdentity
+from splitc.runtime.hardware.gpus import GpuIdentity
 from tests.conftest import decoder_feeds
 from tests.helpers import fake_nccl
 from tests.helpers.fake_gpus import install_cupy, make_backend

@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.runtime.manifest_file import read_seal
-from splitc.runtime.pipeline_file import Module, PipelineFile, write_pipeline
+from splitc.runtime.package.manifest_file import read_seal
+from splitc.runtime.package.pipeline_file import Module, PipelineFile, write_pipeline
 
 MODES = {
     "layer": ("3xcpu", Request()),

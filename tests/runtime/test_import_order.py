@@ -9,24 +9,28 @@ from pathlib import Path
 
 RUNTIME = Path(__file__).resolve().parents[2] / "runtime"
 PACKAGE = "splitc.runtime"
-# From what nothing else is needed for to what needs all else. What is in no room and not named here is below them all.
+# What all rooms stand on comes first, what puts them together last.
 ORDER = (
+    "errors",
+    "version",
+    "units",
+    "threads",
+    "files",
+    "arrays",
+    "hardware",
+    "package",
+    "ipc",
+    "feeds",
+    "gpu",
     "engines",
     "collectives",
     "ranks",
     "processes",
     "mpi",
-    "rank_kinds",
-    "device_arrays",
-    "outputs",
-    "admission",
-    "sequence",
-    "shared_ranks",
+    "requests",
     "generate",
     "session",
-    "modules",
-    "diffusers_parts",
-    "diffusers",
+    "integrations",
     "tools",
     "reports",
     "serving",
@@ -69,7 +73,12 @@ def graph() -> dict[str, set[str]]:
 def level(module: str) -> int:
     """The place in the order of the room that a module is in, or of the module itself."""
     room = module.removeprefix(PACKAGE).lstrip(".").split(".")[0]
-    return len(ORDER) if not room else ORDER.index(room) + 1 if room in ORDER else 0
+    return ORDER.index(room) if room else len(ORDER)
+
+
+def test_every_room_has_a_place() -> None:
+    found = {path.stem if path.is_file() else path.name for path in RUNTIME.iterdir()}
+    assert found - {"__init__", "__pycache__", "py"} == set(ORDER)
 
 
 def test_there_is_no_circle() -> None:

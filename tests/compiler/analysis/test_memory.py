@@ -18,8 +18,8 @@ from splitc.compiler.analysis.memory import stage_memory
 from splitc.compiler.analysis.range_memory import RangeMemory
 from splitc.compiler.analysis.stages import divide_blocks
 from splitc.compiler.frontend.asked_shapes import AskedShapes
-from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import DoesNotFitError
+from splitc.runtime.hardware.devices import parse_devices
 
 
 def test_sizes_are_those_counted_by_hand(write_model: Callable[[str], Path]) -> None:

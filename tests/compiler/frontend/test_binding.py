@@ -16,9 +16,9 @@ from splitc.compiler.model_errors import ModelError
 from splitc.compiler.modes.replanning import plan_from_file
 from splitc.compiler.planning.plan_file import to_file, write_plan
 from splitc.runtime import Session
+from splitc.runtime.arrays.settings import parse_settings
 from splitc.runtime.errors import FeedError, MisuseError, OutputsDifferError
-from splitc.runtime.manifest_file import read_manifest
-from splitc.runtime.settings import parse_settings
+from splitc.runtime.package.manifest_file import read_manifest
 from tests.conftest import Arrays, assert_close, run_whole
 from tests.helpers.app import app
 from tests.helpers.graphs import read_graph

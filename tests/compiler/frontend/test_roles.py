@@ -16,7 +16,7 @@ from splitc.compiler.frontend.made_up import choose_fill
 from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.frontend.shapes import infer_shapes
 from splitc.runtime import Session
-from splitc.runtime.manifest import Fill, Role
+from splitc.runtime.package.manifest import Fill, Role
 from tests.helpers.blocks import FLOAT, INT, Block
 from tests.helpers.graphs import read_graph
 

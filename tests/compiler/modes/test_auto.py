@@ -17,9 +17,9 @@ from splitc.compiler.modes.replanning import plan_from_file
 from splitc.compiler.planning.plan import Alternative, Plan
 from splitc.compiler.planning.plan_file import write_plan
 from splitc.runtime import Session
-from splitc.runtime.device_profiles import HOPPER, Link
 from splitc.runtime.errors import DoesNotFitError, MisuseError
-from splitc.runtime.machine import Machine
+from splitc.runtime.hardware.machine import Machine
+from splitc.runtime.hardware.profiles import HOPPER, Link
 from tests.conftest import assert_close, decoder_feeds, run_whole
 from tests.helpers.command import splitc
 
@@ -32,7 +32,7 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same machine for every run of the tests."""
     monkeypatch.setattr("splitc.compiler.planning.clock.cache_bytes", lambda: 0)
     monkeypatch.setattr("splitc.compiler.planning.clock.cores", lambda: 2)
-    monkeypatch.setattr("splitc.runtime.devices.cores", lambda: 2)
+    monkeypatch.setattr("splitc.runtime.hardware.devices.cores", lambda: 2)
     set_machine(monkeypatch, FREE)
 
 

@@ -18,7 +18,7 @@ from splitc.compiler.analysis.stages import divide_blocks
 from splitc.compiler.frontend.asked_shapes import AskedShapes
 from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.model_errors import ModelError
-from splitc.runtime.devices import parse_devices
+from splitc.runtime.hardware.devices import parse_devices
 from tests.conftest import LAYER, Arrays, assert_close, decoder_feeds, run_split, run_whole
 
 

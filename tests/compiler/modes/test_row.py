@@ -19,8 +19,8 @@ from splitc.compiler.planning.plan_file import to_file, write_plan
 from splitc.compiler.sharding.slices import SlicedProducts
 from splitc.runtime import Session
 from splitc.runtime.errors import DoesNotFitError, MisuseError, OutputsDifferError
-from splitc.runtime.fills import make_inputs
-from splitc.runtime.manifest_file import read_manifest
+from splitc.runtime.feeds.fills import make_inputs
+from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.tools.rank_memory import measure_memory
 from tests.conftest import DECODER, assert_close, decoder_feeds, run_whole
 from tests.helpers.app import app

@@ -16,7 +16,7 @@ from splitc.compiler.plan_tables import print_plan
 from splitc.compiler.planning.plan_file import write_plan
 from splitc.runtime import MisuseError, Session
 from splitc.runtime.cli.tables import print_manifest
-from splitc.runtime.manifest_file import read_manifest
+from splitc.runtime.package.manifest_file import read_manifest
 from tests.conftest import assert_close, decoder_feeds, run_whole
 
 

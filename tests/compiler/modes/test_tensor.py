@@ -21,8 +21,8 @@ from splitc.compiler.operators.operation import Operation
 from splitc.compiler.planning.plan_file import to_file, write_plan
 from splitc.runtime import Session
 from splitc.runtime.errors import DoesNotFitError, MisuseError, OutputsDifferError
-from splitc.runtime.manifest_file import read_manifest
-from splitc.runtime.steps import Reduce
+from splitc.runtime.package.manifest_file import read_manifest
+from splitc.runtime.package.steps import Reduce
 from tests.conftest import DECODER, assert_close, decoder_feeds, run_whole
 from tests.helpers.app import app
 from tests.helpers.blocks import COMPLETE, RUNTIME, Block, sharded

@@ -24,9 +24,9 @@ from splitc.compiler.lowering.rank_graph import rank_graph
 from splitc.compiler.lowering.segments import cut_segments
 from splitc.compiler.nodes import operator_name
 from splitc.compiler.planning.clock import Clock
-from splitc.runtime.device_profiles import find_profile
-from splitc.runtime.devices import Device
-from splitc.runtime.machine import Machine
+from splitc.runtime.hardware.devices import Device
+from splitc.runtime.hardware.machine import Machine
+from splitc.runtime.hardware.profiles import find_profile
 from tests.compiler.operators import test_indexing, test_linear, test_qlinear, test_quantized
 from tests.conftest import whole_session
 from tests.helpers.blocks import FLOAT, INT, Block, sharded

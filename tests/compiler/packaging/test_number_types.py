@@ -13,10 +13,10 @@ from onnx import TensorProto, helper, numpy_helper
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.model_errors import ModelError
 from splitc.runtime import FeedError, Session
-from splitc.runtime.array_files import load_arrays, save_arrays
-from splitc.runtime.arrays import number_type
-from splitc.runtime.fills import make_inputs
-from splitc.runtime.onnx_types import CODES, KNOWN, read_type
+from splitc.runtime.arrays.array import number_type
+from splitc.runtime.arrays.files import load_arrays, save_arrays
+from splitc.runtime.arrays.onnx_types import CODES, KNOWN, read_type
+from splitc.runtime.feeds.fills import make_inputs
 from splitc.runtime.tools.compare import compare
 from splitc.runtime.tools.rank_memory import measure_memory
 from splitc.runtime.tools.unsplit import CPU, open_unsplit

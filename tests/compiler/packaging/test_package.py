@@ -13,8 +13,8 @@ import pytest
 from splitc.compiler import Plan, Request, compile_model, plan_model
 from splitc.compiler.packaging.package_writer import HashedFile
 from splitc.runtime import MisuseError, Session, SplitcError
-from splitc.runtime.devices import parse_devices
-from splitc.runtime.manifest_file import read_manifest
+from splitc.runtime.hardware.devices import parse_devices
+from splitc.runtime.package.manifest_file import read_manifest
 from tests.conftest import LAYER, assert_close, decoder_feeds, run_whole
 
 

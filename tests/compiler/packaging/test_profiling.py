@@ -11,7 +11,7 @@ from splitc.compiler import Request, api, plan_model
 from splitc.compiler.analysis.facts import analyze
 from splitc.compiler.frontend.asked_shapes import AskedShapes
 from splitc.compiler.packaging import profiling as profile
-from splitc.runtime.devices import parse_devices
+from splitc.runtime.hardware.devices import parse_devices
 
 
 @pytest.fixture(autouse=True)

@@ -23,14 +23,14 @@ from splitc.compiler.packaging.build_processes import Processes, divide_jobs
 from splitc.compiler.packaging.builder import BuildError, Job
 from splitc.compiler.packaging.building import BuildSettings, build_package
 from splitc.compiler.packaging.refusals import describe_refusals
-from splitc.runtime.devices import parse_devices
 from splitc.runtime.engines.built_here import check_built_here
 from splitc.runtime.engines.kinds import choose_engine
 from splitc.runtime.errors import MisuseError, PackageError
-from splitc.runtime.manifest import BuildOptions, Manifest
-from splitc.runtime.manifest_file import read_manifest
-from splitc.runtime.steps import Reduce
-from splitc.runtime.verification import verify_files
+from splitc.runtime.hardware.devices import parse_devices
+from splitc.runtime.package.manifest import BuildOptions, Manifest
+from splitc.runtime.package.manifest_file import read_manifest
+from splitc.runtime.package.steps import Reduce
+from splitc.runtime.package.verification import verify_files
 from tests.conftest import DECODER, decoder_feeds
 from tests.helpers.command import splitc
 

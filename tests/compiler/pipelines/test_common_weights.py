@@ -10,9 +10,9 @@ from models.llama import build
 from models.writer import save
 from splitc.compiler import Request, compile_pipeline, plan_pipeline
 from splitc.compiler.pipelines import common_weights
-from splitc.runtime.arrays import bytes_of
-from splitc.runtime.manifest import Rank, Weight
-from splitc.runtime.manifest_file import read_manifest
+from splitc.runtime.arrays.array import bytes_of
+from splitc.runtime.package.manifest import Rank, Weight
+from splitc.runtime.package.manifest_file import read_manifest
 from tests.conftest import DECODER
 from tests.helpers.command import splitc
 from tests.helpers.folders import LAYERS, diffusers_folder, write_decoders

@@ -13,7 +13,7 @@ import pytest
 from models.writer import save
 from splitc.compiler import Request, compile_pipeline, plan_pipeline
 from splitc.runtime import Pipeline, Session
-from splitc.runtime.pipeline_file import read_pipeline
+from splitc.runtime.package.pipeline_file import read_pipeline
 from tests.conftest import assert_close, run_whole
 from tests.helpers.command import splitc
 from tests.helpers.folders import diffusers_feeds, diffusers_folder, image_decoder, text_encoder, write_decoders

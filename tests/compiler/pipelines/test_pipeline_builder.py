@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from models.writer import save
-from splitc.runtime.manifest_file import read_manifest
-from splitc.runtime.pipeline_file import find_module
+from splitc.runtime.package.manifest_file import read_manifest
+from splitc.runtime.package.pipeline_file import find_module
 from tests.helpers.command import splitc
 from tests.helpers.folders import text_encoder, write_json
 

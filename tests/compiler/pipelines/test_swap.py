@@ -11,7 +11,7 @@ from splitc.compiler import Request, plan_pipeline
 from splitc.compiler.pipelines.common_weights import NONE
 from splitc.runtime import Pipeline
 from splitc.runtime.errors import DoesNotFitError
-from splitc.runtime.manifest_file import read_manifest
+from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.tools.module_sums import IN_TURN, sum_modules
 from tests.conftest import assert_close, run_whole
 from tests.helpers.command import splitc

@@ -11,8 +11,8 @@ from models.writer import save
 from splitc.compiler import Request, plan_model
 from splitc.compiler.planning import clock
 from splitc.compiler.planning.clock import Clock
-from splitc.runtime.device_profiles import HOST
-from splitc.runtime.machine import Machine
+from splitc.runtime.hardware.machine import Machine
+from splitc.runtime.hardware.profiles import HOST
 
 
 def test_more_threads_take_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,10 @@ from splitc.compiler.modes.replanning import plan_from_file
 from splitc.compiler.planning.host_groups import describe_hosts, group_devices
 from splitc.compiler.planning.plan import Alternative, Plan
 from splitc.compiler.planning.plan_file import to_file, write_plan
-from splitc.runtime.device_profiles import Link
-from splitc.runtime.devices import parse_devices, parse_hosts
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.machine import Machine
+from splitc.runtime.hardware.devices import parse_devices, parse_hosts
+from splitc.runtime.hardware.machine import Machine
+from splitc.runtime.hardware.profiles import Link
 from tests.conftest import DECODER
 from tests.helpers.command import splitc
 
@@ -109,7 +109,7 @@ def test_crossing_to_another_host_takes_its_link(decoder: Path) -> None:
 def test_cores_are_those_of_each_host(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks of one host take turns on its one core; those of two hosts do not."""
     monkeypatch.setattr("splitc.compiler.planning.clock.cores", lambda: 1)
-    monkeypatch.setattr("splitc.runtime.devices.cores", lambda: 1)
+    monkeypatch.setattr("splitc.runtime.hardware.devices.cores", lambda: 1)
     layer = Request(split_mode="layer", spread=True, memory=["1GiB"])
     crowded, apart = (
         predict(plan_model(decoder, parse_hosts(text), layer), FREE, 1) for text in ("1x2xcpu", "2x1xcpu")

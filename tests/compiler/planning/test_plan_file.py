@@ -17,7 +17,7 @@ from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.modes.replanning import plan_from_file
 from splitc.compiler.planning.plan_file import write_plan
 from splitc.runtime import DoesNotFitError, MisuseError, Session, SplitcError
-from splitc.runtime.devices import parse_devices
+from splitc.runtime.hardware.devices import parse_devices
 from tests.conftest import LAYER, assert_close, decoder_feeds, run_whole
 from tests.helpers.fuzz import damage_json, seeds
 

@@ -6,8 +6,8 @@ import pytest
 
 from splitc.compiler.planning import resources
 from splitc.compiler.planning.resources import check_shares, find_budgets
-from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.hardware.devices import parse_devices
 
 GIB = 1 << 30
 

@@ -12,8 +12,8 @@ import pytest
 
 from models.writer import save
 from splitc.compiler import Plan, Request, plan_model
-from splitc.runtime.manifest_file import read_manifest
-from splitc.runtime.steps import Receive, Run, Send
+from splitc.runtime.package.manifest_file import read_manifest
+from splitc.runtime.package.steps import Receive, Run, Send
 from tests.helpers.blocks import FLOAT, Block, check_rows, sliced
 
 # Sides of the matrices. Columns come in fours where they are quantized in blocks.

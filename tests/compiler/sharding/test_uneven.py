@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from splitc.runtime.manifest_file import read_manifest
+from splitc.runtime.package.manifest_file import read_manifest
 from tests.helpers.blocks import FLOAT, Block, check_split
 
 # Axes of 3 units and of 24, which one matrix multiplies together, and columns of the result.

@@ -19,7 +19,7 @@ from splitc.compiler.operators.operator import AxesRule
 from splitc.compiler.trials import known, trial
 from splitc.compiler.trials.forms import Form
 from splitc.compiler.trials.running import try_forms
-from splitc.runtime.cache import cache_file
+from splitc.runtime.files.cache import cache_file
 from tests.helpers.blocks import FLOAT, Block, check_rows, check_split
 from tests.helpers.operators import HIDDEN, INNER, softmax
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from splitc.compiler.cli import LIBRARIES
 from splitc.runtime.cli import completion
 from splitc.runtime.cli.app import app
-from splitc.runtime.pipeline_file import Module, PipelineFile, write_pipeline
+from splitc.runtime.package.pipeline_file import Module, PipelineFile, write_pipeline
 from tests.helpers.command import SCRIPT, splitc_process
 
 Complete = Callable[..., list[str]]

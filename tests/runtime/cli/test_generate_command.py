@@ -15,7 +15,7 @@ from models.writer import save
 from splitc.compiler import compile_model, plan_model
 from splitc.runtime.cli.commands import app
 from splitc.runtime.errors import EngineError, MisuseError
-from splitc.runtime.explained import Interrupted
+from splitc.runtime.files.explained import Interrupted
 from splitc.runtime.generate.conversation import Conversation
 from tests.conftest import LAYER
 

@@ -14,7 +14,7 @@ import splitc.compiler
 import splitc.runtime
 from splitc.runtime.cli.pages import COMMAND_PAGES, DOCS, OPTION_PAGES, page_for, read_page
 from splitc.runtime.errors import DoesNotFitError, MisuseError, PackageError, SplitcError
-from splitc.runtime.explained import Interrupted
+from splitc.runtime.files.explained import Interrupted
 from tests.helpers.command import splitc as run
 from tests.test_docs import PAGES, ROOT, anchors, known_options
 

@@ -12,9 +12,9 @@ import pytest
 from splitc.runtime.collectives.host import HostCollectives, connect
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.errors import HandOverError
-from splitc.runtime.failures import Failure
+from splitc.runtime.package.steps import Reduce, Run
 from splitc.runtime.ranks.loop import Program, execute
-from splitc.runtime.steps import Reduce, Run
+from splitc.runtime.threads.failures import Failure
 from tests.helpers.engines import FunctionEngine, fail
 
 RANKS = 4

@@ -12,7 +12,7 @@ import pytest
 
 from splitc.runtime import Session
 from splitc.runtime.errors import SplitcError
-from splitc.runtime.manifest_file import seal
+from splitc.runtime.package.manifest_file import seal
 from splitc.runtime.serving.served_package import ServedPackage
 from splitc.runtime.serving.serving_file import Serving, write_serving
 from tests.helpers.command import splitc

@@ -12,9 +12,9 @@ import onnxruntime as ort
 import pytest
 
 from models.writer import save
-from splitc.runtime.engines.gpu_array import GpuArray
 from splitc.runtime.engines.kept_binding import KeptBinding
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS, host_array
+from splitc.runtime.gpu.array import GpuArray
 
 OPTIONS = ort.RunOptions()
 

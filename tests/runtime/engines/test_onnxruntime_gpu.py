@@ -13,14 +13,14 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from splitc.runtime.devices import Device
 from splitc.runtime.engines import onnxruntime_gpu
 from splitc.runtime.engines.engine_kind import BackendOptions
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.engines.onnxruntime_gpu import OnnxRuntimeGpuBackend
-from splitc.runtime.engines.weight_places import SwapRoom
 from splitc.runtime.errors import PackageError
-from splitc.runtime.manifest import BuildOptions, Weight
+from splitc.runtime.gpu.weight_places import SwapRoom
+from splitc.runtime.hardware.devices import Device
+from splitc.runtime.package.manifest import BuildOptions, Weight
 
 
 @pytest.fixture

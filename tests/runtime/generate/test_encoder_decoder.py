@@ -22,8 +22,8 @@ from splitc.runtime.generate.encoder_decoder import EncoderDecoder, describe_enc
 from splitc.runtime.generate.log_mel import LogMel
 from splitc.runtime.generate.sound import read_sound
 from splitc.runtime.generate.wiring import find_links, find_wiring
-from splitc.runtime.manifest import Tensor
-from splitc.runtime.manifest_file import read_manifest
+from splitc.runtime.package.manifest import Tensor
+from splitc.runtime.package.manifest_file import read_manifest
 from tests.conftest import DECODER
 from tests.helpers import encoder_decoders as made
 from tests.helpers.command import splitc

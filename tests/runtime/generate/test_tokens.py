@@ -25,8 +25,8 @@ from splitc.runtime.generate.conversation import round_room
 from splitc.runtime.generate.room import find_room
 from splitc.runtime.generate.signature import LanguageSignature
 from splitc.runtime.generate.tokens import Timings, generate
-from splitc.runtime.manifest import Role, State, Tensor
-from splitc.runtime.sequence import StateSequence
+from splitc.runtime.package.manifest import Role, State, Tensor
+from splitc.runtime.requests.sequence import StateSequence
 from tests.conftest import DECODER, LAYER, until
 from tests.helpers.folders import text_encoder
 from tests.helpers.greedy import plain_loop

@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 
 from splitc.runtime import Session
-from splitc.runtime.device_profiles import parse_link
-from splitc.runtime.devices import parse_devices
-from splitc.runtime.gpus import GpuIdentity
-from splitc.runtime.machine import known_machine
+from splitc.runtime.hardware.devices import parse_devices
+from splitc.runtime.hardware.gpus import GpuIdentity
+from splitc.runtime.hardware.machine import known_machine
+from splitc.runtime.hardware.profiles import parse_link
 from splitc.runtime.mpi import life
 from splitc.runtime.mpi.host_checks import Found, find_contradiction, why_not_placed
 from tests.conftest import decoder_feeds, until
@@ -258,7 +258,7 @@ def test_job_that_is_cancelled_ends_at_once_and_leaves_nothing(decoder: Path, mp
 
 
 # As `splitc`, which lets SIGTERM end a program like Ctrl-C.
-TERMINABLE = "from splitc.runtime.interrupts import handle_signals\nhandle_signals()\n"
+TERMINABLE = "from splitc.runtime.threads.interrupts import handle_signals\nhandle_signals()\n"
 # Opens no session: its ranks wait for one.
 IDLE = """
 import time

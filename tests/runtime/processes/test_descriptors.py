@@ -16,10 +16,10 @@ import psutil
 import pytest
 
 from splitc.runtime import Session, shared_memory
-from splitc.runtime.channel import Channel
 from splitc.runtime.errors import SplitcError
+from splitc.runtime.ipc.channel import Channel
+from splitc.runtime.ipc.shared_memory import create_memory, map_memory
 from splitc.runtime.processes.ranks import RankProcesses
-from splitc.runtime.shared_memory import create_memory, map_memory
 from tests.conftest import assert_close, decoder_feeds, run_whole, until
 from tests.helpers.packages import compile_mode
 

@@ -15,13 +15,13 @@ import pytest
 
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
-from splitc.runtime.channel import Channel
-from splitc.runtime.devices import parse_devices
-from splitc.runtime.manifest_file import read_manifest
+from splitc.runtime.hardware.devices import parse_devices
+from splitc.runtime.ipc.channel import Channel
+from splitc.runtime.package.manifest_file import read_manifest
+from splitc.runtime.package.steps import Reduce
 from splitc.runtime.processes.device_processes import DeviceProcess
 from splitc.runtime.processes.launch import _Sockets, find_pairs
 from splitc.runtime.processes.messages import Start
-from splitc.runtime.steps import Reduce
 from tests.conftest import decoder_feeds, run_whole
 
 FOUR = parse_devices(["4xcpu"])

@@ -20,17 +20,17 @@ import psutil
 import pytest
 
 from splitc.runtime import Session
-from splitc.runtime.channel import MOST, Channel
-from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import EngineError, MisuseError, PackageError, SplitcError
-from splitc.runtime.mapped_files import remove_files
+from splitc.runtime.hardware.devices import parse_devices
+from splitc.runtime.ipc.channel import MOST, Channel
+from splitc.runtime.ipc.mapped_files import remove_files
 from splitc.runtime.processes.device_processes import DeviceProcess, visible
 from splitc.runtime.processes.messages import Loaded, Report, Start
 from splitc.runtime.processes.nccl_files import find_nccl_files
 from splitc.runtime.processes.ranks import RankProcesses
 from splitc.runtime.processes.reader import LOOK
 from splitc.runtime.processes.remote import PATIENCE
-from splitc.runtime.rank_kinds import PROCESSES, THREADS, choose_ranks
+from splitc.runtime.requests.rank_kinds import PROCESSES, THREADS, choose_ranks
 from tests.conftest import decoder_feeds, run_whole
 from tests.helpers.greedy import plain_loop
 from tests.helpers.maps import mapped
@@ -69,7 +69,7 @@ def test_outputs_are_the_models(package_of: Path, decoder: Path) -> None:
 
 def test_memory_of_a_large_request_is_given_back(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of its feeds, by the caller and by the ranks, when many small ones came after it."""
-    monkeypatch.setattr("splitc.runtime.demand.RECENT", 20)
+    monkeypatch.setattr("splitc.runtime.ipc.demand.RECENT", 20)
     with open_processes(compile_mode(decoder, "tensor"), 2) as session:
 
         def shared() -> list[int]:
@@ -175,7 +175,7 @@ def copy_package(tmp_path: Path) -> Callable[[Path], Path]:
 SCRIPT = """
 import os, sys, time
 from splitc.runtime import Session
-from splitc.runtime.channel import MOST, Channel
+from splitc.runtime.ipc.channel import MOST, Channel
 session = Session(sys.argv[1], threads=1, ranks="processes")
 print(*[process.pid for process in session._workers._processes], flush=True)
 if sys.argv[2] == "fork" and not os.fork():

@@ -10,10 +10,10 @@ import psutil
 import pytest
 
 from splitc.runtime import Pipeline, Session
-from splitc.runtime.devices import parse_devices
 from splitc.runtime.errors import PackageError, SplitcError
+from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.processes.ranks import RankProcesses
-from splitc.runtime.rank_kinds import PROCESSES, THREADS, choose_ranks
+from splitc.runtime.requests.rank_kinds import PROCESSES, THREADS, choose_ranks
 from tests.conftest import assert_close, decoder_feeds, run_whole, until
 from tests.helpers import fake_gpus
 from tests.helpers.packages import compile_mode, write_modules

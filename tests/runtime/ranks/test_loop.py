@@ -10,9 +10,9 @@ import pytest
 
 from splitc.runtime.collectives.host import connect
 from splitc.runtime.errors import EngineError, HandOverError
-from splitc.runtime.failures import Failure, attempt
+from splitc.runtime.package.steps import Receive, Run, Send, Step
 from splitc.runtime.ranks.loop import Program, execute
-from splitc.runtime.steps import Receive, Run, Send, Step
+from splitc.runtime.threads.failures import Failure, attempt
 from tests.helpers.engines import FunctionEngine, fail
 
 

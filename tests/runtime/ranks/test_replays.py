@@ -17,12 +17,12 @@ from models.llama_fused import build as build_fused
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
-from splitc.runtime.admission import Admission
 from splitc.runtime.engines import NEW
 from splitc.runtime.errors import EngineError
 from splitc.runtime.ranks.capture import capture
 from splitc.runtime.ranks.loop import Replay
 from splitc.runtime.ranks.request import InFlightRequest
+from splitc.runtime.requests.admission import Admission
 from tests.conftest import assert_close, decoder_feeds, run_whole
 from tests.helpers import fake_cupy
 from tests.helpers.blocks import Block
@@ -116,7 +116,7 @@ def test_closing_waits_for_no_recording(decoder: Path, monkeypatch: pytest.Monke
         raise EngineError("too late")
 
     monkeypatch.setattr("splitc.runtime.ranks.replays.capture", hang)
-    monkeypatch.setattr("splitc.runtime.admission.PATIENCE", 0.5)
+    monkeypatch.setattr("splitc.runtime.requests.admission.PATIENCE", 0.5)
     session = Session(package(decoder, "layer", 1), devices=["cuda0"])
     make_known(session)
     future = ThreadPoolExecutor(1).submit(session.run, decoder_feeds())

@@ -14,8 +14,8 @@ from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
 from splitc.runtime.engines.operator_library import is_built
 from splitc.runtime.errors import EngineError
-from splitc.runtime.manifest_file import read_manifest
-from splitc.runtime.steps import Run
+from splitc.runtime.package.manifest_file import read_manifest
+from splitc.runtime.package.steps import Run
 from tests.conftest import assert_close, run_whole
 from tests.helpers.blocks import Block
 

@@ -14,7 +14,7 @@ import onnx_ir as ir
 import pytest
 
 from models.writer import Writer, save
-from splitc.runtime.manifest_file import read_manifest
+from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.reports import page_writer
 from splitc.runtime.reports.errors_chart import LEAST, errors_section
 from splitc.runtime.reports.memory_chart import memory_section

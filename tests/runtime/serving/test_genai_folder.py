@@ -10,8 +10,8 @@ import onnxruntime as ort
 import pytest
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.manifest import State
-from splitc.runtime.manifest_file import read_manifest
+from splitc.runtime.package.manifest import State
+from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.serving.cache_names import CacheNames, _group, find_caches
 from tests.helpers.command import splitc
 from tests.helpers.folders import write_json

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.manifest import Tensor
-from splitc.runtime.manifest_file import read_manifest
+from splitc.runtime.package.manifest import Tensor
+from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.serving.triton_ensemble import ensemble_config, export_ensemble, stage_config
 from tests.conftest import assert_close, decoder_feeds, run_whole
 from tests.helpers.clients import infer

@@ -15,11 +15,11 @@ from msgspec.structs import replace
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.manifest import BuildOptions, Manifest, Part, Tensor
-from splitc.runtime.manifest_file import FILE_NAME, encode, read_manifest
+from splitc.runtime.package.manifest import BuildOptions, Manifest, Part, Tensor
+from splitc.runtime.package.manifest_file import FILE_NAME, encode, read_manifest
+from splitc.runtime.package.steps import Reduce
 from splitc.runtime.serving.triton_ensemble import export_ensemble
 from splitc.runtime.serving.triton_plans import find_plans, plans_config
-from splitc.runtime.steps import Reduce
 from tests.helpers.blocks import Block
 from tests.helpers.command import splitc
 

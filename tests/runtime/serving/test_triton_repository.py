@@ -10,7 +10,7 @@ import pytest
 
 from splitc.compiler import compile_model, plan_model
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.manifest import Tensor
+from splitc.runtime.package.manifest import Tensor
 from splitc.runtime.serving.interface import Interface
 from splitc.runtime.serving.triton_config import model_config
 from splitc.runtime.serving.triton_repository import choose_rows

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from splitc.runtime.arrays import number_type
+from splitc.runtime.arrays.array import number_type
 from splitc.runtime.tools.compare import compare
 
 

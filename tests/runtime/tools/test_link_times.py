@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from splitc.runtime.device_profiles import CPU, Link
-from splitc.runtime.devices import parse_devices
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
+from splitc.runtime.hardware.devices import parse_devices
+from splitc.runtime.hardware.profiles import CPU, Link
 from splitc.runtime.tools.link_times import fit, measure_machine
 from tests.helpers import fake_nccl
 from tests.helpers.fake_gpus import FakeBackend

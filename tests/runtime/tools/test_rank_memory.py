@@ -10,8 +10,8 @@ from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import SplitcError
-from splitc.runtime.fills import make_inputs
-from splitc.runtime.manifest_file import read_manifest
+from splitc.runtime.feeds.fills import make_inputs
+from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.tools.rank_memory import measure_memory
 from tests.conftest import decoder_feeds
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.runtime.devices import DeviceStatus
-from splitc.runtime.manifest_file import read_manifest
+from splitc.runtime.hardware.devices import DeviceStatus
+from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.tools.routes import find_routes
 
 # Three GPUs, of which the last has no access to the others' memory.

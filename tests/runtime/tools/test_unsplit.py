@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from splitc.runtime.devices import Device
 from splitc.runtime.engines import Backend
 from splitc.runtime.engines.backends import make_backend
 from splitc.runtime.errors import MisuseError, PackageError
-from splitc.runtime.manifest_file import read_manifest
+from splitc.runtime.hardware.devices import Device
+from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.tools.unsplit import choose_reference, open_reference
 from tests.conftest import assert_close, decoder_feeds, run_whole
 from tests.helpers.app import app

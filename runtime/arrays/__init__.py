@@ -1,0 +1,1 @@
+"""Arrays of numbers: their types, files of them, and settings."""

@@ -1,0 +1,1 @@
+"""What goes into a model: checked, made up, cut into micro-batches."""

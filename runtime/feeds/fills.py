@@ -1,0 +1,86 @@
+"""Make up arrays for a package's inputs: by their roles, or as a user says (`--fill`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+import numpy as np
+
+from splitc.runtime.arrays.array import Array, number_type
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.package.manifest import Fill, Tensor
+from splitc.runtime.units import shortened
+
+# How ends of random numbers are written, and how large they may be.
+_NUMBER, MOST = re.compile(r"-?[0-9]{1,30}"), 1 << 63
+FILLS: Mapping[str, Fill] = {
+    "normal": Fill("normal"),
+    "ones": Fill("ones"),
+    "zeros": Fill("zeros"),
+    "arange": Fill("arange"),
+}
+
+
+def parse_fills(texts: Sequence[str]) -> dict[str, Fill]:
+    """Fills from `NAME=ones`, `zeros`, `normal`, `arange` or `randint:LOW:HIGH`.
+
+    Raises MisuseError for any other text.
+    """
+    fills = {}
+    for text in texts:
+        name, _, how = text.rpartition("=")
+        word, *ends = how.split(":")
+        if name in fills:
+            raise MisuseError(f"--fill says twice how to make up '{name}', the second time by {text}")
+        if name and how in FILLS:
+            fills[name] = FILLS[how]
+        elif name and word == "randint" and len(ends) == 2 and all(map(_NUMBER.fullmatch, ends)):
+            fills[name] = Fill("randint", *map(int, ends))
+        else:
+            raise MisuseError(f"can't read --fill {text}: write NAME= and {', '.join(FILLS)}, or randint:LOW:HIGH")
+        if fills[name].kind == "randint" and fills[name].low >= fills[name].high:
+            raise MisuseError(f"--fill {text}: there is no number from {ends[0]} to before {ends[1]}")
+        if fills[name].kind == "randint" and not -MOST <= fills[name].low < fills[name].high <= MOST:
+            raise MisuseError(f"--fill {shortened(text)}: the numbers go from -2^63 to 2^63, at most")
+    return fills
+
+
+def check_fills(fills: Iterable[str], names: Sequence[str]) -> None:
+    """Raise MisuseError for a fill of an input that is not among these names."""
+    if unknown := [name for name in fills if name not in names]:
+        raise MisuseError(f"--fill names '{unknown[0]}', and there is no such input: there are {', '.join(names)}")
+
+
+def make_inputs(
+    inputs: Sequence[Tensor], seed: int = 0, fills: Mapping[str, Fill] = MappingProxyType({})
+) -> dict[str, Array]:
+    """Random arrays from a seed, in the shapes that the package was planned for. `fills` override the package's fills.
+
+    Raises MisuseError for a fill of an unknown input.
+    """
+    check_fills(fills, [tensor.name for tensor in inputs])
+    generator = np.random.default_rng(seed)
+    return {
+        tensor.name: fill_array(
+            fills.get(tensor.name, tensor.fill or Fill("normal")), tensor.dtype, tensor.sample_shape or (), generator
+        )
+        for tensor in inputs
+    }
+
+
+def fill_array(fill: Fill, dtype: str, shape: Sequence[int], generator: np.random.Generator) -> Array:
+    """An array of this type and shape, made by the fill."""
+    shape = tuple(shape)
+    if fill.kind == "randint":
+        array: Array = np.asarray(generator.integers(fill.low, fill.high, shape))
+    elif fill.kind == "arange":
+        counted = np.arange(shape[-1] if shape else 1)
+        counted = counted if shape else counted[0]  # a single position, such as a denoiser's timestep
+        array = np.broadcast_to(counted % fill.high if fill.high else counted, shape)
+    elif fill.kind == "normal":
+        array = np.asarray(generator.standard_normal(shape))
+    else:
+        array = np.full(shape, fill.kind == "ones")
+    return array.astype(number_type(dtype))

@@ -1,0 +1,1 @@
+"""One GPU: its memory, copies, weights and captured graphs."""

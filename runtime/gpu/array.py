@@ -1,0 +1,49 @@
+"""Arrays in GPU memory, and the pinned memory that a captured request copies from and to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from splitc.runtime.arrays.array import bytes_of
+
+# The address, the shape and the number type of an array.
+Place = tuple[int, tuple[int, ...], str]
+
+
+@dataclass(frozen=True, eq=False)
+class GpuArray:
+    """An array in a GPU's memory, at the address `pointer`. `owner` keeps the memory alive. `dtype` is numpy's name."""
+
+    pointer: int
+    shape: tuple[int, ...]
+    dtype: str
+    owner: Any
+
+    @property
+    def nbytes(self) -> int:
+        return bytes_of(self.shape, self.dtype)
+
+    @cached_property
+    def place(self) -> Place:
+        """Where it is. It has no reference to the memory."""
+        return self.pointer, self.shape, self.dtype
+
+
+@dataclass(eq=False)
+class Tape:
+    """A rank's buffers for a recorded request.
+
+    `inputs` is pinned memory, by name, that a replay copies to the GPU at its begin, or for feeds that are on a GPU
+    already, what they are copied to before. `owned` is pinned memory with numbers of the engines, which a replay copies
+    too. Objects in `kept` must stay alive until the capture ends. All other memory of a graph comes from the GPU's
+    private pool, which nobody else uses.
+    """
+
+    inputs: dict[str, npt.NDArray[Any] | GpuArray] = field(default_factory=dict)
+    owned: list[npt.NDArray[np.uint8]] = field(default_factory=list)
+    kept: list[Any] = field(default_factory=list)

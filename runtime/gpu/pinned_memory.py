@@ -1,0 +1,55 @@
+"""Memory of the host that a GPU copies from and to directly."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from splitc.runtime.ipc.demand import Demand
+
+
+class Pins:
+    """The memory that is registered with a GPU, until it is freed: CUDA must know of that before the system does.
+
+    And memory of CuPy's pool, which keeps what was freed for later.
+    """
+
+    def __init__(self, cupy: Any, index: int) -> None:
+        self._cupy, self._cuda = cupy, cupy.cuda
+        self._index = index
+        self._demand = Demand()
+        self._largest = 0
+        self._ends: list[weakref.finalize[Any, Any]] = []
+        self._kept: list[object] = []
+
+    def add(self, memory: npt.NDArray[np.uint8]) -> None:
+        """Register the memory. It is unregistered when neither this array nor any that was cut from it is left."""
+        address = memory.ctypes.data
+        with self._cuda.Device(self._index):
+            self._cuda.runtime.hostRegister(address, memory.nbytes, 0)
+        # With the end of the array, which is before that of what it was made from: a map tells of its end afterwards.
+        end = weakref.finalize(memory, _unregister, self._cuda, self._index, address)
+        end.atexit = False  # the system does that, and does not wait for a GPU that hangs
+        self._ends = [each for each in self._ends if each.alive] + [end]
+
+    def take(self, size: int, trims: bool) -> Any:
+        """Pinned memory of the pool. With `trims`, the pool first frees what is many times larger than is needed."""
+        most = self._demand.most(size)
+        if trims and self._largest > most:
+            self._cupy.get_default_pinned_memory_pool().free_all_blocks()
+            self._largest = 0
+        self._largest = max(self._largest, size)
+        return self._cuda.alloc_pinned_memory(size)
+
+    def keep(self) -> None:
+        """Keep the memory for ever: the GPU may still copy."""
+        self._kept += [each.detach() for each in self._ends]
+
+
+def _unregister(cuda: Any, index: int, address: int) -> None:
+    with suppress(cuda.runtime.CUDARuntimeError), cuda.Device(index):  # of a GPU that has failed, all is gone
+        cuda.runtime.hostUnregister(address)

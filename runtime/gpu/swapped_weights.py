@@ -1,0 +1,86 @@
+"""Weights of models that work in turn: each model's wait in pinned memory of the host, and have the same room on a GPU.
+
+Addresses never change, so that sessions and recorded CUDA graphs go on as they are.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from weakref import WeakValueDictionary, ref
+
+import numpy as np
+import onnxruntime as ort
+
+from splitc.runtime.gpu.device import GpuDevice
+from splitc.runtime.gpu.weight_places import SwapRoom, lay_out, size_of
+from splitc.runtime.gpu.weights import COPYING, make_value
+from splitc.runtime.package.manifest import Weight
+from splitc.runtime.threads.executor import Executor
+
+
+class _Memory:
+    """The room on a GPU, and whose weights are in it."""
+
+    def __init__(self, gpu: GpuDevice, size: int) -> None:
+        self.chunk = gpu.allocate(size)
+        self.size = size
+        self.holds: ref[SwappedWeights] | None = None
+
+
+# By the GPU's number and the pipeline's, as long as a model has weights in it.
+_rooms: WeakValueDictionary[tuple[int, int], _Memory] = WeakValueDictionary()
+_making = threading.Lock()
+
+
+class SwappedWeights:
+    """The weights of a rank's engine on a GPU, of which `values` are there between `bring_in` and that of another one.
+
+    Their files lie in `folder`. They are there when this is made. Raises EngineError if there is not enough memory.
+    """
+
+    def __init__(self, gpu: GpuDevice, room: SwapRoom, folder: Path, weights: Sequence[Weight]) -> None:
+        starts, size = lay_out(weights)
+        with _making:
+            key = gpu.index, room.pipeline
+            memory = _rooms.get(key) or _Memory(gpu, max(room.bytes, size))
+            _rooms[key] = memory
+        assert size <= memory.size, "the room is that of the largest model"
+        self._gpu, self._memory = gpu, memory
+        self._pinned = gpu.pinned_alone(size)
+        files = {name: np.memmap(folder / name, np.uint8, "r") for name in {weight.file for weight in weights}}
+
+        def read(weight: Weight, start: int) -> None:
+            length = size_of(weight)
+            self._pinned[start : start + length] = files[weight.file][weight.offset : weight.offset + length]
+
+        with Executor(COPYING) as pool:
+            list(pool.map(read, weights, starts))
+        with gpu.device:
+            places = [gpu.cuda.MemoryPointer(memory.chunk, start) for start in starts]
+            self.values: Mapping[str, ort.OrtValue] = {
+                weight.name: make_value(gpu, weight, place) for weight, place in zip(weights, places, strict=True)
+            }
+        self.bring_in()
+
+    @property
+    def is_in(self) -> bool:
+        """Whether the weights are in the room."""
+        return self._memory.holds is not None and self._memory.holds() is self
+
+    def bring_in(self) -> None:
+        """Copy the weights in, when those that were there before have done all their work. Waits for the copy."""
+        gpu, memory = self._gpu, self._memory
+        if self.is_in:
+            return
+        before = None if memory.holds is None else memory.holds()
+        if before is not None:
+            before._gpu.wait(before._gpu.record())
+        memory.holds = None  # if the copy fails
+        runtime = gpu.cuda.runtime
+        runtime.memcpyAsync(
+            memory.chunk.ptr, self._pinned.ctypes.data, self._pinned.nbytes, runtime.memcpyHostToDevice, gpu.stream.ptr
+        )
+        gpu.wait_all()
+        memory.holds = ref(self)

@@ -1,0 +1,104 @@
+"""Weights in a GPU's memory, which several sessions of ONNX Runtime share."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+from splitc.runtime.gpu.device import GpuDevice
+from splitc.runtime.gpu.weight_places import lay_out, size_of
+from splitc.runtime.package.manifest import Weight
+from splitc.runtime.threads.executor import Executor
+
+Bytes = npt.NDArray[np.uint8]
+# bfloat16, which DLPack has, but not CuPy: its code and CuPy's type.
+BFLOAT, BITS = 4, "uint16"
+# Where the code of the number type is in DLPack's DLManagedTensor (dlpack.h: after a pointer and three int32).
+CODE_AT = 20
+# Threads that copy weights to the GPU, and the most bytes of a copy. The driver copies ordinary memory on one core, at
+# 9 GB/s on an H200's host; four threads that copy it to pinned memory themselves reach 32.
+COPYING, PIECE = 4, 8 << 20
+
+
+# The weights that several models have, by the GPU's number and their keys, as long as an engine of this process does.
+_common: WeakValueDictionary[tuple[int, str], ort.OrtValue] = WeakValueDictionary()
+# For each GPU, so that none of these is placed twice.
+_placing: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
+
+
+def place_weights(gpu: GpuDevice, folder: Path, weights: Sequence[Weight]) -> Mapping[str, ort.OrtValue]:
+    """The weights in the GPU's memory, by name. Their files lie in `folder`. Waits for the copies.
+
+    A weight with a key is placed once in this process, for all engines. Raises EngineError if there is not enough
+    memory.
+    """
+    own = _place(gpu, folder, [weight for weight in weights if not weight.key])
+    with _placing[gpu.index]:
+        # Values, not only their keys: no other thread may drop the last one meanwhile.
+        there = {key: value for (index, key), value in _common.items() if index == gpu.index}
+        missing = {weight.key: weight for weight in weights if weight.key and weight.key not in there}
+        made = _place(gpu, folder, list(missing.values()))
+        there.update((weight.key, made[weight.name]) for weight in missing.values())
+        _common.update({(gpu.index, key): value for key, value in there.items()})
+    return {weight.name: there[weight.key] if weight.key else own[weight.name] for weight in weights}
+
+
+def _place(gpu: GpuDevice, folder: Path, weights: Sequence[Weight]) -> Mapping[str, ort.OrtValue]:
+    """The weights in one piece of memory."""
+    if not weights:
+        return {}
+    sizes = list(map(size_of, weights))
+    starts, whole = lay_out(weights)
+    memory = gpu.allocate(whole)
+    places = [gpu.cuda.MemoryPointer(memory, start) for start in starts]
+    files = {name: np.memmap(folder / name, np.uint8, "r") for name in {weight.file for weight in weights}}
+    pieces = [
+        (place.ptr + start, files[weight.file][weight.offset + start : weight.offset + min(size, start + PIECE)])
+        for weight, size, place in zip(weights, sizes, places, strict=True)
+        for start in range(0, size, PIECE)
+    ]
+    with Executor(COPYING) as pool:
+        list(pool.map(partial(_copy, gpu, pieces), range(COPYING)))
+    with gpu.device:
+        return {weight.name: make_value(gpu, weight, place) for weight, place in zip(weights, places, strict=True)}
+
+
+def _copy(gpu: GpuDevice, pieces: Sequence[tuple[int, Bytes]], first: int) -> None:
+    """Copy every few pieces, from the first one on: while one is under way to the GPU, the next one is read."""
+    runtime = gpu.cuda.runtime
+    with gpu.device, gpu.cuda.Stream(non_blocking=True) as stream:
+        staged = itertools.cycle([(gpu.pinned((PIECE,), np.dtype(np.uint8)), gpu.cuda.Event()) for _ in range(2)])
+        for number, (target, source) in enumerate(pieces[first::COPYING]):
+            buffer, copied = next(staged)
+            if number > 1:
+                copied.synchronize()
+            buffer[: source.size] = source
+            runtime.memcpyAsync(target, buffer.ctypes.data, source.size, runtime.memcpyHostToDevice, stream.ptr)
+            copied.record(stream)
+        stream.synchronize()
+
+
+def make_value(gpu: GpuDevice, weight: Weight, place: Any) -> ort.OrtValue:
+    """The weight at a place in the GPU's memory, a pointer of CuPy's, as a value that keeps this memory."""
+    is_bfloat = weight.dtype == "bfloat16"
+    array = gpu.cupy.ndarray(tuple(weight.shape), BITS if is_bfloat else weight.dtype, place)
+    return ort.OrtValue.from_dlpack(_as_bfloat(array.__dlpack__()) if is_bfloat else array)
+
+
+def _as_bfloat(capsule: Any) -> Any:
+    """The DLPack capsule of 16-bit numbers as one of bfloat16."""
+    find = ctypes.pythonapi.PyCapsule_GetPointer
+    find.restype, find.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    ctypes.c_uint8.from_address(find(capsule, b"dltensor") + CODE_AT).value = BFLOAT
+    return capsule

@@ -1,0 +1,1 @@
+"""Pipelines of other projects on a package."""

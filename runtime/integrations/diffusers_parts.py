@@ -1,0 +1,169 @@
+"""Models of a diffusers pipeline whose methods are sessions. Needs torch, diffusers and transformers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from transformers.utils import ModelOutput
+
+from splitc.runtime.arrays.array import Array, number_type
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.integrations.arguments import ModelMethod, method_of, numbered_together
+from splitc.runtime.package.manifest import Tensor
+from splitc.runtime.session.session import Session
+
+# What a method gives, by name, of a part and its session's outputs.
+Answer = Callable[[Any, Mapping[str, torch.Tensor]], dict[str, Any]]
+FORWARD, ENCODE, DECODE = "forward", "encode", "decode"
+HOST = torch.device("cpu")
+# What changes what a model computes, which is compiled already.
+CHANGES = (
+    "_load_ip_adapter_weights",
+    "add_adapter",
+    "enable_freeu",
+    "enable_tiling",
+    "load_adapter",
+    "load_attn_procs",
+    "load_lora_adapter",
+    "load_state_dict",
+    "set_attn_processor",
+)
+
+
+def find_class(library: str, name: str) -> Any:
+    """The class that model_index.json names: of a library, or of a pipeline's own module in diffusers."""
+    try:
+        return getattr(getattr(diffusers.pipelines, library, None) or import_module(library), name)
+    except (ImportError, AttributeError) as error:
+        raise MisuseError(f"model_index.json names {library}.{name}, which is not installed here: {error}") from error
+
+
+def make_part(kind: Any, config: Path, name: str, sessions: Mapping[str, Session]) -> torch.nn.Module:
+    """A model of the class `kind`, built without weights from the folder of its config, whose methods are sessions.
+
+    All else of it is as it was: its config, its properties, and its class, which pipelines ask for.
+    """
+    of_diffusers = issubclass(kind, diffusers.ConfigMixin)
+    with torch.device("meta"):
+        if of_diffusers:
+            part: Any = kind.from_config(kind.load_config(config))
+        else:
+            part = kind(kind.config_class.from_pretrained(config))
+    methods = {
+        "device": property(lambda self: HOST),
+        "dtype": property(lambda self: _number_type(next(iter(self.sessions.values())))),
+        "to": _stay,
+        "_apply": _refusal(f"{name} is compiled for its devices and number type: it can't be moved"),
+        **_refused(kind, name, sessions),
+        **_served(kind, name, sessions, _diffusers_answer if of_diffusers else _transformers_answer),
+    }
+    part.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__doc__": kind.__doc__, **methods})
+    part.sessions = dict(sessions)
+    return part.eval()  # type: ignore[no-any-return]
+
+
+def _served(kind: Any, name: str, sessions: Mapping[str, Session], answer: Answer) -> dict[str, Any]:
+    """The methods that sessions are."""
+    answers = {FORWARD: answer, ENCODE: _latents, DECODE: answer}
+    return {
+        method: _method(answers[method], method_of(kind, method, f"{name}.{method}", session), session)
+        for method, session in sessions.items()
+    }
+
+
+def _refused(kind: Any, name: str, sessions: Mapping[str, Session]) -> dict[str, Any]:
+    """The methods that a model without weights can't have."""
+    missing = set() if FORWARD in sessions else {FORWARD, ENCODE, DECODE} - sessions.keys()
+    refused = {each: f"the package has no module for {name}.{each}: export and compile it too" for each in missing}
+    changed = f"{name} is compiled, and can't be changed: make the change to the model before it is exported"
+    refused |= {each: changed for each in CHANGES if hasattr(kind, each)}
+    return {method: _refusal(reason) for method, reason in refused.items()}
+
+
+def _method(answer: Answer, method: ModelMethod, session: Session) -> Callable[..., Any]:
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors, arguments = method.bind(args, kwargs)
+        feeds = {each.name: _array(tensors[each.name], each) for each in method.inputs}
+        feeds |= {each.name: _array(tensors[each.name], each) for each in method.optional if each.name in tensors}
+        outputs = {name: _tensor(array) for name, array in session.run(feeds).items()}
+        made = answer(self, outputs)
+        return tuple(made.values()) if arguments.get("return_dict") is False else ModelOutput(**made)
+
+    return run
+
+
+def _diffusers_answer(part: Any, outputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """In diffusers, what a model makes is its `sample`, whatever an exporter calls it; or tuples (ControlNet)."""
+    made = numbered_together(outputs, {})
+    first, *others = made
+    if isinstance(made[first], tuple):
+        return made
+    return {"sample": made[first], **{name: made[name] for name in others}}
+
+
+def _transformers_answer(part: Any, outputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    layers = getattr(part.config, "num_hidden_layers", 0)
+    # The states before the first layer and after each.
+    return numbered_together(outputs, {"hidden_states": layers + 1})
+
+
+def _latents(part: Any, outputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Latents, or the means and variances that they are drawn from, which are twice as many channels."""
+    (latents,) = outputs.values()
+    decoder = part.sessions.get(DECODE)
+    channels = decoder.inputs[0].shape[1] if decoder else part.config.get("latent_channels")
+    if latents.shape[1] == 2 * channels:
+        return {"latent_dist": DiagonalGaussianDistribution(latents)}
+    return {"latents": latents, "latent": latents}
+
+
+def _refusal(reason: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise MisuseError(reason)
+
+    return refuse
+
+
+def _stay(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Where the part is, and as it is: it takes tensors of any number type. Raises MisuseError for another device."""
+    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    if device is not None and device.type != HOST.type:
+        raise MisuseError(
+            f"can't move the pipeline to {device}: a package runs on the devices that it was compiled for, and takes "
+            "tensors from the host. load(package, devices=[...]) puts its ranks on others"
+        )
+    if dtype not in (None, self.dtype):
+        warnings.warn(f"{type(self).__name__} stays in {self.dtype}, which it was compiled for", stacklevel=2)
+    return self
+
+
+def _number_type(session: Session) -> torch.dtype:
+    """The type of a model's floating numbers."""
+    types = [getattr(torch, each.dtype) for each in (*session.inputs, *session.outputs) if hasattr(torch, each.dtype)]
+    return next((each for each in types if each.is_floating_point), torch.float32)
+
+
+def _array(value: Any, tensor: Tensor) -> Array:
+    """A tensor as the array that an input takes: of its number type, and with an axis where it is a single number."""
+    value = torch.as_tensor(value).detach()
+    if value.ndim == 0 and tensor.shape is not None and len(tensor.shape) == 1:
+        value = value.reshape(1)
+    value = value.to(HOST, getattr(torch, tensor.dtype)).contiguous()
+    if value.dtype == torch.bfloat16:  # numpy has none of its own
+        value = value.view(torch.int16)
+    return np.asarray(value).view(number_type(tensor.dtype))
+
+
+def _tensor(array: Array) -> torch.Tensor:
+    array = np.require(array, requirements=["C", "W"])
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)

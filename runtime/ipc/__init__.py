@@ -1,0 +1,1 @@
+"""Between processes: messages, and memory that they share."""

@@ -1,0 +1,286 @@
+"""Whether a manifest makes sense: what it says is checked before anything is loaded, so that no rank waits for ever.
+
+Each check is a generator of what is wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import PurePosixPath, PureWindowsPath
+
+import numpy as np
+
+from splitc.runtime.arrays.array import bytes_of
+from splitc.runtime.arrays.onnx_types import KNOWN
+from splitc.runtime.hardware.devices import MOST_THREADS
+from splitc.runtime.package.manifest import AxisPart, Manifest, Part, Rank, Tensor
+from splitc.runtime.package.steps import Receive, Reduce, Run, Send, Step
+
+
+def find_contradiction(manifest: Manifest) -> str | None:
+    """What is wrong with the manifest; None if nothing is."""
+    checks = (_threads, _files, _weights, _names, _groups, _programs, _exchanges, _parts)
+    return next(chain.from_iterable(check(manifest) for check in checks), None)
+
+
+def _threads(manifest: Manifest) -> Iterator[str]:
+    if manifest.threads is not None and not 1 <= manifest.threads <= MOST_THREADS:
+        yield f"it has {manifest.threads:,} threads for each CPU device, of which there may be {MOST_THREADS:,}"
+
+
+def _files(manifest: Manifest) -> Iterator[str]:
+    """Engines lie inside the package, and their files are among those that are verified."""
+    for path, count in Counter(file.path for file in manifest.files).items():
+        if not is_inside(path):
+            yield f"the file '{path}' lies outside the package"
+        if count > 1:
+            yield f"the file '{path}' is there {count} times"
+    listed = {file.path for file in manifest.files}
+    is_built = manifest.build is None or manifest.build.built is not None
+    for number, engine in ((number, each) for number, rank in enumerate(manifest.ranks) for each in rank.engines):
+        if not is_inside(engine.path):
+            yield f"the engine '{engine.path}' lies outside the package"
+        elif PurePosixPath(engine.path).parts[0] != f"rank{number}":  # another rank's would wait for this one
+            yield f"rank {number} has the engine '{engine.path}', which is not in the folder rank{number}"
+        wanted = [engine.path] if is_built else []
+        for path in [*wanted, *([engine.source] if engine.source is not None else [])]:
+            if path not in listed:
+                yield f"the engine's file '{path}' is not among its files"
+
+
+def _weights(manifest: Manifest) -> Iterator[str]:
+    """Weights lie in files of the package, and end before these do."""
+    sizes = {file.path: file.bytes for file in manifest.files}
+    for engine in (each for rank in manifest.ranks for each in rank.engines):
+        for weight in engine.weights or ():
+            path = (PurePosixPath(engine.path).parent / weight.file).as_posix()
+            if path not in sizes:
+                yield f"the file '{path}' of the weight '{weight.name}' is not among its files"
+            elif weight.dtype not in KNOWN or any(size < 0 for size in weight.shape):
+                yield f"the weight '{weight.name}' is of type '{weight.dtype}' and shape {weight.shape}"
+            elif not 0 <= weight.offset <= sizes[path] - bytes_of(tuple(weight.shape), weight.dtype):
+                yield f"the weight '{weight.name}' ends outside of its file '{path}', which has {sizes[path]:,} bytes"
+
+
+def is_inside(path: str) -> bool:
+    """Whether a path, on whatever system, stays inside the folder that it is relative to."""
+    parts = PurePosixPath(path).parts
+    if not parts or "\0" in path or "\\" in path or PureWindowsPath(path).drive:
+        return False
+    return not PurePosixPath(path).is_absolute() and ".." not in parts
+
+
+def _names(manifest: Manifest) -> Iterator[str]:
+    """Names are those of the model's inputs and outputs, each is there once, and each output comes from somewhere."""
+    if not manifest.ranks:
+        yield "it has no ranks"
+    inputs = [tensor.name for tensor in (*manifest.inputs, *manifest.optional)]
+    outputs = [tensor.name for tensor in manifest.outputs]
+    for kind, names in (("input", inputs), ("output", outputs)):
+        for name, count in Counter(names).items():
+            if count > 1:
+                yield f"the {kind} '{name}' is there {count} times"
+    for number, rank in enumerate(manifest.ranks):
+        for name in (*rank.inputs, *(each.input for each in rank.overrides)):
+            if name not in inputs:
+                yield f"rank {number} takes '{name}', which is no input"
+        for name in rank.outputs:
+            if name not in outputs:
+                yield f"rank {number} gives '{name}', which is no output"
+    for tensor in (*manifest.inputs, *manifest.optional, *manifest.outputs):
+        if tensor.dtype not in KNOWN:
+            yield f"'{tensor.name}' has the type '{tensor.dtype}', which there is not"
+    given = {*inputs, *chain.from_iterable(rank.outputs for rank in manifest.ranks)}
+    for name in outputs:
+        if name not in given:
+            yield f"no rank gives the output '{name}'"
+    for state in manifest.states:
+        if state.input not in inputs or state.output not in outputs:
+            yield f"the state from '{state.output}' to '{state.input}' is none of an output and an input"
+    shapes = {tensor.name: tensor.shape for tensor in manifest.inputs}
+    for state in manifest.states:
+        shape = shapes.get(state.input)
+        if state.grows is not None and shape is not None and not 0 <= state.grows < len(shape):
+            yield f"the state '{state.input}' grows along axis {state.grows}, and it has {len(shape)} axes"
+    for name in manifest.batch or {}:
+        if name not in (*inputs, *outputs):
+            yield f"'{name}', which has a batch, is neither an input nor an output"
+
+
+def _groups(manifest: Manifest) -> Iterator[str]:
+    """All ranks of a group have as many engines that meet."""
+    counts = Counter(
+        (number, tuple(engine.group)) for number, rank in enumerate(manifest.ranks) for engine in rank.engines
+    )
+    for (number, group), count in counts.items():
+        if not group:
+            continue
+        if number not in group or not _are_ranks(group, manifest):
+            yield f"an engine of rank {number} meets those of the ranks {list(group)}"
+        elif unlike := [other for other in group if counts[other, group] != count]:
+            yield f"rank {number} has {count} engines that meet in {list(group)}, and rank {unlike[0]} another number"
+
+
+def _are_ranks(group: Sequence[int], manifest: Manifest) -> bool:
+    return len(set(group)) == len(group) and all(0 <= rank < len(manifest.ranks) for rank in group)
+
+
+def _programs(manifest: Manifest) -> Iterator[str]:
+    """Each step has what it needs from the steps before it."""
+    for number, rank in enumerate(manifest.ranks):
+        known = set(rank.inputs)
+        for place, step in enumerate(rank.program):
+            where = f"step {place} of rank {number}"
+            if isinstance(step, Run) and not 0 <= step.engine < len(rank.engines):
+                yield f"{where} runs engine {step.engine}, and it has {len(rank.engines)}"
+                return
+            if isinstance(step, Send | Receive):
+                other = step.target if isinstance(step, Send) else step.source
+                if other == number or not _are_ranks((other,), manifest):
+                    yield f"{where} exchanges '{step.value}' with rank {other}"
+            if isinstance(step, Reduce) and (number not in step.ranks or not _are_ranks(step.ranks, manifest)):
+                yield f"{where} reduces over the ranks {step.ranks}"
+            needed, made = _passes(step, rank)
+            if missing := [name for name in needed if name not in known]:
+                yield f"{where} needs '{missing[0]}', which no step before it makes"
+            known.update(made)
+        if lost := [name for name in (*rank.outputs, *rank.keeps) if name not in known]:
+            yield f"no step of rank {number} makes '{lost[0]}', which it gives or keeps"
+
+
+def _passes(step: Step, rank: Rank) -> tuple[Sequence[str], Sequence[str]]:
+    """The values that a step needs, and those that it makes."""
+    if isinstance(step, Run):
+        return rank.engines[step.engine].inputs, rank.engines[step.engine].outputs
+    if isinstance(step, Reduce):
+        return step.parts, step.wholes
+    return ([step.value], []) if isinstance(step, Send) else ([], [step.value])
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """A step that ends when all of these ranks have come to theirs: a reduction, or a run of engines that meet."""
+
+    what: str
+    ranks: tuple[int, ...]
+
+
+def _exchanges(manifest: Manifest) -> Iterator[str]:
+    """The ranks' programs come to their ends: they are walked, without what happens in the engines."""
+    left = [deque(_waits(rank)) for rank in manifest.ranks]
+    sent: dict[tuple[int, int], deque[str]] = {}
+    while any(left):
+        moved = [number for number in range(len(left)) if left[number] and _walk(number, left, sent)]
+        if not moved:
+            number = next(number for number, steps in enumerate(left) if steps)
+            yield f"rank {number} waits for ever: {_describe(left[number][0])}"
+            return
+    for (source, target), values in sent.items():
+        if values:
+            yield f"rank {source} sends '{values[0]}' to rank {target}, which does not receive it"
+
+
+def _waits(rank: Rank) -> Iterator[Send | Receive | _Meeting]:
+    """The steps of a rank in which it may wait for others, or others for it."""
+    for step in rank.program:
+        if isinstance(step, Reduce):
+            yield _Meeting(f"the {step.operation} of {', '.join(step.wholes)}", tuple(step.ranks))
+        elif not isinstance(step, Run):
+            yield step
+        elif group := rank.engines[step.engine].group:
+            yield _Meeting("the run of engines that meet", tuple(group))
+
+
+def _walk(
+    number: int, left: Sequence[deque[Send | Receive | _Meeting]], sent: dict[tuple[int, int], deque[str]]
+) -> bool:
+    """Take the next step of a rank, unless it has to wait. Returns whether it was taken."""
+    step = left[number][0]
+    if isinstance(step, _Meeting):
+        if any(not left[rank] or left[rank][0] != step for rank in step.ranks):
+            return False
+        for rank in step.ranks:
+            left[rank].popleft()
+        return True
+    if isinstance(step, Receive):
+        waiting = sent.get((step.source, number))
+        if not waiting or waiting[0] != step.value:
+            return False
+        waiting.popleft()
+    else:
+        sent.setdefault((number, step.target), deque()).append(step.value)
+    left[number].popleft()
+    return True
+
+
+def _describe(step: Send | Receive | _Meeting) -> str:
+    if isinstance(step, Receive):
+        return f"rank {step.source} does not send it '{step.value}'"
+    assert isinstance(step, _Meeting)
+    return f"not all of the ranks {list(step.ranks)} come to {step.what}"
+
+
+def _parts(manifest: Manifest) -> Iterator[str]:
+    """Shards of an array are cut alike, and those of an output are all of it."""
+    tensors = {tensor.name: tensor for tensor in (*manifest.outputs, *manifest.inputs, *manifest.optional)}
+    for number, rank in enumerate(manifest.ranks):
+        for name, count in Counter(part.name for part in rank.parts).items():
+            if name not in (*rank.inputs, *rank.outputs, *rank.keeps):
+                yield f"rank {number} has a shard of '{name}', which it neither takes nor gives"
+            if count > 1:
+                yield f"rank {number} has {count} shards of '{name}'"
+        for part in rank.parts:
+            if len({axis.axis for axis in part.axes}) != len(part.axes):
+                yield f"rank {number} has a shard of '{part.name}' that is cut twice along an axis"
+            for axis in part.axes:
+                if not _is_cut(axis, tensors[part.name]):
+                    yield f"rank {number} has no possible shard of '{part.name}', axis {axis.axis}"
+    for tensor in manifest.outputs:
+        givers = [rank for rank in manifest.ranks if tensor.name in rank.outputs]
+        parts = [part for rank in givers for part in rank.parts if part.name == tensor.name]
+        if parts and (len(parts) != len(givers) or not _cover(parts)):
+            yield f"the ranks' shards of the output '{tensor.name}' are not all of it"
+
+
+def _is_cut(axis: AxisPart, tensor: Tensor) -> bool:
+    """Whether there is such a shard of an array of the planned shape."""
+    if tensor.sample_shape is not None:
+        if not 0 <= axis.axis < len(tensor.sample_shape):
+            return False
+        known = math.prod(size for size in axis.sizes if size != -1)
+        length = tensor.sample_shape[axis.axis]
+        if known <= 0 or (length % known if -1 in axis.sizes else length != known):
+            return False
+    return (
+        len(axis.sizes) == len(axis.ranges)
+        and axis.sizes.count(-1) <= 1
+        and all(size > 0 or size == -1 for size in axis.sizes)
+        and all(
+            each is None or (size != -1 and 0 <= each[0] < each[1] <= size)
+            for size, each in zip(axis.sizes, axis.ranges, strict=True)
+        )
+    )
+
+
+def _cover(parts: Sequence[Part]) -> bool:
+    """Whether the shards together are the whole array."""
+    if len({tuple((axis.axis, *axis.sizes) for axis in part.axes) for part in parts}) != 1:
+        return False
+    sizes = [abs(size) for axis in parts[0].axes for size in axis.sizes]
+    ranges = [_ranges(part, sizes) for part in parts]
+    # Cells between the places where some shard begins or ends, along each factor of each axis.
+    ends = [sorted({0, size, *chain.from_iterable(own[n] for own in ranges)}) for n, size in enumerate(sizes)]
+    covered = np.zeros([len(each) - 1 for each in ends], bool)
+    for own in ranges:
+        covered[tuple(slice(ends[n].index(a), ends[n].index(b)) for n, (a, b) in enumerate(own))] = True
+    return bool(covered.all())
+
+
+def _ranges(part: Part, sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """A shard's first and last place along each factor of its axes, which have these sizes."""
+    given = chain.from_iterable(axis.ranges for axis in part.axes)
+    return [each or (0, size) for each, size in zip(given, sizes, strict=True)]

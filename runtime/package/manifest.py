@@ -1,0 +1,302 @@
+"""The schema of a package's manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from splitc.runtime.package.steps import Run, Step
+
+SCHEMA = 4
+# What this version reads.
+READ = (3, SCHEMA)
+
+
+class Fill(Struct, frozen=True):
+    """How to make up an array for an input.
+
+    `normal`: normally distributed numbers. `randint`: random integers from `low` to before `high`. `arange`: numbers
+    that count up along the last axis, modulo `high` unless that is 0.
+    """
+
+    kind: Literal["normal", "ones", "zeros", "arange", "randint"]
+    low: int = 0
+    high: int = 0
+
+
+class Role(Struct, frozen=True):
+    """The meaning of an input.
+
+    `kind` is `indices` (of a table of `rows` rows), `positions` (of a table, if `rows` is not 0), `mask` (an attention
+    mask is made from it) or `bias` (it is added to attention scores as it is).
+    """
+
+    kind: str
+    rows: int = 0
+
+
+# A shape in the model's file: a dimension is a number, a symbol, or None if unknown. None as a whole is any shape.
+Shape = list[int | str | None] | None
+
+
+class Tensor(Struct, frozen=True):
+    """An input or output of the model. `dtype` is numpy's name.
+
+    `sample_shape` are the planned sizes: a number for every dimension. Engines take sizes from `min_shape` to
+    `max_shape`; None is no limit beyond `shape`.
+    """
+
+    name: str
+    dtype: str
+    shape: Shape
+    sample_shape: list[int] | None = None
+    fill: Fill | None = None
+    min_shape: list[int] | None = None
+    max_shape: list[int] | None = None
+    role: Role | None = None
+
+
+class FixedInput(Struct, frozen=True):
+    """An input of the model that no rank takes: bound to `value`, or (None) not read by anything.
+
+    Requests need not give it. What they give must fit, and is ignored.
+    """
+
+    name: str
+    dtype: str
+    shape: Shape
+    value: Any = None
+
+
+class State(Struct, frozen=True):
+    """An input that is fed with an output of the run before (a past and its present).
+
+    A sequence begins with zeros. A state that grows has length 0 along the axis `grows` then. With `in_place` the
+    engine can write the output over the input, which may have room for later tokens.
+    """
+
+    input: str
+    output: str
+    grows: int | None = None
+    in_place: bool = False
+
+
+class AxisPart(Struct, frozen=True):
+    """A shard of an axis. The axis is a product of factors of these `sizes`, major first (-1: whatever is left).
+
+    `ranges` are the shard's indices of each factor, from the first to before the last; None is all.
+    """
+
+    axis: int
+    sizes: list[int]
+    ranges: list[tuple[int, int] | None]
+
+
+class Part(Struct, frozen=True):
+    """The shard of an input or output of the model that a rank takes or gives."""
+
+    name: str
+    axes: list[AxisPart]
+
+
+class Override(Struct, frozen=True):
+    """An optional input as a rank's engines take it: it replaces their weight `value`.
+
+    `places` are the rank's elements along each axis that is sharded, as runs from the first to before the last.
+    """
+
+    input: str
+    value: str
+    places: dict[int, list[tuple[int, int]]] = {}
+
+
+class Sizes(Struct, frozen=True):
+    """The smallest, the typical and the largest shape of an engine's input.
+
+    If the input is a shape vector, `values` are its smallest, typical and largest value; None otherwise.
+    """
+
+    shapes: tuple[list[int], list[int], list[int]]
+    values: tuple[list[int], list[int], list[int]] | None = None
+
+
+class Weight(Struct, frozen=True, array_like=True):
+    """A weight of an engine, in a file beside it, from the byte `offset` on. `dtype` is numpy's name.
+
+    `key` says which weights of a pipeline's modules have the same content, and so may be held once; "" for others.
+    """
+
+    name: str
+    dtype: str
+    shape: list[int]
+    file: str
+    offset: int
+    key: str = ""
+
+
+class EngineFile(Struct, frozen=True):
+    """An engine of a rank: its file, relative to the package, and the names of its inputs and outputs.
+
+    `source` is the ONNX file that it is built from, if the package holds it. `sizes` are the input sizes that it is
+    built for. `group` are the ranks of collectives inside the engine, its own included. `sizes_only` are the inputs
+    whose sizes it reads, but not their data. `weights` are those in files beside it that several sessions may share;
+    None if they can't be listed. `attends` says whether it has operators of attention, `data_sizes` whether sizes
+    inside it depend on data, as NonZero's do.
+    """
+
+    path: str
+    inputs: list[str]
+    outputs: list[str]
+    sizes_only: list[str] = []
+    source: str | None = None
+    sizes: dict[str, Sizes] = {}
+    group: list[int] = []
+    weights: list[Weight] | None = None
+    attends: bool = True
+    data_sizes: bool = False
+
+
+class Rank(Struct, frozen=True):
+    """One rank: its device, what it loads and runs, and the memory that it is predicted to hold, in bytes.
+
+    `parts` are the shards of inputs and outputs that it takes or gives. `overrides` are the optional inputs among its
+    weights. `keeps` are outputs that it keeps for its states, while another rank gives them to the caller.
+    `total_bytes` is the peak, loading included, which may be more than the sum of the others.
+    """
+
+    device: str
+    blocks: list[str]
+    engines: list[EngineFile]
+    program: list[Step]
+    inputs: list[str]
+    outputs: list[str]
+    parts: list[Part]
+    keeps: list[str]
+    weights_bytes: int
+    activation_bytes: int
+    cache_bytes: int
+    total_bytes: int
+    overrides: list[Override] = []
+
+
+def is_fed(rank: Rank) -> bool:
+    """Whether a rank takes inputs, or values from other ranks between its engines' runs.
+
+    One that does not only takes what the first rank of its group sends it inside their engines.
+    """
+    return bool(rank.inputs) or any(not isinstance(step, Run) for step in rank.program)
+
+
+class Cut(Struct, frozen=True):
+    """The values that cross a cut, and their bytes per run for the planned shapes."""
+
+    values: list[str]
+    bytes: int
+
+
+class Source(Struct, frozen=True):
+    """The model that the package was made from. `sha256` is the hash of its ONNX file, without external data."""
+
+    name: str
+    sha256: str
+
+
+class BuildOptions(Struct, frozen=True):
+    """How TensorRT builds engines; None is TensorRT's default. `workspace` is in bytes.
+
+    `tactic_sources` are names of trt.TacticSource. With `strip_weights` an engine reads its weights from its source.
+    """
+
+    optimization_level: int | None = None
+    workspace: int | None = None
+    version_compatible: bool = False
+    hardware_compatible: bool = False
+    weight_streaming: bool = False
+    strip_weights: bool = False
+    tactic_sources: list[str] | None = None
+
+
+class Built(Struct, frozen=True):
+    """What built the engines: TensorRT's version, and the name and compute capability of the GPU, if one was used."""
+
+    version: str
+    gpu: str | None = None
+    compute_capability: str | None = None
+
+
+class Build(Struct, frozen=True):
+    """How a package's engines are built, and what built them (None: not built yet)."""
+
+    options: BuildOptions
+    built: Built | None = None
+
+
+class UnsplitWeight(Struct, frozen=True):
+    """A weight that the split mode could not split, or not entirely: its unsplit bytes and the reason."""
+
+    name: str
+    bytes: int
+    reason: str
+
+
+class File(Struct, frozen=True, omit_defaults=True):
+    """A file of the package, with its size and hash, which are verified before it is loaded.
+
+    Packages of schema 3 have SHA-256. A hard link to the model's own data has no hash, since reading the data would
+    take as long as copying it.
+    """
+
+    path: str
+    bytes: int
+    sha256: str | None = None
+    blake3: str | None = None
+
+    @property
+    def hash(self) -> str | None:
+        """The hash that it has."""
+        return self.blake3 or self.sha256
+
+
+class Manifest(Struct, frozen=True):
+    """All that the runtime knows about a package. `threads` are those of each CPU device; None divides the cores.
+
+    `build` is set for engines that are built from ONNX files. `fixed` are inputs of the model that the package does not
+    have. `optional` are further inputs that need not be fed, since the engines have default values. `batch` is the
+    number of the batch axis of each input and output that has one; None if there is no batch axis. `shared_sizes` are
+    symbols whose size a rank may read off any value that has it: in a request they have one size each.
+    """
+
+    schema: int
+    splitc: str
+    source: Source
+    split_mode: str
+    engine: str
+    number_type: str
+    threads: int | None
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    states: list[State]
+    batch: dict[str, int] | None
+    blocks: list[str]
+    ranks: list[Rank]
+    cuts: list[Cut]
+    collectives: int
+    unsplit: list[UnsplitWeight]
+    files: list[File]
+    build: Build | None = None
+    fixed: list[FixedInput] = []
+    optional: list[Tensor] = []
+    shared_sizes: list[str] = []
+
+    @property
+    def tensors(self) -> dict[str, Sequence[Tensor | FixedInput]]:
+        """All that requests give or get, by what it is: one of the fixed inputs may be given, and changes nothing."""
+        return {
+            "input": self.inputs,
+            "optional input": self.optional,
+            "bound input": [each for each in self.fixed if each.value is not None],
+            "ignored input": [each for each in self.fixed if each.value is None],
+            "output": self.outputs,
+        }

@@ -1,0 +1,113 @@
+"""A package's manifest as a file: written with its own hash, and checked when it is read."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct
+from msgspec.json import Decoder
+
+from splitc.runtime.errors import PackageError
+from splitc.runtime.files.written import indented
+from splitc.runtime.package.checks import find_contradiction
+from splitc.runtime.package.manifest import READ, Manifest
+
+FILE_NAME = "manifest.json"
+Sealed = TypeVar("Sealed")
+
+
+class _Version(Struct, frozen=True):
+    schema: int
+
+
+# Made with the module, here and elsewhere: threads that have msgspec look into a type for the first time crash it.
+_VERSIONS = Decoder(_Version)
+_MANIFESTS = Decoder(Manifest)
+# The beginning of a manifest: the SHA-256 of the file as it would be with zeros here.
+_SEAL = re.compile(rb'\{\s*"sha256": "([0-9a-f]{64})"')
+_UNSEALED = "0" * 64
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The manifest as indented JSON with its own hash, the same bytes each time."""
+    return seal(msgspec.json.encode(manifest))
+
+
+def seal(content: bytes) -> bytes:
+    """A manifest's JSON, indented, with its own hash."""
+    fields = {"sha256": _UNSEALED, **{k: v for k, v in msgspec.json.decode(content).items() if k != "sha256"}}
+    text = indented(fields)
+    return text.replace(_UNSEALED.encode(), hashlib.sha256(text).hexdigest().encode(), 1)
+
+
+def read_seal(package: Path) -> str:
+    """The hash of a package's manifest, as it says itself. Raises PackageError if that can't be read."""
+    try:
+        with (package / FILE_NAME).open("rb") as file:
+            found = _SEAL.match(file.read(200))
+    except OSError as error:
+        raise PackageError(f"can't read {package / FILE_NAME}: {error.strerror}") from error
+    if found is None:
+        raise PackageError(f"{package / FILE_NAME} does not begin with its own hash: compile the model again")
+    return found[1].decode()
+
+
+def _is_sealed(text: bytes) -> bool:
+    """Whether a manifest is as it was written."""
+    found = _SEAL.match(text)
+    if found is None:
+        return False
+    unsealed = text[: found.start(1)] + _UNSEALED.encode() + text[found.end(1) :]
+    return hashlib.sha256(unsealed).hexdigest().encode() == found[1]
+
+
+def read_manifest(package: Path) -> Manifest:
+    """Read a package's manifest. Raises PackageError if there is none, or one that this version can't read or trust."""
+    path = package / FILE_NAME
+    manifest = read_sealed(path, _MANIFESTS, READ)
+    if manifest is None:
+        what = "has no manifest.json, so it is no package" if package.is_dir() else "does not exist"
+        what = "is a file, and packages are folders" if package.is_file() else what
+        raise PackageError(f"{package} {what}; make one with 'splitc compile'")
+    if (wrong := find_contradiction(manifest)) is not None:
+        raise PackageError(f"{path} contradicts itself: {wrong}: compile the model again")
+    return manifest
+
+
+def read_sealed(path: Path, decoder: Decoder[Sealed], versions: Sequence[int]) -> Sealed | None:
+    """Read a file that `seal` has made; None if there is none. The last of the `versions` of its schema is the newest.
+
+    Raises PackageError for a file that this version can't read or trust.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe or a device may never end
+            raise PackageError(f"{path} is no regular file: compile the model again")
+        text = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise PackageError(f"can't read {path}: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        # Check the version first, so that the error for a newer schema is not about a missing field.
+        schema = _VERSIONS.decode(text).schema
+        if schema not in versions:
+            raise PackageError(
+                f"{path} has schema version {schema}, and this splitc reads {_spoken(versions)}: "
+                + ("upgrade splitc" if schema > versions[-1] else "compile the model again")
+            )
+        found = decoder.decode(text)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise PackageError(f"{path} is damaged ({error}): compile the model again") from error
+    if not _is_sealed(text):
+        raise PackageError(f"{path} was changed since it was compiled (its SHA-256 differs): compile the model again")
+    return found
+
+
+def _spoken(versions: Sequence[int]) -> str:
+    return f"version{'s' if len(versions) > 1 else ''} {' and '.join(map(str, versions))}"

@@ -1,0 +1,173 @@
+"""Compare a package's files with its manifest before they are used.
+
+What was compared once is not read again while its size and times are the same. That is kept in the package's folder,
+so that it holds for whatever machine or container has the folder next, or in the user's cache if nothing can be written
+there. Files that are copied have new times (nobody can set when a file last changed, which is its ctime).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from splitc.runtime.errors import MisuseError, PackageError, SplitcError
+from splitc.runtime.files.cache import read_cache, write_cache
+from splitc.runtime.files.written import check_regular, is_replaced, written_whole
+from splitc.runtime.package.files import hash_package_file
+from splitc.runtime.package.manifest import File, Manifest
+from splitc.runtime.threads.executor import Executor
+from splitc.runtime.threads.progress import Bytes, counting
+
+ALWAYS, ONCE, NEVER = WORDS = ("always", "once", "never")
+# The file of what was compared, in the package's folder.
+STAMP = "verified.json"
+# A file's path in the package, its size and times in nanoseconds, and its hash. Not its inode and device, which are
+# others where a volume is mounted again.
+Known = tuple[str, int, int, int, str]
+
+_writing = threading.Lock()
+
+
+def check_word(verify: str) -> None:
+    """Raise MisuseError unless `verify` is a word for how often files are compared."""
+    if verify not in WORDS:
+        raise MisuseError(f"verify is {', '.join(map(repr, WORDS))}, not {verify!r}")
+
+
+def verify_files(package: Path, files: Iterable[File], verify: str = ALWAYS) -> None:
+    """Compare files with the manifest. Raises PackageError, which says which file differs and how."""
+    verification = Verification(package, files, verify)
+    try:
+        verification.begin()
+        verification.finish()
+    finally:
+        verification.stop()
+
+
+def check_size(package: Path, file: File) -> None:
+    """Raise PackageError if a file of the package is missing, or of another size than its manifest says."""
+    path = package / file.path
+    if not path.is_file():
+        raise PackageError(f"{path} is missing: the package is incomplete, compile the model again")
+    size = path.stat().st_size
+    if size != file.bytes:
+        raise PackageError(f"{path} has {size:,} bytes, its manifest says {file.bytes:,}: compile the model again")
+
+
+class Verification:
+    """Compares a package's files with the manifest, on a thread of its own, from `begin` until `finish` or `stop`.
+
+    Raises PackageError, which says which file differs and how, at first for those that are not there in their sizes.
+    """
+
+    def __init__(self, package: Path, files: Iterable[File], verify: str, first: Iterable[str] = ()) -> None:
+        self._package = package
+        self._stopped = threading.Event()
+        self._known = {*_read_stamp(package), *_read_cache(package)} if verify == ONCE else set[Known]()
+        self._found: list[Known] = []
+        self._remembers = verify == ONCE
+        paths, listed = frozenset(first), list(files) if verify != NEVER else []
+        for file in listed:
+            check_size(package, file)
+        compared = (file.bytes for file in listed if file.hash is not None and not self._is_known(file, file.hash))
+        self._count = counting("comparing hashes", Bytes(sum(compared)))
+        self._first = [file for file in listed if file.path in paths]
+        self._others = [file for file in listed if file.path not in paths]
+        self._pool = Executor(1, "splitc verifies")
+
+    def begin(self) -> None:
+        """Compare those files that are to be first, and begin with the others."""
+        self._verify_all(self._first)
+        self._rest = self._pool.submit(self._verify_all, self._others)
+
+    def finish(self) -> None:
+        """Wait until all files are compared. Raises PackageError for one that differs."""
+        self._rest.result()
+        self.stop()
+
+    def stop(self) -> None:
+        """End it, wherever it is. What has been compared by then is remembered."""
+        self._stopped.set()
+        self._pool.shutdown()
+        if self._remembers and self._found:
+            _remember(self._package, self._found)
+
+    def _verify_all(self, files: Sequence[File]) -> None:
+        for file in files:
+            if (expected := file.hash) is not None:
+                self._verify(file, expected)
+
+    def _verify(self, file: File, expected: str) -> None:
+        path = self._package / file.path
+        known = self._describe(file, expected)
+        if known in self._known:
+            return
+        if hash_package_file(path, file, self._check_stopped) != expected:
+            raise PackageError(f"{path} was changed since it was compiled (its hash differs from the manifest's)")
+        self._found.append(known)
+
+    def _is_known(self, file: File, expected: str) -> bool:
+        return self._describe(file, expected) in self._known
+
+    def _describe(self, file: File, expected: str) -> Known:
+        found = (self._package / file.path).stat()
+        return file.path, found.st_size, found.st_mtime_ns, found.st_ctime_ns, expected
+
+    def _check_stopped(self, count: int) -> None:
+        self._count(count)
+        if self._stopped.is_set():
+            raise SplitcError("the files' hashes were not compared to the end")
+
+
+def _read_stamp(package: Path) -> list[Known]:
+    path = package / STAMP
+    try:
+        check_regular(path)
+        return _decode(path.read_bytes())
+    except (OSError, MisuseError):
+        return []
+
+
+def _read_cache(package: Path) -> list[Known]:
+    return _decode(read_cache(_cached_as(package)))
+
+
+def _cached_as(package: Path) -> str:
+    """The name of the cache's file for this folder."""
+    return f"verified-{hashlib.sha256(bytes(package.resolve())).hexdigest()[:16]}.json"
+
+
+def _decode(content: bytes) -> list[Known]:
+    try:
+        return msgspec.json.decode(content, type=list[Known])
+    except msgspec.DecodeError:
+        return []
+
+
+def _remember(package: Path, found: Sequence[Known]) -> None:
+    """Add to what is known, which another process may have added to meanwhile."""
+    paths = {path for path, *_ in found}
+
+    def with_found(known: Iterable[Known]) -> bytes:
+        return msgspec.json.encode([*(each for each in known if each[0] not in paths), *found])
+
+    with _writing:
+        try:
+            if not is_replaced(package / STAMP):
+                raise MisuseError(f"{package / STAMP} is a link or a pipe, to whatever else")
+            with written_whole(package / STAMP) as file:
+                file.write(with_found(_read_stamp(package)))
+        except (OSError, SplitcError):
+            with suppress(SplitcError):  # where nothing can be kept, files are compared each time
+                write_cache(_cached_as(package), with_found(_read_cache(package)))
+
+
+def engine_files(manifest: Manifest) -> list[str]:
+    """The paths of engines and what they are built from: they are to be compared before they are loaded."""
+    engines = (engine for rank in manifest.ranks for engine in rank.engines)
+    return [path for engine in engines for path in (engine.path, engine.source) if path is not None]

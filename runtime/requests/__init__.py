@@ -1,0 +1,1 @@
+"""Requests and sequences on their way to the ranks and back."""

@@ -1,0 +1,240 @@
+"""Admit requests to a session's ranks, and end them if the session breaks or is closed."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+
+from splitc.runtime.arrays.array import Array, Zeros
+from splitc.runtime.errors import EngineError, HandOverError, MisuseError, SplitcError
+from splitc.runtime.feeds.checks import explain_failure
+from splitc.runtime.feeds.on_gpu import Feed
+from splitc.runtime.package.manifest import Manifest
+from splitc.runtime.processes.remote import RemoteRanks
+from splitc.runtime.ranks.request import NEVER, InFlightRequest
+from splitc.runtime.ranks.workers import Workers
+from splitc.runtime.requests.turns import Turn, Turns
+from splitc.runtime.threads.futures import Answer
+from splitc.runtime.threads.interrupts import later_interrupts
+
+# Seconds between two checks whether a session is broken or closed.
+CHECK_EVERY = 0.1
+# Seconds that a closing session waits for requests in flight before it stops their engines.
+PATIENCE = 10.0
+
+
+class _SignalCame(Exception):
+    """A signal waits for its handler, which runs once no wait holds it back."""
+
+
+class Admission:
+    """Gives requests to the ranks, at most `in_flight` at a time.
+
+    In a pipeline whose models work in turn, requests wait for that.
+    """
+
+    def __init__(
+        self,
+        workers: Workers | RemoteRanks,
+        manifest: Manifest,
+        in_flight: int,
+        turns: Turns | None = None,
+    ) -> None:
+        self._workers = workers
+        self._places = threading.BoundedSemaphore(in_flight)
+        self._inputs = manifest.inputs
+        self._turn = None if turns is None else Turn(turns, workers.bring_in)
+        self._closed = False
+        self._closing = threading.Lock()
+        self._failure: BaseException | None = None
+        # Requests have no reference to their futures, which refer to them: in such a cycle outputs would only be freed
+        # by the garbage collector, which counts objects rather than bytes.
+        self._under_way: dict[InFlightRequest, Future[InFlightRequest]] = {}
+        # All ranks must get requests in the same order, since values of different requests have the same names.
+        self._order = threading.Lock()
+        self._owner = os.getpid()
+        # Whether a thread gives a request its result, which calls what the caller has asked to be called then.
+        self._delivering = threading.local()
+
+    def submit(
+        self,
+        arrays: Mapping[str, Feed],
+        sequence: int | None,
+        initial: Mapping[str, Array | Zeros],
+        room: bool,
+        after: int | None,
+        growth: int,
+        here: bool,
+        on_device: bool,
+    ) -> Future[InFlightRequest]:
+        """Start a request; see `Session.submit_request`. Waits while `in_flight` requests are in flight.
+
+        Raises SplitcError if the session is broken or closed, or is another process's; MisuseError for a callback of a
+        request that waits for another one.
+        """
+        if os.getpid() != self._owner:
+            raise EngineError("this session belongs to the process that opened it: a copy of that one can't use it")
+        if self._in_callback and here:
+            raise MisuseError("a callback of a request can't wait for another one: submit() it, or run() it elsewhere")
+        ranks, done = len(self._workers), self._done
+        request = InFlightRequest(arrays, ranks, done, sequence, initial, room, after, growth, on_device)
+        future: Future[InFlightRequest] = Answer()
+        self._hand_over(request, future)
+        if here:
+            self._workers.read_until(future)
+        else:
+            self._workers.watch()
+        return future
+
+    def _hand_over(self, request: InFlightRequest, future: Future[InFlightRequest]) -> None:
+        """Give a request to all ranks.
+
+        Signals come before or after that: if one rank had a request and another one did not, later requests would get
+        other requests' values. Raises as `submit` does.
+        """
+        while True:
+            with later_interrupts() as interrupted:
+                try:
+                    self._admit(request, future, partial(self._check_waiting, interrupted))
+                    return
+                except _SignalCame:
+                    pass  # its handler runs at the end of this block, and may raise
+                except HandOverError as error:
+                    self.fail(error)
+                    raise
+
+    def _check_waiting(self, interrupted: Callable[[], bool]) -> None:
+        """Raise what ends a wait: SplitcError if the session is broken or closed, _SignalCame."""
+        self.check_usable()
+        if interrupted():
+            raise _SignalCame
+
+    def _admit(self, request: InFlightRequest, future: Future[InFlightRequest], check: Callable[[], None]) -> None:
+        """Take a place for a request, and give it to the ranks. Whatever is raised, the place is free again."""
+        while not self._places.acquire(timeout=0 if self._in_callback else CHECK_EVERY):
+            if self._in_callback:
+                raise MisuseError(
+                    "too many requests are in flight for a callback to submit another one: raise in_flight"
+                )
+            check()
+        self._begin(check)
+        with self._order:
+            try:
+                self.check_usable()
+                self._under_way[request] = future
+                self._workers.put(request)
+            except BaseException:
+                self._under_way.pop(request, None)
+                self._leave()
+                raise
+
+    def _begin(self, check: Callable[[], None]) -> None:
+        """Wait for this model's turn, if models have turns. Frees the place if that raises."""
+        if self._turn is None:
+            return
+        try:
+            self.check_usable()
+            self._turn.turns.begin(self._turn, check)
+        except BaseException:
+            self._places.release()
+            raise
+
+    def _leave(self) -> None:
+        """A request has ended."""
+        if self._turn is not None:
+            self._turn.turns.end(self._turn)
+        self._places.release()
+
+    def _done(self, request: InFlightRequest) -> None:
+        future = self._under_way.pop(request)
+        self._leave()
+        with self._in_callbacks():
+            if request.error is not None:
+                future.set_exception(explain_failure(request.error, request.feeds, self._inputs))
+            else:
+                future.set_result(request)
+
+    @contextmanager
+    def _in_callbacks(self) -> Iterator[None]:
+        """Meanwhile, this thread may be in what was to be called when a request ends."""
+        turns = None if self._turn is None else self._turn.turns
+        before, self._delivering.now = self._in_callback, True
+        before_any = turns is not None and turns.in_callback
+        if turns is not None:
+            turns.in_callback = True
+        try:
+            yield
+        finally:
+            self._delivering.now = before
+            if turns is not None:
+                turns.in_callback = before_any
+
+    @property
+    def _in_callback(self) -> bool:
+        """Whether this thread gives a request its result, and so may be in a function that was to be called then."""
+        return getattr(self._delivering, "now", False)
+
+    def check_usable(self) -> None:
+        """Raise SplitcError if the session is broken or closed."""
+        if not self.usable:
+            raise self._unusable()
+
+    @property
+    def usable(self) -> bool:
+        """Whether the session is neither broken nor closed."""
+        return not self._closed and self._failure is None
+
+    def _unusable(self) -> SplitcError:
+        if self._failure is not None:
+            return SplitcError(f"the session is broken: {type(self._failure).__name__}: {self._failure}")
+        return SplitcError("the session is closed")
+
+    def fail(self, error: BaseException) -> None:
+        """Break the session: a rank has died, so all waits for it end with an error."""
+        self._failure = self._failure or error
+        with self._order:
+            waiting = list(self._under_way)
+        for request in waiting:
+            for number in range(len(self._workers)):
+                request.finish(number, {}, NEVER, self._unusable())
+        self._workers.abort(error)  # now: what the other ranks say then only follows from it
+
+    def forget(self, sequence: int, reusable: bool) -> None:
+        """Free the states of a sequence, or let another one begin in their memory, if that can be."""
+        if os.getpid() != self._owner:
+            return
+        with later_interrupts(), self._order:  # all ranks, or none
+            self._workers.forget(sequence, reusable)
+
+    def close(self) -> None:
+        """End the ranks, in bounded time. Requests that have begun are completed or stopped; others are cancelled.
+
+        In a callback of a request, which the ranks wait for, this is done by another thread. In another process than
+        the session's, nothing is done.
+        """
+        if os.getpid() != self._owner:
+            return
+        if self._in_callback:
+            threading.Thread(target=self.close, name="splitc closes").start()
+            return
+        with later_interrupts():  # or else some of it would be left
+            self._close()
+
+    def _close(self) -> None:
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True  # first of all, since threads that wait check it
+        with self._order:
+            for request in list(self._under_way):  # a copy, since requests end meanwhile
+                request.cancel()
+            self._workers.put(None)
+        if not self._workers.join(PATIENCE):
+            self._workers.stop()
+            self.fail(SplitcError("the session was closed while this request ran"))
+            self._workers.join(1.0)
+        self._workers.clear()

@@ -1,0 +1,62 @@
+"""Join the ranks' outputs of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from splitc.runtime.arrays.array import Array, number_type
+from splitc.runtime.feeds.on_gpu import GpuFeed
+from splitc.runtime.hardware.devices import Device
+from splitc.runtime.hardware.gpus import need_cupy
+from splitc.runtime.package.manifest import Manifest, Part
+from splitc.runtime.package.parts import join_parts
+from splitc.runtime.ranks.request import InFlightRequest
+
+
+class OutputJoiner:
+    """Joins the ranks' outputs: whole ones, sharded ones, and outputs that are inputs.
+
+    If they are to be on GPUs, what is joined goes to that of the first rank.
+    """
+
+    def __init__(self, manifest: Manifest, devices: Sequence[Device]) -> None:
+        self._first = devices[0]
+        self._outputs = manifest.outputs
+        self._passed = {tensor.name for tensor in manifest.inputs} & {tensor.name for tensor in manifest.outputs}
+        self._parts = [{part.name: part for part in rank.parts} for rank in manifest.ranks]
+
+    def join(self, request: InFlightRequest) -> dict[str, Array]:
+        """The outputs by name, in the model's order, without those that stay on the ranks."""
+        joined: dict[str, Array] = {}
+        parts: dict[str, list[tuple[Part, Array]]] = {}
+        for number, own in enumerate(self._parts):
+            for name, array in request.outputs[number].items():
+                if name in own:
+                    parts.setdefault(name, []).append((own[name], array))
+                else:
+                    joined[name] = array
+        joined.update({name: self._join(each, request.on_device) for name, each in parts.items()})
+        joined.update({name: self._pass_on(request, name) for name in self._passed})
+        return {
+            # TensorRT before version 10 gives int32 for outputs that are int64 in the model.
+            tensor.name: joined[tensor.name].astype(number_type(tensor.dtype), copy=False)
+            for tensor in self._outputs
+            if tensor.name in joined
+        }
+
+    def _join(self, parts: Sequence[tuple[Part, Any]], on_device: bool) -> Any:
+        if not on_device:
+            return join_parts(parts)
+        return self._put(join_parts([(part, array.get()) for part, array in parts]))
+
+    def _pass_on(self, request: InFlightRequest, name: str) -> Any:
+        feed = request.feeds[name]
+        assert not isinstance(feed, GpuFeed), "those do not stay on GPUs"
+        return self._put(feed) if request.on_device else feed.copy()
+
+    def _put(self, array: Array) -> Any:
+        """A copy on the first rank's GPU."""
+        cupy = need_cupy()
+        with cupy.cuda.Device(self._first.number_here):
+            return cupy.asarray(array)

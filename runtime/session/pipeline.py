@@ -1,0 +1,106 @@
+"""A pipeline's modules, each a session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any
+
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.mpi.first_process import begin
+from splitc.runtime.package.manifest_file import read_manifest
+from splitc.runtime.package.pipeline_file import find_module, read_pipeline
+from splitc.runtime.processes.device_processes import DeviceProcesses
+from splitc.runtime.requests.rank_kinds import MPI
+from splitc.runtime.requests.turns import Turns
+from splitc.runtime.session.session import Session, choose_devices
+from splitc.runtime.session.shared_ranks import SharedRanks, make_swap, need_turns
+
+
+class Pipeline(Mapping[str, Session]):
+    """The modules of a package, loaded on their devices.
+
+        with Pipeline("package") as pipeline:
+            latents = pipeline["transformer"].run({"hidden_states": noise})
+
+    `options` are those of all sessions, and `own` those of single modules, by name. Files that travel with the models
+    are in the folder `package`, where they were in the models' folder. Raises as Session does, and MisuseError for the
+    package of one model, or a module that is not there.
+
+    With `swap`, modules work in turn: those that are not at work give the memory of their weights to the one that is,
+    and its requests wait until those of others have ended. Default: as the package was planned.
+
+    Modules that are split over the same GPUs work in turn too, since their sums would wait for each other.
+
+    Where ranks are processes, a device has one process, with the ranks of all modules. If it dies, the sessions of all
+    modules in it break, with an error that says why.
+    """
+
+    def __init__(
+        self,
+        package: str | Path,
+        *,
+        swap: bool | None = None,
+        own: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+        **options: Any,
+    ) -> None:
+        self.package = Path(package)
+        read = read_pipeline(self.package)
+        if read is None:
+            raise MisuseError(f"{package} has no modules: open it as a Session")
+        names = [module.name for module in read.modules]
+        if strange := sorted(own.keys() - set(names)):
+            raise MisuseError(f"{package} has no module '{strange[0]}': there are {', '.join(names)}")
+        _need_no_mpi(options.get("ranks"), len(names))
+        asked = {name: {**options, **own.get(name, {})} for name in names}
+        folders = {name: find_module(self.package, name) for name in names}
+        manifests = {name: read_manifest(folder) for name, folder in folders.items()}
+        devices = {name: choose_devices(manifests[name], asked[name].get("devices")) for name in names}
+        processes = DeviceProcesses(each for of_module in devices.values() for each in of_module)
+        self.swap = read.swap if swap is None else swap
+        swapped = make_swap({name: (manifests[name], devices[name]) for name in names}) if self.swap else None
+        in_turn = self.swap or need_turns(devices)
+        shared = SharedRanks(processes, swapped, Turns() if in_turn else None)
+        self._stack = ExitStack()
+        self._sessions: dict[str, Session] = {}
+        try:
+            for name in names:
+                session = Session(package, module=name, shared=shared, **asked[name])
+                self._sessions[name] = self._stack.enter_context(session)
+        except BaseException:
+            processes.seal()  # before, so that those end that are waited for
+            self.close()
+            raise
+        processes.seal()
+
+    def __getitem__(self, name: str) -> Session:
+        return self._sessions[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sessions)
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def close(self) -> None:
+        """End all sessions."""
+        self._stack.close()
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _need_no_mpi(ranks: str | None, modules: int) -> None:
+    """Raise MisuseError if ranks are MPI's processes, which serve one session at a time."""
+    if modules > 1 and ranks in (None, MPI) and begin() is not None:
+        raise MisuseError(
+            "ranks that MPI has started serve one module at a time: open it as Session(package, module=NAME), or open "
+            'all of them on one machine without MPI (ranks="processes")'
+        )

@@ -1,0 +1,338 @@
+"""Session: load a package, with a thread or a process for each rank, and run requests."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy.typing as npt
+
+from splitc.runtime.arrays.array import Array, Zeros
+from splitc.runtime.engines.backends import make_backend
+from splitc.runtime.engines.built_here import check_built_here, check_host_code
+from splitc.runtime.engines.kinds import choose_engine
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.feeds.batches import cut_batches, join_batches
+from splitc.runtime.feeds.checks import check_feeds, check_sizes, take_feeds
+from splitc.runtime.feeds.on_gpu import Feed
+from splitc.runtime.generate.tokens import generate
+from splitc.runtime.hardware.devices import Device, parse_devices, threads_for
+from splitc.runtime.hardware.memory_use import RankMemory
+from splitc.runtime.mpi.first_process import begin
+from splitc.runtime.mpi.mpi_ranks import MpiRanks
+from splitc.runtime.mpi.world import World
+from splitc.runtime.package.manifest import Manifest, Tensor
+from splitc.runtime.package.manifest_file import read_manifest
+from splitc.runtime.package.pipeline_file import find_module
+from splitc.runtime.package.verification import NEVER, ONCE, Verification, check_word, engine_files
+from splitc.runtime.processes.ranks import RankProcesses
+from splitc.runtime.processes.remote import RemoteRanks
+from splitc.runtime.ranks.loaded import Setup
+from splitc.runtime.ranks.replays import RankReplays
+from splitc.runtime.ranks.request import InFlightRequest, Served
+from splitc.runtime.ranks.workers import Workers
+from splitc.runtime.requests.admission import Admission
+from splitc.runtime.requests.device_arrays import DeviceArrays
+from splitc.runtime.requests.outputs import OutputJoiner
+from splitc.runtime.requests.rank_kinds import MPI, PROCESSES, choose_ranks
+from splitc.runtime.requests.sequence import StateSequence, find_resident
+from splitc.runtime.session.shared_ranks import SharedRanks
+from splitc.runtime.threads.futures import in_order, then
+from splitc.runtime.threads.interrupts import later_interrupts
+
+# The most requests in flight. Each has its feeds, activations and outputs in memory.
+MOST_IN_FLIGHT = 10_000
+
+
+class Session:
+    """A package, loaded on its devices and ready to run.
+
+        with Session("package") as session:
+            outputs = session.run({"input_ids": ids})
+
+    `module` names the model of a package that has several. `threads` is the number for each CPU device (default: the
+    package's, or else the cores divided among the devices).
+    `verify` says how often the files' hashes are compared with the manifest, which reads every byte: `always`, `once`
+    (again when a file has changed), or `never`. Weights are compared while they are loaded.
+    `devices` replaces the package's devices, one for each rank. An ONNX Runtime package for GPUs also runs on CPU
+    devices, and the other way round. On GPUs, requests of previously seen shapes are replayed as CUDA graphs, unless
+    `cuda_graphs` is False. At most `in_flight` requests are in flight at a time (default: two for each rank), which
+    bounds the memory of their feeds, activations and outputs. `ranks` says what ranks are: `threads` of this process or
+    `processes` of their own (default: threads on CPU devices and on a single GPU, processes otherwise: several ranks
+    on GPUs are never threads). A process that crashes takes nothing with it but its session, and those that share
+    it. `host_code` allows engines to bring code of their own, as those of TensorRT do that later versions run too.
+    `shared` is what the modules of a Pipeline share.
+
+    Any number of threads may use one session. Raises PackageError for a package that is damaged or that an engine
+    can't load, MisuseError for devices that do not fit the package.
+    """
+
+    def __init__(
+        self,
+        package: str | Path,
+        *,
+        module: str | None = None,
+        threads: int | None = None,
+        verify: str = ONCE,
+        in_flight: int | None = None,
+        devices: Sequence[str] | None = None,
+        cuda_graphs: bool = True,
+        ranks: str | None = None,
+        host_code: bool = False,
+        shared: SharedRanks | None = None,
+    ) -> None:
+        self.package = find_module(Path(package), module)
+        if in_flight is not None and (not isinstance(in_flight, int) or not 1 <= in_flight <= MOST_IN_FLIGHT):
+            raise MisuseError(f"in_flight={in_flight}: it is a number from 1 to {MOST_IN_FLIGHT:,}")
+        world = begin() if ranks in (None, MPI) else None
+        self.manifest: Manifest = read_manifest(self.package)
+        self.devices = choose_devices(self.manifest, devices)
+        check_host_code(self.package, self.manifest, host_code)
+        kind = choose_ranks(ranks, self.devices, world, shared.processes.devices if shared else ())
+        check_word(verify)
+        if kind != MPI:  # where each rank does so for itself
+            check_built_here(self.package, self.manifest, self.devices)
+        verifies = NEVER if kind == MPI else verify
+        verification = Verification(self.package, self.manifest.files, verifies, engine_files(self.manifest))
+        self.threads = threads_for(self.devices, threads or self.manifest.threads)
+        self.in_flight = in_flight or 2 * len(self.devices)
+        self.resident_states = find_resident(self.manifest)
+        self._sequences = itertools.count()
+        self._joiner = OutputJoiner(self.manifest, self.devices)
+        self.device_arrays = DeviceArrays(self.manifest, self.devices, kind)
+        self._cuda_graphs = cuda_graphs
+        if world is not None and kind == MPI:
+            self._workers: Workers | RemoteRanks = self._join(world, threads, verify, cuda_graphs)
+        else:
+            self._workers = self._make(cuda_graphs, kind == PROCESSES, shared)
+        turns = shared.turns if shared else None
+        self._admission = Admission(self._workers, self.manifest, self.in_flight, turns)
+        # Of sequences that were dropped without being closed.
+        self._dropped: deque[int] = deque()
+        # When the session is dropped without being closed, and when Python ends.
+        self._end = weakref.finalize(self, self._admission.close)
+        self._start(verification)
+
+    def _start(self, verification: Verification) -> None:
+        """Start the ranks, and have the files compared meanwhile. If that fails, or is interrupted, nothing is left."""
+        started = False
+        try:
+            verification.begin()
+            with later_interrupts():  # those that are started are known
+                self._workers.start()
+                started = True
+            self._workers.wait_loaded()
+            verification.finish()
+        except BaseException as error:
+            with later_interrupts():  # another one
+                verification.stop()
+                self._end.detach()
+                if started:
+                    self._admission.fail(error)
+                    self._admission.close()
+            raise
+
+    @property
+    def replays(self) -> bool:
+        """Whether requests of previously seen shapes are replayed as CUDA graphs."""
+        return self._cuda_graphs and all(device.kind == "cuda" for device in self.devices)
+
+    def _make(self, cuda_graphs: bool, as_processes: bool, shared: SharedRanks | None) -> Workers | RankProcesses:
+        """The ranks, which are not started."""
+        package, manifest, states, devices = self.package, self.manifest, self.resident_states, self.devices
+        broken = partial(_fail, weakref.ref(self))
+        rooms = shared.swap.rooms if shared and shared.swap else {}
+        turns = [rooms.get(device) for device in devices]
+        if as_processes:
+            own, threads, limit = shared.processes if shared else None, self.threads, self.in_flight
+            return RankProcesses(package, manifest, states, devices, threads, cuda_graphs, limit, broken, own, turns)
+        backends = [make_backend(manifest.engine, each, self.threads, manifest.build, cuda_graphs) for each in devices]
+        replays = RankReplays(manifest) if cuda_graphs and backends[0].asynchronous else None
+        setups = [Setup(number, package, manifest, states, turn) for number, turn in enumerate(turns)]
+        return Workers(setups, backends, broken, replays)
+
+    def _join(self, world: World, threads: int | None, verify: str, cuda_graphs: bool) -> MpiRanks:
+        """The processes that MPI has started, as ranks, which are not started."""
+        broken = partial(_fail, weakref.ref(self))
+        states = self.resident_states
+        return MpiRanks(world, self.package, self.manifest, states, self.devices, threads, verify, cuda_graphs, broken)
+
+    @property
+    def notes(self) -> list[str]:
+        """Messages for the user about engines and replay."""
+        return self._workers.notes
+
+    def device_memory(self) -> list[RankMemory]:
+        """The memory of the ranks' GPUs since the session began, and the predictions; empty for CPU devices."""
+        return self._workers.device_memory()
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The model's inputs: names, number types and shapes."""
+        return self.manifest.inputs
+
+    @property
+    def optional(self) -> list[Tensor]:
+        """Inputs that need not be fed, since the model has default values for them."""
+        return self.manifest.optional
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        """The model's outputs: names, number types and shapes."""
+        return self.manifest.outputs
+
+    def run(
+        self, feeds: Mapping[str, npt.ArrayLike], *, micro_batch: int | None = None, on_device: bool = False
+    ) -> dict[str, Array]:
+        """Run the model once. Feeds and outputs are arrays by name, in the shapes of the model's inputs and outputs.
+
+        A feed may be on a GPU: any object with `__dlpack__` or `__cuda_array_interface__`. Where the rank is a thread
+        with a GPU, it is copied from there to that one, and else over the host. With `on_device`, outputs are arrays of
+        CuPy on the rank's GPU. `micro_batch` cuts the batch into micro-batches of this many rows, which
+        are in the stages at the same time. Raises FeedError for feeds that do not fit the model, MisuseError if its
+        batch can't be cut, or outputs can't be on GPUs, EngineError if an engine fails.
+        """
+        if micro_batch is None:
+            return self.run_timed(feeds, on_device)[0]
+        if on_device:
+            raise MisuseError("on_device: the outputs of micro-batches are joined on the host: leave one of both out")
+        arrays = check_feeds(feeds, self.inputs, self.optional, self.manifest.fixed)
+        batches = cut_batches(arrays, self.manifest.batch, micro_batch)
+        answers = list(in_order(map(self._submit, batches), self.in_flight))
+        return join_batches(answers, self.manifest.batch)
+
+    def run_timed(
+        self, feeds: Mapping[str, npt.ArrayLike], on_device: bool = False
+    ) -> tuple[dict[str, Array], dict[int, Served]]:
+        """As `run`, and also returns when each rank ran its steps."""
+        request = self.submit_request(self._take(feeds), here=True, on_device=on_device).result()
+        return self.join(request), request.served
+
+    def submit(self, feeds: Mapping[str, npt.ArrayLike], *, on_device: bool = False) -> Future[dict[str, Array]]:
+        """Start a request and return a future of its outputs. Requests run in the order of submission.
+
+        The feeds are copied, so they may be changed afterwards. Waits while `in_flight` requests are in flight. A
+        failed request does not affect others. For `on_device`, and for what it raises, see `run`.
+        """
+        return self._submit(self._take(feeds, copy=True), on_device)
+
+    def _take(self, feeds: Mapping[str, npt.ArrayLike], copy: bool = False) -> dict[str, Feed]:
+        return take_feeds(feeds, self.inputs, self.optional, self.manifest.fixed, copy, self.device_arrays.feeds)
+
+    def _submit(self, arrays: Mapping[str, Feed], on_device: bool = False) -> Future[dict[str, Array]]:
+        """As `submit`, for arrays that nobody changes while the request is in flight."""
+        return then(self.submit_request(arrays, on_device=on_device), self.join)
+
+    def map(
+        self, feeds: Iterable[Mapping[str, npt.ArrayLike]], *, in_flight: int | None = None
+    ) -> Iterator[dict[str, Array]]:
+        """Run each of the feeds, with `in_flight` of them at a time, and yield the outputs in the same order.
+
+        Feeds are taken lazily. The first failed request ends the iteration with its error.
+        """
+        return in_order(map(self.submit, feeds), min(in_flight or self.in_flight, self.in_flight))
+
+    def start(self, capacity: int | None = None) -> StateSequence:
+        """Open a sequence: its states (caches, recurrent states) stay on the ranks from request to request.
+
+        With `capacity`, caches that an engine can write in place get room for this many tokens. Without it, and for
+        other caches, each request allocates new, longer ones. Raises MisuseError if the model has no states, and for a
+        capacity that is no number of tokens.
+        """
+        if not self.manifest.states:
+            raise MisuseError(
+                f"{self.manifest.source.name} has no states: none of its outputs goes into an input again"
+            )
+        return StateSequence(self, capacity)
+
+    def number_sequence(self) -> int:
+        """The number of another sequence on the ranks."""
+        return next(self._sequences)
+
+    def generate(self, prompt: npt.ArrayLike, **options: Any) -> Iterator[int]:
+        """Generate tokens after the prompt, one by one. For the options see `generate.tokens.generate`."""
+        return generate(self, prompt, **options)
+
+    def submit_request(
+        self,
+        arrays: Mapping[str, Feed],
+        sequence: int | None = None,
+        initial: Mapping[str, Array | Zeros] | None = None,
+        room: bool = False,
+        after: int | None = None,
+        growth: int = 0,
+        here: bool = False,
+        on_device: bool = False,
+    ) -> Future[InFlightRequest]:
+        """Start a request with checked feeds. With `sequence`, it belongs to that one, which begins with `initial`.
+
+        `room` says that the initial states have room for later tokens, `after` that they continue those of another
+        sequence, which are shorter, and `growth` how often its states grew. With `here`, the calling thread reads the
+        answers of processes, which is faster if it waits for the result anyway.
+        """
+        if on_device:
+            self.device_arrays.check_outputs()
+        check_sizes(arrays, self.manifest)
+        while self._dropped:
+            self._admission.forget(self._dropped.popleft(), reusable=False)
+        return self._admission.submit(arrays, sequence, initial or {}, room, after, growth, here, on_device)
+
+    def forget(self, sequence: int, reusable: bool) -> None:
+        """Free the states of a sequence. They are `reusable` by another one if none failed or grew."""
+        self._admission.forget(sequence, reusable)
+
+    def forget_later(self, sequence: int) -> None:
+        """As `forget`, with the next request. May be called at any time, also by the garbage collector."""
+        self._dropped.append(sequence)
+
+    def join(self, request: InFlightRequest) -> dict[str, Array]:
+        """Join the ranks' outputs of a request: whole ones, sharded ones, and outputs that are inputs."""
+        return self._joiner.join(request)
+
+    @property
+    def usable(self) -> bool:
+        """Whether requests can be run: the session is not closed, and none of its ranks has died."""
+        return self._admission.usable
+
+    def check_usable(self) -> None:
+        """Raise SplitcError, which says why, if requests can't be run."""
+        self._admission.check_usable()
+
+    def close(self) -> None:
+        """End the ranks' threads and free their engines, in bounded time.
+
+        Requests that have begun are completed, or stopped after 10 seconds. Others are cancelled. A session that is
+        dropped, or still open when Python ends, is closed by itself.
+        """
+        self._end.detach()
+        self._admission.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _fail(session: weakref.ref[Session], error: BaseException) -> None:
+    """End a session whose ranks can't go on. These live as long as the session, and not the other way round."""
+    if (found := session()) is not None:
+        found._admission.fail(error)
+
+
+def choose_devices(manifest: Manifest, asked: Sequence[str] | None) -> list[Device]:
+    """The device of each rank. Raises MisuseError unless there is one for each, of a kind that the engines run on."""
+    devices = parse_devices(asked or [rank.device for rank in manifest.ranks])
+    if len(devices) != len(manifest.ranks):
+        raise MisuseError(f"the package has {len(manifest.ranks)} ranks, and {len(devices)} devices are named for it")
+    choose_engine(manifest.engine, devices)
+    return devices

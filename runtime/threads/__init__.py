@@ -1,0 +1,1 @@
+"""Work on other threads, and signals: what no signal leaves half done."""

@@ -1,0 +1,115 @@
+"""Helpers for futures."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, TimeoutError, wait
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from splitc.runtime.threads.interrupts import later_interrupts
+from splitc.runtime.threads.progress import counting
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+# Seconds between two looks at whether a signal waits.
+LOOK = 0.1
+
+
+class Answer(Future[T]):
+    """The future of a request. Signals end a wait for it, within LOOK seconds, and never come in its midst.
+
+    They would leave the future's lock locked, since Python may run their handlers between its locking and the block
+    that unlocks it: the rank that has the result would then wait for ever.
+    """
+
+    def result(self, timeout: float | None = None) -> T:
+        """The result. Raises the request's error, or TimeoutError after so many seconds."""
+        return self._waited(super().result, timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """The request's error, or None. Raises TimeoutError after so many seconds."""
+        return self._waited(super().exception, timeout)
+
+    def _waited(self, get: Callable[[float | None], S], timeout: float | None) -> S:
+        """What `get` gives once the request has ended. It waits for at most so many seconds."""
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            with later_interrupts() as interrupted:
+                while not interrupted():
+                    try:
+                        return get(min(LOOK, max(0.0, end - time.monotonic())))
+                    except TimeoutError:
+                        if super().done() or time.monotonic() >= end:
+                            raise
+
+    def done(self) -> bool:
+        """Whether the request has ended."""
+        with later_interrupts():
+            return super().done()
+
+    def cancel(self) -> bool:
+        """Cancel the request if it has not begun. Returns whether it will not run."""
+        with later_interrupts():
+            return super().cancel()
+
+    def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
+        """Call a function with the future when the request has ended."""
+        with later_interrupts():
+            super().add_done_callback(fn)
+
+
+def in_order(futures: Iterable[Future[T]], most: int) -> Iterator[T]:
+    """Yield the futures' results in order. At most `most` futures are pending at a time."""
+    pending: deque[Future[T]] = deque()
+    try:
+        for each in futures:
+            pending.append(each)
+            if len(pending) >= most:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        # If the caller stops early, wait for the pending ones here, so that no later request has to.
+        for future in pending:
+            with suppress(CancelledError):
+                future.exception()
+
+
+def first_error(futures: Iterable[Future[Any]], what: str | None = None) -> BaseException | None:
+    """Wait until all futures are done, or one has failed. Returns its error, None if all went well.
+
+    Those that are done are counted, if `what` they do is given. Signals end the wait as they do an Answer's.
+    """
+    every = list(futures)
+    if what is not None:
+        add = counting(what, len(every))
+        for future in every:
+            future.add_done_callback(lambda _: add(1))
+    while True:
+        with later_interrupts() as interrupted:
+            while not interrupted():
+                done, others = wait(every, LOOK, FIRST_EXCEPTION)
+                error = next((error for future in done if (error := future.exception()) is not None), None)
+                if error is not None or not others:
+                    return error
+
+
+def then(future: Future[S], function: Callable[[S], T]) -> Future[T]:
+    """A future of the function's result on another future's result."""
+    result: Answer[T] = Answer()
+    result.set_running_or_notify_cancel()  # it can't be cancelled, since ranks may be running it
+
+    def done(finished: Future[S]) -> None:
+        try:
+            result.set_result(function(finished.result()))
+        except BaseException as error:  # whoever waits for the result gets it
+            result.set_exception(error)
+
+    future.add_done_callback(done)
+    return result

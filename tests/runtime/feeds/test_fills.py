@@ -1,0 +1,92 @@
+"""Arrays made up for inputs, and how a user says what they are to be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.feeds.fills import make_inputs, parse_fills
+from splitc.runtime.package.manifest import Fill, Tensor
+from splitc.runtime.package.manifest_file import read_manifest
+from tests.helpers.app import app
+
+INPUTS = [
+    Tensor("ids", "int64", ["n"], [100], Fill("randint", high=7)),
+    Tensor("mask", "int64", ["n"], [4], Fill("ones")),
+    Tensor("place", "int64", [2, "n"], [2, 3], Fill("arange")),
+    Tensor("few", "int64", ["n"], [5], Fill("arange", high=2)),
+    Tensor("x", "float16", ["n"], [5], Fill("normal")),
+    Tensor("scalar", "int64", [], [], Fill("ones")),
+    Tensor("step", "int64", [], [], Fill("arange", high=9)),
+]
+
+
+def test_inputs_are_made_up_as_the_compiler_says() -> None:
+    made = make_inputs(INPUTS, seed=1)
+    assert (made["ids"].min(), made["ids"].max()) == (0, 6)
+    assert made["mask"].tolist() == [1, 1, 1, 1]
+    assert made["place"].tolist() == [[0, 1, 2], [0, 1, 2]]
+    assert made["few"].tolist() == [0, 1, 0, 1, 0]
+    assert made["x"].dtype == np.float16
+    assert made["scalar"].shape == ()
+    assert made["step"].shape == ()
+    np.testing.assert_array_equal(made["x"], make_inputs(INPUTS, seed=1)["x"])
+    assert (made["x"] != make_inputs(INPUTS, seed=2)["x"]).any()
+
+
+def test_user_says_how_inputs_are_made_up() -> None:
+    fills = parse_fills(["ids=zeros", "mask=randint:-3:-1", "x=arange", "a=b=ones"])
+    assert fills["a=b"] == Fill("ones")
+    del fills["a=b"]
+    made = make_inputs(INPUTS, fills=fills)
+    assert not made["ids"].any()
+    assert set(made["mask"]) <= {-3, -2}
+    assert made["x"].tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ids",
+        "=ones",
+        "ids=twos",
+        "ids=randint",
+        "ids=randint:1",
+        "ids=randint:a:b",
+        "ids=randint:--1:5",
+        "ids=randint:²:5",
+    ],
+)
+def test_fill_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(MisuseError, match="write NAME= and normal, ones, zeros, arange, or randint:LOW:HIGH"):
+        parse_fills([text])
+
+
+def test_fill_without_numbers_or_input_is_refused() -> None:
+    with pytest.raises(MisuseError, match="there is no number from 3 to before 3"):
+        parse_fills(["ids=randint:3:3"])
+    with pytest.raises(MisuseError, match=r"from -2\^63 to 2\^63"):
+        parse_fills(["ids=randint:0:99999999999999999999"])
+    with pytest.raises(MisuseError, match="--fill names 'nothing', and there is no such input: there are ids, mask"):
+        make_inputs(INPUTS, fills=parse_fills(["nothing=ones"]))
+
+
+def test_commands_take_fills(decoder: Path, tmp_path: Path) -> None:
+    package, fill = str(tmp_path / "package"), ["--fill", "input_ids=randint:90:96"]
+    found = CliRunner().invoke(app, ["compile", str(decoder), "-o", package, "-d", "2xcpu", *fill])
+    assert found.exit_code == 0, found.output
+    ids = next(tensor for tensor in read_manifest(tmp_path / "package").inputs if tensor.name == "input_ids")
+    assert ids.fill == Fill("randint", 90, 96)
+    check = ["check", package, "-m", str(decoder), "--no-memory"]
+    assert CliRunner().invoke(app, [*check, "--fill", "input_ids=ones"]).exit_code == 0
+    # The model has 96 rows for tokens: that it fails says that it got what was asked for.
+    assert CliRunner().invoke(app, [*check, "--fill", "input_ids=randint:96:97"]).exit_code != 0
+    bench = ["bench", package, "--runs", "1", "--no-memory"]
+    assert CliRunner().invoke(app, [*bench, "--fill", "input_ids=zeros"]).exit_code == 0
+    np.savez(tmp_path / "in.npz", x=np.zeros(1))
+    both = CliRunner().invoke(app, [*check, "--inputs", str(tmp_path / "in.npz"), *fill])
+    assert isinstance(both.exception, MisuseError)

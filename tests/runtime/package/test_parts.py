@@ -1,0 +1,45 @@
+"""Parts of inputs are cut out of the whole, and parts of outputs joined to it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from splitc.runtime.package.manifest import AxisPart, Part
+from splitc.runtime.package.parts import cut_part, join_parts
+
+WHOLE = np.arange(2 * 12 * 5).reshape(2, 12, 5)
+
+
+def part(*axes: AxisPart) -> Part:
+    return Part("x", list(axes))
+
+
+def test_part_of_an_inner_factor() -> None:
+    """An axis of 3 x 4 whose second factor is cut."""
+    axis = AxisPart(1, [1, 3, 4], [None, None, (1, 3)])
+    assert cut_part(WHOLE, part(axis)).tolist() == WHOLE.reshape(2, 3, 4, 5)[:, :, 1:3].reshape(2, 6, 5).tolist()
+
+
+def test_factor_before_that_is_of_any_size() -> None:
+    """Batch and heads in one axis: the batch is whatever is left."""
+    axis = AxisPart(1, [-1, 4], [None, (0, 1)])
+    assert cut_part(WHOLE, part(axis)).tolist() == WHOLE.reshape(2, 3, 4, 5)[:, :, :1].reshape(2, 3, 5).tolist()
+    assert cut_part(WHOLE[:, :8], part(axis)).shape == (2, 2, 5)
+
+
+def test_parts_join_to_the_whole() -> None:
+    parts = [part(AxisPart(1, [-1, 4], [None, places])) for places in ((0, 1), (1, 3), (2, 4))]
+    joined = join_parts([(each, cut_part(WHOLE, each)) for each in parts])
+    np.testing.assert_array_equal(joined, WHOLE)
+
+
+def test_parts_along_two_factors() -> None:
+    corners = [((a, a + 1), (b, b + 2)) for a in (0, 1, 2) for b in (0, 2)]
+    parts = [part(AxisPart(1, [1, 3, 4], [None, first, second])) for first, second in corners]
+    joined = join_parts([(each, cut_part(WHOLE, each)) for each in parts])
+    np.testing.assert_array_equal(joined, WHOLE)
+
+
+def test_parts_along_two_axes() -> None:
+    parts = [part(AxisPart(0, [1, 2], [None, (n, n + 1)]), AxisPart(2, [1, 5], [None, (0, 5)])) for n in (0, 1)]
+    np.testing.assert_array_equal(join_parts([(each, cut_part(WHOLE, each)) for each in parts]), WHOLE)

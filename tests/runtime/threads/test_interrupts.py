@@ -1,0 +1,68 @@
+"""Signals that are held back for a while."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from types import FrameType
+
+import pytest
+
+from splitc.runtime.threads.interrupts import later_interrupts
+from tests.conftest import until
+
+BOTH = (signal.SIGINT, signal.SIGTERM)
+
+
+@pytest.fixture
+def came() -> Iterator[list[int]]:
+    """The signals whose handlers have run. Each of these raises."""
+    numbers: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        numbers.append(number)
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, handle) for number in BOTH}
+    yield numbers
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("first", BOTH)
+def test_both_signals_come_after_the_block(came: list[int], first: int) -> None:
+    handlers = [signal.getsignal(number) for number in BOTH]
+    other = sum(BOTH) - first
+    done = []
+    with pytest.raises(KeyboardInterrupt), later_interrupts() as interrupted:
+        assert not interrupted()
+        signal.raise_signal(first)
+        signal.raise_signal(other)
+        signal.raise_signal(first)
+        assert interrupted() and came == []
+        done.append(1)
+    assert done == [1] and came == [first]
+    with pytest.raises(KeyboardInterrupt):
+        until(lambda: False)
+    assert came == [first, other]
+    assert [signal.getsignal(number) for number in BOTH] == handlers
+
+
+def test_handler_that_raises_as_it_comes_back_leaves_the_other_one(
+    came: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restore = signal.signal
+
+    def interrupted(number: int, handler: object) -> object:
+        before = restore(number, handler)  # type: ignore[arg-type]
+        if handler is handlers[0]:
+            signal.raise_signal(signal.SIGINT)
+        return before
+
+    handlers = [signal.getsignal(number) for number in BOTH]
+    with pytest.raises(KeyboardInterrupt), later_interrupts():
+        monkeypatch.setattr(signal, "signal", interrupted)
+    monkeypatch.undo()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)
+    assert came == [signal.SIGINT, signal.SIGTERM]
