@@ -62,7 +62,7 @@ class Verification:
 
     def __init__(self, package: Path, files: Iterable[File], verify: str, first: Iterable[str] = ()) -> None:
         self._package = package
-        self._stopped = threading.Event()
+        self._stopped = False
         self._known = _read_known() if verify == ONCE else OrderedDict[Known, None]()
         self._found: list[Known] = []
         self._remembers = verify == ONCE
@@ -87,7 +87,7 @@ class Verification:
 
     def stop(self) -> None:
         """End it, wherever it is. What has been compared by then is remembered."""
-        self._stopped.set()
+        self._stopped = True
         self._pool.shutdown()
         if self._remembers and self._found:
             _remember(self._found)
@@ -111,7 +111,7 @@ class Verification:
 
     def _check_stopped(self, count: int) -> None:
         self._count(count)
-        if self._stopped.is_set():
+        if self._stopped:
             raise SplitcError("the files' hashes were not compared to the end")
 
 
