@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
@@ -60,7 +59,7 @@ class PackageWriter:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files: dict[Path, File] = {}
-        self._stopped = threading.Event()
+        self._stopped = False
 
     @property
     def files(self) -> list[File]:
@@ -78,11 +77,11 @@ class PackageWriter:
 
     def stop(self) -> None:
         """Let threads that write end soon."""
-        self._stopped.set()
+        self._stopped = True
 
     def check_stopped(self) -> None:
         """Raise SplitcError after `stop`."""
-        if self._stopped.is_set():
+        if self._stopped:
             raise SplitcError("the package was not written to the end")
 
     def write(self, path: Path, content: bytes) -> None:

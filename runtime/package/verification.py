@@ -67,7 +67,7 @@ class Verification:
 
     def __init__(self, package: Path, files: Iterable[File], verify: str, first: Iterable[str] = ()) -> None:
         self._package = package
-        self._stopped = threading.Event()
+        self._stopped = False
         self._known = {*_read_stamp(package), *_read_cache(package)} if verify == ONCE else set[Known]()
         self._found: list[Known] = []
         self._remembers = verify == ONCE
@@ -92,7 +92,7 @@ class Verification:
 
     def stop(self) -> None:
         """End it, wherever it is. What has been compared by then is remembered."""
-        self._stopped.set()
+        self._stopped = True
         self._pool.shutdown()
         if self._remembers and self._found:
             _remember(self._package, self._found)
@@ -120,7 +120,7 @@ class Verification:
 
     def _check_stopped(self, count: int) -> None:
         self._count(count)
-        if self._stopped.is_set():
+        if self._stopped:
             raise SplitcError("the files' hashes were not compared to the end")
 
 

@@ -116,8 +116,6 @@ class Session:
         self._admission = Admission(self._workers, self.manifest, self.in_flight, turns)
         # Of sequences that were dropped without being closed.
         self._dropped: deque[int] = deque()
-        # When the session is dropped without being closed, and when Python ends.
-        self._end = weakref.finalize(self, self._admission.close)
         self._start(verification)
 
     def _start(self, verification: Verification) -> None:
@@ -125,18 +123,19 @@ class Session:
         started = False
         try:
             verification.begin()
-            with later_interrupts():  # those that are started are known
+            with later_interrupts():  # what is started is ended
                 self._workers.start()
+                # When the session is dropped without being closed, and when Python ends.
+                self._end = weakref.finalize(self, self._admission.close)
                 started = True
             self._workers.wait_loaded()
             verification.finish()
         except BaseException as error:
             with later_interrupts():  # another one
                 verification.stop()
-                self._end.detach()
                 if started:
                     self._admission.fail(error)
-                    self._admission.close()
+                    self.close()
             raise
 
     @property
@@ -311,8 +310,8 @@ class Session:
         Requests that have begun are completed, or stopped after 10 seconds. Others are cancelled. A session that is
         dropped, or still open when Python ends, is closed by itself.
         """
-        self._end.detach()
         self._admission.close()
+        self._end.detach()  # only now: an interrupt may have come before
 
     def __enter__(self) -> Session:
         return self

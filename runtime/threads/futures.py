@@ -89,8 +89,9 @@ def first_error(futures: Iterable[Future[Any]], what: str | None = None) -> Base
     every = list(futures)
     if what is not None:
         add = counting(what, len(every))
-        for future in every:
-            future.add_done_callback(lambda _: add(1))
+        with later_interrupts():
+            for future in every:
+                future.add_done_callback(lambda _: add(1))
     while True:
         with later_interrupts() as interrupted:
             while not interrupted():

@@ -30,7 +30,10 @@ def later_interrupts() -> Iterator[Callable[[], bool]]:
     gate = _Gate()
     try:
         for each in (signal.SIGINT, signal.SIGTERM):
-            if callable(handler := signal.getsignal(each)):
+            handler = signal.getsignal(each)
+            while isinstance(handler, _Gate) and handler.is_open:  # one that a signal has left, as it was taken away
+                handler = handler.handlers[each]
+            if callable(handler):
                 gate.handlers[each] = handler
                 signal.signal(each, gate)
         yield gate.is_waited_for

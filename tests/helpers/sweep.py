@@ -1,0 +1,173 @@
+"""A signal at one call or return of the main thread after the other, while it uses a package and then goes on.
+
+    python -m tests.helpers.sweep FOLDER run threads --every 7
+
+FOLDER has package, and expected.npz with what it gives. Prints what was wrong, and ends with 1 if anything was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import gc
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import psutil
+
+from splitc.runtime import Session
+from tests.conftest import Arrays, decoder_feeds
+
+ROOT, TESTS = (str(Path(__file__).resolve().parents[up]) for up in (2, 1))
+# Modules in whose code signals come, besides splitc's: those that have locks, threads and processes.
+OTHERS = ("threading", "concurrent", "contextlib", "queue", "signal", "socket", "subprocess", "tempfile", "weakref")
+# Seconds after which a use hangs, and those in which what it leaves has to go.
+PATIENCE, LEAVING = 30.0, 5.0
+
+
+@dataclass
+class Signal:
+    """Comes at this call or return, by its number, of the main thread in the block; where that was."""
+
+    at: int
+    where: str = ""
+    count: int = 0
+
+    def profile(self, frame: FrameType, event: str, arg: Any) -> None:
+        file = frame.f_code.co_filename
+        if file.startswith(TESTS) or (not file.startswith(ROOT) and not any(f"/{other}" in file for other in OTHERS)):
+            return
+        self.count += 1
+        if self.count == self.at:
+            sys.setprofile(None)
+            name = getattr(arg, "__name__", "") if event.startswith("c_") else ""
+            self.where = f"{file}:{frame.f_lineno} {frame.f_code.co_name} {event} {name}"
+            signal.raise_signal(signal.SIGINT)
+
+    def comes_in(self, work: Callable[[], None]) -> None:
+        """Do the work, in which it comes, and which KeyboardInterrupt may end."""
+        try:
+            sys.setprofile(self.profile)
+            work()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+
+
+def sized(number: int) -> Arrays:
+    """Feeds of one of some requests."""
+    return decoder_feeds(batch=1 + number % 3, new=1 + number % 4, past=number % 5)
+
+
+@dataclass
+class Sweep:
+    """A package, and what it gives for some requests."""
+
+    package: Path
+    expected: list[Any]
+    ranks: str
+    wrong: list[str] = field(default_factory=list)
+
+    def open(self) -> Session:
+        return Session(self.package, threads=1, ranks=self.ranks, in_flight=3)
+
+    def check(self, session: Session, number: int) -> None:
+        """Raise ValueError if a request is not answered as it should be."""
+        self.compare(session.run(sized(number)), number)
+
+    def compare(self, outputs: Arrays, number: int) -> None:
+        if not np.allclose(outputs["logits"], self.expected[number], rtol=1e-4, atol=1e-5):
+            raise ValueError("the answer is WRONG")
+
+    def run(self, session: Session) -> None:
+        """A request that the caller waits for."""
+        self.check(session, 0)
+
+    def submit(self, session: Session) -> None:
+        """Requests of which several are in flight."""
+        for number, future in enumerate([session.submit(sized(number)) for number in (0, 1)]):
+            self.compare(future.result(), number)
+
+    def map(self, session: Session) -> None:
+        """A stream of requests."""
+        for number, outputs in enumerate(session.map(map(sized, range(3)))):
+            self.compare(outputs, number)
+
+    def generate(self, session: Session) -> None:
+        """Tokens of a sequence."""
+        list(session.generate([5, 17], max_new_tokens=2))
+
+    def session(self, _: Session) -> None:
+        """A session of its own."""
+        with self.open() as session:
+            self.check(session, 0)
+
+    def try_all(self, use: Callable[[Session], None], every: int, first: int) -> int:
+        """A signal at each call or return, or at some. Returns how many there are."""
+        session, at = self.open(), first
+        before = left_over()
+        while True:
+            coming = Signal(at)
+            faulthandler.dump_traceback_later(PATIENCE, exit=True)
+            try:
+                coming.comes_in(partial(use, session))
+                if not coming.where:
+                    return coming.count
+                for number in (2, 3):
+                    self.check(session, number)
+                self.wait_for_ends(session, before)
+            except Exception as error:
+                self.wrong.append(f"{at}: {type(error).__name__}: {error}, after a signal at {coming.where}")
+                session.close()
+                session = self.open()
+                before = left_over()
+            at += every
+
+    def wait_for_ends(self, session: Session, before: dict[str, int]) -> None:
+        """Raise ValueError if something is left of what was interrupted."""
+        places, end = session._admission._places, time.monotonic() + LEAVING
+        while (now := left_over()) != before or places._value != session.in_flight:
+            if time.monotonic() > end:
+                left = {name: count - before[name] for name, count in now.items() if count != before[name]}
+                raise ValueError(f"left: {left}, {session.in_flight - places._value} places")
+            time.sleep(0.005)
+            gc.collect()
+
+
+def left_over() -> dict[str, int]:
+    """How many there are of what is to end with a session."""
+    process = psutil.Process()
+    return {
+        "processes": len(process.children()),
+        "threads": sum(each.name.startswith("splitc") for each in threading.enumerate()),
+        "descriptors": process.num_fds(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("use", choices=["run", "submit", "map", "generate", "session"])
+    parser.add_argument("ranks", choices=["threads", "processes"])
+    parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--first", type=int, default=1)
+    options = parser.parse_args()
+    with np.load(options.folder / "expected.npz") as expected:
+        sweep = Sweep(options.folder / "package", [expected[str(n)] for n in range(len(expected))], options.ranks)
+    count = sweep.try_all(getattr(sweep, options.use), options.every, options.first)
+    print(*sweep.wrong, f"{count} calls and returns, {len(sweep.wrong)} wrong", sep="\n")
+    sys.exit(bool(sweep.wrong))
+
+
+if __name__ == "__main__":
+    main()
