@@ -184,7 +184,7 @@ class GpuDevice:
     def fetch(
         self, values: Mapping[str, GpuArray], allocate: Allocate | None = None
     ) -> Callable[[], dict[str, npt.NDArray[np.generic]]]:
-        """Begin to download. Returns a function that waits, on any thread, and gives the arrays, perhaps of `allocate`."""
+        """Begin to download. Returns a function that waits, on any thread, and gives the arrays."""
         if not values:
             return dict
         if self.tape is not None:

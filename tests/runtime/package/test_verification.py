@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from splitc.compiler import compile_model, plan_model
-from splitc.runtime import Session, verification
+from splitc.runtime import Session
 from splitc.runtime.errors import MisuseError, PackageError
+from splitc.runtime.package import verification
 from splitc.runtime.package.files import describe_files, hash_package_file
 from splitc.runtime.package.manifest import File
 from splitc.runtime.package.manifest_file import seal

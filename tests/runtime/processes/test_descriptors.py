@@ -15,8 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
-from splitc.runtime import Session, shared_memory
+from splitc.runtime import Session
 from splitc.runtime.errors import SplitcError
+from splitc.runtime.ipc import shared_memory
 from splitc.runtime.ipc.channel import Channel
 from splitc.runtime.ipc.shared_memory import create_memory, map_memory
 from splitc.runtime.processes.ranks import RankProcesses
