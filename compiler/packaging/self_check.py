@@ -9,14 +9,13 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import psutil
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from splitc.compiler.model_errors import ModelError
 from splitc.compiler.packaging.block_check import compare_blocks
 from splitc.compiler.planning.plan import Plan
 from splitc.runtime.collectives.engine_meeting import EngineMeeting
-from splitc.runtime.devices import free_bytes, host_numbers
+from splitc.runtime.devices import free_bytes, host_memory, host_numbers
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS, open_session
 from splitc.runtime.engines.unoptimized import load_unoptimized
@@ -87,7 +86,7 @@ def check_outputs(plan: Plan, package: Path) -> Verdict:
     """
     graph = plan.analysis.graph
     weights = plan.analysis.costs.weight_bytes(graph.nodes)
-    limit = min(LARGEST, psutil.virtual_memory().available // 3)
+    limit = min(LARGEST, host_memory()[1] // 3)
     if weights > limit:
         return _check_blocks(plan, package, limit)
     # Its engines were built here, just now: they may bring code.

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
-import psutil
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from splitc.runtime.arrays import Zeros, accumulate_arrays, bytes_of, number_type
+from splitc.runtime.devices import host_memory
 from splitc.runtime.engines import Communicator, Room
 from splitc.runtime.engines.engine_kind import BackendOptions
 from splitc.runtime.engines.onnx_session import open_onnx
@@ -225,7 +225,7 @@ class OnnxRuntimeBackend:
 
 def check_free(size: int) -> None:
     """Raise EngineError if this machine has not so many bytes for states: memory is only taken when it is used."""
-    if size >= LARGE and size > (free := psutil.virtual_memory().available):
+    if size >= LARGE and size > (free := host_memory()[1]):
         raise EngineError(f"the states of a sequence need {format_bytes(size)}, and {format_bytes(free)} is free")
 
 
