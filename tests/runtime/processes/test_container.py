@@ -66,7 +66,7 @@ def test_first_process_of_a_container(decoder: Path, tmp_path: Path) -> None:
     package, home = compile_mode(decoder, "tensor"), tmp_path / "home"
     home.mkdir()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("XDG")}
-    command = ["bash", "-c", READ_ONLY, "bash", home, package, sys.executable, "-c", PROGRAM, package]
+    command = ["bash", "-c", READ_ONLY, "bash", str(home), str(package), sys.executable, "-c", PROGRAM, str(package)]
     done = subprocess.run(
         [*UNSHARED, *command], env={**environment, "HOME": str(home)}, cwd=ROOT, capture_output=True, text=True
     )
