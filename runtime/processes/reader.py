@@ -6,6 +6,7 @@ thread: a pipeline may have a hundred of them.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -186,7 +187,7 @@ class _Watch:
     def add(self, reader: Reader) -> None:
         """Look after the ranks of a reader until they have ended."""
         with self._lock:
-            if self._thread is None or not self._thread.is_alive():  # as in a copy of the process
+            if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="splitc watches", daemon=True)
                 self._thread.start()
             self._readers.append(reader)
@@ -205,3 +206,13 @@ class _Watch:
 
 
 _WATCH = _Watch()
+
+
+def _begin_anew() -> None:
+    """In a copy of this process: it has no thread of it, and must not read what is another one's."""
+    global _WATCH
+    _WATCH = _Watch()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)
