@@ -21,10 +21,11 @@ _FENCE = re.compile(r"^(```|~~~)(\w*)\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _PATH = re.compile(r"(?:compiler|runtime|tests|models)/[\w/]*(?:\.py|/)")
 
-# Options of pip, Python scripts, mpirun and Slurm, which the pages name too.
+# Options of pip, Python scripts, mpirun, Slurm and Docker, which the pages name too.
 OF_OTHERS = (
     *("--extra-index-url", "--help", "--install-completion", "--bind-to", "--hostfile", "--mpi", "--distribution"),
     *("--nodes", "--ntasks-per-node", "--gpus-per-node", "--gpus-per-task", "--cpus-per-task", "--no-deps"),
+    *("--cpus", "--shm-size", "--init"),
 )
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 import onnx_ir as ir
-import psutil
 
 from splitc.compiler.packaging.builder import Job
-from splitc.runtime.hardware.devices import cores
+from splitc.runtime.hardware.devices import cores, host_memory
 
 # The memory of a process that builds: its libraries, and so many times the engine's weights. TensorRT-RTX 1.7 took 0.6
 # GiB and 1.5 times.
@@ -23,7 +22,7 @@ def divide_jobs(jobs: Sequence[Job], at_once: int | None, gpus: int | None = Non
 
     On a number of `gpus` where kernels are measured, jobs of one GPU come one after another.
     """
-    free = psutil.virtual_memory().available
+    free = host_memory()[1]
     sizes = sorted((LIBRARIES + COPIES * _weight_bytes(job) for job in jobs), reverse=True)
     count = min(at_once or cores(), len(jobs))
     while count > 1 and sum(sizes[:count]) > free:

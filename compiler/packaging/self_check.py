@@ -9,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import psutil
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from splitc.compiler.model_errors import ModelError
@@ -21,7 +20,7 @@ from splitc.runtime.engines.onnxruntime_cpu import ERRORS, open_session
 from splitc.runtime.engines.unoptimized import load_unoptimized
 from splitc.runtime.errors import OutputsDifferError, PackageError, SplitcError
 from splitc.runtime.feeds.fills import make_inputs
-from splitc.runtime.hardware.devices import free_bytes, host_numbers
+from splitc.runtime.hardware.devices import free_bytes, host_memory, host_numbers
 from splitc.runtime.package.manifest import Manifest, Tensor
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.verification import NEVER
@@ -87,7 +86,7 @@ def check_outputs(plan: Plan, package: Path) -> Verdict:
     """
     graph = plan.analysis.graph
     weights = plan.analysis.costs.weight_bytes(graph.nodes)
-    limit = min(LARGEST, psutil.virtual_memory().available // 3)
+    limit = min(LARGEST, host_memory()[1] // 3)
     if weights > limit:
         return _check_blocks(plan, package, limit)
     # Its engines were built here, just now: they may bring code.

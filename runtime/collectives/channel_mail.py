@@ -1,13 +1,16 @@
-"""What ranks that are processes tell each other, by a channel for each pair that does."""
+"""What ranks that are processes tell each other, by a channel for each pair of processes that do."""
 
 from __future__ import annotations
 
+import os
+import selectors
+import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from multiprocessing.connection import wait
+import traceback
+from collections.abc import Sequence
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from splitc.runtime.collectives import LOADING, Label, check_label
 from splitc.runtime.ipc.channel import Channel, portable
@@ -61,41 +64,83 @@ def gather_by_first(mail: Mail, rank: int, ranks: Sequence[int], value: Any) -> 
     return gathered
 
 
-class ChannelMail:
-    """Mail by channels, by the number of the other rank. They are closed when both ends have nothing more to tell."""
+class ProcessMail:
+    """What the ranks in this process and those in others tell each other: by one channel to each other process."""
 
-    def __init__(self, channels: Mapping[int, Channel]) -> None:
-        self._channels = channels
-        self._arrived: dict[int, SimpleQueue[Any]] = {source: SimpleQueue() for source in channels}
-        threading.Thread(target=self._listen, name="splitc channels", daemon=True).start()
+    def __init__(self) -> None:
+        self._channels: dict[int, Channel] = {}
+        self._selector = selectors.DefaultSelector()  # channels come while another thread waits for what arrives
+        # What has arrived, by session, source and target. It may come before the rank that it is for.
+        self._arrived: dict[tuple[int, int, int], SimpleQueue[tuple[Label, Any]]] = {}
+
+    def connect(self, process: int, channel: Channel) -> None:
+        """Connect another process, by its number."""
+        self._channels[process] = channel
+        self._selector.register(channel, selectors.EVENT_READ)
+        if len(self._channels) == 1:
+            threading.Thread(target=self._listen, name="splitc mail", daemon=True).start()
 
     def _listen(self) -> None:
         """Take what arrives off the channels, so that no rank ever waits until it can send."""
-        sources = {channel.fileno(): source for source, channel in self._channels.items()}
-        while sources:
-            for descriptor in wait(list(sources)):
-                assert isinstance(descriptor, int)
-                source = sources[descriptor]
-                try:
-                    for message in self._channels[source].take():
-                        self._arrived[source].put(message)
-                except (EOFError, OSError):  # the session notices that the rank is gone
-                    del sources[descriptor]
-                    self._channels[source].close()
+        try:
+            while self._selector.get_map():
+                for key, _ in self._selector.select():
+                    self._take(cast(Channel, key.fileobj))
+            self._selector.close()
+        except BaseException:  # all ranks in this process would wait for ever
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _take(self, channel: Channel) -> None:
+        try:
+            for address, told in channel.take():
+                self.queue(address).put(told)
+        except (EOFError, OSError):  # the sessions notice that the process is gone
+            self._selector.unregister(channel)
+            channel.close()
+
+    def queue(self, address: tuple[int, int, int]) -> SimpleQueue[tuple[Label, Any]]:
+        """What has arrived for this session, source and target."""
+        return self._arrived.get(address) or self._arrived.setdefault(address, SimpleQueue())  # which is atomic
+
+    def tell(self, process: int | None, address: tuple[int, int, int], told: tuple[Label, Any]) -> None:
+        """Tell a rank of another process, or of this one if it is None. Raises OSError if the process is gone."""
+        if process is None:
+            self.queue(address).put(told)
+        else:
+            self._channels[process].send((address, told))
 
     def finish(self) -> None:
-        """Tell nothing more."""
+        """Tell nothing more. What connects two processes goes when both have said so."""
         for channel in self._channels.values():
             channel.finish()
 
+    def forget(self, session: int, rank: int) -> None:
+        """The rank has ended."""
+        for address in [each for each in list(self._arrived) if (each[0], each[2]) == (session, rank)]:
+            del self._arrived[address]
+
+
+class ChannelMail:
+    """The mail of one rank of a session. `hosts` are the numbers of all ranks' processes."""
+
+    def __init__(self, mail: ProcessMail, session: int, rank: int, hosts: Sequence[int]) -> None:
+        self._mail = mail
+        self._session, self._rank = session, rank
+        self._hosts = [None if host == hosts[rank] else host for host in hosts]
+
     def tell(self, target: int, label: Label, value: Any) -> None:
         try:
-            self._channels[target].send((label, value))
+            self._mail.tell(self._hosts[target], (self._session, self._rank, target), (label, value))
         except OSError as error:
             # The session has noticed it too, and is about to end this process: it knows better why the rank is gone.
             time.sleep(ENDING)
             raise RuntimeError(f"rank {target} is gone") from error
 
     def hear(self, source: int) -> tuple[Label, Any]:
-        label, value = self._arrived[source].get()
-        return label, value
+        return self._mail.queue((self._session, source, self._rank)).get()
+
+    def finish(self) -> None:
+        """Hear nothing more."""
+        self._mail.forget(self._session, self._rank)

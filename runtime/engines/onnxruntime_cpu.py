@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
-import psutil
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from splitc.runtime.arrays.array import Allocate, Zeros, accumulate_arrays, bytes_of, number_type
@@ -23,6 +22,7 @@ from splitc.runtime.engines.engine_kind import BackendOptions
 from splitc.runtime.engines.onnx_session import open_onnx
 from splitc.runtime.errors import EngineError, FollowingError, HandOverError, PackageError
 from splitc.runtime.gpu.weight_places import SwapRoom
+from splitc.runtime.hardware.devices import host_memory
 from splitc.runtime.package.manifest import Weight
 from splitc.runtime.units import format_bytes
 
@@ -225,7 +225,7 @@ class OnnxRuntimeBackend:
 
 def check_free(size: int) -> None:
     """Raise EngineError if this machine has not so many bytes for states: memory is only taken when it is used."""
-    if size >= LARGE and size > (free := psutil.virtual_memory().available):
+    if size >= LARGE and size > (free := host_memory()[1]):
         raise EngineError(f"the states of a sequence need {format_bytes(size)}, and {format_bytes(free)} is free")
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.hardware.cpu_limit import cpu_limit
+from splitc.runtime.hardware.control_groups import cpu_limit, memory_limit
 from splitc.runtime.hardware.gpus import list_gpus
 from splitc.runtime.units import parse_bytes, shortened
 
@@ -141,14 +141,19 @@ def _host(match: re.Match[str]) -> int | None:
 
 def list_devices() -> list[DeviceStatus]:
     """The devices of this machine. All CPU devices are one entry, since they share one memory."""
-    memory = psutil.virtual_memory()
-    found = [DeviceStatus("cpu0, cpu1, ...", f"{cores()} cores", memory.total, memory.available)]
+    found = [DeviceStatus("cpu0, cpu1, ...", f"{cores()} cores", *host_memory())]
     for gpu in list_gpus():
         peers = {f"cuda{other}": "peer" if direct else "host" for other, direct in gpu.peers.items()}
         found.append(
             DeviceStatus(f"cuda{gpu.index}", gpu.name, gpu.total_bytes, gpu.free_bytes, gpu.compute_capability, peers)
         )
     return found
+
+
+def host_memory() -> tuple[int, int]:
+    """The bytes of this machine's memory that this process's control groups let it have, and those that are free."""
+    memory, (most, free) = psutil.virtual_memory(), memory_limit()
+    return int(min(memory.total, most)), max(0, int(min(memory.available, free)))
 
 
 def cores() -> int:
@@ -196,7 +201,7 @@ def free_bytes(devices: Sequence[Device]) -> list[int | None]:
     Every host is taken to be as this machine is, since it is not known which of them this is.
     """
     places = [memory_of(device.local) for device in devices]
-    memory: dict[str, int | None] = {"cpu": psutil.virtual_memory().available}
+    memory: dict[str, int | None] = {"cpu": host_memory()[1]}
     if any(place != "cpu" for place in places):
         memory.update({f"cuda{gpu.index}": gpu.free_bytes for gpu in list_gpus()})
     sharers = Counter(map(memory_of, devices))

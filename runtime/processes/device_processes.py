@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import numpy as np
 
@@ -24,16 +25,19 @@ from splitc.runtime.processes.nccl_files import find_nccl_files
 
 # What a process of ranks runs, the beginning first.
 BEGIN, MAIN = "splitc.runtime.processes.begin", "splitc.runtime.processes.rank"
+# numpy's library of linear algebra has a thread for each core, whatever a container allows. Ranks have no use for it.
+THREADLESS = {"OPENBLAS_NUM_THREADS": "1"}
 
 
 class DeviceProcess:
     """The process of a device, with this process's import path, whatever the caller's main module is.
 
-    Raises PackageError for a GPU that this process can't see.
+    `number` is that among those that sessions share. Raises PackageError for a GPU that this process can't see.
     """
 
-    def __init__(self, device: Device) -> None:
-        environment = {**os.environ, **visible(device, os.environ)}
+    def __init__(self, device: Device, number: int) -> None:
+        self.number = number
+        environment = {**THREADLESS, **os.environ, **visible(device, os.environ)}
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours.detach(), pack, unpack)
         self._began = time.monotonic()
@@ -133,11 +137,13 @@ class DeviceProcess:
 class DeviceProcesses:
     """The processes of all devices that a session uses, or several sessions that share them: one for each device.
 
-    `devices` are those of all these sessions.
+    `devices` are those of all these sessions, `sessions` gives each a number.
     """
 
     def __init__(self, devices: Iterable[Device] = ()) -> None:
         self.devices = tuple(dict.fromkeys(devices))
+        self.sessions = itertools.count()
+        self._connected: set[tuple[int, int]] = set()
         self._processes: dict[Device, DeviceProcess] = {}
         self._starting = threading.Lock()
 
@@ -145,8 +151,14 @@ class DeviceProcesses:
         """The process of a device, which is started if there is none. Raises PackageError as DeviceProcess does."""
         with self._starting:
             if device not in self._processes:
-                self._processes[device] = DeviceProcess(device)
+                self._processes[device] = DeviceProcess(device, len(self._processes))
             return self._processes[device]
+
+    def connect_anew(self, pairs: Set[tuple[int, int]]) -> set[tuple[int, int]]:
+        """Those of these pairs of processes, the lower number first, that are not connected yet. Now they are."""
+        new = set(pairs - self._connected)
+        self._connected |= new
+        return new
 
     def running(self, devices: Iterable[Device]) -> list[DeviceProcess]:
         """The processes of these devices that were started."""

@@ -44,7 +44,6 @@ def launch(
     states: Sequence[State],
     threads: int,
     cuda_graphs: bool,
-    in_flight: int,
     processes: DeviceProcesses,
     turns: Sequence[SwapRoom | None],
 ) -> Launched:
@@ -53,23 +52,25 @@ def launch(
     Raises PackageError for a GPU that this process can't see, EngineError for a rank that can't be told to start. Then
     none of these processes is left.
     """
-    made = Launched(has_spare_cores(devices))
+    made, session = Launched(has_spare_cores(devices)), next(processes.sessions)
     with ExitStack() as ours:
-        sockets = _Sockets(find_pairs(manifest, devices), ours)
         meetings = {group: _memory(ours, shared_bytes(len(group))) for group in find_groups(manifest)}
         try:
             made.processes.extend(map(processes.find, devices))
+            hosts = [process.number for process in made.processes]
+            sockets = _Sockets(processes.connect_anew(_between(hosts, find_pairs(manifest, devices))), ours)
             for rank, process in enumerate(made.processes):
-                channels = sockets.open(rank)
+                channels = sockets.open(process.number)
                 own = {group: memory for group, memory in meetings.items() if rank in group}
                 start = Start(
+                    session=session,
                     package=package.absolute(),
                     number=rank,
+                    hosts=tuple(hosts),
                     devices=tuple(map(_seen_alone, devices)),
                     states=tuple(states),
                     threads=threads,
                     cuda_graphs=cuda_graphs,
-                    in_flight=in_flight,
                     channels=tuple(channels),
                     meetings=tuple(own),
                     by_nccl=has_gpu_each(devices),
@@ -88,26 +89,33 @@ def launch(
     return made
 
 
+def _between(hosts: Sequence[int], pairs: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
+    """The pairs of processes, the lower number first, that these pairs of ranks are in."""
+    found = {(hosts[one], hosts[other]) for one, other in pairs}
+    return {(min(pair), max(pair)) for pair in found if len(set(pair)) > 1}
+
+
 class _Sockets:
-    """A socket for each pair of ranks, from when one of them starts: this process can't have all of them at once.
+    """A socket for each pair of processes, from when one of them gets its rank: this process can't have all at once.
 
     The stack closes those that are left.
     """
 
     def __init__(self, pairs: Iterable[tuple[int, int]], stack: ExitStack) -> None:
-        self._peers: dict[int, list[int]] = {}
-        for one, other in sorted(pairs):
-            self._peers.setdefault(one, []).append(other)
+        self._peers: dict[int, set[int]] = {}
+        for one, other in pairs:
+            self._peers.setdefault(one, set()).add(other)
+            self._peers.setdefault(other, set()).add(one)
         self._stack = stack
-        # The ends that wait for a rank, by the numbers of the others.
+        # The ends that wait for a process, by the numbers of the others.
         self._waiting: dict[int, dict[int, socket.socket]] = {}
 
-    def open(self, rank: int) -> dict[int, socket.socket]:
-        """The ends of a rank, by the numbers of the others. Ranks come in order."""
-        ends = self._waiting.pop(rank, {})
-        for other in self._peers.get(rank, ()):
+    def open(self, process: int) -> dict[int, socket.socket]:
+        """The ends of a process, by the numbers of the others, when its first rank starts."""
+        ends = self._waiting.pop(process, {})
+        for other in self._peers.pop(process, set()) - ends.keys():
             ends[other], theirs = map(self._stack.enter_context, socket.socketpair())
-            self._waiting.setdefault(other, {})[rank] = theirs
+            self._waiting.setdefault(other, {})[process] = theirs
         return ends
 
 

@@ -21,18 +21,19 @@ from splitc.runtime.package.manifest import State
 class Start(Struct, frozen=True, array_like=True, tag=True):
     """What a rank needs to know. With it come descriptors: that of the socket to the session, and then as below.
 
-    `channels` are the ranks that it tells anything, with a socket to each, `meetings` the groups whose engines meet,
-    with the memory where they do. With `by_nccl`, each rank has a GPU of its own. A rank looks for work for `spin`
-    seconds before it sleeps. For `turns` see Setup.
+    `hosts` are the numbers of all ranks' processes, `channels` those that its own is not yet connected with, with a
+    socket to each, `meetings` the groups whose engines meet, with the memory where they do. With `by_nccl`, each rank
+    has a GPU of its own. A rank looks for work for `spin` seconds before it sleeps. For `turns` see Setup.
     """
 
+    session: int
     package: Path
     number: int
+    hosts: tuple[int, ...]
     devices: tuple[Device, ...]
     states: tuple[State, ...]
     threads: int
     cuda_graphs: bool
-    in_flight: int
     channels: tuple[int, ...]
     meetings: tuple[tuple[int, ...], ...]
     by_nccl: bool

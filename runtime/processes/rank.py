@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from splitc.runtime.arrays.array import Array, Zeros
-from splitc.runtime.collectives.channel_mail import ChannelMail
+from splitc.runtime.collectives.channel_mail import ChannelMail, ProcessMail
 from splitc.runtime.collectives.engine_meeting import EngineMeeting
 from splitc.runtime.collectives.process_collectives import ProcessCollectives
 from splitc.runtime.engines import Backend
@@ -162,14 +162,16 @@ def _make(
     return RankProcess(setup, backend, control, collectives, start.cuda_graphs), collectives
 
 
-def _host(start: Start, descriptors: Sequence[int]) -> None:
-    """Run a rank until its session ends it. If the session is gone, or this fails, the whole process ends."""
+def _host(start: Start, descriptor: int, meetings: Sequence[int], mails: ProcessMail) -> None:
+    """Run a rank until its session ends it. If the session is gone, or this fails, the whole process ends.
+
+    The descriptor is that of the socket to the session.
+    """
     try:
-        channel = Channel(descriptors[0], pack, unpack)
-        mailed = descriptors[1 : 1 + len(start.channels)]
-        mail = ChannelMail(dict(zip(start.channels, map(Channel, mailed), strict=True)))
+        channel = Channel(descriptor, pack, unpack)
+        mail = ChannelMail(mails, start.session, start.number, start.hosts)
         control = SocketControl(channel, start.number, start.spin)
-        made = attempt(partial(_make, start, descriptors[1 + len(mailed) :], mail, control))
+        made = attempt(partial(_make, start, meetings, mail, control))
         if isinstance(made, Failure):  # of a library or the device: the session's caller gets it
             channel.send(Loaded(portable(made.error)))
         else:
@@ -194,17 +196,19 @@ def main(descriptor: int) -> None:
 
     The descriptor is that of the socket to the process that starts them.
     """
-    home = Channel(descriptor, pack, unpack)
+    home, mails = Channel(descriptor, pack, unpack), ProcessMail()
     ranks: list[threading.Thread] = []
     try:
         while (start := home.receive()) is not None:
             name = f"splitc rank {start.number} ({start.devices[start.number]}) of {start.package.name}"
             try:
-                descriptors = [home.receive_descriptor() for _ in (None, *start.channels, *start.meetings)]
+                own, *others = [home.receive_descriptor() for _ in (None, *start.channels, *start.meetings)]
             except OSError as error:
                 print(f"error: {name}: {error}", file=sys.stderr, flush=True)
                 os._exit(1)
-            ranks.append(threading.Thread(target=_host, args=(start, descriptors), name=name))
+            for process in start.channels:
+                mails.connect(process, Channel(others.pop(0)))
+            ranks.append(threading.Thread(target=_host, args=(start, own, others, mails), name=name))
             ranks[-1].start()
     except (EOFError, OSError):  # the caller's process has ended, before the thread that looks after it has seen that
         end_at_once()

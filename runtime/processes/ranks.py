@@ -51,7 +51,7 @@ class RankProcesses(RemoteRanks):
         # Whether there will be no ranks of others in them.
         self._alone = processes is None
         self._shared = processes or DeviceProcesses()
-        args = package, manifest, devices, states, threads, cuda_graphs, in_flight, self._shared, turns
+        args = package, manifest, devices, states, threads, cuda_graphs, self._shared, turns
         self._launch = partial(launch, *args)
 
     def start(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from splitc.runtime.collectives import Collectives
-from splitc.runtime.collectives.channel_mail import ChannelMail
+from splitc.runtime.collectives.channel_mail import ChannelMail, ProcessMail
 from splitc.runtime.collectives.host import connect
 from splitc.runtime.collectives.process_collectives import ProcessCollectives
 from splitc.runtime.engines import Backend
@@ -67,9 +67,14 @@ def _measure_pair(devices: Sequence[Device]) -> list[MeasuredLink]:
     arrays = [np.zeros(size // 4, np.float32) for size in MESSAGE_BYTES]
     if all(device.kind == "cpu" for device in devices):
         return [_measure_waiting(backends, connect(2), array) for array in arrays]
-    mails = [ChannelMail({1 - rank: channel}) for rank, channel in enumerate(_channels())]
+    mails = [ProcessMail(), ProcessMail()]
+    for rank, channel in enumerate(_channels()):
+        mails[rank].connect(1 - rank, channel)
     by_nccl = has_gpu_each(devices)
-    ends = [ProcessCollectives(n, 2, mails[n], {}, backend, by_nccl) for n, backend in enumerate(backends)]
+    ends = [
+        ProcessCollectives(rank, 2, ChannelMail(mails[rank], 0, rank, range(2)), {}, backend, by_nccl)
+        for rank, backend in enumerate(backends)
+    ]
     try:
         if not by_nccl:
             return [_measure_waiting(backends, ends, array) for array in arrays]

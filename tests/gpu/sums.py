@@ -21,7 +21,7 @@ import numpy as np
 
 from splitc.runtime.cli.terminal import out, table
 from splitc.runtime.collectives import kernel_sums
-from splitc.runtime.collectives.channel_mail import ChannelMail
+from splitc.runtime.collectives.channel_mail import ChannelMail, ProcessMail
 from splitc.runtime.collectives.engine_meeting import EngineMeeting, shared_bytes
 from splitc.runtime.collectives.nccl import NcclCommunicator
 from splitc.runtime.collectives.process_collectives import ProcessCollectives
@@ -65,9 +65,10 @@ def _rank(rank: int, ends: Mapping[int, int], meeting: int) -> None:
     gpu.attach()
     group = tuple(range(len(ends) + 1))
     meetings = {group: EngineMeeting(len(group), map_memory(meeting))}
-    ranks = ProcessCollectives(
-        rank, len(group), ChannelMail({other: Channel(end) for other, end in ends.items()}), meetings, gpu, True
-    )
+    mail = ProcessMail()
+    for other, end in ends.items():
+        mail.connect(other, Channel(end))
+    ranks = ProcessCollectives(rank, len(group), ChannelMail(mail, 0, rank, group), meetings, gpu, True)
     nccl = ranks.create_communicator(group, uses_operators=True)
     assert isinstance(nccl, NcclCommunicator)
     if nccl.kernels is None:

@@ -8,11 +8,9 @@ import os
 import signal
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import onnx_ir as ir
-import psutil
 import pytest
 from msgspec.structs import replace
 
@@ -205,7 +203,7 @@ def test_engines_are_built_at_once_and_end_together(
 
 def test_as_many_engines_at_once_as_there_is_memory_for(short_decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def sizes(at_once: int, free: int, gpus: int | None = None) -> list[list[int]]:
-        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+        monkeypatch.setattr("splitc.compiler.packaging.build_processes.host_memory", lambda: (free, free))
         return [[job.gpu for job in part] for part in divide_jobs(jobs, at_once, gpus)]
 
     jobs = [Job(str(short_decoder), None, {}, "", gpu) for gpu in (0, 1, 0, 1)]

@@ -3,8 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from splitc.runtime.errors import MisuseError
-from splitc.runtime.hardware.cpu_limit import cpu_limit
+from splitc.runtime.engines.onnxruntime_cpu import check_free
+from splitc.runtime.errors import EngineError, MisuseError
+from splitc.runtime.hardware.control_groups import cpu_limit, memory_limit
 from splitc.runtime.hardware.devices import (
     bound_cores,
     cores,
@@ -14,6 +15,15 @@ from splitc.runtime.hardware.devices import (
     parse_hosts,
     threads_for,
 )
+
+STATISTICS = "anon 3000\nactive_file 1000\ninactive_file 2000"
+
+
+def write_groups(root: Path, groups: str, files: dict[str, str]) -> None:
+    """What the system says of this process's groups, below a folder."""
+    for name, text in {"proc/self/cgroup": groups, **{f"sys/fs/cgroup/{each}": files[each] for each in files}}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{text}\n")
 
 
 @pytest.mark.parametrize(
@@ -28,10 +38,50 @@ from splitc.runtime.hardware.devices import (
     ],
 )
 def test_limit_of_control_groups_is_read(groups: str, files: dict[str, str], limit: float, tmp_path: Path) -> None:
-    for name, text in {"proc/self/cgroup": groups, **{f"sys/fs/cgroup/{each}": files[each] for each in files}}.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"{text}\n")
+    write_groups(tmp_path, groups, files)
     assert cpu_limit(tmp_path) == limit
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "limit"),
+    [
+        ("0::/", {"memory.max": "9000", "memory.current": "5000", "memory.stat": STATISTICS}, (9000, 7000)),
+        ("0::/", {"memory.max": "max", "memory.current": "5000", "memory.stat": STATISTICS}, (math.inf, math.inf)),
+        (
+            "0::/a/b",
+            {
+                **{"a/memory.max": "9000", "a/memory.current": "8000", "a/memory.stat": STATISTICS},
+                **{"a/b/memory.max": "8000", "a/b/memory.current": "3000", "a/b/memory.stat": STATISTICS},
+            },
+            (8000, 4000),
+        ),
+        (
+            "4:memory:/x\n0::/",
+            {
+                "memory/memory.limit_in_bytes": "9000",
+                "memory/memory.usage_in_bytes": "5000",
+                "memory/memory.stat": f"active_file 7\n{STATISTICS}".replace("\n", "\ntotal_"),
+            },
+            (9000, 7000),
+        ),
+        ("0::/", {}, (math.inf, math.inf)),
+    ],
+)
+def test_memory_of_control_groups_is_read(
+    groups: str, files: dict[str, str], limit: tuple[float, float], tmp_path: Path
+) -> None:
+    """What files have of it is free: weights are mapped."""
+    write_groups(tmp_path, groups, files)
+    assert memory_limit(tmp_path) == limit
+
+
+def test_no_more_memory_is_planned_with_than_control_groups_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("splitc.runtime.hardware.devices.memory_limit", lambda: (4 << 20, 3 << 20))
+    (cpu, *_) = list_devices()
+    assert (cpu.total_bytes, cpu.free_bytes) == (4 << 20, 3 << 20)
+    assert free_bytes(parse_devices(["3xcpu"])) == [1 << 20] * 3
+    with pytest.raises(EngineError, match=r"need 64\.0 MiB, and 3\.00 MiB is free"):
+        check_free(64 << 20)
 
 
 def test_no_more_cores_are_used_than_control_groups_allow(monkeypatch: pytest.MonkeyPatch) -> None:

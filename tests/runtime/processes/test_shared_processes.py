@@ -57,6 +57,25 @@ def test_each_device_has_one_process(pipeline: Path, decoder: Path) -> None:
     assert own_children() == before
 
 
+def test_many_modules_take_few_descriptors_and_threads(decoder: Path, tmp_path: Path) -> None:
+    """A descriptor for each rank, in the caller and in its process; a thread for each rank, in its process alone."""
+    count, ranks, few, caller = 8, 3, 8, psutil.Process()
+    modes = ["layer", "more ranks than heads"]
+    folder = write_modules(
+        tmp_path / "pipeline", {f"module{n}": compile_mode(decoder, modes[n % 2]) for n in range(count)}
+    )
+    before = caller.num_fds(), caller.num_threads()
+    with Pipeline(folder, threads=1, ranks="processes") as opened:
+        for _ in range(3):  # all memory that requests need
+            for future in [session.submit(decoder_feeds()) for session in opened.values() for _ in range(6)]:
+                future.result(20)
+        assert caller.num_fds() - before[0] <= count * ranks + 2 * ranks + few
+        for each in map(psutil.Process, pids(opened["module0"])):
+            assert each.num_fds() <= count + ranks + few
+            assert each.num_threads() <= count + few
+        until(lambda: caller.num_threads() - before[1] <= 1)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_process_that_dies_or_hangs_breaks_all_modules_in_it(
     pipeline: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch

@@ -107,6 +107,25 @@ def test_copies_of_the_process_have_no_session(open_session: Callable[[], Sessio
         session.run(decoder_feeds())
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_copies_of_the_process_have_sessions_of_their_own(package: Path) -> None:
+    """And take no answers of the first one's."""
+    with Session(package, verify="never", threads=1, ranks="processes") as session:
+        session.run(decoder_feeds())
+        child = os.fork()
+        if child == 0:
+            code = 1
+            with Session(package, verify="never", threads=1, ranks="processes") as own:
+                own.run(decoder_feeds())
+                time.sleep(0.7)  # it looks after its ranks meanwhile
+                code = 0
+            os._exit(code)
+        while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
+            session.submit(decoder_feeds()).result(10)
+            time.sleep(0.01)
+        assert os.waitstatus_to_exitcode(ended[1]) == 0
+
+
 def test_callbacks(open_session: Callable[[], Session]) -> None:
     """They may submit requests and close the session, and are told that they can't wait for it."""
     results: list[Any] = []

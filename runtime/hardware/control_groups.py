@@ -1,0 +1,70 @@
+"""The limits of this process's control groups, such as a container's --cpus and --memory. Linux has such."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path, PurePosixPath
+
+# A group's files of memory, in the second version of control groups and in the first: its limit, what it has, and what
+# the names of its statistics begin with.
+_MEMORY = (("memory.max", "memory.current", ""), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"))
+
+
+@cache
+def cpu_limit(root: Path = Path("/")) -> float:
+    """How many cores' time this process may take together with the others of its groups; infinity without a limit."""
+    return min(map(_cores_of, _groups("cpu", root)), default=math.inf)
+
+
+def memory_limit(root: Path = Path("/")) -> tuple[float, float]:
+    """The bytes that this process may have together with the others of its groups, and how many of them are free.
+
+    Infinity without a limit.
+    """
+    limits, free = zip((math.inf, math.inf), *map(_memory_of, _groups("memory", root)), strict=True)
+    return min(limits), min(free)
+
+
+def _groups(controller: str, root: Path) -> Iterator[Path]:
+    """The folders of the groups that limit this process. Some may not be there."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        mounted = root / "sys/fs/cgroup" / (controller if controllers else "")
+        # Each group is limited by those that it is in. A container may see its own as the outermost.
+        group = PurePosixPath(name)
+        for each in (group, *group.parents):
+            yield mounted / str(each).lstrip("/")
+
+
+def _cores_of(folder: Path) -> float:
+    """The limit of one group, of the second version of control groups or the first."""
+    try:
+        if (file := folder / "cpu.max").exists():
+            quota, period = file.read_text().split()
+        else:
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+    except OSError:  # no limit can be set here
+        return math.inf
+    return math.inf if quota in ("max", "-1") else int(quota) / int(period)
+
+
+def _memory_of(folder: Path) -> tuple[float, float]:
+    """The limit of one group, and what is free of it. The system drops what files have of it when it is needed."""
+    for limited, used, prefix in _MEMORY:
+        try:
+            if (limit := (folder / limited).read_text().strip()) == "max":
+                break
+            statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            files = sum(int(statistics[f"{prefix}{kind}_file"]) for kind in ("active", "inactive"))
+            return int(limit), int(limit) - int((folder / used).read_text()) + files
+        except OSError:  # no limit can be set here
+            continue
+    return math.inf, math.inf
