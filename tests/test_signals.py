@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import signal
 import subprocess
@@ -20,14 +22,16 @@ from splitc.runtime.arrays.files import load_arrays, save_arrays
 from splitc.runtime.engines.kinds import is_installed
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.verification import verify_files
-from tests.conftest import decoder_feeds, listen_to_interrupts
+from tests.conftest import decoder_feeds, listen_to_interrupts, run_whole
 from tests.helpers.command import splitc, splitc_process
 from tests.helpers.fuzz import seeds
 from tests.helpers.killed import Killed, codes, kill_after
-from tests.helpers.mpi import MPIS, Mpi
+from tests.helpers.mpi import MPIS, ROOT, Mpi
+from tests.helpers.sweep import REQUESTS, sized
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")]
 
+SIGNAL_AT = Path(__file__).with_name("helpers") / "signal_at.py"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 MODES = {
     **{mode: ["-d", "2xcpu", "--split-mode", mode] for mode in ("layer", "tensor", "auto")},
@@ -171,6 +175,58 @@ def test_use(seed: int, decoder: Path, package: Path, tmp_path: Path) -> None:
     if number != signal.SIGKILL:
         assert {path.name for path in tmp_path.iterdir()} <= {"temporary", "inputs.npz", "outputs"}
         assert found.temporary == []
+
+
+# One of how many calls and returns gets a signal, instead of some: 1 is all of them, which takes hours.
+SWEEP = int(os.environ.get("SPLITC_SWEEP", "0"))
+
+
+@pytest.mark.parametrize("seed", seeds(1))
+def test_signal_at_a_call_or_return_of_a_command(seed: int, decoder: Path, package: Path, tmp_path: Path) -> None:
+    """Random moments miss what takes a microsecond."""
+    use, ranks, number = choice(seed, USES, ("threads", "processes"), (signal.SIGINT, signal.SIGTERM))
+    save_arrays(tmp_path / "inputs.npz", decoder_feeds())
+    places = {"PACKAGE": package, "MODEL": decoder, "INPUTS": tmp_path / "inputs.npz", "OUTPUTS": tmp_path / "outputs"}
+    command = [*(places.get(word, word) for word in USES[use]), "--ranks", ranks]
+
+    def signalled(at: int) -> Killed:
+        program = (SIGNAL_AT, at, number.name, tmp_path / "sites.json")
+        return kill_after(None, 0, command, tmp_path, program=program)
+
+    assert signalled(0).code == 0
+    sites = sorted(json.loads((tmp_path / "sites.json").read_text()).values())
+    step = SWEEP or len(sites)
+    for at in sites[(seed + 1) * 7919 % step :: step]:
+        found = signalled(at)
+        assert found.code in codes(number), (at, found)
+        check_message(number, found)
+        assert found.seconds < 20, (at, found)
+        assert found.temporary == [], (at, found)
+
+
+@pytest.mark.parametrize(
+    ("use", "ranks", "every"),
+    [
+        ("run", "threads", 53),
+        ("generate", "processes", 151),
+        ("session", "threads", 211),
+        ("session", "processes", 2503),
+    ],
+)
+def test_signal_at_a_call_or_return_of_a_program_that_goes_on(
+    use: str, ranks: str, every: int, decoder: Path, package: Path, tmp_path: Path
+) -> None:
+    expected = {str(number): run_whole(decoder, sized(number))["logits"] for number in range(REQUESTS)}
+    save_arrays(tmp_path / "expected.npz", expected)
+    program = [sys.executable, "-m", "tests.helpers.sweep", package, tmp_path / "expected.npz", use, ranks]
+    found = subprocess.run(
+        [str(each) for each in (*program, "--every", SWEEP or every, "--first", SWEEP or every // 2)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        preexec_fn=listen_to_interrupts,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
 
 
 @pytest.mark.skipif(not MPIS, reason="there is no MPI")

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -115,6 +116,14 @@ def handle_signals() -> None:
         signal.signal(signal.SIGINT, _after_imports(signal.default_int_handler))
     if not isinstance(sys.unraisablehook, _Dropped):
         sys.unraisablehook = _Dropped(sys.unraisablehook)
+        sys.excepthook = partial(_show_uncaught, sys.excepthook)
+
+
+def _show_uncaught(others: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    if issubclass(kind, KeyboardInterrupt):  # outside of all commands, as Python begins or ends
+        print("error: interrupted", file=sys.stderr)
+    else:
+        others(kind, error, trace)
 
 
 def _after_imports(handler: Handler) -> Handler:

@@ -33,18 +33,24 @@ class Killed:
 
 
 def kill_after(
-    seconds: float | None, number: int, command: Sequence[object], place: Path, mpi: Mpi | None = None
+    seconds: float | None,
+    number: int,
+    command: Sequence[object],
+    place: Path,
+    mpi: Mpi | None = None,
+    program: Sequence[object] = ("-c", PROGRAM),
 ) -> Killed:
     """Run splitc with a temporary folder of its own in `place`, and send its first process a signal after a while.
 
     With `mpi` that is mpirun, which starts three. None is no signal. All its processes must end within 15 seconds.
+    `program` is what Python runs, with the command as its arguments.
     """
     temporary = place / "temporary"
     temporary.mkdir(exist_ok=True)
     mark = f"{place}-{time.monotonic_ns()}"
     start = [] if mpi is None else [str(mpi.mpirun), *mpi.options, "-n", "3"]
     process = subprocess.Popen(
-        [*start, sys.executable, "-c", PROGRAM, *map(str, command)],
+        [*start, sys.executable, *map(str, program), *map(str, command)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

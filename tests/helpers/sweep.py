@@ -1,8 +1,8 @@
 """A signal at one call or return of the main thread after the other, while it uses a package and then goes on.
 
-    python -m tests.helpers.sweep FOLDER run threads --every 7
+    python -m tests.helpers.sweep PACKAGE EXPECTED run threads --every 7
 
-FOLDER has package, and expected.npz with what it gives. Prints what was wrong, and ends with 1 if anything was.
+EXPECTED is a file of what it gives for each request of `sized`. Prints what was wrong, and ends with 1 if anything was.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import gc
-import signal
 import sys
 import threading
 import time
@@ -18,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -26,46 +24,15 @@ import psutil
 
 from splitc.runtime import Session
 from tests.conftest import Arrays, decoder_feeds
+from tests.helpers.signal_at import SignalAt
 
-ROOT, TESTS = (str(Path(__file__).resolve().parents[up]) for up in (2, 1))
-# Modules in whose code signals come, besides splitc's: those that have locks, threads and processes.
-OTHERS = ("threading", "concurrent", "contextlib", "queue", "signal", "socket", "subprocess", "tempfile", "weakref")
+REQUESTS = 4
 # Seconds after which a use hangs, and those in which what it leaves has to go.
 PATIENCE, LEAVING = 30.0, 5.0
 
 
-@dataclass
-class Signal:
-    """Comes at this call or return, by its number, of the main thread in the block; where that was."""
-
-    at: int
-    where: str = ""
-    count: int = 0
-
-    def profile(self, frame: FrameType, event: str, arg: Any) -> None:
-        file = frame.f_code.co_filename
-        if file.startswith(TESTS) or (not file.startswith(ROOT) and not any(f"/{other}" in file for other in OTHERS)):
-            return
-        self.count += 1
-        if self.count == self.at:
-            sys.setprofile(None)
-            name = getattr(arg, "__name__", "") if event.startswith("c_") else ""
-            self.where = f"{file}:{frame.f_lineno} {frame.f_code.co_name} {event} {name}"
-            signal.raise_signal(signal.SIGINT)
-
-    def comes_in(self, work: Callable[[], None]) -> None:
-        """Do the work, in which it comes, and which KeyboardInterrupt may end."""
-        try:
-            sys.setprofile(self.profile)
-            work()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.setprofile(None)
-
-
 def sized(number: int) -> Arrays:
-    """Feeds of one of some requests."""
+    """Feeds of one of the REQUESTS."""
     return decoder_feeds(batch=1 + number % 3, new=1 + number % 4, past=number % 5)
 
 
@@ -117,10 +84,10 @@ class Sweep:
         session, at = self.open(), first
         before = left_over()
         while True:
-            coming = Signal(at)
+            coming = SignalAt(at)
             faulthandler.dump_traceback_later(PATIENCE, exit=True)
             try:
-                coming.comes_in(partial(use, session))
+                coming.in_work(partial(use, session))
                 if not coming.where:
                     return coming.count
                 for number in (2, 3):
@@ -156,14 +123,15 @@ def left_over() -> dict[str, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("package", type=Path)
+    parser.add_argument("expected", type=Path)
     parser.add_argument("use", choices=["run", "submit", "map", "generate", "session"])
     parser.add_argument("ranks", choices=["threads", "processes"])
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--first", type=int, default=1)
     options = parser.parse_args()
-    with np.load(options.folder / "expected.npz") as expected:
-        sweep = Sweep(options.folder / "package", [expected[str(n)] for n in range(len(expected))], options.ranks)
+    with np.load(options.expected) as expected:
+        sweep = Sweep(options.package, [expected[str(n)] for n in range(REQUESTS)], options.ranks)
     count = sweep.try_all(getattr(sweep, options.use), options.every, options.first)
     print(*sweep.wrong, f"{count} calls and returns, {len(sweep.wrong)} wrong", sep="\n")
     sys.exit(bool(sweep.wrong))
