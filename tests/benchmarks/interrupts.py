@@ -84,16 +84,23 @@ def _go_on(package: Path, kind: str) -> None:
     with Session(package, threads=1, in_flight=3, ranks=None if kind == "mpi" else kind) as session:
         expected = [session.run({"ids": _ids(number)})["y"] for number in range(8)]
         print(os.getpid(), flush=True)
-        number = 0
+        number, interrupted = 0, False
         while True:
             try:
-                number += 1
-                _use(session, number, expected)
-                print("right", flush=True)
+                while True:  # twice, since a signal may come as another one is handled
+                    try:
+                        if interrupted:
+                            interrupted = False
+                            print("interrupted", flush=True)
+                        number += 1
+                        _use(session, number, expected)
+                        print("right", flush=True)
+                    except KeyboardInterrupt:
+                        interrupted = True
+                    except ArithmeticError:
+                        print("WRONG", flush=True)
             except KeyboardInterrupt:
-                print("interrupted", flush=True)
-            except ArithmeticError:
-                print("WRONG", flush=True)
+                interrupted = True
 
 
 def _ids(number: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
