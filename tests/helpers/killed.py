@@ -8,13 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from tests.conftest import listen_to_interrupts, until
-from tests.helpers.mpi import Mpi
+from tests.helpers.mpi import ROOT, Mpi
 
 # The environment's mark of all processes of one command, since those of a dead parent have no other.
 MARK = "SPLITC_TEST_MARK"
@@ -30,6 +31,7 @@ class Killed:
     seconds: float
     errors: str
     temporary: list[str]
+    shown: str = ""
 
 
 def kill_after(
@@ -39,24 +41,15 @@ def kill_after(
     place: Path,
     mpi: Mpi | None = None,
     program: Sequence[object] = ("-c", PROGRAM),
+    patience: float = 120,
 ) -> Killed:
     """Run splitc with a temporary folder of its own in `place`, and send its first process a signal after a while.
 
     With `mpi` that is mpirun, which starts three. None is no signal. All its processes must end within 15 seconds.
-    `program` is what Python runs, with the command as its arguments.
+    `program` is what Python runs, with the command as its arguments. Raises TimeoutExpired if it has not ended
+    `patience` seconds after the signal.
     """
-    temporary = place / "temporary"
-    temporary.mkdir(exist_ok=True)
-    mark = f"{place}-{time.monotonic_ns()}"
-    start = [] if mpi is None else [str(mpi.mpirun), *mpi.options, "-n", "3"]
-    process = subprocess.Popen(
-        [*start, sys.executable, *map(str, program), *map(str, command)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **({} if mpi is None else mpi.environment), "TMPDIR": str(temporary), MARK: mark},
-        preexec_fn=listen_to_interrupts,
-    )
+    mark, process = start_marked(place, [*map(str, program), *map(str, command)], mpi)
     assert process.stdout is not None
     for _ in range(1 if mpi is None else 3):
         process.stdout.readline()
@@ -64,11 +57,37 @@ def kill_after(
     if seconds is not None:
         time.sleep(seconds)
         process.send_signal(number)
-    _, errors = process.communicate(timeout=120)
+    try:
+        shown, errors = process.communicate(timeout=patience)
+    except subprocess.TimeoutExpired:
+        end_marked(mark)
+        raise
     took = time.monotonic() - begun
-    until(lambda: not _marked(mark), 15)
-    left = [path.name for path in temporary.iterdir() if path.name != ".ses"]  # that one is ONNX Runtime's
-    return Killed(process.returncode, took, errors, left)
+    until(lambda: not marked(mark), 15)
+    return Killed(process.returncode, took, errors, left_in(place), shown)
+
+
+def start_marked(place: Path, arguments: Sequence[str], mpi: Mpi | None = None) -> tuple[str, subprocess.Popen[str]]:
+    """Start Python, or mpirun with three of it, with a temporary folder of its own in `place`. Returns its mark too."""
+    temporary = place / "temporary"
+    temporary.mkdir(exist_ok=True)
+    mark = f"{place}-{time.monotonic_ns()}"
+    start = [] if mpi is None else [str(mpi.mpirun), *mpi.options, "-n", "3"]
+    return mark, subprocess.Popen(
+        [*start, sys.executable, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **({} if mpi is None else mpi.environment), "TMPDIR": str(temporary), MARK: mark},
+        preexec_fn=listen_to_interrupts,
+    )
+
+
+def left_in(place: Path) -> list[str]:
+    """What is left in the temporary folder."""
+    found = (place / "temporary").iterdir()
+    return [path.name for path in found if path.name != ".ses"]  # that one is ONNX Runtime's
 
 
 def codes(number: int) -> tuple[int, ...]:
@@ -80,7 +99,14 @@ def codes(number: int) -> tuple[int, ...]:
     return (0, -number, own.get(number, -number))
 
 
-def _marked(mark: str) -> list[psutil.Process]:
+def end_marked(mark: str) -> None:
+    """End the processes of a command."""
+    for process in marked(mark):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def marked(mark: str) -> list[psutil.Process]:
     """The processes of a command that still run."""
     return [process for process in psutil.process_iter() if _environment(process).get(MARK) == mark]
 
