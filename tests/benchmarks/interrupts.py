@@ -52,8 +52,8 @@ WORDS = {
     "generate": ["generate", "PACKAGE", "--prompt-ids", ",".join(map(str, PROMPT)), "-n", str(TOKENS)],
 }
 PROBLEMS = ("wrong", "hang", "crash", "traceback", "left")
-# What no program can help: MPICH creates a file that its processes open by its name. It stays if the job is killed before
-# all have done so.
+# What no program can help: MPICH creates a file that its processes open by its name. It stays if the job is killed
+# before all have done so.
 HELPLESS = "name"
 # What an MPI says of a process that crashed.
 CRASHED = ("signal 11", "signal 6 ", "Segmentation", "Aborted", "core dumped")
