@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -87,7 +88,8 @@ class RankProcess:
         """Tell the session that the engines are loaded, or why not: it waits for that, whatever happens here."""
         told = attempt(partial(self._announce_loaded, ready))
         if isinstance(told, Failure):
-            self._control.send(Loaded(portable(told.error)))
+            with contextlib.suppress(OSError):  # the session is gone, which the rank's loop sees
+                self._control.send(Loaded(portable(told.error)))
 
     def _announce_loaded(self, ready: Future[None]) -> None:
         ready.result()

@@ -11,8 +11,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from splitc.runtime.ipc.mapped_files import remove_files
 from splitc.runtime.processes.device_processes import DeviceProcess, visible
 from splitc.runtime.processes.messages import Loaded, Report, Start
 from splitc.runtime.processes.nccl_files import find_nccl_files
+from splitc.runtime.processes.rank import RankProcess
 from splitc.runtime.processes.ranks import RankProcesses
 from splitc.runtime.processes.reader import LOOK
 from splitc.runtime.processes.remote import PATIENCE
@@ -373,6 +375,16 @@ def test_what_a_library_prints_in_a_rank_is_no_result(
         session.run(decoder_feeds())
     shown = capfd.readouterr()
     assert shown.out == "" and "printed by a library" in shown.err
+
+
+def test_caller_that_ends_while_ranks_load_gets_no_traceback() -> None:
+    def gone(_: Any) -> None:
+        raise BrokenPipeError
+
+    rank, ready = object.__new__(RankProcess), Future[None]()
+    rank._control, rank._everyone = SimpleNamespace(send=gone), range(0)  # type: ignore[assignment]
+    ready.set_result(None)
+    rank._announce(ready)
 
 
 def test_caller_that_ends_while_ranks_start() -> None:
