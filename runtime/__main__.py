@@ -6,7 +6,7 @@ import gc
 import sys
 from typing import NoReturn
 
-from splitc.runtime.threads.interrupts import handle_signals
+from splitc.runtime.threads.interrupts import handle_signals, later_interrupts
 
 # Python looks for garbage after so many new objects. At its default of 700, that takes a third of the time of a plan,
 # whose hundreds of thousands of nodes and values all stay.
@@ -21,9 +21,10 @@ def main() -> NoReturn:
 
     gc.set_threshold(GARBAGE_AFTER)
     try:
-        from splitc.runtime.mpi.first_process import begin
+        with later_interrupts():  # processes of MPI end together, once they have met
+            from splitc.runtime.mpi.first_process import begin
 
-        begin()
+            begin()
         from splitc.runtime.cli.app import app
         from splitc.runtime.cli.terminal import run_app
 

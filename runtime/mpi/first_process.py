@@ -6,7 +6,7 @@ from functools import cache
 
 from splitc.runtime.mpi.leaving import leave_at_exit, leave_signals
 from splitc.runtime.mpi.world import World, find_world, started_by_mpi
-from splitc.runtime.threads.interrupts import ended_by_signals
+from splitc.runtime.threads.interrupts import later_interrupts
 
 
 def begin() -> World | None:
@@ -14,20 +14,19 @@ def begin() -> World | None:
 
     Returns None if MPI has not started several processes. Raises MisuseError if it started this one, and can't be used.
     """
-    return _meet() if started_by_mpi() else None
+    if not started_by_mpi():
+        return None
+    with later_interrupts():  # one that is gone is waited for in MPI for good, and what that has opened stays
+        world = _meet()
+    if world is not None and world.rank:
+        from splitc.runtime.mpi.mpi_rank import serve
+
+        serve(world)
+    return world
 
 
 @cache
 def _meet() -> World | None:
-    # A signal that comes to all may end one of them before it meets the others. Those then wait in MPI for good, where
-    # Python does not get to handle theirs.
-    with ended_by_signals():
-        if (world := find_world()) is None:
-            return None
+    if (world := find_world()) is not None:
         leave_at_exit(world) if world.rank == 0 else leave_signals(world)
-        world.communicator.Barrier()  # only now is no process ended by a signal but by process 0
-    if world.rank:
-        from splitc.runtime.mpi.mpi_rank import serve
-
-        serve(world)
     return world

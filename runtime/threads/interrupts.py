@@ -42,7 +42,8 @@ def later_interrupts() -> Iterator[Callable[[], bool]]:
         gate.is_open = True  # at once for all: the handler of one may raise before that of another one is back
         try:
             for number, own in gate.handlers.items():
-                signal.signal(number, own)
+                if signal.getsignal(number) is gate:  # or else the block has set something else
+                    signal.signal(number, own)
         finally:
             gate.let_in()
 
@@ -70,34 +71,13 @@ class _Gate:
         return bool(self._waiting)
 
     def let_in(self) -> None:
-        """Call the handlers of those that came. The first one may raise, so another one comes again."""
+        """Call what handles those that came by now. The first one may raise, so another one comes again."""
         if self._waiting:
             (number, frame), *others = self._waiting
             for other in {other for other, _ in others} - {number}:
                 _come_again(other)
-            self.handlers[number](number, frame)
-
-
-@contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Let SIGINT and SIGTERM end this process at once, as they do without Python: for code that nothing interrupts.
-
-    What handled them before does so again after the block, unless that has set something else. Python sets what handles
-    signals on the main thread alone, so on others nothing is changed.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    changed = {number: handler for number, handler in before.items() if callable(handler)}
-    for number in changed:
-        signal.signal(number, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        for number, handler in changed.items():
-            if signal.getsignal(number) is signal.SIG_DFL:
-                signal.signal(number, handler)
+            if callable(handler := signal.getsignal(number)):
+                handler(number, frame)
 
 
 # Seconds after which a signal comes again that could not be handled.
