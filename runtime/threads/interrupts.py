@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# What the module signal is made of: its own functions look for enums, which takes six times as long.
+import _signal  # type: ignore[import-not-found]
 import _thread
 import os
 import signal
@@ -31,19 +33,19 @@ def later_interrupts() -> Iterator[Callable[[], bool]]:
     gate = _Gate()
     try:
         for each in (signal.SIGINT, signal.SIGTERM):
-            handler = signal.getsignal(each)
+            handler = _signal.getsignal(each)
             while isinstance(handler, _Gate) and handler.is_open:  # one that a signal has left, as it was taken away
                 handler = handler.handlers[each]
             if callable(handler):
                 gate.handlers[each] = handler
-                signal.signal(each, gate)
+                _signal.signal(each, gate)
         yield gate.is_waited_for
     finally:
         gate.is_open = True  # at once for all: the handler of one may raise before that of another one is back
         try:
             for number, own in gate.handlers.items():
-                if signal.getsignal(number) is gate:  # or else the block has set something else
-                    signal.signal(number, own)
+                if _signal.getsignal(number) is gate:  # or else the block has set something else
+                    _signal.signal(number, own)
         finally:
             gate.let_in()
 
@@ -76,7 +78,7 @@ class _Gate:
             (number, frame), *others = self._waiting
             for other in {other for other, _ in others} - {number}:
                 _come_again(other)
-            if callable(handler := signal.getsignal(number)):
+            if callable(handler := _signal.getsignal(number)):
                 handler(number, frame)
 
 
