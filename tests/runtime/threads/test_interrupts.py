@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from types import FrameType
+from types import FrameType, SimpleNamespace
 
 import pytest
 
@@ -61,7 +61,8 @@ def test_handler_that_raises_as_it_comes_back_leaves_the_other_one(
 
     handlers = [signal.getsignal(number) for number in BOTH]
     with pytest.raises(KeyboardInterrupt), later_interrupts():
-        monkeypatch.setattr(signal, "signal", interrupted)
+        own = SimpleNamespace(signal=interrupted, getsignal=signal.getsignal)
+        monkeypatch.setattr("splitc.runtime.threads.interrupts._signal", own)
     monkeypatch.undo()
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGTERM)
