@@ -16,15 +16,14 @@ GARBAGE_AFTER = 500_000
 def main() -> NoReturn:
     """Run the command line: the runtime's commands, and the compiler's if it is installed."""
     handle_signals()
-    # Imports take a while, in which a user may press Ctrl-C.
-    from splitc.runtime.files.explained import explained
-
-    gc.set_threshold(GARBAGE_AFTER)
     try:
         with later_interrupts():  # processes of MPI end together, once they have met
+            from splitc.runtime.files.explained import explained
             from splitc.runtime.mpi.first_process import begin
 
+            gc.set_threshold(GARBAGE_AFTER)
             begin()
+        # Imports take a while, in which a user may press Ctrl-C.
         from splitc.runtime.cli.app import app
         from splitc.runtime.cli.terminal import run_app
 

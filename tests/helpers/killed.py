@@ -20,7 +20,13 @@ from tests.helpers.mpi import ROOT, Mpi
 # The environment's mark of all processes of one command, since those of a dead parent have no other.
 MARK = "SPLITC_TEST_MARK"
 # The command `splitc`, which says when Python has begun: what Python does to a signal before is not ours.
-PROGRAM = "import sys, splitc.runtime.__main__ as it; print(flush=True); sys.argv[0] = 'splitc'; it.main()"
+PROGRAM = """
+import sys, splitc.runtime.__main__ as it
+it.handle_signals()
+print(flush=True)
+sys.argv[0] = "splitc"
+it.main()
+"""
 
 
 @dataclass(frozen=True)

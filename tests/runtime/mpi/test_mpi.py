@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import numpy as np
+import psutil
 import pytest
 
 from splitc.runtime import Session
@@ -24,8 +25,10 @@ from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.hardware.gpus import GpuIdentity
 from splitc.runtime.hardware.machine import known_machine
 from splitc.runtime.hardware.profiles import parse_link
+from splitc.runtime.ipc.mapped_files import find_mapped
 from splitc.runtime.mpi import life
 from splitc.runtime.mpi.host_checks import Found, find_contradiction, why_not_placed
+from splitc.runtime.mpi.leftovers import NAMES
 from tests.conftest import decoder_feeds, until
 from tests.helpers import fake_gpus
 from tests.helpers.mpi import MPIS, Mpi, TwoHosts, ended, signal_rank, why_no_hosts
@@ -280,6 +283,38 @@ def test_job_that_is_terminated_ends_without_a_word(decoder: Path, program: str,
     code, shown = ended(process)
     assert code != 0 and time.monotonic() - began < 5
     assert shown.strip() == ""
+
+
+# A command, whose process 1 comes to the others late.
+LATE = """
+import os, sys, time
+from splitc.runtime.__main__ import main
+from splitc.runtime.mpi import first_process
+find, late = first_process.find_world, os.environ[sys.argv.pop(1)] == "1"
+def find_late():
+    print("begins", flush=True)
+    time.sleep(2 * late)
+    return find()
+first_process.find_world = find_late
+sys.argv[0] = "splitc"
+main()
+"""
+
+
+@each_mpi
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_waits_until_all_processes_have_met(number: int, mpi: Mpi, decoder: Path) -> None:
+    """One that ended before was waited for, or what MPI had opened stayed."""
+    command = ("bench", compile_mode(decoder, "tensor"), "--runs", 1_000_000)
+    process = mpi.start(2, sys.executable, "-c", LATE, mpi.rank_variable, *command)
+    assert process.stdout is not None and [process.stdout.readline() for _ in range(2)] == ["begins\n"] * 2
+    time.sleep(1)
+    children = psutil.Process(process.pid).children(recursive=True)
+    opened = set[str]().union(*(find_mapped(child.pid, name) for child in children for name in NAMES))
+    process.send_signal(number)
+    code, shown = ended(process, 20)
+    assert code != 0 and "Traceback" not in shown
+    assert not [file for file in opened if Path(file).exists()]
 
 
 def test_rank_that_alone_is_told_to_end_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
