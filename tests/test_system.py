@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import shutil
@@ -171,6 +172,8 @@ def test_what_the_system_raises_is_explained() -> None:
         (MisuseError("as it is"), "as it is"),
     ):
         assert str(explained(error)) == text
+    files = explained(OSError(errno.EMFILE, "Too many open files", "weights"))
+    assert "may have no more open files: raise their limit (ulimit -n)" in str(files)
     assert explained(KeyError("a bug")) is None
 
 
