@@ -35,10 +35,7 @@ def explained(error: BaseException) -> SplitcError | None:
             free = format_bytes(shutil.disk_usage(folder).free)
             return SplitcError(f"{error.strerror} where it was written to (temporary files: {folder}, {free} free)")
         if error.errno == errno.EMFILE:
-            return SplitcError(
-                "this process may have no more open files: raise their limit (ulimit -n). Ranks that are processes "
-                "have one each"
-            )
+            return SplitcError("this process may have no more open files: raise their limit (ulimit -n)")
         places = [str(name) for name in (error.filename, error.filename2) if name is not None]
         return SplitcError(": ".join([*places, error.strerror or str(error) or type(error).__name__]))
     if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
