@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from splitc.compiler.pipelines.pipeline_writer import compile_pipeline
     from splitc.compiler.pipelines.placement import plan_pipeline
     from splitc.compiler.planning.plan import Plan
-    from splitc.compiler.planning.plan_request import Request
+    from splitc.compiler.request.request import Request
 
 __all__ = ["Plan", "Request", "compile_model", "compile_pipeline", "plan_model", "plan_pipeline"]
 
 _HOMES = {
     "Plan": "planning.plan",
-    "Request": "planning.plan_request",
+    "Request": "request.request",
     "compile_model": "packaging.package",
     "compile_pipeline": "pipelines.pipeline_writer",
     "plan_model": "api",

@@ -8,7 +8,7 @@ from pathlib import Path
 from splitc.compiler.modes.choosing import make_plan
 from splitc.compiler.packaging.profiling import measure_blocks
 from splitc.compiler.planning.plan import Plan
-from splitc.compiler.planning.plan_request import Request
+from splitc.compiler.request.request import Request
 from splitc.runtime.hardware.devices import Device
 
 

@@ -31,7 +31,7 @@ BOUND = 30.0
 
 def options(command: str) -> list[str]:
     """The options of a command that take a value."""
-    import_module("splitc.compiler.cli")  # its commands
+    import_module("splitc.compiler.cli.commands")  # its commands
     found: Any = typer.main.get_command(app)
     given = [param for param in found.commands[command].params if not getattr(param, "is_flag", False)]
     names = [max(param.opts, key=len) for param in given]

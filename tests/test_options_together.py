@@ -11,7 +11,7 @@ import pytest
 import typer
 
 from splitc.compiler.packaging.building import OPTIONS, BuildSettings
-from splitc.compiler.planning.plan_request import options_of_requests
+from splitc.compiler.request.request import options_of_requests
 from splitc.runtime.cli.commands import app
 from splitc.runtime.cli.options import RULES, Command
 from splitc.runtime.package.manifest import BuildOptions
@@ -19,7 +19,7 @@ from tests.helpers.command import splitc
 
 
 def commands() -> dict[str, Any]:
-    import_module("splitc.compiler.cli")  # its commands
+    import_module("splitc.compiler.cli.commands")  # its commands
     found: Any = typer.main.get_command(app)
     return dict(found.commands)
 

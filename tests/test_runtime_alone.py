@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from splitc.compiler.cli import LIBRARIES
-from splitc.compiler.planning.plan_request import ROW_MIN
+from splitc.compiler.cli.commands import LIBRARIES
+from splitc.compiler.request.request import ROW_MIN
 from splitc.runtime.arrays.files import save_arrays
 from tests.conftest import assert_close, decoder_feeds, run_whole
 from tests.helpers.command import SCRIPT, splitc_process, splitc_several

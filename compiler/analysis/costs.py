@@ -9,11 +9,11 @@ from functools import cached_property
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.asked_shapes import Shape
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.reads import subgraphs
 from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes, shape_of, tensor_bytes
 from splitc.compiler.operators.registry import operator_of
+from splitc.compiler.request.shapes import Shape
 from splitc.runtime.hardware.profiles import find_profile
 
 

@@ -7,9 +7,9 @@ import math
 import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
+from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.reads import subgraphs
-from splitc.compiler.model_errors import ModelError
 from splitc.compiler.nodes import describe_node
 
 # A split is pointless if a control flow node holds more than this share of the weights.

@@ -11,8 +11,6 @@ from typing import Any
 from splitc.compiler.analysis.blocks import Partition, find_blocks
 from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.frontend.acceptance import check_accepted, refusals_first
-from splitc.compiler.frontend.asked_shapes import AskedShapes, Shape, check_order
-from splitc.compiler.frontend.asked_states import AskedStates
 from splitc.compiler.frontend.fitted_sizes import Fitted, fit_sizes
 from splitc.compiler.frontend.graph import Graph, open_graph
 from splitc.compiler.frontend.input_sizes import input_sizes
@@ -21,6 +19,8 @@ from splitc.compiler.frontend.optional import defaults_hidden
 from splitc.compiler.frontend.shapes import BoundShapes, infer_shapes, read_symbols, reconcile
 from splitc.compiler.frontend.sizes_tried import LARGEST, Trial
 from splitc.compiler.frontend.states import find_states, growing_symbols
+from splitc.compiler.request.shapes import AskedShapes, Shape, check_order
+from splitc.compiler.request.states import AskedStates
 from splitc.runtime.package.manifest import State
 from splitc.runtime.threads.progress import counting
 

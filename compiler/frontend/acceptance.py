@@ -11,9 +11,9 @@ import onnx
 import onnx_ir as ir
 from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
 
+from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.external_data import SMALL
 from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.model_errors import ModelError
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 from splitc.runtime.engines.unoptimized import load_unoptimized
 

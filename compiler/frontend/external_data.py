@@ -14,8 +14,8 @@ import onnx
 import onnx_ir as ir
 from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
+from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.protos import Contents
-from splitc.compiler.model_errors import ModelError
 
 
 def check_external_data(contents: Contents, path: Path, trusted: bool = False) -> frozenset[Path]:

@@ -17,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from splitc.compiler.frontend.asked_shapes import Shape
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.input_sizes import DEFAULT_LENGTH, InputSizes, symbols_of
 from splitc.compiler.frontend.reads import node_reads
 from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes, bound_model, shape_of
 from splitc.compiler.frontend.sizes_tried import Trial, can_be_made_up, first_refused, first_stretched
 from splitc.compiler.nodes import describe_node
+from splitc.compiler.request.shapes import Shape
 from splitc.runtime.package.manifest import Fill
 
 # The most sizes that are changed, one after the other, and the most that are tried for each of these. Both are counts:

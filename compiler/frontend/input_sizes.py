@@ -9,8 +9,8 @@ from types import MappingProxyType
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.asked_shapes import LARGEST, Shape, check_size
 from splitc.compiler.frontend.shapes import evaluate_size
+from splitc.compiler.request.shapes import LARGEST, Shape, check_size
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.units import format_shape
 

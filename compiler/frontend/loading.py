@@ -14,9 +14,9 @@ import onnx
 import onnx_ir as ir
 from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
 
+from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.external_data import check_external_data
 from splitc.compiler.frontend.protos import Contents, contents_of, inner_graphs
-from splitc.compiler.model_errors import ModelError
 from splitc.runtime.engines.onnx_session import too_large
 
 

@@ -7,9 +7,9 @@ from itertools import chain
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
+from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.reads import all_nodes, has_subgraphs, node_reads
 from splitc.compiler.frontend.unused import remove_unused
-from splitc.compiler.model_errors import ModelError
 
 
 def lift(model: ir.Model) -> None:

@@ -15,11 +15,11 @@ import numpy.typing as npt
 import onnx_ir as ir
 import sympy
 
-from splitc.compiler.frontend.asked_shapes import Shape
 from splitc.compiler.frontend.folding import fold_shapes, take_branches
 from splitc.compiler.frontend.inference import Inference, infer_shapes_and_types
 from splitc.compiler.frontend.optional import optional_inputs
 from splitc.compiler.frontend.reads import all_nodes, has_subgraphs
+from splitc.compiler.request.shapes import Shape
 
 # Characters of the longest name of a dimension that is taken for a name or a sum of names.
 LONGEST = 200

@@ -12,7 +12,6 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
 
-from splitc.compiler.frontend.asked_shapes import Shape
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.made_up import choose_fill, describe_fixed, describe_tensor
 from splitc.compiler.frontend.observation import refusal, signature
@@ -20,6 +19,7 @@ from splitc.compiler.frontend.reads import subgraphs
 from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.frontend.shapes import BoundShapes, shape_of
 from splitc.compiler.operators.registry import operator_of
+from splitc.compiler.request.shapes import Shape
 from splitc.runtime.arrays.onnx_types import CODES, KNOWN
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 from splitc.runtime.engines.unoptimized import load_unoptimized

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.asked_states import AskedStates
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.operators.registry import operator_of
+from splitc.compiler.request.states import AskedStates
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.package.manifest import State
 from splitc.runtime.units import format_shape

@@ -9,15 +9,15 @@ from pathlib import Path
 
 from splitc.compiler.analysis.divisibility import check_divisible
 from splitc.compiler.analysis.facts import Analysis, analyze, with_blocks
+from splitc.compiler.errors import ModelError
 from splitc.compiler.lowering.engine_segments import has_operators
-from splitc.compiler.model_errors import ModelError
 from splitc.compiler.modes.mode import Way
 from splitc.compiler.modes.table import MODES, find_mode
 from splitc.compiler.planning.clock import Clock, Prediction, block_seconds, estimate_blocks
 from splitc.compiler.planning.host_groups import count_hosts, describe_hosts, group_devices, host_sizes, numbers_to_try
 from splitc.compiler.planning.plan import Alternative, Plan
-from splitc.compiler.planning.plan_request import Request
 from splitc.compiler.planning.resources import Resources
+from splitc.compiler.request.request import Request
 from splitc.runtime.errors import DoesNotFitError, MisuseError
 from splitc.runtime.hardware.devices import threads_for
 from splitc.runtime.hardware.machine import Machine

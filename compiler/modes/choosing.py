@@ -10,12 +10,12 @@ import msgspec
 
 from splitc.compiler.analysis.divisibility import check_divisible
 from splitc.compiler.analysis.facts import analyze
-from splitc.compiler.model_errors import CannotSplitError
+from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.modes.auto import plan_auto
 from splitc.compiler.modes.table import AUTO, FALLBACKS, MODES, find_mode
 from splitc.compiler.planning.plan import Plan
-from splitc.compiler.planning.plan_request import OBJECTIVES, Request
 from splitc.compiler.planning.resources import BlockTimer, Resources, check_shares, find_budgets
+from splitc.compiler.request.request import OBJECTIVES, Request
 from splitc.runtime.engines.kinds import choose_engine
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.devices import Device, host_numbers, parse_devices

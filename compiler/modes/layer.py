@@ -24,11 +24,11 @@ from splitc.compiler.planning.assembly import assemble, check_memory, engine_byt
 from splitc.compiler.planning.clock import Clock, Prediction, block_seconds
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import PlanFile, check_stages
-from splitc.compiler.planning.plan_request import Request
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.planning.resources import Resources
 from splitc.compiler.planning.split import RankProgram
 from splitc.compiler.planning.stage_search import Assignment, Target
+from splitc.compiler.request.request import Request
 from splitc.compiler.sharding.axis_map import AxisMap, find_axes
 from splitc.compiler.sharding.probe_sizes import bind_probe_sizes
 from splitc.runtime.engines.kinds import choose_engine

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import PlanFile
-from splitc.compiler.planning.plan_request import Request
 from splitc.compiler.planning.resources import Resources
 from splitc.compiler.planning.stage_search import Assignment
+from splitc.compiler.request.request import Request
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.range_memory import RangeMemory
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.planning.clock import Clock, Prediction
-from splitc.compiler.planning.plan_request import Request
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan, Rematerialized
 from splitc.compiler.planning.resources import Resources, as_shares
 from splitc.compiler.planning.stage_search import Assignment, StageCosts, Target, plan_stages
 from splitc.compiler.remembered import remembered
+from splitc.compiler.request.request import Request
 from splitc.runtime.errors import DoesNotFitError
 
 # How much slower the slowest stage may be for fewer bytes cut and more evenly spread weights. Measured and estimated

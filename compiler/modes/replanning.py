@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from splitc.compiler.analysis.facts import Analysis, analyze
-from splitc.compiler.frontend.asked_shapes import Shape
 from splitc.compiler.modes.table import find_mode
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import SCHEMA, PlanFile, check_devices, check_entries, read_plan
-from splitc.compiler.planning.plan_request import ROW_MIN, Request
 from splitc.compiler.planning.resources import Resources
 from splitc.compiler.planning.stage_search import Assignment
+from splitc.compiler.request.request import ROW_MIN, Request
+from splitc.compiler.request.shapes import Shape
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.package.files import hash_file

@@ -19,24 +19,24 @@ import onnx_ir as ir
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.memory import StageMemory, stage_memory
 from splitc.compiler.analysis.stages import Stage, divide_blocks
+from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.lowering.engine_segments import engine_segments
 from splitc.compiler.lowering.programs import names, rank_program
 from splitc.compiler.lowering.row_graphs import row_graph
 from splitc.compiler.lowering.row_slices import find_rounds, product_stage
-from splitc.compiler.model_errors import CannotSplitError
 from splitc.compiler.modes.mode import Mode, Way
 from splitc.compiler.planning.assembly import assemble, check_memory
 from splitc.compiler.planning.clock import Clock, Prediction, block_seconds, find_pace
 from splitc.compiler.planning.host_groups import single_groups
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import PlanFile, check_file_shares, check_stages
-from splitc.compiler.planning.plan_request import Request
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.planning.resources import Budget, Resources, as_shares
 from splitc.compiler.planning.split import RankProgram
 from splitc.compiler.planning.stage_search import Assignment
 from splitc.compiler.remembered import remembered
+from splitc.compiler.request.request import Request
 from splitc.compiler.sharding.axis_map import AxisMap, find_axes
 from splitc.compiler.sharding.choice import Choice
 from splitc.compiler.sharding.held import held_shards

@@ -17,12 +17,12 @@ import onnx_ir as ir
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.memory import StageMemory, stage_memory
 from splitc.compiler.analysis.stages import divide_blocks
+from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.lowering.annotations import IR_VERSION, annotate
 from splitc.compiler.lowering.engine_segments import engine_segments
 from splitc.compiler.lowering.programs import kept_states, names, stage_program
 from splitc.compiler.lowering.rank_graph import rank_graph
-from splitc.compiler.model_errors import CannotSplitError
 from splitc.compiler.modes.mode import Mode, Way
 from splitc.compiler.modes.pipeline import choose_stages, predict_pipeline, rematerialized, stage_cuts
 from splitc.compiler.modes.tensor_axes import Rates, TensorAxes, fast_axes, named_axes, small_axes
@@ -32,11 +32,11 @@ from splitc.compiler.planning.clock import Clock, Prediction, block_seconds, fin
 from splitc.compiler.planning.host_groups import group_devices, numbers_to_try, single_groups
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import PlanFile, check_file_shares
-from splitc.compiler.planning.plan_request import Request
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan, Rematerialized
 from splitc.compiler.planning.resources import Budget, Resources
 from splitc.compiler.planning.split import RankProgram
 from splitc.compiler.planning.stage_search import Assignment, Target
+from splitc.compiler.request.request import Request
 from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.compiler.sharding.held import held_shards
 from splitc.compiler.sharding.partial import chosen_atoms

@@ -19,10 +19,10 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.blocks import Block
 from splitc.compiler.analysis.stages import Stage
+from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.reads import is_random
 from splitc.compiler.frontend.shapes import BoundShapes, shape_of
 from splitc.compiler.lowering.stage_graph import stage_graph
-from splitc.compiler.model_errors import ModelError
 from splitc.compiler.nodes import describe_node, operator_name
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.packaging.joined_graph import JoinedGraph, join_ranks, reads_of

@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from splitc.compiler.frontend.asked_shapes import Shape
+from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes
 from splitc.compiler.lowering.programs import names
 from splitc.compiler.lowering.rank_forms import COLLECTIVE
-from splitc.compiler.model_errors import ModelError
 from splitc.compiler.planning.split import RankProgram
+from splitc.compiler.request.shapes import Shape
 from splitc.runtime.collectives.host import connect
 from splitc.runtime.package.manifest import Sizes
 from splitc.runtime.package.parts import part_shape

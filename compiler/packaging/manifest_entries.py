@@ -8,10 +8,10 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.stages import borrowed_sizes
+from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.made_up import choose_fill, describe_fixed, describe_tensor
 from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.lowering.programs import names
-from splitc.compiler.model_errors import ModelError
 from splitc.compiler.operators.registry import rounds
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import LISTED

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from splitc.compiler.analysis.facts import Analysis
+from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.fitted_sizes import WHOLE
 from splitc.compiler.frontend.sizes_tried import Trial
-from splitc.compiler.model_errors import ModelError
 from splitc.runtime.package.manifest import Fill
 from splitc.runtime.units import format_shape
 

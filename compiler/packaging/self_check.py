@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from splitc.compiler.model_errors import ModelError
+from splitc.compiler.errors import ModelError
 from splitc.compiler.packaging.block_check import compare_blocks
 from splitc.compiler.planning.plan import Plan
 from splitc.runtime.collectives.engine_meeting import EngineMeeting

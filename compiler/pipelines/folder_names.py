@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from splitc.compiler.model_errors import ModelError
+from splitc.compiler.errors import ModelError
 from splitc.compiler.pipelines.module_names import module_name
 from splitc.runtime.files.written import check_regular, parse_json
 

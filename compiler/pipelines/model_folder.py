@@ -10,7 +10,7 @@ from itertools import combinations
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from splitc.compiler.model_errors import ModelError
+from splitc.compiler.errors import ModelError
 from splitc.compiler.pipelines.folder_names import GENAI, files_of_folder, find_models, name_models
 from splitc.compiler.pipelines.model_facts import ModelFacts, read_facts
 from splitc.compiler.pipelines.module_names import names_of_uses, need_modules

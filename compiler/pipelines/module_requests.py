@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from splitc.compiler.pipelines.model_folder import FolderModule, ModelFolder
 from splitc.compiler.pipelines.module_names import ALIASES, find_modules, need_modules
-from splitc.compiler.planning.plan_request import Request, options_of_requests
+from splitc.compiler.request.request import Request, options_of_requests
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.devices import Device, parse_devices
 

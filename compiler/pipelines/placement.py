@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from splitc.compiler.api import plan_model
-from splitc.compiler.model_errors import CannotSplitError
+from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.modes.table import AUTO
 from splitc.compiler.pipelines.common_weights import find_common
 from splitc.compiler.pipelines.config_sizes import find_sizes
@@ -16,8 +16,8 @@ from splitc.compiler.pipelines.model_folder import read_folder
 from splitc.compiler.pipelines.module_requests import ModuleRequest, PipelineRequest, divide_request
 from splitc.compiler.pipelines.pipeline_plan import ModulePlan, PipelinePlan, module_named
 from splitc.compiler.planning.plan import Plan
-from splitc.compiler.planning.plan_request import DEFAULT_HEADROOM, Request
 from splitc.compiler.planning.resources import Budget, find_budgets
+from splitc.compiler.request.request import DEFAULT_HEADROOM, Request
 from splitc.runtime.errors import DoesNotFitError, MisuseError, SplitcError, collected, raise_all
 from splitc.runtime.hardware.devices import Device
 

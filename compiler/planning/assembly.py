@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.planning.plan import Plan
-from splitc.compiler.planning.plan_request import Request
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.planning.split import Split
+from splitc.compiler.request.request import Request
 from splitc.compiler.sharding.report import WeightFate, warn_if_little_split
 from splitc.runtime.engines.kinds import ONNXRUNTIME, choose_engine, has_collectives, has_gpu_each
 from splitc.runtime.errors import DoesNotFitError

@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from splitc.compiler.frontend.asked_shapes import LARGEST, Shape, check_size
 from splitc.compiler.planning.plan import Plan
-from splitc.compiler.planning.plan_request import OBJECTIVES
 from splitc.compiler.planning.rank_plan import Rematerialized
+from splitc.compiler.request.request import OBJECTIVES
+from splitc.compiler.request.shapes import LARGEST, Shape, check_size
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files.written import indented, parse_json, written_whole
 from splitc.runtime.hardware.devices import Device, host_numbers

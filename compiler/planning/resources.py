@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from splitc.compiler.analysis.facts import Analysis
-from splitc.compiler.planning.plan_request import DEFAULT_HEADROOM
+from splitc.compiler.request.request import DEFAULT_HEADROOM
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.devices import Device, free_bytes, memory_of
 from splitc.runtime.hardware.machine import Machine

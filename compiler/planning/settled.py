@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from splitc.compiler.planning.plan_file import PlanFile
-from splitc.compiler.planning.plan_request import Request
+from splitc.compiler.request.request import Request
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.units import format_shape, parse_bytes

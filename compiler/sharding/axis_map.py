@@ -11,17 +11,17 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
-from splitc.compiler.frontend.asked_shapes import Shape
+from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.observation import refusal
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.frontend.shapes import BoundShapes, shape_of
-from splitc.compiler.model_errors import ModelError
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Pin
 from splitc.compiler.operators.operation import Axes, Operation
 from splitc.compiler.operators.registry import relate_axes
 from splitc.compiler.remembered import remembered
+from splitc.compiler.request.shapes import Shape
 from splitc.compiler.sharding.probe_sizes import bind_probe_sizes
 
 

@@ -12,9 +12,9 @@ import numpy.typing as npt
 import onnx_ir as ir
 import sympy
 
-from splitc.compiler.frontend.asked_shapes import Shape
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes, evaluate_size, shape_of
+from splitc.compiler.request.shapes import Shape
 
 Array = npt.NDArray[Any]
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.frontend.asked_shapes import Shape
 from splitc.compiler.nodes import operator_name
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor
 from splitc.compiler.operators.operation import Axes, Operation, Sizes
+from splitc.compiler.request.shapes import Shape
 from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.compiler.sharding.choice import Choice
 from splitc.compiler.sharding.partial import Sums

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.asked_shapes import Shape
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.nodes import operator_name
+from splitc.compiler.request.shapes import Shape
 from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.compiler.sharding.choice import Choice
 from splitc.compiler.trials.forms import Form, find_forms

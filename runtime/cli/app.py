@@ -27,9 +27,13 @@ class Place:
 
 # In the order of the help, which imports none of them. The compiler's may be missing.
 COMMANDS = {
-    "plan": Place("compiler.cli:plan", "Compile", "Show what each device would hold, against its budget."),
-    "compile": Place("compiler.cli:compile_command", "Compile", "Split a model or a folder of them, write a package."),
-    "build": Place("compiler.cli:build_command", "Compile", "Build a package's TensorRT engines on this machine."),
+    "plan": Place("compiler.cli.commands:plan", "Compile", "Show what each device would hold, against its budget."),
+    "compile": Place(
+        "compiler.cli.commands:compile_command", "Compile", "Split a model or a folder of them, write a package."
+    ),
+    "build": Place(
+        "compiler.cli.commands:build_command", "Compile", "Build a package's TensorRT engines on this machine."
+    ),
     "run": Place("runtime.cli.run_commands:run", "Run", "Run a package once, from file to file."),
     "generate": Place("runtime.cli.generate_command:generate_command", "Run", "Generate text with a package."),
     "bench": Place("runtime.cli.run_commands:bench_command", "Run", "Time a package: latency, rate, each rank's work."),

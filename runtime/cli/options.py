@@ -28,7 +28,7 @@ class Rule:
 
 
 # For each command that has both options of a rule. Options of a split mode, of an engine or of a plan are elsewhere:
-# the compiler's `plan_request` and `building`.
+# the compiler's `request` and `building`.
 RULES = (
     Rule("--baseline-threads", needs="--baseline"),
     Rule("--trust-external-data", needs="--baseline"),

@@ -10,8 +10,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -20,51 +20,58 @@ from typing import Any
 Handler = Callable[[int, FrameType | None], Any]
 
 
-@contextmanager
-def later_interrupts() -> Iterator[Callable[[], bool]]:
+def later_interrupts() -> AbstractContextManager[Callable[[], bool]]:
     """Let signals that raise (SIGINT, and SIGTERM where it has a handler) come at the end of the block.
 
-    The function that it gives says whether one waits. Python runs its handlers on the main thread, so on others nothing
-    is to be done.
+    The function that it gives says whether one has come since the block began. Python runs its handlers on the main
+    thread, so on others nothing is to be done; nor inside of another such block, at whose end they come.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield _never
-        return
-    gate = _Gate()
-    try:
-        for each in (signal.SIGINT, signal.SIGTERM):
-            handler = _signal.getsignal(each)
-            while isinstance(handler, _Gate) and handler.is_open:  # one that a signal has left, as it was taken away
-                handler = handler.handlers[each]
-            if callable(handler):
-                gate.handlers[each] = handler
-                _signal.signal(each, gate)
-        yield gate.is_waited_for
-    finally:
-        gate.is_open = True  # at once for all: the handler of one may raise before that of another one is back
-        try:
-            for number, own in gate.handlers.items():
-                if _signal.getsignal(number) is gate:  # or else the block has set something else
-                    _signal.signal(number, own)
-        finally:
-            gate.let_in()
+        return _NEVER
+    outer, other = map(_signal.getsignal, SIGNALS)
+    if isinstance(outer, _Gate) and not outer.is_open and (other is outer or not callable(other)):
+        return nullcontext(partial(outer.has_more, outer.count()))
+    return _Gate()
 
 
-def _never() -> bool:
-    return False
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_NEVER: AbstractContextManager[Callable[[], bool]] = nullcontext(lambda: False)
 
 
 class _Gate:
-    """A handler of signals that keeps them for their own `handlers`, until it is open."""
+    """A handler of signals that keeps them for their own handlers until the end of its block, when it is open."""
 
     def __init__(self) -> None:
-        self.handlers: dict[int, Handler] = {}
         self.is_open = False
+        self._handlers: dict[int, Handler] = {}
         self._waiting: list[tuple[int, FrameType | None]] = []
+
+    def __enter__(self) -> Callable[[], bool]:
+        try:
+            for number in SIGNALS:
+                handler = _signal.getsignal(number)
+                while isinstance(handler, _Gate) and handler.is_open:  # left by a signal, as it was taken away
+                    handler = handler._handlers[number]
+                if callable(handler):
+                    self._handlers[number] = handler
+                    _signal.signal(number, self)
+        except BaseException:  # of a signal that came before its own gate was shut
+            self.__exit__()
+            raise
+        return self.is_waited_for
+
+    def __exit__(self, *_: object) -> None:
+        self.is_open = True  # at once for all: the handler of one may raise before that of another one is back
+        try:
+            for number, handler in self._handlers.items():
+                if _signal.getsignal(number) is self:  # or else the block has set something else
+                    _signal.signal(number, handler)
+        finally:
+            self._let_in()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.is_open:
-            self.handlers[number](number, frame)
+            self._handlers[number](number, frame)
         else:
             self._waiting.append((number, frame))
 
@@ -72,7 +79,15 @@ class _Gate:
         """Whether a signal has come."""
         return bool(self._waiting)
 
-    def let_in(self) -> None:
+    def count(self) -> int:
+        """How many signals have come."""
+        return len(self._waiting)
+
+    def has_more(self, count: int) -> bool:
+        """Whether more signals than `count` have come."""
+        return len(self._waiting) > count
+
+    def _let_in(self) -> None:
         """Call what handles those that came by now. The first one may raise, so another one comes again."""
         if self._waiting:
             (number, frame), *others = self._waiting

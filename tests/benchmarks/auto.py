@@ -27,8 +27,8 @@ from models.writer import save
 from splitc.compiler import Request, compile_model
 from splitc.compiler.modes.auto import choose, plan_alternatives
 from splitc.compiler.packaging.profiling import measure_blocks
-from splitc.compiler.planning.plan_request import OBJECTIVES
 from splitc.compiler.planning.resources import Resources, find_budgets
+from splitc.compiler.request.request import OBJECTIVES
 from splitc.runtime import Session
 from splitc.runtime.cli.terminal import out, table
 from splitc.runtime.feeds.fills import make_inputs

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.compiler.model_errors import CannotSplitError, ModelError
+from splitc.compiler.errors import CannotSplitError, ModelError
 from splitc.runtime import Session
 from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.ranks.loop import Replay

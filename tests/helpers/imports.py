@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+# What a table says of where something is: it is imported when it is asked for.
+ENTRY = re.compile(r"(splitc(?:\.\w+)+):\w+")
 
 
 def imports_of(package: Path) -> dict[str, set[str]]:
@@ -25,6 +29,8 @@ def _imported(path: Path, known: set[str]) -> set[str]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and (entry := ENTRY.fullmatch(node.value)):
+            found.add(entry[1])
         elif isinstance(node, ast.ImportFrom):
             assert node.module is not None and node.level == 0, f"{path} imports by a relative name"
             for alias in node.names:

@@ -17,7 +17,7 @@ from models.minilm import Encoder
 from models.writer import Writer, save
 from splitc.compiler.analysis.facts import Analysis, analyze
 from splitc.compiler.analysis.liveness import liveness, total_bytes
-from splitc.compiler.frontend.asked_shapes import AskedShapes
+from splitc.compiler.request.shapes import AskedShapes
 
 MakeModel = Callable[[ir.Model], Path]
 CONFIG: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 5, "layer_norm_eps": 1e-12}

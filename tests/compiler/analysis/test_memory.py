@@ -17,7 +17,7 @@ from splitc.compiler.analysis.facts import analyze
 from splitc.compiler.analysis.memory import stage_memory
 from splitc.compiler.analysis.range_memory import RangeMemory
 from splitc.compiler.analysis.stages import divide_blocks
-from splitc.compiler.frontend.asked_shapes import AskedShapes
+from splitc.compiler.request.shapes import AskedShapes
 from splitc.runtime.errors import DoesNotFitError
 from splitc.runtime.hardware.devices import parse_devices
 

@@ -8,9 +8,9 @@ import pytest
 from models.llama import Size, build
 from models.writer import save
 from splitc.compiler.analysis.facts import analyze
+from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend import acceptance
-from splitc.compiler.frontend.asked_shapes import AskedShapes
-from splitc.compiler.model_errors import ModelError
+from splitc.compiler.request.shapes import AskedShapes
 from splitc.runtime.engines.unoptimized import load_unoptimized
 
 

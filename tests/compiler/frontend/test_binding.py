@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.compiler.model_errors import ModelError
+from splitc.compiler.errors import ModelError
 from splitc.compiler.modes.replanning import plan_from_file
 from splitc.compiler.planning.plan_file import to_file, write_plan
 from splitc.runtime import Session

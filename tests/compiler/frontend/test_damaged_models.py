@@ -12,8 +12,8 @@ import pytest
 from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.loading import read_model
-from splitc.compiler.model_errors import ModelError
 from splitc.runtime import Session
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.tools.compare import compare

@@ -11,8 +11,8 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.external_data_helper import set_external_data
 
 from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.loading import read_model
-from splitc.compiler.model_errors import ModelError
 from splitc.runtime import Session
 from tests.helpers.command import splitc
 

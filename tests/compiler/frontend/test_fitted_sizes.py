@@ -14,9 +14,9 @@ import pytest
 from models.writer import save
 from splitc.compiler.analysis.facts import Analysis, analyze
 from splitc.compiler.frontend import fitted_sizes
-from splitc.compiler.frontend.asked_shapes import AskedShapes, Shape
 from splitc.compiler.frontend.fitted_sizes import WHOLE
 from splitc.compiler.frontend.sizes_tried import Trial
+from splitc.compiler.request.shapes import AskedShapes, Shape
 from splitc.runtime.package.manifest import Fill
 from tests.helpers.blocks import FLOAT, INT, Block
 from tests.helpers.command import splitc

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from splitc.compiler.model_errors import ModelError
+from splitc.compiler.errors import ModelError
 from tests.helpers.graphs import read_graph
 
 WriteModel = Callable[[str], Path]

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 from models.llama import Size, build, save_sparse
 from models.writer import Writer, save
 from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.loading import read_model
-from splitc.compiler.model_errors import ModelError
 from splitc.compiler.packaging.self_check import check_loads
 from tests.helpers.app import app
 from tests.helpers.command import splitc

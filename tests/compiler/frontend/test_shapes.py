@@ -7,11 +7,11 @@ import onnx
 import pytest
 
 from splitc.compiler.analysis.facts import analyze
-from splitc.compiler.frontend.asked_shapes import AskedShapes, parse_shapes
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.input_sizes import input_sizes
 from splitc.compiler.frontend.shapes import bind_shapes, infer_shapes
 from splitc.compiler.frontend.states import find_states, growing_symbols
+from splitc.compiler.request.shapes import AskedShapes, parse_shapes
 from splitc.runtime.errors import MisuseError
 from tests.helpers.command import splitc
 from tests.helpers.graphs import read_graph

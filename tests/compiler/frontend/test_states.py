@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from splitc.compiler import Request, plan_model
-from splitc.compiler.frontend.asked_states import AskedStates, parse_states
 from splitc.compiler.frontend.shapes import infer_shapes
 from splitc.compiler.frontend.states import find_states
 from splitc.compiler.modes.replanning import plan_from_file
 from splitc.compiler.planning.plan_file import write_plan
+from splitc.compiler.request.states import AskedStates, parse_states
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.package.manifest import State
 from tests.helpers.graphs import read_graph

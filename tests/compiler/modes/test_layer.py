@@ -15,9 +15,9 @@ from models.writer import Writer, save
 from splitc.compiler import Request, plan_model
 from splitc.compiler.analysis.facts import analyze
 from splitc.compiler.analysis.stages import divide_blocks
-from splitc.compiler.frontend.asked_shapes import AskedShapes
+from splitc.compiler.errors import ModelError
 from splitc.compiler.lowering.stage_graph import stage_graph
-from splitc.compiler.model_errors import ModelError
+from splitc.compiler.request.shapes import AskedShapes
 from splitc.runtime.hardware.devices import parse_devices
 from tests.conftest import LAYER, Arrays, assert_close, decoder_feeds, run_split, run_whole
 

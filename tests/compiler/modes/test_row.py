@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.compiler.model_errors import CannotSplitError
+from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.modes.replanning import plan_from_file
 from splitc.compiler.planning.plan_file import to_file, write_plan
 from splitc.compiler.sharding.slices import SlicedProducts

@@ -12,8 +12,8 @@ import pytest
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.modes import table, tensor
 from splitc.compiler.modes.replanning import plan_from_file
-from splitc.compiler.plan_tables import print_plan
 from splitc.compiler.planning.plan_file import write_plan
+from splitc.compiler.show.plan_tables import print_plan
 from splitc.runtime import MisuseError, Session
 from splitc.runtime.cli.tables import print_manifest
 from splitc.runtime.package.manifest_file import read_manifest

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.compiler.model_errors import ModelError
+from splitc.compiler.errors import ModelError
 from splitc.compiler.modes.replanning import plan_from_file
 from splitc.compiler.modes.tensor import TensorSplit
 from splitc.compiler.operators import registry

@@ -10,7 +10,7 @@ import pytest
 
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.compiler.model_errors import CannotSplitError
+from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.nodes import operator_name
 from splitc.compiler.operators.generators import OPERATORS
 from splitc.runtime import Session

@@ -11,7 +11,7 @@ import onnxruntime as ort
 import pytest
 
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.compiler.model_errors import ModelError
+from splitc.compiler.errors import ModelError
 from splitc.compiler.packaging.build_graphs import prepare_graph
 from splitc.compiler.packaging.engine_sizes import engine_sizes
 from splitc.runtime import Session

@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.compiler.model_errors import ModelError
+from splitc.compiler.errors import ModelError
 from splitc.runtime import FeedError, Session
 from splitc.runtime.arrays.array import number_type
 from splitc.runtime.arrays.files import load_arrays, save_arrays

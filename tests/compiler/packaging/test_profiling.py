@@ -9,8 +9,8 @@ import pytest
 
 from splitc.compiler import Request, api, plan_model
 from splitc.compiler.analysis.facts import analyze
-from splitc.compiler.frontend.asked_shapes import AskedShapes
 from splitc.compiler.packaging import profiling as profile
+from splitc.compiler.request.shapes import AskedShapes
 from splitc.runtime.hardware.devices import parse_devices
 
 

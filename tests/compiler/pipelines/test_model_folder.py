@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from models.writer import save
-from splitc.compiler.model_errors import ModelError
+from splitc.compiler.errors import ModelError
 from splitc.compiler.pipelines.config_sizes import find_sizes
 from splitc.compiler.pipelines.model_facts import Dimension, ModelFacts
 from splitc.compiler.pipelines.model_folder import FolderModule, ModelFolder, read_folder

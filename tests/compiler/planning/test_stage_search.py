@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from splitc.compiler.model_errors import CannotSplitError
+from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.planning.stage_search import Assignment, StageCosts, Target, plan_stages
 from splitc.runtime.errors import DoesNotFitError
 

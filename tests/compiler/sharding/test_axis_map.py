@@ -9,7 +9,7 @@ import pytest
 
 from models.writer import save
 from splitc.compiler import Request, plan_model
-from splitc.compiler.model_errors import ModelError
+from splitc.compiler.errors import ModelError
 from splitc.compiler.operators import registry
 from splitc.compiler.operators.axes import new_axis
 from splitc.compiler.operators.operation import Operation

@@ -10,7 +10,7 @@ import onnxruntime as ort
 import pytest
 
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.compiler.model_errors import CannotSplitError
+from splitc.compiler.errors import CannotSplitError
 from splitc.runtime import Session
 from tests.conftest import assert_close
 from tests.helpers.fuzz import seeds

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from splitc.compiler.cli import LIBRARIES
+from splitc.compiler.cli.commands import LIBRARIES
 from splitc.runtime.cli import completion
 from splitc.runtime.cli.app import app
 from splitc.runtime.package.pipeline_file import Module, PipelineFile, write_pipeline

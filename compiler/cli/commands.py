@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from splitc.compiler.modes.table import FALLBACKS, describe_modes, known_modes
+from splitc.compiler.cli.request_options import request_reader
 from splitc.compiler.pipelines.folder_names import files_of_folder, find_models, name_models
-from splitc.compiler.planning.plan_request import OBJECTIVES, Request, request_reader
+from splitc.compiler.request.request import Request
 from splitc.runtime.cli import completion
 from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.collective_words import describe_collectives
@@ -21,7 +21,7 @@ from splitc.runtime.cli.options import is_given, with_options
 from splitc.runtime.cli.shared_options import FILL, JSON, PACKAGE, REPORT
 from splitc.runtime.cli.tables import describe_built
 from splitc.runtime.cli.terminal import out, print_json, print_to_the_end, print_warning
-from splitc.runtime.engines.kinds import KINDS, choose_engine
+from splitc.runtime.engines.kinds import choose_engine
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.feeds.fills import parse_fills
 from splitc.runtime.files.written import check_output
@@ -98,14 +98,7 @@ def _devices(device: list[str] = DEVICE, hosts: str | None = HOSTS) -> list[str]
     return device if hosts is None else [str(each) for each in parse_hosts(hosts)]
 
 
-COMPLETERS = {
-    "split_mode": one_of(known_modes()),
-    "fallback": one_of(FALLBACKS),
-    "objective": one_of(OBJECTIVES),
-    "main_device": completion.devices,
-    "engine": one_of(KINDS.keys()),
-}
-_request = request_reader(_with_libraries, {"split_mode": describe_modes()}, COMPLETERS)
+_request = request_reader(_with_libraries)
 
 
 def _build_settings(
@@ -177,12 +170,12 @@ def plan(
     """Show what each device would hold, against its budget. Nothing is built."""
     from splitc.compiler.api import plan_model
     from splitc.compiler.packaging.refusals import with_refusals
-    from splitc.compiler.plan_tables import check_axes, print_axes, print_plan
     from splitc.compiler.planning.plan_file import to_file, write_plan
+    from splitc.compiler.show.plan_tables import check_axes, print_axes, print_plan
 
     check_report(report, [model])
     if model.is_dir():
-        from splitc.compiler.pipelines.folder_commands import plan_folder
+        from splitc.compiler.cli.folders import plan_folder
 
         plan_folder(model, devices, request, module, swap, output, explain, report, as_json)
         return
@@ -198,7 +191,7 @@ def plan(
         check_output(output, decided.analysis.graph.data_files)
         write_plan(decided, output)
     if report:
-        from splitc.compiler.plan_pages import plan_page
+        from splitc.compiler.show.plan_page import plan_page
 
         check_report(report, decided.analysis.graph.data_files)
         write_page(report, plan_page(decided))
@@ -248,10 +241,10 @@ def compile_command(
     from splitc.compiler.packaging.building import check_settings
     from splitc.compiler.packaging.package import compile_model
     from splitc.compiler.packaging.staging import check_target
-    from splitc.compiler.plan_tables import print_plan
     from splitc.compiler.planning.plan_file import read_plan, to_file
     from splitc.compiler.planning.settled import check_settled
-    from splitc.compiler.progress import shown_progress
+    from splitc.compiler.show.plan_tables import print_plan
+    from splitc.compiler.show.progress import shown_progress
 
     def say(text: str) -> None:
         if not as_json:
@@ -261,7 +254,7 @@ def compile_command(
     how: dict[str, Any] = {"weights": weights, "force": force, "verify": verify, "jobs": jobs, "build": build}
     how |= {"threads": request.threads, "fills": parse_fills(fill), "warn": print_warning, "say": say}
     if model.is_dir():
-        from splitc.compiler.pipelines.folder_commands import compile_folder
+        from splitc.compiler.cli.folders import compile_folder
 
         compile_folder(model, package, devices, request, module, swap, plan_path, given, as_json, how)
         return
@@ -309,7 +302,7 @@ def build_command(
     _need_libraries()
     from splitc.compiler.packaging.building import build_package
     from splitc.compiler.pipelines.pipeline_builder import build_pipeline
-    from splitc.compiler.progress import shown_progress
+    from splitc.compiler.show.progress import shown_progress
 
     pipeline = read_pipeline(package)
     with shown_progress() as (_, building):

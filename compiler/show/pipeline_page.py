@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from splitc.compiler.pipelines.pipeline_plan import PipelinePlan
-from splitc.compiler.plan_pages import BUDGET, plan_chapter
+from splitc.compiler.show.plan_page import BUDGET, plan_chapter
 from splitc.runtime.reports.contents import Chapter, Page
 from splitc.runtime.reports.memory_chart import memory_section
 from splitc.runtime.reports.strips import ShownRank

@@ -1,20 +1,17 @@
-"""What a user asks of a plan, and the command line's options for it.
+"""What a user asks of a plan.
 
 To add an option, add a field. This module imports none of the compiler's libraries, so that `--help` is fast.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
-import typer
-
-from splitc.compiler.frontend.asked_shapes import AskedShapes, Shape, parse_shapes
-from splitc.compiler.frontend.asked_states import AskedStates, parse_states
+from splitc.compiler.request.option import KEY, Option, request_field
+from splitc.compiler.request.shapes import AskedShapes, Shape, parse_shapes
+from splitc.compiler.request.states import AskedStates, parse_states
 from splitc.runtime.arrays.settings import parse_settings
 from splitc.runtime.engines.kinds import PACKAGES, find_kind
 from splitc.runtime.errors import MisuseError
@@ -24,58 +21,7 @@ OBJECTIVES = ("throughput", "latency")
 DEFAULT_HEADROOM = 1 << 30
 # Default of --row-min: sending the input of a smaller matrix costs more than slicing it saves.
 ROW_MIN = 256
-_OPTION = "option"
 _RANGE = "repeatable, for engines that are built for a range of sizes (TensorRT)."
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Option:
-    """A field's command line option: Typer's parameter of type `kind`, and a function that reads the field's value.
-
-    An option with `only` belongs to that split mode, and `why` says what other modes do instead. One that is `ranged`
-    belongs to engines that are built for sizes. `planned` is what a PlanFile says of it, as the option gives it, or
-    None if the file has no such thing; without `planned`, a plan leaves it open.
-    """
-
-    parameter: Any
-    kind: Any
-    read: Callable[[Any], Any]
-    only: str | None
-    why: str
-    ranged: bool
-    planned: Callable[[Any], Any] | None
-
-    @property
-    def flag(self) -> str:
-        """The option's name on the command line."""
-        return str(self.parameter.param_decls[0])
-
-
-def _as_given(value: Any) -> Any:
-    return value
-
-
-def _option(
-    default: Any,
-    *flags: str,
-    help: str,
-    kind: Any,
-    read: Callable[[Any], Any] = _as_given,
-    shown: Any = None,
-    only: str | None = None,
-    why: str = "",
-    ranged: bool = False,
-    planned: Callable[[Any], Any] | None = None,
-    **more: Any,
-) -> Any:
-    """A field with its option. `shown` is the command line's default where it differs from the field's."""
-    parameter = typer.Option(default if shown is None else shown, *flags, help=help, **more)
-    metadata = {_OPTION: Option(parameter, kind, read, only, why, ranged, planned)}
-    if isinstance(default, dict):
-        return field(default_factory=dict, metadata=metadata)
-    return field(default=default, metadata=metadata)
 
 
 def _read_shares(text: str | None) -> list[float] | None:
@@ -85,8 +31,10 @@ def _read_shares(text: str | None) -> list[float] | None:
         raise MisuseError(f"can't read --tensor-split {text}: write one number a device, as in 3,1") from None
 
 
-def _shapes(*flags: str, help: str, planned: Callable[[Any], Any], ranged: bool = True) -> Any:
-    return _option(None, *flags, help=help, kind=list[str], read=parse_shapes, shown=[], planned=planned, ranged=ranged)
+def _shapes(flag: str, help: str, planned: Callable[[Any], Any], ranged: bool = True) -> Any:
+    return request_field(
+        None, flag, help=help, kind=list[str], read=parse_shapes, shown=[], planned=planned, ranged=ranged
+    )
 
 
 def _used_up(file: Any) -> None:
@@ -105,34 +53,34 @@ class Request:
     `settings` binds inputs to constants: one number or truth value for all elements, or nested lists of them.
     """
 
-    split_mode: str = _option(
+    split_mode: str = request_field(
         "auto",
         "--split-mode",
         kind=str,
         help="auto: the mode that is predicted to be best and fits.",
         planned=lambda file: file.split_mode,
     )
-    objective: str = _option(
+    objective: str = request_field(
         "throughput",
         "--objective",
         kind=str,
         help="throughput: minimize the time of the slowest stage. latency: minimize the sum of all stages.",
         planned=lambda file: file.objective,
     )
-    spread: bool = _option(
+    spread: bool = request_field(
         False, "--spread", kind=bool, help="Use every device, even where fewer would do.", planned=_used_up
     )
-    pipeline_stages: int = _option(
+    pipeline_stages: int = request_field(
         1,
         "--pipeline-stages",
-        min=1,
+        minimum=1,
         kind=int,
         help="In tensor mode: groups of devices, each of which shares a run of blocks.",
         only="tensor",
         why="; layer mode makes a stage for each device",
         planned=lambda file: 1 + max((rank.stage for rank in file.ranks), default=0),
     )
-    main_device: str | None = _option(
+    main_device: str | None = request_field(
         None,
         "--main-device",
         kind=str | None,
@@ -141,23 +89,23 @@ class Request:
         why="; in other modes no device is the main one",
         planned=lambda file: file.ranks[0].device if file.split_mode == "row" and file.ranks else None,
     )
-    row_min: int = _option(
+    row_min: int = request_field(
         ROW_MIN,
         "--row-min",
-        min=1,
+        minimum=1,
         kind=int,
         help="In row mode: the shortest side of a weight that is sliced.",
         only="row",
         planned=lambda file: file.row_min,
     )
-    fallback: str | None = _option(
+    fallback: str | None = request_field(
         None,
         "--fallback",
         kind=str | None,
         help="layer: use layer mode if the chosen mode can't split the model. Default: fail.",
         planned=_used_up,
     )
-    tensor_split: Sequence[float] | None = _option(
+    tensor_split: Sequence[float] | None = request_field(
         None,
         "--tensor-split",
         kind=str | None,
@@ -166,7 +114,7 @@ class Request:
         "tensor mode, in proportion to the budgets.",
         planned=lambda file: None if file.split_mode == "layer" else [rank.share for rank in file.ranks],
     )
-    memory: Sequence[str] = _option(
+    memory: Sequence[str] = request_field(
         (),
         "--memory",
         kind=list[str],
@@ -174,7 +122,7 @@ class Request:
         help="A device's budget, repeatable: cpu0=4GiB, or 4GiB for all. Default: free memory less headroom.",
         planned=lambda file: {rank.device: rank.budget_bytes for rank in file.ranks},
     )
-    headroom: int = _option(
+    headroom: int = request_field(
         DEFAULT_HEADROOM,
         "--headroom",
         kind=str,
@@ -183,7 +131,7 @@ class Request:
         help="Memory to leave free.",
         planned=_used_up,
     )
-    interconnect: str | None = _option(
+    interconnect: str | None = request_field(
         None,
         "--interconnect",
         metavar="25GB/s,5us",
@@ -191,7 +139,7 @@ class Request:
         help="Bandwidth and latency between two devices of different hosts. Default: as measured, or typical.",
         planned=_used_up,
     )
-    engine: str | None = _option(
+    engine: str | None = request_field(
         None,
         "--engine",
         kind=str | None,
@@ -219,7 +167,7 @@ class Request:
         help=f"An input's largest shape, which is planned for, {_RANGE}",
         planned=lambda file: file.shapes,
     )
-    settings: Mapping[str, Any] = _option(
+    settings: Mapping[str, Any] = request_field(
         {},
         "--set",
         metavar="NAME=VALUE",
@@ -229,7 +177,7 @@ class Request:
         help="Bind an input to a constant, repeatable, and fold what follows from it: use_cache_branch=true, sr=16000.",
         planned=lambda file: file.settings,
     )
-    states: Mapping[str, str] = _option(
+    states: Mapping[str, str] = request_field(
         {},
         "--state",
         metavar="INPUT=OUTPUT",
@@ -239,28 +187,28 @@ class Request:
         help="A state: the output goes into the input of the next run. Repeatable, and goes before what is found.",
         planned=lambda file: {state.input: state.output for state in file.states or ()},
     )
-    no_state: bool = _option(
+    no_state: bool = request_field(
         False,
         "--no-state",
         kind=bool,
         help="Take no pair of an input and an output for a state that --state does not name.",
         planned=_used_up,
     )
-    trust_external_data: bool = _option(
+    trust_external_data: bool = request_field(
         False,
         "--trust-external-data",
         kind=bool,
         help="Read the model's external data also where links or paths lead out of its folder.",
     )
-    profile: bool = _option(
+    profile: bool = request_field(
         False,
         "--profile",
         kind=bool,
         help="Measure each block's time instead of estimating it.",
         planned=_used_up,
     )
-    threads: int | None = _option(
-        None, "--threads", min=1, kind=int | None, help="Threads of each CPU device. Default: the cores divided."
+    threads: int | None = request_field(
+        None, "--threads", minimum=1, kind=int | None, help="Threads of each CPU device. Default: the cores divided."
     )
 
     stated: Mapping[str, Sequence[int | None]] = field(default_factory=dict)  # no option: see AskedShapes
@@ -321,31 +269,4 @@ class Request:
 
 def options_of_requests() -> dict[str, Option]:
     """The options by field."""
-    return {each.name: each.metadata[_OPTION] for each in fields(Request) if _OPTION in each.metadata}
-
-
-def request_reader(
-    make: Callable[[Request], T],
-    help: Mapping[str, str] = MappingProxyType({}),
-    completers: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
-) -> Callable[..., T]:
-    """A function that takes the options as keyword arguments, named as the fields, and calls `make` with a Request.
-
-    Typer reads its signature. `help` replaces the help of some fields, and `completers` complete values of some.
-    """
-    options = options_of_requests()
-
-    def read(**given: Any) -> T:
-        return make(Request(**{name: option.read(given[name]) for name, option in options.items()}))
-
-    for name, text in help.items():
-        options[name].parameter.help = text
-    for name, complete in completers.items():
-        options[name].parameter.autocompletion = complete
-    parameters = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.parameter, annotation=option.kind)
-        for name, option in options.items()
-    ]
-    read.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what Typer reads
-    read.__annotations__ = {name: option.kind for name, option in options.items()}
-    return read
+    return {asked.name: asked.metadata[KEY] for asked in fields(Request) if KEY in asked.metadata}

@@ -9,14 +9,14 @@ from typing import Any
 
 from splitc.compiler.packaging.refusals import with_refusals
 from splitc.compiler.packaging.staging import check_target
-from splitc.compiler.pipelines.pipeline_page import pipeline_page
 from splitc.compiler.pipelines.pipeline_plan_file import plan_from_pipeline_file, to_pipeline_file, write_pipeline_plan
-from splitc.compiler.pipelines.pipeline_tables import print_pipeline
 from splitc.compiler.pipelines.pipeline_writer import compile_pipeline
 from splitc.compiler.pipelines.placement import plan_pipeline
-from splitc.compiler.planning.plan_request import Request
 from splitc.compiler.planning.settled import need_nothing_given
-from splitc.compiler.progress import shown_progress
+from splitc.compiler.request.request import Request
+from splitc.compiler.show.pipeline_page import pipeline_page
+from splitc.compiler.show.pipeline_tables import print_pipeline
+from splitc.compiler.show.progress import shown_progress
 from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.terminal import out, print_json, print_to_the_end
 from splitc.runtime.errors import MisuseError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from splitc.compiler.candidates_chart import candidates_section
 from splitc.compiler.planning.plan import Plan
+from splitc.compiler.show.candidates_chart import candidates_section
 from splitc.runtime.package.mode_words import mode_in_words, words_of
 from splitc.runtime.reports.contents import Chapter, Page, Section
 from splitc.runtime.reports.memory_chart import memory_section

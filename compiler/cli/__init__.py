@@ -1,0 +1,1 @@
+"""The commands plan, compile and build."""

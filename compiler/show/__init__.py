@@ -1,0 +1,1 @@
+"""Plans on the terminal and as pages, and the progress of a compile."""
