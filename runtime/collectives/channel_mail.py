@@ -81,12 +81,14 @@ class ProcessMail:
             threading.Thread(target=self._listen, name="splitc mail", daemon=True).start()
 
     def _listen(self) -> None:
-        """Take what arrives off the channels, so that no rank ever waits until it can send."""
+        """Take what arrives off the channels, so that no rank ever waits until it can send.
+
+        For the life of the process: another one may be connected after all that were are gone.
+        """
         try:
-            while self._selector.get_map():
+            while True:
                 for key, _ in self._selector.select():
                     self._take(cast(Channel, key.fileobj))
-            self._selector.close()
         except BaseException:  # all ranks in this process would wait for ever
             traceback.print_exc()
             sys.stderr.flush()
