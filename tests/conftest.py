@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
@@ -21,17 +20,18 @@ from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
 from splitc.runtime.hardware.devices import parse_devices
+from tests.helpers.feeds import HEAD, HEADS, KV_HEADS, LAYERS, VOCABULARY
+from tests.helpers.feeds import Array as Array
+from tests.helpers.feeds import Arrays as Arrays
+from tests.helpers.feeds import decoder_feeds as decoder_feeds
 
 # Graphs are many objects that live long: to look for garbage as often as by default takes a tenth of the time.
 gc.set_threshold(100_000, 50, 50)
 
-Array = npt.NDArray[Any]
-Arrays = dict[str, Array]
-
 # What tests ask for that are not about the choice of a mode.
 LAYER = Request(split_mode="layer")
 
-DECODER = Size(layers=4, hidden=64, heads=4, kv_heads=2, feed_forward=160, vocabulary=96)
+DECODER = Size(LAYERS, hidden=HEADS * HEAD, heads=HEADS, kv_heads=KV_HEADS, feed_forward=160, vocabulary=VOCABULARY)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -61,21 +61,6 @@ def package(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def listen_to_interrupts() -> None:
     """For a child process: a shell lets what it starts in the background ignore SIGINT, this test run perhaps."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def decoder_feeds(batch: int = 2, new: int = 3, past: int = 5) -> Arrays:
-    """Feeds for the decoder, from a seed."""
-    generator = np.random.default_rng(0)
-    cache = (batch, DECODER.kv_heads, past, DECODER.head)
-    feeds: Arrays = {
-        "input_ids": generator.integers(0, DECODER.vocabulary, (batch, new)),
-        "attention_mask": np.ones((batch, past + new), np.int64),
-        "position_ids": np.broadcast_to(np.arange(past, past + new), (batch, new)).copy(),
-    }
-    for layer in range(DECODER.layers):
-        for part in ("key", "value"):
-            feeds[f"past_key_values.{layer}.{part}"] = generator.standard_normal(cache).astype(np.float32)
-    return feeds
 
 
 @lru_cache(maxsize=4)

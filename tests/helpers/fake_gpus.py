@@ -1,22 +1,22 @@
-"""Engines and a fixture for sessions on GPUs that are not there (`fake_cupy`)."""
+"""Engines on GPUs that are not there (`fake_cupy`).
+
+Processes of ranks import this: neither the compiler nor pytest, which take three times as long as all else.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import onnxruntime as ort
-import pytest
 
-from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime.engines import Communicator
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.errors import EngineError
@@ -144,31 +144,18 @@ def make_backend(engine: str, device: Device, threads: int, build: object, cuda_
     return FakeBackend(device) if device.kind == "cuda" else OnnxRuntimeBackend(threads)
 
 
-def install_cupy(patch: pytest.MonkeyPatch) -> None:
-    """Put the fake CuPy where the real one is looked for."""
+def install_cupy(replace: Callable[[str, object], None]) -> None:
+    """Put the fake CuPy where the real one is looked for. `replace` replaces what has a name, as `for_good`."""
     cupy = fake_cupy.make()
     vars(cupy).update(fake_gpu_arrays.FUNCTIONS)
-    patch.setattr("splitc.runtime.hardware.gpus.find_cupy", lambda: cupy)
-    patch.setattr("splitc.runtime.gpu.device.need_cupy", lambda: cupy)
-    patch.setattr("splitc.runtime.tools.device_speeds.need_cupy", lambda: cupy)
-    patch.setattr("splitc.runtime.gpu.device.copy", fake_cupy.copy)
-    patch.setattr("splitc.runtime.ranks.capture.own_what_is_copied", fake_cupy.own_what_is_copied)
+    replace("splitc.runtime.hardware.gpus.find_cupy", lambda: cupy)
+    replace("splitc.runtime.gpu.device.need_cupy", lambda: cupy)
+    replace("splitc.runtime.tools.device_speeds.need_cupy", lambda: cupy)
+    replace("splitc.runtime.gpu.device.copy", fake_cupy.copy)
+    replace("splitc.runtime.ranks.capture.own_what_is_copied", fake_cupy.own_what_is_copied)
 
 
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fake GPUs: for a rank that is a thread, and for those that are processes."""
-    install_cupy(monkeypatch)
-    monkeypatch.setattr("splitc.runtime.session.session.make_backend", make_backend)
-    monkeypatch.setattr("splitc.runtime.processes.device_processes.MAIN", "tests.helpers.fake_rank")
-    yield
-
-
-@cache
-def package(model: Path, mode: str, ranks: int, **options: Any) -> Path:
-    """A package beside its model; tests of one model share it. Sums are between engines, which fake GPUs can do."""
-    request = Request(split_mode=mode, spread=True, **options)
-    place = model.with_name(f"{model.stem}-{mode}-{ranks}-{len(options)}")
-    with patch("splitc.compiler.lowering.engine_segments.has_collectives", lambda engine, devices: False):
-        compile_model(plan_model(model, [f"{ranks}xcpu"], request), place)
-    return place
+def for_good(name: str, value: object) -> None:
+    """Replace what is called `package.module.name`, for the life of this process."""
+    module, _, attribute = name.rpartition(".")
+    setattr(import_module(module), attribute, value)

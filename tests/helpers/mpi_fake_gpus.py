@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from splitc.runtime import Session
 from splitc.runtime.hardware.gpus import GpuIdentity
-from tests.conftest import decoder_feeds
 from tests.helpers import fake_nccl
-from tests.helpers.fake_gpus import install_cupy, make_backend
+from tests.helpers.fake_gpus import for_good, install_cupy, make_backend
+from tests.helpers.feeds import decoder_feeds
 
 SESSIONS, RUNS = 2, 6
 # As NCCL names its files in shared memory, for this job.
@@ -40,11 +39,11 @@ def shared() -> Iterator[Path]:
 
 
 def main(package: str, written: str) -> None:
-    with pytest.MonkeyPatch.context() as patch, shared() as file:
-        install_cupy(patch)
-        patch.setattr("splitc.runtime.mpi.mpi_rank.make_backend", make_backend)
-        patch.setattr("splitc.runtime.mpi.mpi_rank.identify_gpu", lambda gpu: GpuIdentity(str(gpu), "fake", 1 << 40))
-        patch.setattr("splitc.runtime.collectives.nccl.find_nccl", lambda: fake_nccl)
+    install_cupy(for_good)
+    for_good("splitc.runtime.mpi.mpi_rank.make_backend", make_backend)
+    for_good("splitc.runtime.mpi.mpi_rank.identify_gpu", lambda gpu: GpuIdentity(str(gpu), "fake", 1 << 40))
+    for_good("splitc.runtime.collectives.nccl.find_nccl", lambda: fake_nccl)
+    with shared() as file:
         for number in range(SESSIONS):
             with Session(package, devices=["2xcuda"]) as session:
                 for _ in range(RUNS):

@@ -23,7 +23,7 @@ import numpy as np
 import psutil
 
 from splitc.runtime import Session
-from tests.conftest import Arrays, decoder_feeds
+from tests.helpers.feeds import Arrays, decoder_feeds
 from tests.helpers.signal_at import SignalAt
 
 REQUESTS = 4

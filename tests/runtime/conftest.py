@@ -1,3 +1,3 @@
-from tests.helpers.fake_gpus import gpus
+from tests.helpers.fake_gpu_sessions import gpus
 
 __all__ = ["gpus"]

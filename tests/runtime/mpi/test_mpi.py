@@ -30,7 +30,7 @@ from splitc.runtime.mpi import life
 from splitc.runtime.mpi.host_checks import Found, find_contradiction, why_not_placed
 from splitc.runtime.mpi.leftovers import NAMES
 from tests.conftest import decoder_feeds, until
-from tests.helpers import fake_gpus
+from tests.helpers import fake_gpu_sessions
 from tests.helpers.mpi import MPIS, Mpi, TwoHosts, ended, signal_rank, why_no_hosts
 from tests.helpers.mpi_fake_gpus import SESSIONS
 from tests.helpers.mpi_requests import PROMPT
@@ -80,7 +80,7 @@ def check(package: Path, written: Path) -> None:
 @pytest.mark.parametrize("mode", ["layer", "tensor"])
 def test_sessions_on_gpus_release_what_connects_them(decoder: Path, tmp_path: Path, mode: str) -> None:
     """Their processes go on: NCCL, and memory that others have opened, would stay, or be freed at any time."""
-    package = fake_gpus.package(decoder, mode, 2)
+    package = fake_gpu_sessions.package(decoder, mode, 2)
     program = (sys.executable, "-m", "tests.helpers.mpi_fake_gpus")
     code, shown = ended(MPIS[0].start(2, *program, package, tmp_path / "outputs.npz"))
     assert code == 0, shown

@@ -11,7 +11,7 @@ from splitc.runtime import Session
 from splitc.runtime.engines import NEW
 from splitc.runtime.ranks.loop import Replay
 from tests.conftest import decoder_feeds, run_whole
-from tests.helpers.fake_gpus import package
+from tests.helpers.fake_gpu_sessions import package
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.processes.ranks import RankProcesses
 from splitc.runtime.requests.rank_kinds import PROCESSES, THREADS, choose_ranks
 from tests.conftest import assert_close, decoder_feeds, run_whole, until
-from tests.helpers import fake_gpus
+from tests.helpers import fake_gpu_sessions
 from tests.helpers.packages import compile_mode, write_modules
 
 # Seconds within which a request ends with an error.
@@ -108,7 +108,7 @@ def test_pipeline_that_can_not_load_leaves_nothing(pipeline: Path) -> None:
 def test_gpus_have_one_process_each(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for a module that is on one of them alone."""
     monkeypatch.setattr("splitc.runtime.processes.device_processes.MAIN", "tests.helpers.fake_rank")
-    packages = {"both": fake_gpus.package(decoder, "tensor", 2), "alone": compile_mode(decoder, "one device")}
+    packages = {"both": fake_gpu_sessions.package(decoder, "tensor", 2), "alone": compile_mode(decoder, "one device")}
     folder = write_modules(tmp_path / "pipeline", packages)
     feeds, own = decoder_feeds(), {"both": {"devices": ["2xcuda"]}, "alone": {"devices": ["cuda1"]}}
     with Pipeline(folder, own=own) as opened:

@@ -26,7 +26,8 @@ from splitc.runtime.requests.admission import Admission
 from tests.conftest import assert_close, decoder_feeds, run_whole
 from tests.helpers import fake_cupy
 from tests.helpers.blocks import Block
-from tests.helpers.fake_gpus import FAILING, FROM_HOST, WRONG, FakeBackend, package
+from tests.helpers.fake_gpu_sessions import package
+from tests.helpers.fake_gpus import FAILING, FROM_HOST, WRONG, FakeBackend
 from tests.helpers.recurrent import write_lstm
 from tests.helpers.workers import workers_of
 

@@ -19,7 +19,8 @@ from splitc.runtime.ranks.computation import Ran
 from splitc.runtime.ranks.loaded import LoadedRank
 from splitc.runtime.ranks.loop import Program
 from splitc.runtime.ranks.request import InFlightRequest
-from tests.helpers.fake_gpus import FakeBackend, HostEngine, package
+from tests.helpers.fake_gpu_sessions import package
+from tests.helpers.fake_gpus import FakeBackend, HostEngine
 from tests.helpers.meetings import meet
 
 

@@ -22,7 +22,7 @@ from splitc.runtime.reports.strips import ShownRank
 from splitc.runtime.reports.timeline_chart import FINISHES, LAUNCHES, REPLAYS
 from splitc.runtime.tools.compare import compare
 from splitc.runtime.tools.measured_words import INSIDE, LAUNCHED, REPLAYED
-from tests.helpers import fake_gpus
+from tests.helpers import fake_gpu_sessions
 from tests.helpers.command import splitc
 from tests.helpers.folders import diffusers_folder
 from tests.helpers.packages import compile_mode
@@ -126,7 +126,7 @@ def test_page_of_gpus_says_what_was_measured(
 ) -> None:
     """A step that is launched is not the GPU's time, and a replay does not tell steps apart."""
     page, trace = tmp_path / "bench.html", tmp_path / "trace.json"
-    package = fake_gpus.package(decoder, "tensor", 2)
+    package = fake_gpu_sessions.package(decoder, "tensor", 2)
     ran = ("-d", "2xcuda", "--runs", 8, "--report", page, "--trace", trace)
     shown = splitc("bench", package, *ran, *options).stdout
     bars = list(rows(charts(page)[1]))

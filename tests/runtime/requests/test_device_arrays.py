@@ -20,7 +20,7 @@ from splitc.runtime.ranks.request import InFlightRequest
 from tests.conftest import assert_close, decoder_feeds, run_whole
 from tests.helpers import fake_cupy
 from tests.helpers.fake_gpu_arrays import GpuNdarray, asarray
-from tests.helpers.fake_gpus import package
+from tests.helpers.fake_gpu_sessions import package
 
 pytestmark = pytest.mark.usefixtures("gpus")
 

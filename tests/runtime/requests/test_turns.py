@@ -22,7 +22,7 @@ from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.requests.turns import Turn, Turns
 from splitc.runtime.session.shared_ranks import make_swap, need_turns
 from tests.conftest import assert_close, decoder_feeds, run_whole, until
-from tests.helpers import fake_gpus
+from tests.helpers import fake_gpu_sessions
 from tests.helpers.packages import compile_mode, write_modules
 
 
@@ -133,7 +133,7 @@ def two(decoder: Path, folder: Path, first: Path, second: Path) -> Path:
 @pytest.mark.usefixtures("gpus")
 def test_modules_swap_on_a_gpu_of_threads(decoder: Path, tmp_path: Path) -> None:
     """Requests that are replayed find their weights too. On cuda0 is the whole model, or its second half."""
-    folder = two(decoder, tmp_path, compile_mode(decoder, "one device"), fake_gpus.package(decoder, "layer", 2))
+    folder = two(decoder, tmp_path, compile_mode(decoder, "one device"), fake_gpu_sessions.package(decoder, "layer", 2))
     feeds, own = decoder_feeds(), {"first": {"devices": ["cuda0"]}, "second": {"devices": ["cuda1", "cuda0"]}}
     with Pipeline(folder, swap=True, own=own) as opened:
         _check_turns(opened, run_whole(decoder, feeds), feeds)
@@ -141,7 +141,7 @@ def test_modules_swap_on_a_gpu_of_threads(decoder: Path, tmp_path: Path) -> None
 
 def test_modules_swap_on_gpus_of_processes(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("splitc.runtime.processes.device_processes.MAIN", "tests.helpers.fake_rank")
-    folder = two(decoder, tmp_path, compile_mode(decoder, "one device"), fake_gpus.package(decoder, "layer", 2))
+    folder = two(decoder, tmp_path, compile_mode(decoder, "one device"), fake_gpu_sessions.package(decoder, "layer", 2))
     feeds, own = decoder_feeds(), {"first": {"devices": ["cuda0"]}, "second": {"devices": ["cuda1", "cuda0"]}}
     with Pipeline(folder, swap=True, own=own) as opened:
         _check_turns(opened, run_whole(decoder, feeds), feeds)
@@ -205,7 +205,7 @@ def test_modules_that_are_split_over_the_same_gpus_work_in_turn(devices: list[st
 
 @pytest.mark.usefixtures("gpus")
 def test_modules_in_turn_on_the_same_gpus(decoder: Path, tmp_path: Path) -> None:
-    packages = [fake_gpus.package(decoder, mode, 2) for mode in ("layer", "tensor")]
+    packages = [fake_gpu_sessions.package(decoder, mode, 2) for mode in ("layer", "tensor")]
     feeds = decoder_feeds()
     with Pipeline(two(decoder, tmp_path, *packages), ranks="threads") as opened:
         assert not opened.swap

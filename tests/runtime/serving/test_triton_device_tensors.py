@@ -15,7 +15,7 @@ from splitc.runtime.serving.triton_repository import export_triton
 from tests.conftest import assert_close, decoder_feeds, run_whole
 from tests.helpers import fake_triton
 from tests.helpers.fake_gpu_arrays import GpuNdarray, asarray
-from tests.helpers.fake_gpus import gpus, package
+from tests.helpers.fake_gpu_sessions import gpus, package
 from tests.helpers.fake_triton import InferenceRequest
 
 __all__ = ["gpus"]

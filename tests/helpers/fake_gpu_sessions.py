@@ -1,0 +1,33 @@
+"""Sessions on GPUs that are not there: a fixture, and packages for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from splitc.compiler import Request, compile_model, plan_model
+from tests.helpers.fake_gpus import install_cupy, make_backend
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fake GPUs: for a rank that is a thread, and for those that are processes."""
+    install_cupy(monkeypatch.setattr)
+    monkeypatch.setattr("splitc.runtime.session.session.make_backend", make_backend)
+    monkeypatch.setattr("splitc.runtime.processes.device_processes.MAIN", "tests.helpers.fake_rank")
+    yield
+
+
+@cache
+def package(model: Path, mode: str, ranks: int, **options: Any) -> Path:
+    """A package beside its model; tests of one model share it. Sums are between engines, which fake GPUs can do."""
+    request = Request(split_mode=mode, spread=True, **options)
+    place = model.with_name(f"{model.stem}-{mode}-{ranks}-{len(options)}")
+    with patch("splitc.compiler.lowering.engine_segments.has_collectives", lambda engine, devices: False):
+        compile_model(plan_model(model, [f"{ranks}xcpu"], request), place)
+    return place
