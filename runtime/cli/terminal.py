@@ -57,9 +57,9 @@ def muted_stderr() -> Iterator[None]:
     except OSError:  # it is closed
         yield
         return
-    with Path(os.devnull).open("wb") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
     try:
+        with Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
         yield
     finally:
         os.dup2(kept, 2)

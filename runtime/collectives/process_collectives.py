@@ -15,7 +15,6 @@ from splitc.runtime.collectives.channel_mail import Mail, all_gather, gather_by_
 from splitc.runtime.collectives.engine_meeting import EngineMeeting
 from splitc.runtime.collectives.nccl import NcclCommunicator, NcclCommunicators
 from splitc.runtime.engines import Backend, Communicator
-from splitc.runtime.gpu.array import GpuArray
 from splitc.runtime.gpu.device import GpuDevice
 from splitc.runtime.ipc.channel import portable
 from splitc.runtime.package.steps import Reduce
@@ -120,14 +119,15 @@ class ProcessCollectives:
         return [self._backend.upload(total) for total in totals]
 
     def _all_reduce_on_gpus(self, gpu: GpuDevice, step: Reduce, parts: Any) -> Any:
-        agreed = self.all_gather(step.ranks, parts if isinstance(parts, Failure) else None)
+        # Before they agree: a rank without memory would leave the others to NCCL, which waits for it.
+        failed = isinstance(parts, Failure)
+        wholes: Any = parts if failed else attempt(lambda: [gpu.empty(part.shape, part.dtype) for part in parts])
+        agreed = self.all_gather(step.ranks, wholes if isinstance(wholes, Failure) else None)
         if isinstance(agreed, Failure):
             return agreed
         communicator = self._of_group(step.ranks)
-        wholes: list[GpuArray] = []
-        for part in parts:
-            wholes.append(gpu.empty(part.shape, part.dtype))
-            communicator.all_reduce(step.operation, part, wholes[-1], gpu.stream.ptr)
+        for part, whole in zip(parts, wholes, strict=True):
+            communicator.all_reduce(step.operation, part, whole, gpu.stream.ptr)
         gpu.keep(*parts)
         return wholes
 

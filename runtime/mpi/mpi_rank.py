@@ -14,6 +14,7 @@ from splitc.runtime.engines import Backend
 from splitc.runtime.engines.backends import make_backend
 from splitc.runtime.engines.built_here import check_built_here
 from splitc.runtime.engines.kinds import find_kind
+from splitc.runtime.engines.operator_library import load_library
 from splitc.runtime.errors import PackageError, SplitcError
 from splitc.runtime.hardware.gpus import identify_gpu
 from splitc.runtime.ipc.channel import portable
@@ -103,6 +104,8 @@ def _prepare(world: World, join: Join) -> _Prepared:
         check_built_here(package, manifest, [seen])
         threads = join.threads or manifest.threads or own_threads(world, join.devices)
         backend = make_backend(manifest.engine, device, threads, manifest.build, join.cuda_graphs)
+        if find_groups(manifest):
+            load_library()
         gpu = None if device.kind == "cpu" else identify_gpu(seen.index)
     except SplitcError as error:
         raise PackageError(f"rank {rank} on {host}: {error}") from error

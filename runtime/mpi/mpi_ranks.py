@@ -9,6 +9,7 @@ from pathlib import Path
 
 from splitc.runtime.errors import EngineError, MisuseError, PackageError
 from splitc.runtime.hardware.devices import Device
+from splitc.runtime.ipc.channel import portable
 from splitc.runtime.mpi.host_checks import why_not_placed
 from splitc.runtime.mpi.joining import AllLoaded, Join, Left, Stop
 from splitc.runtime.mpi.life import SILENCE
@@ -18,6 +19,7 @@ from splitc.runtime.mpi.world import World
 from splitc.runtime.package.manifest import Manifest, State
 from splitc.runtime.package.manifest_file import read_seal
 from splitc.runtime.processes.launch import SPIN, has_spare_cores
+from splitc.runtime.processes.messages import Broken
 from splitc.runtime.processes.reader import LATE, MOST, Reader
 from splitc.runtime.processes.remote import PATIENCE, RemoteRanks
 
@@ -91,6 +93,8 @@ class MpiRanks(RemoteRanks):
     def _run_own(self, own: OwnControl) -> None:
         try:
             run_rank(self._world, self._join, own)
+        except BaseException as error:  # a thread has no caller, and the session waits for this rank
+            own.send(Broken(portable(error), None))
         finally:
             own.send(Left())
 
@@ -102,8 +106,10 @@ class MpiRanks(RemoteRanks):
 
     def lost(self, rank: int) -> None:
         loaded = self._loaded[rank]
-        if not self._stopped and not self._closing and loaded.done() and loaded.exception() is None:
-            self._break(EngineError(f"{self._name(rank)} has left the session"))
+        could_not_load = loaded.done() and loaded.exception() is not None
+        if not self._stopped and not self._closing and not could_not_load:
+            left = EngineError(f"{self._name(rank)} has left the session")
+            self._break(left if self._suspect is None else self._suspect[2])
 
     def _break(self, error: BaseException) -> None:
         self._world.broken.set()  # a rank hangs, or others wait for it

@@ -13,6 +13,7 @@ import numpy as np
 from splitc.runtime.arrays.array import Allocate, Array
 from splitc.runtime.collectives import Label
 from splitc.runtime.engines import Backend
+from splitc.runtime.errors import HandOverError
 from splitc.runtime.ipc.mapped_files import remove_files
 from splitc.runtime.ipc.shared_memory import Sent
 from splitc.runtime.mpi.clocks import Clocks
@@ -54,9 +55,16 @@ class MpiWire:
         self._send(message, None)
 
     def _send(self, message: Message | AllLoaded | Stop, arrays: Any) -> None:
-        for rank in self._alive[1:]:
-            self._post.send(rank, (message, arrays))
+        for rank in self._alive:
+            if rank:
+                self._send_to(rank, message, arrays)
         self._own.inbox.put((message, arrays))
+
+    def _send_to(self, rank: int, message: Message | AllLoaded | Stop, arrays: Any) -> None:
+        try:
+            self._post.send(rank, (message, arrays))
+        except Exception as error:  # others have it
+            raise HandOverError(f"rank {rank} could not be given a request: {error!r}") from error
 
     def outputs(self, rank: int, sent: Sent | None) -> dict[str, Array]:
         return dict(self._outputs.pop(rank, {}))

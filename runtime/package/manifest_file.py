@@ -49,6 +49,7 @@ def seal(content: bytes) -> bytes:
 def read_seal(package: Path) -> str:
     """The hash of a package's manifest, as it says itself. Raises PackageError if that can't be read."""
     try:
+        _need_regular(package / FILE_NAME)
         with (package / FILE_NAME).open("rb") as file:
             found = _SEAL.match(file.read(200))
     except OSError as error:
@@ -56,6 +57,12 @@ def read_seal(package: Path) -> str:
     if found is None:
         raise PackageError(f"{package / FILE_NAME} does not begin with its own hash: compile the model again")
     return found[1].decode()
+
+
+def _need_regular(path: Path) -> None:
+    """Raise PackageError unless it is a regular file: to read a pipe or a device may never end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise PackageError(f"{path} is no regular file: compile the model again")
 
 
 def _is_sealed(text: bytes) -> bool:
@@ -86,8 +93,7 @@ def read_sealed(path: Path, decoder: Decoder[Sealed], versions: Sequence[int]) -
     Raises PackageError for a file that this version can't read or trust.
     """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe or a device may never end
-            raise PackageError(f"{path} is no regular file: compile the model again")
+        _need_regular(path)
         text = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None

@@ -27,6 +27,8 @@ from splitc.runtime.processes.nccl_files import find_nccl_files
 BEGIN, MAIN = "splitc.runtime.processes.begin", "splitc.runtime.processes.rank"
 # numpy's library of linear algebra has a thread for each core, whatever a container allows. Ranks have no use for it.
 THREADLESS = {"OPENBLAS_NUM_THREADS": "1"}
+# Seconds that processes get to end which were killed, or have closed their connections.
+ENDING = 5.0
 
 
 class DeviceProcess:
@@ -105,9 +107,10 @@ class DeviceProcess:
         self._process.kill()
         return files
 
-    def wait(self) -> None:
-        """Wait until it has been ended."""
-        self._process.wait()
+    def wait(self, patience: float) -> None:
+        """Wait until it has been ended, for at most so many seconds: a GPU that hangs may keep it."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience)
         self._close()
 
     def join(self, patience: float) -> bool:
@@ -128,7 +131,10 @@ class DeviceProcess:
 
     def how_it_ended(self) -> str:
         """How it ended, which it is about to."""
-        code = self._process.wait()
+        try:
+            code = self._process.wait(ENDING)
+        except subprocess.TimeoutExpired:
+            return f"has closed its connection, and has not ended for {ENDING:.0f} s"
         if self._why is not None:
             return f"was ended, since another model's ranks in it broke: {self._why}"
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -174,8 +180,9 @@ def kill(processes: Iterable[DeviceProcess], why: BaseException, files: Iterable
     """End processes at once, and remove what NCCL leaves behind: these files, and others that are found."""
     each_once = list(dict.fromkeys(processes))
     left = set(files).union(*(process.kill(why) for process in each_once))
+    end = time.monotonic() + ENDING
     for process in each_once:
-        process.wait()
+        process.wait(max(0.0, end - time.monotonic()))
     remove_files(left)
 
 

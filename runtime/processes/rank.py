@@ -205,13 +205,13 @@ def main(descriptor: int) -> None:
             name = f"splitc rank {start.number} ({start.devices[start.number]}) of {start.package.name}"
             try:
                 own, *others = [home.receive_descriptor() for _ in (None, *start.channels, *start.meetings)]
-            except OSError as error:
+                for process in start.channels:
+                    mails.connect(process, Channel(others.pop(0)))
+                ranks.append(threading.Thread(target=_host, args=(start, own, others, mails), name=name))
+                ranks[-1].start()
+            except (OSError, RuntimeError) as error:  # the system lets this process have no more files, or threads
                 print(f"error: {name}: {error}", file=sys.stderr, flush=True)
                 os._exit(1)
-            for process in start.channels:
-                mails.connect(process, Channel(others.pop(0)))
-            ranks.append(threading.Thread(target=_host, args=(start, own, others, mails), name=name))
-            ranks[-1].start()
     except (EOFError, OSError):  # the caller's process has ended, before the thread that looks after it has seen that
         end_at_once()
     for rank in ranks:

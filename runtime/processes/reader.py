@@ -188,8 +188,9 @@ class _Watch:
         """Look after the ranks of a reader until they have ended."""
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="splitc watches", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="splitc watches", daemon=True)
+                thread.start()  # or there are too many: the next one to come tries again
+                self._thread = thread
             self._readers.append(reader)
 
     def _run(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, TimeoutError
 from typing import Any
 
 from splitc.runtime.arrays.array import Array, Zeros

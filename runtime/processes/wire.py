@@ -61,13 +61,13 @@ class SocketWire:
             self._poll.register(descriptor, select.POLLIN)
 
     def order(self, order: Order, feeds: Arrays, initial: Arrays) -> None:
-        unused = tuple(tuple(each.unused()) for each in self._outputs)
         if self._fed[0] is not None:  # its request has ended, since this one is in flight
             self._feeds.give_back([self._fed[0]])
             self._fed[0] = None
         sent, descriptors = self._feeds.send([*feeds, *initial])
         self._fed.popleft()
         self._fed.append(None if sent is None else sent.buffer)
+        unused = tuple(tuple(each.unused()) for each in self._outputs)  # only now: what is not sent never goes back
         try:
             packed = pack(replace(order, arrays=sent, fed=len(feeds), unused=unused))
             for rank, channel in enumerate(self._channels):

@@ -94,7 +94,7 @@ def execute(
             failure = _send(exchange, step, failure or values[step.value])
         elif isinstance(step, Reduce):
             parts = failure or [values[name] for name in step.parts]
-            wholes = exchange.all_reduce(step, parts, accumulate)
+            wholes = attempt(partial(exchange.all_reduce, step, parts, accumulate))
             if isinstance(wholes, Failure):
                 failure = failure or wholes
             else:

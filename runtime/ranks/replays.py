@@ -60,6 +60,11 @@ class RankReplays:
         self._homes: dict[int | None, Home] = {}
 
     @property
+    def is_joint(self) -> bool:
+        """Whether other ranks go the same way, and may wait for this one."""
+        return bool(self._everyone)
+
+    @property
     def notes(self) -> list[str]:
         """Why requests are not replayed, for the user."""
         return list(map(not_replayed, dict.fromkeys(self._refused.values())))

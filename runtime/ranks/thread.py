@@ -120,12 +120,17 @@ class Worker(threading.Thread):
         replayed = ran is not None
         if ran is None:
             ran = attempt(partial(self.computation.run, request))
-        # At once: this thread goes on with the next request, and others may wait for it in this one.
-        alone = not isinstance(ran, Failure) or self._loaded.fail(runs)
+        # At once: this thread goes on with the next request, and others may wait for it in this one. Who replays does
+        # not walk the program, in which others are sent a failure in place of values.
+        alone = not isinstance(ran, Failure) or (self._loaded.fail(runs) and not (replayed and self._replays_together))
         if replayed or self._finisher is None:
             self._finish(request, runs, start, ran, alone)
         else:
-            self._unfinished = self._finisher.submit(self._finish, request, runs, start, ran, alone)
+            self._unfinished = self._finisher.submit(self._finish_elsewhere, request, runs, start, ran, alone)
+
+    @property
+    def _replays_together(self) -> bool:
+        return self.replays is not None and self.replays.is_joint
 
     def _replay(self, request: InFlightRequest) -> Ran | None:
         """Replay the request, if it can be."""
@@ -154,6 +159,13 @@ class Worker(threading.Thread):
         request.finish(self._setup.number, {}, served, made.error)
         if not (alone and self._loaded.fail(runs)):
             self._broken(made.error)
+
+    def _finish_elsewhere(self, *request: Any) -> None:
+        """As `_finish`, on another thread. Nobody looks at what is raised there, and the caller would wait for ever."""
+        try:
+            self._finish(*request)
+        except BaseException as error:
+            self._broken(error)
 
     def _take(self, wait: Callable[[], dict[str, Array]]) -> dict[str, Array]:
         """The outputs, if all collectives went well."""

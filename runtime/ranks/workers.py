@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
@@ -87,12 +88,17 @@ class Workers:
     def bring_in(self) -> None:
         """Bring the weights in, which other models had the memory of. Waits for that, since a replay would not.
 
-        Raises the error of a rank that can't.
+        A rank's own thread, in a callback of a request, does its part itself: it takes nothing else meanwhile. Raises
+        the error of a rank that can't.
         """
         brought: list[Future[None]] = []
         for worker in self._workers:
             brought.append(Future())
-            worker.requests.put(partial(_complete, brought[-1], worker.bring_in))
+            work = partial(_complete, brought[-1], worker.bring_in)
+            if worker is threading.current_thread():
+                work()
+            else:
+                worker.requests.put(work)
         while wait(brought, 1.0).not_done:
             if not all(worker.is_alive() for worker in self._workers):
                 raise EngineError("a rank has ended")

@@ -118,7 +118,13 @@ class ServedPackage:
         for group in groups:
             places = self._places
             places.acquire()
-            work = self._pool.submit(self._serve, [feeds[n] for n in group], [answers[n] for n in group])
+            try:
+                work = self._pool.submit(self._serve, [feeds[n] for n in group], [answers[n] for n in group])
+            except Exception as error:  # there are too many threads, or another client has this session opened again
+                places.release()
+                for number in group:
+                    answers[number].set_exception(error)
+                continue
             work.add_done_callback(lambda _, places=places: places.release())  # type: ignore[misc]
 
     def _submit_step(self, sequences: KeptSequences, request: ServedRequest) -> Answer:

@@ -279,9 +279,16 @@ class Session:
         if on_device:
             self.device_arrays.check_outputs()
         check_sizes(arrays, self.manifest)
-        while self._dropped:
-            self._admission.forget(self._dropped.popleft(), reusable=False)
+        self._forget_dropped()
         return self._admission.submit(arrays, sequence, initial or {}, room, after, growth, here, on_device)
+
+    def _forget_dropped(self) -> None:
+        while True:
+            try:
+                sequence = self._dropped.popleft()
+            except IndexError:  # another thread may have taken the last one
+                return
+            self._admission.forget(sequence, reusable=False)
 
     def forget(self, sequence: int, reusable: bool) -> None:
         """Free the states of a sequence. They are `reusable` by another one if none failed or grew."""

@@ -47,6 +47,49 @@ def looked_up(b: Block, x: ir.Value) -> ir.Value:
     return b.op("Add", x, b.op("Gather", b.w("W", SIZE, SIZE), b.ints(*range(SIZE)), axis=0))
 
 
+def normalized(b: Block, x: ir.Value) -> ir.Value:
+    """ONNX Runtime makes one operator of each and the weight before it."""
+    ones = (b.constant(np.linspace(0.5, 2, SIZE, dtype=np.float32), np.float32) for _ in range(4))
+    return b.op("BatchNormalization", x, *ones)
+
+
+def scaled(b: Block, x: ir.Value, axes: int = 1) -> ir.Value:
+    factors = np.linspace(0.5, 2, SIZE, dtype=np.float32).reshape(-1, *[1] * (axes - 1))
+    return b.op("Add", b.op("Mul", x, b.constant(factors, np.float32)), b.constant(factors + 1, np.float32))
+
+
+def convolved(b: Block, x: ir.Value) -> ir.Value:
+    return b.op("Conv", x, b.w("W", SIZE, SIZE, 1))
+
+
+def multiplied(b: Block, x: ir.Value) -> ir.Value:
+    return b.op("MatMul", x, b.w("W", SIZE, SIZE))
+
+
+def compared(operator: str) -> Middle:
+    return lambda b, x: b.op("Cast", b.op(operator, x, b.w("W", SIZE, SIZE)), to=1)
+
+
+def both(operator: str) -> Middle:
+    """Of truth values."""
+
+    def middle(b: Block, x: ir.Value) -> ir.Value:
+        weight = b.weight("W", ir.tensor(np.tri(SIZE, dtype=np.bool_)))
+        return b.op("Cast", b.op(operator, b.op("Greater", x, b.constant(0.0, np.float32)), weight), to=1)
+
+    return middle
+
+
+def of_whole_numbers(operator: str, kind: int, **attributes: Any) -> Middle:
+    def middle(b: Block, x: ir.Value) -> ir.Value:
+        dtype = np.uint32 if kind == ir.DataType.UINT32 else np.int64
+        weight = b.weight("W", ir.tensor(np.arange(1, 1 + SIZE * SIZE).reshape(SIZE, SIZE).astype(dtype) % 7 + 1))
+        whole = b.op("Cast", b.op("Mul", b.op("Abs", x), b.constant(100.0, np.float32)), to=kind)
+        return b.op("Cast", b.op(operator, whole, weight, **attributes), to=1)
+
+    return middle
+
+
 def chosen(b: Block, x: ir.Value) -> ir.Value:
     return b.op("Where", b.op("Greater", x, b.constant(0.0, np.float32)), x, b.w("W", SIZE, SIZE))
 
@@ -61,10 +104,21 @@ LEFT_ALONE: dict[str, Middle] = {
     "DequantizeLinear": dequantized,
     "Conv": through("Conv", SIZE, SIZE, 1),
     "ConvTranspose": through("ConvTranspose", SIZE, SIZE, 1),
+    "a bias of Conv": lambda b, x: b.op("Conv", x, b.w("B", SIZE, SIZE, 1), b.w("W", SIZE)),
+    "Conv before BatchNormalization": lambda b, x: normalized(b, convolved(b, x)),
+    "Conv before Mul and Add": lambda b, x: scaled(b, convolved(b, x), 2),
+    "MatMul before BatchNormalization": lambda b, x: normalized(b, multiplied(b, x)),
+    "MatMul before Mul and Add": lambda b, x: scaled(b, multiplied(b, x)),
     "InstanceNormalization": lambda b, x: b.op("InstanceNormalization", x, b.w("W", SIZE), b.w("W", SIZE)),
 }
 REWRITTEN: dict[str, Middle] = {
     **{name: through(name, SIZE, SIZE) for name in ("Add", "Mul", "Sub", "Div", "Max", "Min", "PRelu")},
+    **{f"{name} from the left": behind(name, SIZE, SIZE) for name in ("Add", "Mul", "Sub", "Div", "Pow")},
+    **{name: through(name, SIZE, SIZE) for name in ("Mean", "Sum")},
+    **{name: compared(name) for name in ("Greater", "GreaterOrEqual", "Less", "LessOrEqual")},
+    **{name: both(name) for name in ("And", "Or", "Xor", "Equal")},
+    "Mod": of_whole_numbers("Mod", ir.DataType.INT64),
+    "BitShift": of_whole_numbers("BitShift", ir.DataType.UINT32, direction="RIGHT"),
     "Add of a vector": through("Add", SIZE),
     "Where": chosen,
     "Concat": lambda b, x: b.op("Concat", x, b.w("W", SIZE, SIZE, SIZE), axis=1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from types import SimpleNamespace
 
@@ -63,3 +64,19 @@ def test_generated_text_is_sent_as_it_is_but_to_terminals(
     printed = capsys.readouterr().out
     assert_harmless(printed)
     assert printed.endswith("\n\tb")
+
+
+def test_stderr_is_back_after_an_interrupt(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """As it is muted: the message of the interrupt would be lost."""
+    mute = os.dup2
+
+    def interrupted(source: int, target: int) -> None:
+        mute(source, target)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "dup2", interrupted)
+    with pytest.raises(KeyboardInterrupt), terminal.muted_stderr():
+        pass
+    os.write(2, b"still there")
+    assert capfd.readouterr().err == "still there"

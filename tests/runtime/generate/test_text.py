@@ -156,3 +156,10 @@ def test_odd_numbers_in_prompts_are_said(wrong: str) -> None:
     with pytest.raises(MisuseError, match=r"can't read --prompt-ids .* is no number of a token") as found:
         read_prompt(None, None, f"1,{wrong}")
     assert len(str(found.value)) < 300
+
+
+def test_caller_has_its_stderr(tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the whole process's: of two threads that mute it, the second would have kept it muted for ever."""
+    monkeypatch.setattr(os, "dup2", lambda *_: pytest.fail("stderr was replaced"))
+    text = Text.load(tokenizer)
+    assert text.encode(PROMPT) == IDS and text.decode(IDS) == PROMPT and text.step(IDS[0]) == "w5"

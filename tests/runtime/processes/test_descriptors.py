@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -20,7 +21,9 @@ from splitc.runtime.errors import SplitcError
 from splitc.runtime.ipc import shared_memory
 from splitc.runtime.ipc.channel import Channel
 from splitc.runtime.ipc.shared_memory import create_memory, map_memory
+from splitc.runtime.processes.messages import Order, pack, unpack
 from splitc.runtime.processes.ranks import RankProcesses
+from splitc.runtime.processes.wire import SocketWire
 from tests.conftest import assert_close, decoder_feeds, run_whole, until
 from tests.helpers.packages import compile_mode
 
@@ -120,3 +123,26 @@ def test_rank_that_dies_before_the_session_is_there_ends_its_requests(
         until(lambda: not session.usable)
         with pytest.raises(SplitcError, match=r"the session is broken: .*rank 1 \(cpu1\) was ended by SIGKILL"):
             session.run(decoder_feeds())
+
+
+def test_buffers_of_ranks_go_back_with_the_next_request_if_one_can_not_be_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their ranks never got them back, and made others."""
+
+    def full(size: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    ours, theirs = (Channel(each.detach(), pack, unpack) for each in socket.socketpair())
+    wire, feeds = SocketWire([ours], 1), [("x", np.ones(3, np.float32))]
+    wire._outputs[0]._unused.append(7)
+    order = Order(0, None, 0, {}, None, False, None, 0, ())
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_memory, "create_memory", full)
+        with pytest.raises(OSError, match="Too many open files"):
+            wire.order(order, feeds, [])
+    wire.order(order, feeds, [])
+    received = theirs.receive()
+    assert isinstance(received, Order) and received.unused == ((7,),)
+    wire.close()
+    theirs.close()

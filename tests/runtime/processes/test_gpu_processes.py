@@ -9,6 +9,7 @@ import pytest
 
 from splitc.runtime import Session
 from splitc.runtime.engines import NEW
+from splitc.runtime.errors import SplitcError
 from splitc.runtime.ranks.loop import Replay
 from tests.conftest import decoder_feeds, run_whole
 from tests.helpers.fake_gpu_sessions import package
@@ -30,3 +31,13 @@ def test_known_shapes_are_replayed_by_each_rank(decoder: Path, mode: str, option
             replayed = [any(isinstance(span.step, Replay) for span in each.spans) for each in served.values()]
             assert replayed == [number // 2 > NEW] * 2
         assert session.notes == []
+
+
+def test_rank_that_can_not_replay_ends_the_session(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one waited for its values for ever: who replays sends nothing step by step."""
+    monkeypatch.setattr("splitc.runtime.processes.device_processes.MAIN", "tests.helpers.failing_replay_rank")
+    with (
+        Session(package(decoder, "layer", 2), devices=["2xcuda"]) as session,
+        pytest.raises(SplitcError, match=r"rank 0 \(cuda0\) failed: a replay failed on purpose"),
+    ):
+        session.submit(decoder_feeds()).result(20)

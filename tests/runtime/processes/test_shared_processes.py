@@ -131,3 +131,15 @@ def test_what_ranks_of_several_models_are_by_default() -> None:
         assert choose_ranks(None, parse_devices(devices), None, shared) == kind
     assert choose_ranks(None, parse_devices(["cuda1"]), None, parse_devices(["cuda1", "cpu0"])) == THREADS
     assert choose_ranks("processes", parse_devices(["cuda1"]), None) == PROCESSES
+
+
+def test_rank_that_can_have_no_thread_ends_its_process(
+    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its session waited for ever, since the process went on with the ranks of others."""
+    monkeypatch.setattr("splitc.runtime.processes.device_processes.MAIN", "tests.helpers.threadless_rank")
+    whole = compile_mode(decoder, "one device")
+    folder, before = write_modules(tmp_path / "pipeline", {"first": whole, "second": whole}), own_children()
+    with pytest.raises(SplitcError, match=r"the process of rank 0 \(cpu0\) ended with exit code 1"):
+        Pipeline(folder, threads=1, ranks="processes")
+    assert own_children() == before

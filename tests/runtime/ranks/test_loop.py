@@ -10,7 +10,7 @@ import pytest
 
 from splitc.runtime.collectives.host import connect
 from splitc.runtime.errors import EngineError, HandOverError
-from splitc.runtime.package.steps import Receive, Run, Send, Step
+from splitc.runtime.package.steps import Receive, Reduce, Run, Send, Step
 from splitc.runtime.ranks.loop import Program, execute
 from splitc.runtime.threads.failures import Failure, attempt
 from tests.helpers.engines import FunctionEngine, fail
@@ -65,6 +65,16 @@ def test_received_failure_is_raised_and_handed_on() -> None:
     with pytest.raises(ValueError, match="stage 0"):
         execute(Program([Receive("a", 0), Run(0), Send("b", 2)], [engine]), middle, dict, accumulate)
     assert isinstance(last.receive(1, "b"), Failure)
+
+
+def test_sum_that_fails_on_one_rank_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no memory for the result, which the others have: they go on, and wait for its next value."""
+    first, second = connect(2)
+    monkeypatch.setattr(second, "all_reduce", fail)
+    steps: list[Step] = [Reduce("sum", ["x"], ["y"], [0, 1]), Send("y", 0)]
+    with pytest.raises(ValueError, match="out of memory"):
+        execute(Program(steps, []), second, lambda: {"x": [1]}, accumulate)
+    assert isinstance(first.receive(1, "y"), Failure)
 
 
 @pytest.mark.parametrize(("sent", "wanted"), [((3, "x"), (3, "y")), ((3, "x"), (4, "x"))])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,3 +84,23 @@ def test_failing_request_is_given_up_before_the_next_one_begins(monkeypatch: pyt
     worker.requests.put(None)
     worker.join(20)
     assert errors == []
+
+
+def test_answer_that_can_not_be_given_breaks_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an asynchronous device another thread gives it: what went wrong there was lost, and the caller waited."""
+    computation = SimpleNamespace(sequences={}, run=lambda _: (dict, [], False))
+    monkeypatch.setattr(thread, "load_rank", lambda *_: LoadedRank(Program([], []), [], None, None, None))
+    monkeypatch.setattr(thread, "Computation", lambda *_: computation)
+    setup: Any = SimpleNamespace(number=0, rank=SimpleNamespace(device="cuda0"))
+    backend: Any = SimpleNamespace(asynchronous=True, notes=[], detach=lambda: None)
+    broken = SimpleQueue[BaseException]()
+
+    def full(_: InFlightRequest) -> None:
+        raise OSError("Too many open files")
+
+    worker = thread.Worker(setup, backend, connect(1)[0], broken.put)
+    worker.start()
+    worker.requests.put(InFlightRequest({}, 1, full))
+    assert "Too many open files" in str(broken.get(timeout=20))
+    worker.requests.put(None)
+    worker.join(20)

@@ -179,6 +179,22 @@ def test_weights_on_cpu_devices_stay_mapped(decoder: Path, tmp_path: Path, ranks
         assert_close(answer.result(10).result(10), run_whole(decoder, feeds))
 
 
+@pytest.mark.parametrize("mode", ["one device", "layer"])
+def test_callback_submits_to_its_own_model_which_has_lost_its_turn(decoder: Path, tmp_path: Path, mode: str) -> None:
+    """The rank's own thread brings the model in: it waited for itself."""
+    folder = two(decoder, tmp_path, compile_mode(decoder, mode), compile_mode(decoder, "tensor"))
+    feeds = decoder_feeds()
+    with Pipeline(folder, swap=True, ranks="threads", threads=1) as opened, ThreadPoolExecutor(1) as pool:
+        answer: Future[Any] = Future()
+
+        def again(_: object) -> None:
+            pool.submit(opened["second"].run, feeds).result(10)
+            answer.set_result(opened["first"].submit(feeds))
+
+        opened["first"].submit(feeds).add_done_callback(again)
+        assert_close(answer.result(20).result(10), run_whole(decoder, feeds))
+
+
 def test_several_ranks_of_a_module_on_one_gpu_do_not_swap(decoder: Path) -> None:
     manifest = read_manifest(compile_mode(decoder, "layer"))
     with pytest.raises(MisuseError, match="module 'one' has several ranks on one GPU"):

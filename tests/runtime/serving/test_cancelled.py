@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from splitc.runtime.serving.kept_sequences import Answer, KeptSequences, SequenceStep
-from splitc.runtime.serving.served_package import ServedPackage
+from splitc.runtime.serving.served_package import ServedPackage, ServedRequest
 from splitc.runtime.serving.serving_file import FILE_NAME, Serving, write_serving
 from tests.conftest import assert_close, decoder_feeds, run_whole, until
 
@@ -58,4 +58,24 @@ def test_others_of_a_batch_are_answered(package: Path, decoder: Path, tmp_path: 
     served._serve(asked, answers)
     for number in (0, 2):
         assert_close(answers[number].result(0), run_whole(decoder, asked[number]), 2e-5)
+    served.close()
+
+
+def test_requests_that_no_thread_can_run_take_no_place(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After as many as may be in flight, the server waited for ever."""
+    write_serving(tmp_path, Serving(str(package), threads=1, in_flight=2))
+    served = ServedPackage(tmp_path / FILE_NAME)
+
+    def full(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(served._pool, "submit", full)
+        for _ in range(3):
+            (answer,) = served.submit([ServedRequest(decoder_feeds())])
+            assert "can't start new thread" in str(answer.exception(0))
+    (answer,) = served.submit([ServedRequest(decoder_feeds())])
+    assert answer.result(20)
     served.close()

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -196,3 +197,16 @@ def test_interrupt_while_ranks_load_leaves_no_thread(package: Path, monkeypatch:
     with pytest.raises(KeyboardInterrupt):
         Session(package)
     assert set(threading.enumerate()) <= before
+
+
+def test_dropped_sequence_may_be_taken_by_another_thread(package: Path) -> None:
+    """Both had seen that there is one, and the second found none: its request failed with an IndexError."""
+
+    class Taken(deque[int]):
+        def popleft(self) -> int:
+            super().popleft()
+            raise IndexError("pop from an empty deque")
+
+    with Session(package, verify="never", threads=1, ranks="threads") as session:
+        session._dropped = Taken([5])
+        assert session.run(decoder_feeds()).keys() >= {"logits"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -63,6 +64,13 @@ def test_module_of_another_pipeline_is_refused(decoder: Path, pipeline: Path) ->
     (pipeline / FILE_NAME).write_text((pipeline / FILE_NAME).read_text().replace("first", "thirst"))
     with pytest.raises(PackageError, match="was changed since it was compiled"):
         Session(pipeline, module="first")
+
+
+def test_module_whose_manifest_never_ends(pipeline: Path) -> None:
+    (pipeline / "second" / "manifest.json").unlink()
+    os.mkfifo(pipeline / "second" / "manifest.json")
+    with pytest.raises(PackageError, match=r"manifest\.json is no regular file"):
+        Session(pipeline, module="second")
 
 
 @pytest.mark.parametrize(

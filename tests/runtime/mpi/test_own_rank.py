@@ -1,0 +1,68 @@
+"""The rank of the session's own process, and what it is for, without MPI."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from splitc.runtime.errors import PackageError
+from splitc.runtime.hardware.devices import parse_devices
+from splitc.runtime.mpi import mpi_rank, mpi_ranks
+from splitc.runtime.mpi.joining import Join, Left
+from splitc.runtime.mpi.mpi_ranks import MpiRanks
+from splitc.runtime.mpi.mpi_wire import OwnControl
+from splitc.runtime.package.manifest_file import read_seal
+from splitc.runtime.processes.remote import RemoteRanks
+from tests.helpers.packages import compile_mode
+
+
+@pytest.fixture
+def ranks() -> MpiRanks:
+    """Two ranks that load."""
+    made: Any = object.__new__(MpiRanks)
+    RemoteRanks.__init__(made, SimpleNamespace(), parse_devices(["2xcpu"]), lambda _: None)  # type: ignore[arg-type]
+    made._world = SimpleNamespace(broken=threading.Event(), hosts=("here", "here"))
+    made._wire = SimpleNamespace(send=lambda _: None)
+    made._join = None
+    ranks: MpiRanks = made
+    return ranks
+
+
+def test_rank_that_leaves_before_it_has_loaded_ends_the_wait(ranks: MpiRanks) -> None:
+    ranks.lost(1)
+    for loaded in ranks._loaded:
+        assert "rank 1 (cpu1 on here) has left the session" in str(loaded.exception(0))
+
+
+def test_own_rank_that_fails_says_why(ranks: MpiRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread has nobody to raise it to, and the session waited for it for ever."""
+
+    def fail(*_: Any) -> None:
+        raise PackageError("this host has no memory to meet in")
+
+    monkeypatch.setattr(mpi_ranks, "run_rank", fail)
+    own = OwnControl()
+    ranks._run_own(own)
+    while not isinstance(message := own.outbox.get(timeout=5)[0], Left):
+        ranks.take(0, message)
+    ranks.lost(0)
+    assert "this host has no memory to meet in" in str(ranks._loaded[0].exception(0))
+
+
+def test_host_without_the_library_is_named(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before ranks wait for each other to meet."""
+
+    def missing() -> None:
+        raise PackageError("this machine has no library")
+
+    package = compile_mode(decoder, "tensor")
+    devices = tuple(parse_devices(["2xcpu"]))
+    join = Join(0, package, read_seal(package), devices, (), 1, "never", False, 0.0)
+    world: Any = SimpleNamespace(rank=0, size=2, hosts=("one", "other"), machines=(0, 1), here=[0])
+    monkeypatch.setattr(mpi_rank, "load_library", missing)
+    with pytest.raises(PackageError, match="rank 0 on one: this machine has no library"):
+        mpi_rank._prepare(world, join)
