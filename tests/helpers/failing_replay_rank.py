@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from splitc.runtime.errors import EngineError
 from splitc.runtime.ranks.computation import Computation
 from splitc.runtime.ranks.replays import RankReplays
@@ -21,6 +19,5 @@ def main(descriptor: int) -> None:
             raise EngineError("a replay failed on purpose")
         return play(self, computation, *args)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RankReplays, "play", fail)
-        fake_rank.main(descriptor)
+    RankReplays.play = fail  # type: ignore[method-assign]
+    fake_rank.main(descriptor)
