@@ -86,7 +86,7 @@ def find_sums(
             n: partial[v] for n, v in enumerate(node.inputs) if v is not None and v in partial and v not in summed
         }
         if over:
-            once[node] = frozenset(n for n in operation.once if operation.has(n))
+            once[node] = frozenset(n for n in operation.add_on_one_rank if operation.has(n))
         if incoming:
             passing = _passes(operation, incoming, partial, chosen, size)
             if passing is None:
@@ -100,7 +100,7 @@ def find_sums(
             for value in (value for value in node.outputs if value not in summed):
                 for reader, _ in value.uses():
                     heapq.heappush(queue, (position[reader], reader))
-        elif operation.ranged and chosen_atoms(operation.inputs[0], chosen):
+        elif operation.needs_range and chosen_atoms(operation.inputs[0], chosen):
             ranged.append(node)
     used = (value for node in drawn for value in node.outputs if value.uses() or value.is_graph_output())
     summed.update(dict.fromkeys(used))
@@ -142,7 +142,7 @@ def _passes(
     if chosen_atoms([operation.contracted], chosen) or len(node.outputs) > 1:
         return None
     given = frozenset(number for number, value in enumerate(node.inputs) if value is not None)
-    additive = bool(operation.once)
+    additive = bool(operation.add_on_one_rank)
     # Only an addition can leave out an input that a rank contributes nothing to.
     if len(set(incoming.values())) > 1 and not additive:
         return None
@@ -150,7 +150,7 @@ def _passes(
         return frozenset()
     rest = given - incoming.keys()
     weights = all(_is_weight(operation, number) for number in rest)
-    joins = additive and rest <= operation.once and size(output) == max(sizes)
+    joins = additive and rest <= operation.add_on_one_rank and size(output) == max(sizes)
     return rest if joins and (weights or _meets_partial(output, partial)) else None
 
 
@@ -165,4 +165,6 @@ def _meets_partial(value: ir.Value, partial: Mapping[ir.Value, frozenset[Factor]
     if len(uses) != 1 or value.is_graph_output():
         return False
     reader = next(iter(uses)).node
-    return operator_of(reader).adds and any(v in partial for v in reader.inputs if v is not None and v is not value)
+    return operator_of(reader).is_addition and any(
+        v in partial for v in reader.inputs if v is not None and v is not value
+    )
