@@ -15,8 +15,10 @@ from weakref import WeakKeyDictionary
 import onnx_ir as ir
 from onnx_shape_inference import ShapeInferenceContext
 
-# The most elements of a constant that a rule reads: lists of sizes, and of scales. Longer ones are data.
-LONGEST, LONGEST_SCALES = 1024, 64
+from splitc.compiler.frontend.folding import LONGEST
+
+# The most elements of a constant of floats that a rule reads, such as scales. Longer ones are data.
+LONGEST_SCALES = 64
 # The attributes that are compared by their values. A node with any other has a form of its own.
 _COMPARED = (
     ir.AttributeType.INT,

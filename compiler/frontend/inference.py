@@ -26,7 +26,7 @@ from onnx_shape_inference import (
 )
 
 from splitc.compiler.frontend.forms import Rule, once_a_form, repetitions
-from splitc.compiler.frontend.observation import observe
+from splitc.compiler.frontend.observation import MOST_SIZES, observe
 from splitc.compiler.frontend.reads import all_nodes
 from splitc.compiler.nodes import operator_name
 from splitc.compiler.operators.registry import REGISTRY
@@ -35,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 # The types of values whose type is not known.
 UNKNOWN = (None, ir.DataType.UNDEFINED)
-# Numbers of a constant that may be a list of sizes: tensors have at most so many axes.
-LONGEST_LIST = 64
 _observed: ContextVar[set[str]] = ContextVar("splitc.observed")
 
 
@@ -173,7 +171,7 @@ def _with_constants_inside(model: ir.Model) -> ir.Model:
         for number, value in enumerate(node.inputs):
             if value is None or value.graph is node.graph or value.const_value is None:
                 continue
-            if value.const_value.size <= LONGEST_LIST:
+            if value.const_value.size <= MOST_SIZES:
                 constant = ir.node("Constant", [], {"value": value.const_value})
                 node.graph.insert_before(node, constant)
                 node.replace_input_with(number, constant.outputs[0])

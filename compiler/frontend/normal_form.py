@@ -67,19 +67,8 @@ class RemoveUnused(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, True)
 
 
-class FixOutputs(ir.passes.InPlacePass):
-    """Insert an Identity before each output that is an input or another output, if there is any."""
-
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        outputs = model.graph.outputs
-        is_right = len(set(outputs)) == len(outputs) and not any(value.is_graph_input() for value in outputs)
-        if is_right and not has_subgraphs(model.graph):
-            return ir.passes.PassResult(model, False)
-        return passes.OutputFixPass()(model)
-
-
 # Every node is needed, every output is made by a node, and nodes come after what they read.
-COMPLETE = ir.passes.Sequential(RemoveUnused(), FixOutputs(), NameInitializerOutputs(), SortUnsorted())
+COMPLETE = ir.passes.Sequential(RemoveUnused(), passes.OutputFixPass(), NameInitializerOutputs(), SortUnsorted())
 
 
 def take_off_passed(graph: ir.Graph) -> tuple[tuple[int, ir.Value], ...]:

@@ -16,8 +16,8 @@ from splitc.compiler.frontend.node_alone import node_alone, run_alone, serialize
 from splitc.compiler.frontend.reads import subgraphs
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 
-# The most elements of a constant that may be sizes. Longer ones are data, and replaced by zeros and ones.
-SMALL = 64
+# The most elements of a constant that may be sizes: no tensor has as many axes. Longer ones are data.
+MOST_SIZES = 64
 Shape = tuple[int, ...]
 Size = int | ir.SymbolicDim
 # Where a size of an output comes from: a fixed number, or (input, axis); None if neither.
@@ -90,7 +90,7 @@ def _find_origins(node: ir.Node, shapes: Sequence[Sequence[Size]]) -> Origins | 
 
 def _is_kept(value: ir.Value) -> bool:
     """Whether the value is known and short, so that sizes may depend on it."""
-    return value.const_value is not None and value.const_value.size <= SMALL
+    return value.const_value is not None and value.const_value.size <= MOST_SIZES
 
 
 def signature(node: ir.Node) -> str:

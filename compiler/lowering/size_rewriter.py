@@ -72,7 +72,8 @@ class SizeRewriter:
             if new is not value:
                 node.replace_input_with(number, new)
         for name, sizes in operation.attributes.items():
-            self._rewrite_attribute(node, name, sizes)
+            if name in node.attributes:
+                node.attributes[name] = local_attribute(self.shards, node, name, sizes)
 
     def _note_shape(self, node: ir.Node, axes: Axes) -> None:
         if axes is None or not self.shards.splits(axes):
@@ -201,21 +202,6 @@ class SizeRewriter:
         result.type = ir.TensorType(ir.DataType.BOOL) if kind == "Equal" else inputs[-1].type
         return result
 
-    def _rewrite_attribute(self, node: ir.Node, name: str, sizes: Sizes) -> None:
-        attribute = node.attributes.get(name)
-        if attribute is None:
-            return
-        if attribute.type == ir.AttributeType.INT:
-            old = np.array([attribute.as_int()])
-            new = constant_sizes(self.shards, old, sizes, False)
-            replacement = ir.AttrInt64(name, int(new[0]))
-        else:
-            old = np.array(attribute.as_ints())
-            new = constant_sizes(self.shards, old, sizes, operator_of(node).sizes_are_offsets)
-            replacement = ir.AttrInt64s(name, new.tolist())
-        if not np.array_equal(old, new):
-            node.attributes[name] = replacement
-
 
 def constant_sizes(shards: Shards, old: Array, sizes: Sizes, offsets: bool) -> Array:
     """Replace whole sizes by the rank's. Other numbers (-1, 0, a 1 that is repeated) stay unless they are `offsets`."""
@@ -224,6 +210,15 @@ def constant_sizes(shards: Shards, old: Array, sizes: Sizes, offsets: bool) -> A
         if axis is not None and shards.is_split(axis) and (offsets or old[number] == ax.size_of(axis)):
             new[number] = shards.size(axis)
     return new
+
+
+def local_attribute(shards: Shards, node: ir.Node, name: str, sizes: Sizes) -> ir.Attr:
+    """An attribute of one size or several, with the rank's in place of whole ones."""
+    attribute = node.attributes[name]
+    if attribute.type == ir.AttributeType.INT:
+        return ir.AttrInt64(name, int(constant_sizes(shards, np.array([attribute.as_int()]), sizes, False)[0]))
+    old = np.array(attribute.as_ints())
+    return ir.AttrInt64s(name, constant_sizes(shards, old, sizes, operator_of(node).sizes_are_offsets).tolist())
 
 
 def _numbers(value: ir.Value | None) -> list[int] | None:

@@ -15,7 +15,7 @@ from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.origins import mark_origins
 from splitc.compiler.frontend.shapes import BoundShapes
-from splitc.compiler.lowering.size_rewriter import constant_sizes
+from splitc.compiler.lowering.size_rewriter import constant_sizes, local_attribute
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor
 from splitc.compiler.operators.operation import Axes, Operation, Sizes
@@ -150,12 +150,15 @@ class _Maker:
 
     def build(self) -> ir.Node:
         """The node, with its made-up inputs in `values`, `feeds` and `parts`."""
-        node = self._form.node
+        node, sizes = self._form.node, self._form.operation.attributes
         self.made.node = ir.Node(
             node.domain,
             node.op_type,
             [self._input(number) for number in range(len(node.inputs))],
-            [self._attribute(attribute) for attribute in node.attributes.values()],
+            [
+                local_attribute(self._tiny, node, name, sizes[name]) if name in sizes else attribute
+                for name, attribute in node.attributes.items()
+            ],
             outputs=[
                 ir.Value(name=f"{self._name}_o{n}" if value.name else "", type=value.type)
                 for n, value in enumerate(node.outputs)
@@ -191,16 +194,6 @@ class _Maker:
             sections = tuple(map(self._axis, leaf.sections))
             self._factors[leaf] = Factor(sum(map(ax.size_of, sections)), sections=sections)
         return self._factors[leaf]
-
-    def _attribute(self, attribute: ir.Attr) -> ir.Attr:
-        sizes = self._form.operation.attributes.get(attribute.name)
-        if sizes is None:
-            return attribute
-        is_number = attribute.type == ir.AttributeType.INT
-        old = np.array([attribute.as_int()] if is_number else attribute.as_ints())
-        are_offsets = not is_number and operator_of(self._form.node).sizes_are_offsets
-        new = constant_sizes(self._tiny, old, sizes, are_offsets).tolist()
-        return ir.AttrInt64(attribute.name, new[0]) if is_number else ir.AttrInt64s(attribute.name, new)
 
     def _input(self, number: int) -> ir.Value | None:
         node, operation = self._form.node, self._form.operation
