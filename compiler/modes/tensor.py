@@ -19,7 +19,6 @@ from splitc.compiler.analysis.memory import StageMemory, stage_memory
 from splitc.compiler.analysis.stages import divide_blocks
 from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.frontend.shapes import BoundShapes
-from splitc.compiler.lowering.annotations import IR_VERSION, annotate
 from splitc.compiler.lowering.engine_segments import engine_segments
 from splitc.compiler.lowering.programs import kept_states, names, stage_program
 from splitc.compiler.lowering.rank_graph import rank_graph
@@ -114,9 +113,6 @@ class TensorSplit:
         graph = rank_graph(sharded, rank.stage, rank.part)
         wanted = {*outputs, *keeps, *names(rank.stage.sends)}
         segments = engine_segments(graph, wanted, engine, [rank.device for rank in ranks])
-        if self.analysis.graph.model.ir_version >= IR_VERSION:
-            for segment in segments:
-                annotate(segment.graph, sharded, rank.part, rank.group)
         program = stage_program(ranks, number, segments, outputs)
         return replace(program, parts=tuple(self._parts(rank)), keeps=tuple(keeps))
 

@@ -111,7 +111,7 @@ def _stage_of(plan: Plan, block: Block) -> Stage:
             producer = value.producer()
             if value.is_initializer() or producer in inside:
                 continue
-            if producer is not None and (value.dtype in SIZES or operator_of(producer).unpacks):
+            if producer is not None and (value.dtype in SIZES or operator_of(producer).dequantizes):
                 inside.add(producer)
                 stack.append(producer)
             else:

@@ -12,7 +12,7 @@ from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.made_up import choose_fill, describe_fixed, describe_tensor
 from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.lowering.programs import names
-from splitc.compiler.operators.registry import rounds
+from splitc.compiler.operators.registry import quantizes
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import LISTED
 from splitc.compiler.planning.rank_plan import RankPlan
@@ -135,7 +135,7 @@ def number_type(analysis: Analysis) -> str:
     Quantized weights count only if activations are quantized too: otherwise all is computed in floats.
     """
     sizes: dict[str, int] = {}
-    rounded = any(map(rounds, analysis.graph.nodes))
+    rounded = any(map(quantizes, analysis.graph.nodes))
     for weight in analysis.costs.weights(analysis.graph.nodes):
         if weight.dtype is not None and (rounded or weight.dtype.is_floating_point()):
             kind = f"int{weight.dtype.bitwidth}" if weight.dtype.is_integer() else str(weight.dtype.numpy())

@@ -212,7 +212,7 @@ def _write_rank(
 
 def _attends(graph: ir.Graph) -> bool:
     """Whether the graph has operators of attention, in control flow too."""
-    return any(operator_of(node).attends for node in graph.all_nodes())
+    return any(operator_of(node).is_attention for node in graph.all_nodes())
 
 
 def _has_data_sizes(graph: ir.Graph, uncertain: Collection[str]) -> bool:

@@ -19,6 +19,6 @@ def is_left_alone(weight: ir.Value) -> bool:
 
 def _keeps_inputs(node: ir.Node) -> bool:
     operator = operator_of(node)
-    if operator.unpacks:
+    if operator.dequantizes:
         return all(map(is_left_alone, node.outputs))
-    return operator.flops is not None or bool(operator.lookups) or operator.normalizes
+    return operator.flops is not None or bool(operator.lookups) or operator.is_norm

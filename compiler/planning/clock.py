@@ -48,7 +48,7 @@ class Pace:
         for node in nodes:
             if node in folded or not (own := share(node)):
                 continue
-            least = self.kernel if not operator_of(node).view else 0.0
+            least = self.kernel if not operator_of(node).is_view else 0.0
             took = own * costs.seconds(node, self.one)
             if took > HOST.spreading and self.speed != self.one:  # otherwise more threads are no faster
                 took = min(took, HOST.spreading + own * costs.seconds(node, self.speed))

@@ -169,7 +169,7 @@ def _pin_borders(axis_map: AxisMap) -> None:
 def _pin_tables(axis_map: AxisMap) -> None:
     """Pin the rows of embedding tables that are not one atom: a lookup needs consecutive rows."""
     for node, operation in axis_map.operations.items():
-        leaves = ax.leaves(operation.contracted) if operation.lookup else []
+        leaves = ax.leaves(operation.contracted) if operation.is_lookup else []
         if len(leaves) > 1 or not all(leaf.is_atom for leaf in leaves):
             ax.pin(operation.contracted, Pin(node, "its rows are looked up, and they are made of parts"))
 
@@ -208,7 +208,7 @@ def _ranged(axis_map: AxisMap) -> dict[Factor, list[ir.Node]]:
     """For each atom the nodes that need the least and the greatest of all its elements."""
     ranging: dict[Factor, list[ir.Node]] = defaultdict(list)
     for node, operation in axis_map.operations.items():
-        for axis in (axis for axes in operation.inputs for axis in axes or () if operation.ranged):
+        for axis in (axis for axes in operation.inputs for axis in axes or () if operation.needs_range):
             for atom in dict.fromkeys(ax.atoms(axis)):
                 ranging[atom].append(node)
     return ranging
@@ -216,7 +216,7 @@ def _ranged(axis_map: AxisMap) -> dict[Factor, list[ir.Node]]:
 
 def _looked_up(axis_map: AxisMap) -> set[Factor]:
     """The atoms that are rows of lookup tables."""
-    return {atom for op in axis_map.operations.values() if op.lookup for atom in ax.atoms(op.contracted)}
+    return {atom for op in axis_map.operations.values() if op.is_lookup for atom in ax.atoms(op.contracted)}
 
 
 def _read_without_lookup(graph: Graph, axis_map: AxisMap) -> set[Factor]:
@@ -224,7 +224,7 @@ def _read_without_lookup(graph: Graph, axis_map: AxisMap) -> set[Factor]:
     return {
         atom
         for node, operation in axis_map.operations.items()
-        if not operation.lookup and node not in graph.constant
+        if not operation.is_lookup and node not in graph.constant
         for axes in operation.inputs
         for axis in axes or ()
         for atom in ax.atoms(axis)

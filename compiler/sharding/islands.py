@@ -31,7 +31,7 @@ def find_islands(graph: Graph, axis_map: AxisMap, choice: Choice, size: Callable
     islands = (
         _island(graph, operation, chosen, least, size)
         for node, operation in axis_map.operations.items()
-        if node not in graph.constant and not operation.lookup
+        if node not in graph.constant and not operation.is_lookup
     )
     return frozenset(island for island in islands if island is not None)
 

@@ -113,11 +113,11 @@ class _Flow:
         if once is None:
             self.summed.update({value: None for number in incoming if (value := node.inputs[number]) is not None})
             atoms = chosen_atoms([operation.contracted], self.chosen)
-            once = frozenset(number for number in operation.once if operation.has(number))
+            once = frozenset(number for number in operation.add_on_one_rank if operation.has(number))
         else:
             atoms = frozenset[Factor]().union(*incoming.values())
         if not atoms:
-            if operation.ranged and chosen_atoms(operation.inputs[0], self.chosen):
+            if operation.needs_range and chosen_atoms(operation.inputs[0], self.chosen):
                 self.ranged.append(node)
             return []
         self.once[node] = once
@@ -136,14 +136,16 @@ class _Flow:
         if chosen_atoms([operation.contracted], self.chosen) or len(node.outputs) > 1:
             return None
         # Only an addition can leave out an input that a rank contributes nothing to.
-        if len(set(incoming.values())) > 1 and not operation.once:
+        if len(set(incoming.values())) > 1 and not operation.add_on_one_rank:
             return None
         inputs = frozenset(number for number, value in enumerate(node.inputs) if value is not None)
         if any(together & inputs == incoming.keys() for together in operation.linear):
             return frozenset()
         rest = inputs - incoming.keys()
         weights = all(_is_weight(operation, number) for number in rest)
-        joins = bool(operation.once) and rest <= operation.once and self.size(output) == max(sizes)
+        joins = (
+            bool(operation.add_on_one_rank) and rest <= operation.add_on_one_rank and self.size(output) == max(sizes)
+        )
         return rest if joins and (weights or self._meets_partial(output)) else None
 
     def _meets_partial(self, value: ir.Value) -> bool:

@@ -139,7 +139,7 @@ def _unpacking(graph: Graph, nodes: Iterable[ir.Node], constant: Collection[ir.N
         for node in above
         if node is not None
         and node not in constant
-        and operator_of(node).unpacks
+        and operator_of(node).dequantizes
         and all(value is None or _is_constant(value, constant) for value in node.inputs[1:])
     )
 
@@ -167,7 +167,7 @@ def _why_not(
     analysis: Analysis, node: ir.Node, constant: Collection[ir.Node], inside: bool, least: int
 ) -> Declined | None:
     """Why a node that reads weights can't be sliced, or None if it can."""
-    number = operator_of(node).matrix
+    number = operator_of(node).matrix_input
     weight = node.inputs[number] if number is not None and number < len(node.inputs) else None
     if node in constant or weight is None:
         return Declined(f"read by {node.op_type}", f"{_name(node)} reads it, and is no matmul")
