@@ -257,6 +257,10 @@ class Borrower:
         lent = np.asarray(_Loan(self._buffers[sent.buffer][:size], sent.buffer, self._unused))
         return {each.name: view(lent, each) for each in sent.placed}
 
+    def close(self) -> None:
+        """Free the buffers, but for those that somebody still has arrays of."""
+        self._buffers.clear()
+
     def unused(self) -> list[int]:
         """The buffers that nobody has arrays of any more, to be given back."""
         return [self._unused.popleft() for _ in range(len(self._unused))]

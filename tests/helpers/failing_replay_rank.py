@@ -19,5 +19,5 @@ def main(descriptor: int) -> None:
             raise EngineError("a replay failed on purpose")
         return play(self, computation, *args)
 
-    RankReplays.play = fail  # type: ignore[method-assign]
+    RankReplays.play = fail  # type: ignore[assignment]
     fake_rank.main(descriptor)
