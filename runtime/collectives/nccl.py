@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from splitc.runtime.collectives.engine_meeting import PATIENCE, EngineMeeting, MeetingEnd, registered, release_with
 from splitc.runtime.collectives.kernel_sums import KernelSums, connect_kernel_sums
+from splitc.runtime.collectives.meeting import PATIENCE, Meeting, MeetingEnd, registered, release_with
 from splitc.runtime.engines.operator_library import load_library
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.gpu.array import GpuArray
@@ -71,7 +71,7 @@ class NcclCommunicator:
     def _communicator(self) -> Any:
         return self._connecting.result().communicator
 
-    def meet(self, meeting: EngineMeeting, place: int) -> None:
+    def meet(self, meeting: Meeting, place: int) -> None:
         """Let engines send and receive too, which they agree on in this meeting, where the rank has this place."""
         nccl, end = _load_nccl(), self._make_end()
         send, receive = _function(nccl.ncclSend), _function(nccl.ncclRecv)

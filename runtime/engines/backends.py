@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from splitc.runtime.engines import Backend
-from splitc.runtime.engines.engine_kind import BackendOptions
 from splitc.runtime.engines.entries import load_entry
+from splitc.runtime.engines.kind import BackendOptions
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.package.manifest import Build, BuildOptions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from splitc.runtime.engines.engine_kind import EngineKind
+from splitc.runtime.engines.kind import EngineKind
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.devices import Device
 

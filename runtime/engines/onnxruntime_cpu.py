@@ -18,7 +18,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from splitc.runtime.arrays.array import Allocate, Zeros, accumulate_arrays, bytes_of, number_type
 from splitc.runtime.arrays.onnx_types import CODES, NAMES
 from splitc.runtime.engines import Communicator
-from splitc.runtime.engines.engine_kind import BackendOptions
+from splitc.runtime.engines.kind import BackendOptions
 from splitc.runtime.engines.onnx_session import open_onnx
 from splitc.runtime.errors import EngineError, FollowingError, HandOverError, PackageError
 from splitc.runtime.gpu.weight_places import SwapRoom

@@ -22,8 +22,8 @@ from splitc.runtime.arrays.array import number_type
 from splitc.runtime.arrays.onnx_types import CODES, read_type
 from splitc.runtime.engines import NEW, Communicator
 from splitc.runtime.engines.attention_kernels import attention_for
-from splitc.runtime.engines.engine_kind import BackendOptions
 from splitc.runtime.engines.kept_binding import KeptBinding
+from splitc.runtime.engines.kind import BackendOptions
 from splitc.runtime.engines.onnx_session import open_onnx
 from splitc.runtime.engines.onnxruntime_cpu import (
     ERRORS,

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from splitc.runtime.engines import Communicator
-from splitc.runtime.engines.engine_kind import BackendOptions, EngineKind
+from splitc.runtime.engines.kind import BackendOptions, EngineKind
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.gpu.array import GpuArray
 from splitc.runtime.gpu.device import GpuDevice

@@ -19,7 +19,7 @@ def begin() -> World | None:
     with later_interrupts():  # one that is gone is waited for in MPI for good, and what that has opened stays
         world = _meet()
     if world is not None and world.rank:
-        from splitc.runtime.mpi.mpi_rank import serve
+        from splitc.runtime.mpi.rank import serve
 
         serve(world)
     return world

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 
-from splitc.runtime.mpi.joining import Leave, Left
+from splitc.runtime.mpi.messages import Leave, Left
 from splitc.runtime.mpi.world import World
 from splitc.runtime.processes.awake import AwakeClock
 from splitc.runtime.threads.interrupts import later_interrupts

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from splitc.runtime.arrays.array import Array
-from splitc.runtime.collectives.engine_meeting import LINE, EngineMeeting, shared_bytes
-from splitc.runtime.collectives.message_post import MessagePost
+from splitc.runtime.collectives.meeting import LINE, Meeting, shared_bytes
+from splitc.runtime.collectives.post import Post
 from splitc.runtime.hardware.devices import bound_cores, within_limit
 from splitc.runtime.ipc.shared_memory import create_memory, map_memory
 from splitc.runtime.mpi.group_messages import GroupMessages
@@ -24,7 +24,7 @@ class Meetings:
         self._messages: list[GroupMessages] = []
         self.ends = {group: self._make(group) for group in sorted(groups) if world.rank in group}
 
-    def _make(self, group: tuple[int, ...]) -> EngineMeeting:
+    def _make(self, group: tuple[int, ...]) -> Meeting:
         everyone = self._world.communicator.Get_group()
         communicator = self._world.communicator.Create_group(everyone.Incl(group))
         one_machine = len({self._world.machines[rank] for rank in group}) == 1
@@ -32,9 +32,9 @@ class Meetings:
         if memory is not None:
             together = set().union(*communicator.allgather(bound_cores()))  # MPI may have bound each rank to its own
             communicator.Free()
-            return EngineMeeting(len(group), memory, together=within_limit(len(together)))
+            return Meeting(len(group), memory, together=within_limit(len(together)))
         self._messages.append(GroupMessages(self._world, communicator))
-        return EngineMeeting(len(group), post=MessagePost(len(group), communicator.rank, self._messages[-1]))
+        return Meeting(len(group), post=Post(len(group), communicator.rank, self._messages[-1]))
 
     def close(self) -> None:
         """End all meetings. All processes must call this."""

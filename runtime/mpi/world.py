@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.ipc.mapped_files import MPI, find_mapped, remove_files
 from splitc.runtime.mpi.abort import abort_all
-from splitc.runtime.mpi.leftovers import remove_early
 from splitc.runtime.mpi.life import Life
-from splitc.runtime.mpi.post import Post
+from splitc.runtime.mpi.messenger import Messenger
 from splitc.runtime.mpi.sending import Sending, sleep_after
 from splitc.runtime.version import VERSION
 
@@ -41,8 +41,8 @@ class World:
     versions: tuple[str, ...]
     machines: tuple[int, ...]
     communicator: Any
-    control: Post
-    mail: Post
+    control: Messenger
+    mail: Messenger
     sending: Sending
     life: Life
     broken: threading.Event = field(default_factory=threading.Event)
@@ -99,10 +99,10 @@ def find_world() -> World | None:
     firsts = base.allgather(base.Split_type(mpi.COMM_TYPE_SHARED).bcast(base.rank))
     machines = tuple(sorted(set(firsts)).index(first) for first in firsts)
     _greet(base, machines)
-    remove_early()
+    remove_files(find_mapped(os.getpid(), MPI))  # all have opened it: a job that is killed would leave it behind
     sending = Sending()
-    posts = Post(control, sending), Post(mail, sending)
-    return World(base.rank, base.size, hosts, versions, machines, base, *posts, sending, Life(life))
+    messengers = Messenger(control, sending), Messenger(mail, sending)
+    return World(base.rank, base.size, hosts, versions, machines, base, *messengers, sending, Life(life))
 
 
 def _import() -> Any:

@@ -16,8 +16,7 @@ import threading
 import time
 from typing import NoReturn
 
-from splitc.runtime.ipc.mapped_files import remove_files
-from splitc.runtime.processes.nccl_files import find_nccl_files
+from splitc.runtime.ipc.mapped_files import NCCL, find_mapped, remove_files
 
 # Seconds between two signs of life.
 BEAT = 0.5
@@ -59,7 +58,7 @@ def _show_life(control: int, pulse: int, parent: int) -> None:
 
 def end_at_once() -> NoReturn:
     """End this process without a word, since the caller's process has ended. Nothing of NCCL's is left behind."""
-    remove_files(find_nccl_files(os.getpid()))
+    remove_files(find_mapped(os.getpid(), NCCL))
     os._exit(1)
 
 

@@ -18,10 +18,9 @@ from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.ipc.channel import Channel
 from splitc.runtime.ipc.child_python import python_command
-from splitc.runtime.ipc.mapped_files import remove_files
+from splitc.runtime.ipc.mapped_files import NCCL, find_mapped, remove_files
 from splitc.runtime.ipc.shared_memory import create_memory, map_memory
 from splitc.runtime.processes.messages import Start, pack, unpack
-from splitc.runtime.processes.nccl_files import find_nccl_files
 
 # What a process of ranks runs, the beginning first.
 BEGIN, MAIN = "splitc.runtime.processes.begin", "splitc.runtime.processes.rank"
@@ -102,7 +101,7 @@ class DeviceProcess:
         """End it at once. Returns the files that NCCL leaves behind."""
         if self._process.poll() is not None:
             return set()
-        files = find_nccl_files(self.pid)
+        files = find_mapped(self.pid, NCCL)
         self._why = self._why or why
         self._process.kill()
         return files

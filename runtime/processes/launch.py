@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 
-from splitc.runtime.collectives.engine_meeting import shared_bytes
+from splitc.runtime.collectives.meeting import shared_bytes
 from splitc.runtime.engines.kinds import find_kind, has_gpu_each
 from splitc.runtime.gpu.weight_places import SwapRoom
 from splitc.runtime.hardware.devices import Device, cores

@@ -12,12 +12,13 @@ from concurrent.futures import Future
 from functools import partial
 
 from splitc.runtime.arrays.array import Array, Zeros
-from splitc.runtime.collectives.channel_mail import ChannelMail, ProcessMail
-from splitc.runtime.collectives.engine_meeting import EngineMeeting
-from splitc.runtime.collectives.process_collectives import ProcessCollectives
+from splitc.runtime.collectives.mail import ChannelMail, ProcessMail
+from splitc.runtime.collectives.meeting import Meeting
+from splitc.runtime.collectives.processes import ProcessCollectives
 from splitc.runtime.engines import Backend
 from splitc.runtime.engines.backends import make_backend
 from splitc.runtime.ipc.channel import Channel, portable
+from splitc.runtime.ipc.mapped_files import NCCL, find_mapped
 from splitc.runtime.ipc.shared_memory import map_memory
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.package.manifest_file import read_manifest
@@ -38,7 +39,6 @@ from splitc.runtime.processes.messages import (
     pack,
     unpack,
 )
-from splitc.runtime.processes.nccl_files import find_nccl_files
 from splitc.runtime.ranks.loaded import Setup
 from splitc.runtime.ranks.loop import Span
 from splitc.runtime.ranks.replays import RankReplays
@@ -95,7 +95,7 @@ class RankProcess:
         ready.result()
         if self._everyone:
             self._connect()
-        self._control.send(Loaded(None, tuple(find_nccl_files(os.getpid()))))
+        self._control.send(Loaded(None, tuple(find_mapped(os.getpid(), NCCL))))
 
     def _connect(self) -> None:
         """Connect the ranks, and agree on whether their work can be captured."""
@@ -158,7 +158,7 @@ def _make(
     manifest, device = read_manifest(start.package), start.devices[start.number]
     backend = make_backend(manifest.engine, device, start.threads, manifest.build, start.cuda_graphs)
     memories = zip(start.meetings, map(map_memory, meetings), strict=True)
-    met = {group: EngineMeeting(len(group), memory) for group, memory in memories}
+    met = {group: Meeting(len(group), memory) for group, memory in memories}
     collectives = ProcessCollectives(start.number, len(start.devices), mail, met, backend, start.by_nccl)
     setup = Setup(start.number, start.package, manifest, start.states, start.turns)
     return RankProcess(setup, backend, control, collectives, start.cuda_graphs), collectives

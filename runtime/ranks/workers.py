@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 
-from splitc.runtime.collectives.host import connect
+from splitc.runtime.collectives.threads import connect
 from splitc.runtime.engines import Backend
 from splitc.runtime.errors import EngineError
 from splitc.runtime.hardware.memory_use import RankMemory

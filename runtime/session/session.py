@@ -26,7 +26,7 @@ from splitc.runtime.generate.tokens import generate
 from splitc.runtime.hardware.devices import Device, parse_devices, threads_for
 from splitc.runtime.hardware.memory_use import RankMemory
 from splitc.runtime.mpi.first_process import begin
-from splitc.runtime.mpi.mpi_ranks import MpiRanks
+from splitc.runtime.mpi.ranks import MpiRanks
 from splitc.runtime.mpi.world import World
 from splitc.runtime.package.manifest import Manifest, Tensor
 from splitc.runtime.package.manifest_file import read_manifest

@@ -5,8 +5,8 @@ from __future__ import annotations
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from splitc.runtime.collectives.engine_meeting import EngineMeeting, MeetingEnd, shared_bytes
-from splitc.runtime.collectives.message_post import MessagePost
+from splitc.runtime.collectives.meeting import Meeting, MeetingEnd, shared_bytes
+from splitc.runtime.collectives.post import Post
 from splitc.runtime.ipc.shared_memory import create_memory, map_memory
 
 # Ranks read each other's arrays, copy them to memory that processes share, or send each other messages.
@@ -38,10 +38,10 @@ def meet(ranks: int, patience: float = 20.0, kind: str = "arrays") -> list[Meeti
     """The ends of so many ranks that wait for each other for `patience` seconds."""
     if kind == "messages":
         arrived: Arrived = [SimpleQueue() for _ in range(ranks)]
-        posts = [MessagePost(ranks, place, QueuedMessages(place, arrived)) for place in range(ranks)]
-        return [EngineMeeting(ranks, post=post).join(place, patience) for place, post in enumerate(posts)]
+        posts = [Post(ranks, place, QueuedMessages(place, arrived)) for place in range(ranks)]
+        return [Meeting(ranks, post=post).join(place, patience) for place, post in enumerate(posts)]
     memory = None
     if kind == "memory":
         memory = map_memory(create_memory(shared_bytes(ranks)))
-    meeting = EngineMeeting(ranks, memory)
+    meeting = Meeting(ranks, memory)
     return [meeting.join(rank, patience) for rank in range(ranks)]

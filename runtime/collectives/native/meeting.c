@@ -9,7 +9,7 @@
 #include "transfers.h"
 #include "waiting.h"
 
-/* That of engine_meeting.py, which refuses larger meetings. */
+/* That of meeting.py, which refuses larger meetings. */
 #define MOST_RANKS 1024
 /* Elements that a rank combines for all are a multiple of this, so that no two write to one line of the cache. */
 #define ALIGNED 64

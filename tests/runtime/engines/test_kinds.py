@@ -9,8 +9,8 @@ import pytest
 
 from splitc.runtime.engines import kinds
 from splitc.runtime.engines.backends import make_backend
-from splitc.runtime.engines.engine_kind import BackendOptions, EngineKind
 from splitc.runtime.engines.entries import load_entry
+from splitc.runtime.engines.kind import BackendOptions, EngineKind
 from splitc.runtime.engines.kinds import KINDS, choose_engine, describe_engine, find_kind, has_collectives
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.devices import Device, parse_devices

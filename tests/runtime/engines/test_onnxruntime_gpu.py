@@ -14,7 +14,7 @@ import onnxruntime as ort
 import pytest
 
 from splitc.runtime.engines import onnxruntime_gpu
-from splitc.runtime.engines.engine_kind import BackendOptions
+from splitc.runtime.engines.kind import BackendOptions
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.engines.onnxruntime_gpu import OnnxRuntimeGpuBackend
 from splitc.runtime.errors import PackageError

@@ -98,10 +98,10 @@ def test_a_domain_that_lacks_operators_is_not_used(register: Callable[[FakeRunti
 # Takes what memory there is, and then ends of a meeting until there is none.
 SHORT = """
 import resource
-from splitc.runtime.collectives.engine_meeting import EngineMeeting
+from splitc.runtime.collectives.meeting import Meeting
 from splitc.runtime.engines.operator_library import load_library
 from splitc.runtime.errors import EngineError
-library, meeting = load_library(), EngineMeeting(1)
+library, meeting = load_library(), Meeting(1)
 pages = int(open("/proc/self/statm").read().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(),) * 2)
 try:

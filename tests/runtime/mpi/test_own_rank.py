@@ -11,10 +11,11 @@ import pytest
 
 from splitc.runtime.errors import PackageError
 from splitc.runtime.hardware.devices import parse_devices
-from splitc.runtime.mpi import mpi_rank, mpi_ranks
-from splitc.runtime.mpi.joining import Join, Left
-from splitc.runtime.mpi.mpi_ranks import MpiRanks
-from splitc.runtime.mpi.mpi_wire import OwnControl
+from splitc.runtime.mpi import rank as mpi_rank
+from splitc.runtime.mpi import ranks as mpi_ranks
+from splitc.runtime.mpi.messages import Join, Left
+from splitc.runtime.mpi.ranks import MpiRanks
+from splitc.runtime.mpi.wire import OwnControl
 from splitc.runtime.package.manifest_file import read_seal
 from splitc.runtime.processes.remote import RemoteRanks
 from tests.helpers.packages import compile_mode

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from splitc.runtime import Session
-from splitc.runtime.collectives.host import connect
+from splitc.runtime.collectives.threads import connect
 from splitc.runtime.errors import EngineError
 from splitc.runtime.ranks import thread
 from splitc.runtime.ranks.computation import Ran

@@ -12,7 +12,7 @@ from splitc.runtime.mpi.sending import Sending, sleep_after
 MESSAGE, LARGE = 0, 1
 
 
-class Post:
+class Messenger:
     """A communicator's messages, which arrive in the order of sending. Any thread may send, one at a time receives.
 
     A small one is one message of MPI's. An empty one announces one with large arrays, of MPI4PY_PICKLE_THRESHOLD bytes,

@@ -14,14 +14,13 @@ from splitc.runtime.arrays.array import Allocate, Array
 from splitc.runtime.collectives import Label
 from splitc.runtime.engines import Backend
 from splitc.runtime.errors import HandOverError
-from splitc.runtime.ipc.mapped_files import remove_files
+from splitc.runtime.ipc.mapped_files import NCCL, find_mapped, remove_files
 from splitc.runtime.ipc.shared_memory import Sent
 from splitc.runtime.mpi.clocks import Clocks
-from splitc.runtime.mpi.joining import AllLoaded, Left, Stop
-from splitc.runtime.mpi.post import Post
+from splitc.runtime.mpi.messages import AllLoaded, Left, Stop
+from splitc.runtime.mpi.messenger import Messenger
 from splitc.runtime.mpi.sending import sleep_after
 from splitc.runtime.processes.messages import Answer, Message, Order
-from splitc.runtime.processes.nccl_files import find_nccl_files
 from splitc.runtime.processes.wire import LOST, Arrays
 
 # A message, and the arrays that it comes with.
@@ -37,8 +36,8 @@ class MpiWire:
     pause, for `spin` seconds.
     """
 
-    def __init__(self, post: Post, machines: Sequence[int], own: OwnControl, spin: float) -> None:
-        self._post = post
+    def __init__(self, messenger: Messenger, machines: Sequence[int], own: OwnControl, spin: float) -> None:
+        self._messenger = messenger
         self._alive = list(range(len(machines)))
         self._clocks = Clocks(machines)
         self._own = own
@@ -62,7 +61,7 @@ class MpiWire:
 
     def _send_to(self, rank: int, message: Message | AllLoaded | Stop, arrays: Any) -> None:
         try:
-            self._post.send(rank, (message, arrays))
+            self._messenger.send(rank, (message, arrays))
         except Exception as error:  # others have it
             raise HandOverError(f"rank {rank} could not be given a request: {error!r}") from error
 
@@ -70,14 +69,14 @@ class MpiWire:
         return dict(self._outputs.pop(rank, {}))
 
     def is_ready(self) -> bool:
-        return not self._own.outbox.empty() or self._post.is_ready()
+        return not self._own.outbox.empty() or self._messenger.is_ready()
 
     def take(self, seconds: float) -> list[tuple[int, Any]]:
         begin, waited = time.perf_counter(), 0.0
         while waited <= seconds:
             if (parcel := self._take_own()) is not None:
                 return [self._opened(0, parcel)]
-            if (arrived := self._post.receive(seconds=0.0)) is not None:
+            if (arrived := self._messenger.receive(seconds=0.0)) is not None:
                 return [self._opened(*arrived)]
             if not self._own_due and waited >= self._spin:
                 sleep_after(waited)
@@ -115,21 +114,21 @@ class MpiControl:
 
     closed = False
 
-    def __init__(self, post: Post, spin: float = 0.0) -> None:
-        self._post = post
+    def __init__(self, messenger: Messenger, spin: float = 0.0) -> None:
+        self._messenger = messenger
         self._spin = spin
 
     def receive(self, spins: bool) -> Message:
         message, self._arrays = self._receive(spins)
         if isinstance(message, AllLoaded):
             # NCCL's shared memory needs its names no more, and would leave them behind if the job was killed.
-            remove_files(find_nccl_files(os.getpid()))
+            remove_files(find_mapped(os.getpid(), NCCL))
             return self.receive(spins)
         self.closed = message is None
         return message  # type: ignore[no-any-return]
 
     def _receive(self, spins: bool) -> Parcel:
-        arrived = self._post.receive(0, spin=self._spin if spins else 0.0)
+        arrived = self._messenger.receive(0, spin=self._spin if spins else 0.0)
         assert arrived is not None
         parcel: Parcel = arrived[1]
         return parcel
@@ -139,10 +138,10 @@ class MpiControl:
         return feeds, initial
 
     def send(self, message: Message | Left) -> None:
-        self._post.send(0, (message, None))
+        self._messenger.send(0, (message, None))
 
     def answer(self, answer: Answer, outputs: Mapping[str, Array]) -> None:
-        self._post.send(0, (answer, dict(outputs)))
+        self._messenger.send(0, (answer, dict(outputs)))
 
     def allocator(self, backend: Backend) -> Allocate | None:
         return None
@@ -168,17 +167,17 @@ class OwnControl(MpiControl):
 class MpiMail:
     """What ranks tell each other in the session of this number: see Mail."""
 
-    def __init__(self, post: Post, session: int) -> None:
-        self._post = post
+    def __init__(self, messenger: Messenger, session: int) -> None:
+        self._messenger = messenger
         self._session = session
 
     def tell(self, target: int, label: Label, value: Any) -> None:
         # A rank goes on at once, and may write to its arrays while MPI still reads from them.
-        self._post.send(target, (self._session, label, _copied(value)))
+        self._messenger.send(target, (self._session, label, _copied(value)))
 
     def hear(self, source: int) -> tuple[Label, Any]:
         while True:
-            arrived = self._post.receive(source)
+            arrived = self._messenger.receive(source)
             assert arrived is not None
             session, label, value = arrived[1]
             if session == self._session:  # and not of one that could not be opened, whose ranks did not listen any more

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from splitc.runtime.arrays.array import Array
-from splitc.runtime.collectives.message_post import MessagePost
+from splitc.runtime.collectives.post import Post
 from splitc.runtime.engines.operator_library import library_path, load_library
 from splitc.runtime.errors import PackageError
 from splitc.runtime.gpu.device import GpuDevice
@@ -26,7 +26,7 @@ MOST_RANKS = 1024
 STAGING = 1 << 20
 
 
-class EngineMeeting:
+class Meeting:
     """A meeting of ranks: threads of this process, processes that share its `memory`, or one end of those by a `post`.
 
     `memory` is zeros, or a meeting of as many ranks that another process has made in it; see `shared_bytes`. With a
@@ -36,7 +36,7 @@ class EngineMeeting:
     """
 
     def __init__(
-        self, ranks: int, memory: Array | None = None, post: MessagePost | None = None, together: int | None = None
+        self, ranks: int, memory: Array | None = None, post: Post | None = None, together: int | None = None
     ) -> None:
         library = load_library()
         staging = 0 if memory is None else STAGING
@@ -82,7 +82,7 @@ class MeetingEnd:
     pointer: int | None = None
     capturable = False
 
-    def __init__(self, meeting: EngineMeeting, handle: int) -> None:
+    def __init__(self, meeting: Meeting, handle: int) -> None:
         self._meeting = meeting  # whose memory engines use
         self._library = load_library()
         self._handle = handle

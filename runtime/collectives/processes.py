@@ -11,8 +11,8 @@ from typing import Any
 
 from splitc.runtime.arrays.array import accumulate_arrays
 from splitc.runtime.collectives import LOADING, Label
-from splitc.runtime.collectives.channel_mail import Mail, all_gather, gather_by_first, hear_labelled
-from splitc.runtime.collectives.engine_meeting import EngineMeeting
+from splitc.runtime.collectives.mail import Mail, all_gather, gather_by_first, hear_labelled
+from splitc.runtime.collectives.meeting import Meeting
 from splitc.runtime.collectives.nccl import NcclCommunicator, NcclCommunicators
 from splitc.runtime.engines import Backend, Communicator
 from splitc.runtime.gpu.device import GpuDevice
@@ -32,7 +32,7 @@ class ProcessCollectives:
         rank: int,
         ranks: int,
         mail: Mail,
-        meetings: Mapping[tuple[int, ...], EngineMeeting],
+        meetings: Mapping[tuple[int, ...], Meeting],
         backend: Backend,
         by_nccl: bool,
     ) -> None:

@@ -45,7 +45,7 @@ class _Post(ctypes.Structure):
     _fields_ = (("send", _SEND), ("wait", _WAIT), ("take", _TAKE), ("fail", _FAIL))
 
 
-class MessagePost:
+class Post:
     """The end of one rank of a group. `pointer` is that of the C library's `Post`."""
 
     def __init__(self, ranks: int, place: int, messages: Messages) -> None:

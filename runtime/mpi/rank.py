@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-from splitc.runtime.collectives.channel_mail import Mail, all_gather, tell_all
-from splitc.runtime.collectives.process_collectives import ProcessCollectives
+from splitc.runtime.collectives.mail import Mail, all_gather, tell_all
+from splitc.runtime.collectives.processes import ProcessCollectives
 from splitc.runtime.engines import Backend
 from splitc.runtime.engines.backends import make_backend
 from splitc.runtime.engines.built_here import check_built_here
@@ -19,10 +19,10 @@ from splitc.runtime.errors import PackageError, SplitcError
 from splitc.runtime.hardware.gpus import identify_gpu
 from splitc.runtime.ipc.channel import portable
 from splitc.runtime.mpi.host_checks import Found, find_contradiction, why_lacking
-from splitc.runtime.mpi.joining import Call, Join, Leave, Left
 from splitc.runtime.mpi.meetings import Meetings
-from splitc.runtime.mpi.mpi_wire import MpiControl, MpiMail
+from splitc.runtime.mpi.messages import Call, Join, Leave, Left
 from splitc.runtime.mpi.own_device import own_device, own_threads
+from splitc.runtime.mpi.wire import MpiControl, MpiMail
 from splitc.runtime.mpi.world import World
 from splitc.runtime.package.files import files_of
 from splitc.runtime.package.manifest import Manifest

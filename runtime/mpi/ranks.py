@@ -11,10 +11,10 @@ from splitc.runtime.errors import EngineError, MisuseError, PackageError
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.ipc.channel import portable
 from splitc.runtime.mpi.host_checks import why_not_placed
-from splitc.runtime.mpi.joining import AllLoaded, Join, Left, Stop
 from splitc.runtime.mpi.life import SILENCE
-from splitc.runtime.mpi.mpi_rank import run_rank
-from splitc.runtime.mpi.mpi_wire import MpiWire, OwnControl
+from splitc.runtime.mpi.messages import AllLoaded, Join, Left, Stop
+from splitc.runtime.mpi.rank import run_rank
+from splitc.runtime.mpi.wire import MpiWire, OwnControl
 from splitc.runtime.mpi.world import World
 from splitc.runtime.package.manifest import Manifest, State
 from splitc.runtime.package.manifest_file import read_seal
