@@ -20,7 +20,7 @@ from splitc.runtime.ipc.shared_memory import create_memory, map_memory
 PATIENCE = 120.0
 # The alignment of a meeting's memory, in bytes.
 LINE = 64
-# The most ranks of a meeting: that of native/meeting.c.
+# The most ranks of a meeting: that of native/meeting.h.
 MOST_RANKS = 1024
 # Bytes that a rank that is a process copies at a time to where others read them.
 STAGING = 1 << 20

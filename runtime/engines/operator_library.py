@@ -10,10 +10,10 @@ from pathlib import Path
 from splitc.runtime.errors import EngineError, PackageError
 
 MODULE = "splitc.runtime.collectives._operators"
-# That of native/operators.h. An editable install may have a library of older sources than its Python code.
+# That of native/library.c. An editable install may have a library of older sources than its Python code.
 INTERFACE = 7
 _POINTER, _INT, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
-# The types of its functions, which are defined in native/operators.c.
+# The types of its functions, which are defined in native/library.c.
 _FUNCTIONS = {
     "splitc_interface": (_INT, []),
     "splitc_meeting_bytes": (_SIZE, [_INT, _SIZE]),
