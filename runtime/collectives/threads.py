@@ -12,9 +12,9 @@ from splitc.runtime.collectives import LOADING, Label, check_label
 from splitc.runtime.collectives.meeting import Meeting
 from splitc.runtime.engines import Communicator
 from splitc.runtime.package.steps import Reduce
-from splitc.runtime.threads.failures import Failure, attempt
+from splitc.runtime.threads.failures import Failure, attempt, first_failure
 
-Channels = dict[tuple[int, int], "SimpleQueue[tuple[Label | None, Any]]"]
+Queues = dict[tuple[int, int], "SimpleQueue[tuple[Label | None, Any]]"]
 
 
 @dataclass
@@ -43,13 +43,12 @@ class Rendezvous:
             if last:
                 handed_in, self.values = self.values, {}
         if last:
-            for each, (sent, _) in handed_in.items():
-                check_label(sent, label, rank, each)
-            ordered = [handed_in[each][1] for each in self.ranks]
-            failed = next((each for each in ordered if isinstance(each, Failure)), None)
-            result = attempt(lambda: combine(ordered)) if failed is None else failed
-            for each in self.ranks:
-                self.results[each].put(result)
+            for other, (sent, _) in handed_in.items():
+                check_label(sent, label, rank, other)
+            ordered = [handed_in[other][1] for other in self.ranks]
+            result = first_failure(ordered) or attempt(lambda: combine(ordered))
+            for other in self.ranks:
+                self.results[other].put(result)
         return self.results[rank].get()
 
     def abort(self, failure: Failure) -> None:
@@ -61,9 +60,9 @@ class Rendezvous:
 
 @dataclass
 class Hub:
-    """What the ranks of a session share: channels between all pairs, meetings for each group, and the failure."""
+    """What the ranks of a session share: queues between all pairs, where each group meets, and the failure."""
 
-    channels: Channels
+    queues: Queues
     rendezvous: dict[tuple[int, ...], Rendezvous] = field(default_factory=dict)
     meetings: dict[tuple[int, ...], Meeting] = field(default_factory=dict)
     failure: Failure | None = None
@@ -81,13 +80,13 @@ class ThreadCollectives:
         self._label = request, None
 
     def send(self, target: int, name: str, value: Any) -> None:
-        self.hub.channels[self.rank, target].put(((self._label[0], name), value))
+        self.hub.queues[self.rank, target].put(((self._label[0], name), value))
 
     def receive(self, source: int, name: str) -> Any:
-        channel = self.hub.channels[source, self.rank]
-        sent, value = channel.get()
+        queue = self.hub.queues[source, self.rank]
+        sent, value = queue.get()
         if sent is None:
-            channel.put((None, value))  # for the next receiver
+            queue.put((None, value))  # for the next receiver
             return value
         check_label(sent, (self._label[0], name), self.rank, source)
         return value
@@ -96,8 +95,8 @@ class ThreadCollectives:
         """End all waits: every rank that waits, now or later, gets a Failure."""
         failure = Failure(error)
         self.hub.failure = failure
-        for channel in self.hub.channels.values():
-            channel.put((None, failure))
+        for queue in self.hub.queues.values():
+            queue.put((None, failure))
         for rendezvous in list(self.hub.rendezvous.values()):
             rendezvous.abort(failure)
         for meeting in list(self.hub.meetings.values()):
@@ -135,6 +134,6 @@ class ThreadCollectives:
 
 
 def connect(ranks: int) -> list[ThreadCollectives]:
-    """The ends of new channels, one for each rank."""
+    """The ends of ranks that are connected with each other."""
     hub = Hub({(source, target): SimpleQueue() for source in range(ranks) for target in range(ranks)})
     return [ThreadCollectives(rank, hub) for rank in range(ranks)]

@@ -15,8 +15,8 @@ MESSAGE, LARGE = 0, 1
 class Messenger:
     """A communicator's messages, which arrive in the order of sending. Any thread may send, one at a time receives.
 
-    A small one is one message of MPI's. An empty one announces one with large arrays, of MPI4PY_PICKLE_THRESHOLD bytes,
-    each of which is sent on its own, from where it is.
+    A small message is one of MPI's. An empty one announces a message with large arrays (from MPI4PY_PICKLE_THRESHOLD
+    bytes on), each of which is sent on its own, without a copy.
     """
 
     def __init__(self, communicator: Any, sending: Sending) -> None:

@@ -1,4 +1,4 @@
-"""The session's and the ranks' ends of their messages, by MPI; those with the session's own process by queues."""
+"""Both ends of the messages between the session and its ranks: by MPI, and by queues to rank 0, in its own process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from splitc.runtime.collectives import Label
 from splitc.runtime.engines import Backend
 from splitc.runtime.errors import HandOverError
 from splitc.runtime.ipc.mapped_files import NCCL, find_mapped, remove_files
-from splitc.runtime.ipc.shared_memory import Sent
+from splitc.runtime.ipc.shared_memory import SharedArrays
 from splitc.runtime.mpi.clocks import Clocks
 from splitc.runtime.mpi.messages import AllLoaded, Left, Stop
 from splitc.runtime.mpi.messenger import Messenger
@@ -25,15 +25,15 @@ from splitc.runtime.processes.wire import LOST, Arrays
 
 # A message, and the arrays that it comes with.
 Parcel = tuple[Any, Any]
-# Seconds between two looks at what others have sent while rank 0 works, whose thread needs Python's lock.
+# Seconds between two looks at what other ranks have sent while rank 0's thread works, which needs Python's lock.
 LOOK = 1e-3
 
 
 class MpiWire:
     """The session's end, in process 0, which is also rank 0's: `own` is that one's control.
 
-    `machines` has the number of each rank's machine. When rank 0 has answered, it looks for what others send without a
-    pause, for `spin` seconds.
+    `machines` has the number of each rank's machine. When rank 0 has answered, others' answers are busy-waited for, for
+    `spin` seconds.
     """
 
     def __init__(self, messenger: Messenger, machines: Sequence[int], own: OwnControl, spin: float) -> None:
@@ -65,7 +65,7 @@ class MpiWire:
         except Exception as error:  # others have it
             raise HandOverError(f"rank {rank} could not be given a request: {error!r}") from error
 
-    def outputs(self, rank: int, sent: Sent | None) -> dict[str, Array]:
+    def outputs(self, rank: int, shared: SharedArrays | None) -> dict[str, Array]:
         return dict(self._outputs.pop(rank, {}))
 
     def is_ready(self) -> bool:
@@ -84,7 +84,7 @@ class MpiWire:
         return []
 
     def _take_own(self) -> Parcel | None:
-        """What rank 0 has sent. Its thread needs Python's lock, so while it works it is waited for without that."""
+        """What rank 0 has sent. While its thread works, the wait releases Python's lock, which that needs."""
         try:
             return self._own.outbox.get(timeout=LOOK) if self._own_due else self._own.outbox.get_nowait()
         except Empty:
@@ -107,7 +107,7 @@ class MpiWire:
 
 
 class MpiControl:
-    """The end of a rank in a process of its own. It looks for work for `spin` seconds, if it may.
+    """The end of a rank in a process of its own. It busy-waits for work for `spin` seconds, if it may.
 
     `closed` says whether the session was closed, after all requests, by all ranks.
     """
@@ -121,7 +121,7 @@ class MpiControl:
     def receive(self, spins: bool) -> Message:
         message, self._arrays = self._receive(spins)
         if isinstance(message, AllLoaded):
-            # NCCL's shared memory needs its names no more, and would leave them behind if the job was killed.
+            # All ranks have opened NCCL's shared memory, whose names would be left behind if the job was killed.
             remove_files(find_mapped(os.getpid(), NCCL))
             return self.receive(spins)
         self.closed = message is None
@@ -165,7 +165,7 @@ class OwnControl(MpiControl):
 
 
 class MpiMail:
-    """What ranks tell each other in the session of this number: see Mail."""
+    """A rank's mail in the session of this number: see Mail."""
 
     def __init__(self, messenger: Messenger, session: int) -> None:
         self._messenger = messenger
@@ -180,11 +180,11 @@ class MpiMail:
             arrived = self._messenger.receive(source)
             assert arrived is not None
             session, label, value = arrived[1]
-            if session == self._session:  # and not of one that could not be opened, whose ranks did not listen any more
+            if session == self._session:  # drop those of a session that could not be opened
                 return label, value
 
 
 def _copied(value: Any) -> Any:
     if isinstance(value, list):
-        return [_copied(each) for each in value]
+        return [_copied(item) for item in value]
     return value.copy() if isinstance(value, np.ndarray) else value

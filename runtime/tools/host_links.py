@@ -13,8 +13,7 @@ from splitc.runtime.collectives import Label
 from splitc.runtime.collectives.mail import Mail, all_gather
 from splitc.runtime.collectives.processes import ProcessCollectives
 from splitc.runtime.engines import Backend
-from splitc.runtime.engines.backends import make_backend
-from splitc.runtime.engines.kinds import ONNXRUNTIME
+from splitc.runtime.engines.kinds import ONNXRUNTIME, make_backend
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.hardware.gpus import count_gpus
 from splitc.runtime.hardware.profiles import Link

@@ -14,19 +14,20 @@ KINDS = ("arrays", "memory", "messages")
 Arrived = list["SimpleQueue[tuple[int, Any]]"]
 
 
-class QueuedMessages:
+class QueuedPost(Post):
     """Messages by queues, one for what arrives at each rank."""
 
     def __init__(self, place: int, arrived: Arrived) -> None:
+        super().__init__(len(arrived), place)
         self._place = place
-        self._arrived = arrived
+        self._queues = arrived
 
     def send(self, peer: int, message: Any) -> None:
-        self._arrived[peer].put((self._place, message))
+        self._queues[peer].put((self._place, message))
 
     def receive(self, seconds: float) -> tuple[int, Any] | None:
         try:
-            return self._arrived[self._place].get(bool(seconds), seconds)
+            return self._queues[self._place].get(bool(seconds), seconds)
         except Empty:
             return None
 
@@ -38,7 +39,7 @@ def meet(ranks: int, patience: float = 20.0, kind: str = "arrays") -> list[Meeti
     """The ends of so many ranks that wait for each other for `patience` seconds."""
     if kind == "messages":
         arrived: Arrived = [SimpleQueue() for _ in range(ranks)]
-        posts = [Post(ranks, place, QueuedMessages(place, arrived)) for place in range(ranks)]
+        posts = [QueuedPost(place, arrived) for place in range(ranks)]
         return [Meeting(ranks, post=post).join(place, patience) for place, post in enumerate(posts)]
     memory = None
     if kind == "memory":

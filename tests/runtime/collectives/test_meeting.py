@@ -129,7 +129,7 @@ def test_many_ranks_meet_and_take_little_memory(kind: str) -> None:
 
 
 def test_more_ranks_than_can_meet_are_refused() -> None:
-    with pytest.raises(PackageError, match="1,025 ranks meet to sum or to send, and 1,024 can at most"):
+    with pytest.raises(PackageError, match="take at most 1,024 ranks, and here are 1,025"):
         Meeting(1025)
 
 

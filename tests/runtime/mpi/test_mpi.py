@@ -27,7 +27,7 @@ from splitc.runtime.hardware.machine import known_machine
 from splitc.runtime.hardware.profiles import parse_link
 from splitc.runtime.ipc.mapped_files import MPI, find_mapped
 from splitc.runtime.mpi import life
-from splitc.runtime.mpi.host_checks import Found, find_contradiction, why_not_placed
+from splitc.runtime.mpi.host_checks import Finding, find_contradiction, why_not_placed
 from tests.conftest import decoder_feeds, until
 from tests.helpers import fake_gpu_sessions
 from tests.helpers.mpi import MPIS, Mpi, TwoHosts, ended, signal_rank, why_no_hosts
@@ -345,8 +345,8 @@ def test_ranks_of_a_planned_host_that_are_on_several_are_refused() -> None:
     assert "-d host0/cpu0,host1/cpu1,host0/cpu0,host1/cpu1" in why
 
 
-def found_on(host: str, machine: int, library: str = "onnxruntime 1.31", needed: int = 0) -> Found:
-    return Found(host, machine, library, GpuIdentity("01:00", "G", 2**30), needed)
+def found_on(host: str, machine: int, library: str = "onnxruntime 1.31", needed: int = 0) -> Finding:
+    return Finding(host, machine, library, GpuIdentity("01:00", "G", 2**30), needed)
 
 
 @pytest.mark.parametrize(
@@ -358,6 +358,6 @@ def found_on(host: str, machine: int, library: str = "onnxruntime 1.31", needed:
         (found_on("b", 1), None),
     ],
 )
-def test_hosts_that_do_not_fit_are_named(second: Found, why: str | None) -> None:
+def test_hosts_that_do_not_fit_are_named(second: Finding, why: str | None) -> None:
     found = find_contradiction([found_on("a", 0), second])
     assert found is None if why is None else found is not None and why in found

@@ -292,10 +292,10 @@ def test_messages_that_come_late_are_dropped(decoder: Path) -> None:
         assert session.notes == []
         ranks = session._workers
         assert isinstance(ranks, RankProcesses)
-        ranks.take(0, Report(None, ()))
+        ranks._take(0, Report(None, ()))
         session.run(decoder_feeds())
         ranks.stop()
-        ranks.take(0, Loaded(None))
+        ranks._take(0, Loaded(None))
 
 
 def test_copy_of_the_caller_is_told_that_it_has_no_session(decoder: Path) -> None:

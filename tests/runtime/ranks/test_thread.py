@@ -75,7 +75,7 @@ def test_failing_request_is_given_up_before_the_next_one_begins(monkeypatch: pyt
     worker = thread.Worker(setup, backend, connect(1)[0], errors.append)
     worker.start()
     for number in range(3):
-        worker.requests.put(InFlightRequest({}, 1, lambda _: None, number=number))
+        worker.requests.put(InFlightRequest({}, number=number))
     other.begin(1)
     array = np.ones(4, np.float32)
     assert other.all_reduce(0, 1, array.ctypes.data, array.ctypes.data, 4) == 1  # another rank failed
@@ -100,7 +100,7 @@ def test_answer_that_can_not_be_given_breaks_the_session(monkeypatch: pytest.Mon
 
     worker = thread.Worker(setup, backend, connect(1)[0], broken.put)
     worker.start()
-    worker.requests.put(InFlightRequest({}, 1, full))
+    worker.requests.put(InFlightRequest({}, done=full))
     assert "Too many open files" in str(broken.get(timeout=20))
     worker.requests.put(None)
     worker.join(20)

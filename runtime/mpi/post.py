@@ -8,22 +8,24 @@ from typing import Any
 import numpy as np
 
 from splitc.runtime.arrays.array import Array
-from splitc.runtime.mpi.sending import Sent, sleep_after
+from splitc.runtime.collectives.post import Post
+from splitc.runtime.mpi.sending import Outgoing, sleep_after
 from splitc.runtime.mpi.world import World
 
 
-class GroupMessages:
-    """One rank's end of a group's messages: see Messages. `communicator` is the group's, and is freed with them."""
+class MpiPost(Post):
+    """One rank's end. `communicator` is the group's, and is freed with it."""
 
     def __init__(self, world: World, communicator: Any) -> None:
+        super().__init__(communicator.size, communicator.rank)
         self._world = world
         self._communicator = communicator
-        self._on_their_way: list[Sent] = []
+        self._on_their_way: list[Outgoing] = []
 
     def send(self, peer: int, message: Array) -> None:
         request = self._communicator.Isend(message, peer)
         sent = self._world.sending.add(request.Test, message)
-        self._on_their_way = [each for each in (*self._on_their_way, sent) if not each.has_left]
+        self._on_their_way = [outgoing for outgoing in (*self._on_their_way, sent) if not outgoing.has_left]
 
     def receive(self, seconds: float) -> tuple[int, Array] | None:
         from mpi4py import MPI
@@ -48,7 +50,7 @@ class GroupMessages:
         while all_sent is None or not all_sent.Test():
             while self.receive(0.0) is not None:
                 pass
-            if all_sent is None and all(each.has_left for each in self._on_their_way):
+            if all_sent is None and all(outgoing.has_left for outgoing in self._on_their_way):
                 all_sent = self._communicator.Ibarrier()
             sleep_after(time.perf_counter() - begin)
         self._communicator.Free()
