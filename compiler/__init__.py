@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from splitc.compiler.api import plan_model
     from splitc.compiler.packaging.package import compile_model
-    from splitc.compiler.pipelines.pipeline_writer import compile_pipeline
     from splitc.compiler.pipelines.placement import plan_pipeline
+    from splitc.compiler.pipelines.writer import compile_pipeline
     from splitc.compiler.planning.plan import Plan
     from splitc.compiler.request.request import Request
 
@@ -19,7 +19,7 @@ _HOMES = {
     "Plan": "planning.plan",
     "Request": "request.request",
     "compile_model": "packaging.package",
-    "compile_pipeline": "pipelines.pipeline_writer",
+    "compile_pipeline": "pipelines.writer",
     "plan_model": "api",
     "plan_pipeline": "pipelines.placement",
 }

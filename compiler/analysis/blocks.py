@@ -1,8 +1,8 @@
 """Blocks: where a model may be cut, found from its structure.
 
 1. The *main path* is what is not rematerializable (`rematerialization`): most of the computation.
-2. The main path is put in an order with few live bytes. It may be cut in the *gaps* between heavy nodes, each at the
-   place where the fewest bytes cross.
+2. The main path is put in an order with few live bytes. It may be cut in the *gaps* between heavy nodes, each where the
+   fewest bytes cross.
 3. The narrowest gaps divide it into *stretches* (attention, feed-forward). Stretches that repeat make blocks. If
    nothing repeats, every gap bounds a block.
 """
@@ -22,17 +22,17 @@ from splitc.compiler.analysis.liveness import Liveness, liveness, total_bytes
 from splitc.compiler.analysis.rematerialization import find_known_shapes, find_rematerializable, find_upstream
 from splitc.compiler.frontend.graph import Graph
 
-# A node is heavy when it holds this share of the model's weights, or does this share of its products and convolutions.
-# Cuts lie between heavy nodes.
+# A node is heavy if it holds this share of the model's weights, or has this share of its products' operations. Cuts lie
+# between heavy nodes.
 HEAVY_SHARE = 1e-4
-# Gaps are equally narrow when their live bytes differ by no more than this factor.
+# Gaps are equally narrow if their live bytes differ by no more than this factor.
 LEVEL = 1.25
-# Blocks are alike when they share this much of their operators. The first and the last may differ more.
+# Blocks are alike if they have this share of their operators in common. The first and the last may differ more.
 ALIKE = 0.75
 ALIKE_AT_ENDS = 0.5
-# Minimum share of the main path's nodes that repeated blocks have in common.
+# The least share of the main path's nodes that repeated blocks have in common.
 REPEATED_SHARE = 2 / 3
-# The most blocks that the planner chooses from if nothing repeats.
+# The most blocks that the planner chooses from if nothing repeats: its search takes time quadratic in them.
 MOST_BLOCKS = 128
 
 
@@ -50,8 +50,8 @@ class Partition:
     """A graph's blocks in order, and the rematerializable nodes, which belong to no block.
 
     `finest` says that every gap bounds a block, since nothing repeats or more blocks were wanted. `shapes` are the
-    rematerializable Shape nodes whose sizes are all sizes of the model's inputs, so that they do not need the value
-    that they read. `upstream` maps each node of a block to the rematerializable nodes that it depends on.
+    Shape nodes whose sizes are all sizes of the model's inputs, so that a stage can do without the value that they
+    read. `upstream` maps each node of a block to the rematerializable nodes that it depends on.
     """
 
     blocks: tuple[Block, ...]
@@ -85,12 +85,12 @@ def order_main_path(graph: Graph, costs: Costs, rematerializable: frozenset[ir.N
     """The nodes that are not rematerializable, in topological order, and what is live between them.
 
     The order is the file's, unless a depth-first order has less than half of its live bytes. Exporters write nodes in
-    the order in which they ran, which is a good one, but some tools shuffle them.
+    execution order, which is a good one, but some tools shuffle them.
     """
     reads = graph.reads.__getitem__
 
     def size(value: ir.Value) -> int:
-        return max(1, costs.value_bytes(value))  # of unknown size: cutting it is not free
+        return max(1, costs.value_bytes(value))  # an unknown size is not free to cut
 
     as_written = [node for node in graph.nodes if node not in rematerializable]
     depth_first = _depth_first(graph, rematerializable)
@@ -100,7 +100,7 @@ def order_main_path(graph: Graph, costs: Costs, rematerializable: frozenset[ir.N
 
 
 def _depth_first(graph: Graph, left_out: frozenset[ir.Node]) -> list[ir.Node]:
-    """Post-order from the outputs: a node comes right after what it reads."""
+    """Post-order from the outputs: a node comes right after its inputs."""
     order: dict[ir.Node, None] = {}
     opened: set[ir.Node] = set()
     stack = [value.producer() for value in reversed(graph.graph.outputs)]
@@ -134,12 +134,12 @@ def find_gaps(
     weights = [costs.weight_bytes([node, *upstream[node]]) for node in main_path]
     most_flops, most_weights = HEAVY_SHARE * sum(products), HEAVY_SHARE * sum(weights)
     marks = [index for index in range(len(main_path)) if products[index] > most_flops or weights[index] > most_weights]
-    if len(marks) < 2:  # no two heavy nodes: any place will do
+    if len(marks) < 2:  # no two heavy nodes: cuts may lie between any nodes
         marks = list(range(len(main_path)))
     gaps = []
     for before, after in itertools.pairwise(marks):
         # A value that crosses a cut is declared in the rank graphs, so its type must be known.
-        typed = [i for i in range(before + 1, after + 1) if all(each.value.dtype for each in live.crossing[i])]
+        typed = [i for i in range(before + 1, after + 1) if all(alive.value.dtype for alive in live.crossing[i])]
         if typed:
             width = min(live.bytes[index] for index in typed)
             level = [index for index in typed if live.bytes[index] == width]
@@ -154,15 +154,15 @@ def _narrowest(gaps: Sequence[Gap], most: int) -> list[Gap]:
     limit = sorted(gap.bytes for gap in gaps)[most - 1]
     narrower = [gap for gap in gaps if gap.bytes < limit]
     level = [gap for gap in gaps if gap.bytes == limit]
-    room = most - len(narrower)
-    return narrower + [level[(2 * number + 1) * len(level) // (2 * room)] for number in range(room)]
+    count = most - len(narrower)
+    return narrower + [level[(2 * number + 1) * len(level) // (2 * count)] for number in range(count)]
 
 
 @dataclass(frozen=True)
 class Repetition:
     """A choice of gaps that bound repeated blocks. `bounds` are indices of stretches.
 
-    `alike` is the number of blocks that are like the commonest one, and `covered` the number of their nodes. `shared`
+    `alike` is the number of blocks that are like the most common one, `covered` the number of their nodes. `shared`
     counts the nodes that all blocks have in common with it. `crossing` are the bytes that cross the bounds.
     """
 
@@ -176,24 +176,24 @@ class Repetition:
 def _repeated_blocks(main_path: Sequence[ir.Node], gaps: Sequence[Gap]) -> list[Block]:
     """Prologue, repeated blocks and epilogue; an empty list if too little repeats (see REPEATED_SHARE).
 
-    Only narrow gaps may bound a block. The limit is not known beforehand, so it rises until the blocks cover nearly as
-    much of the main path as they do with any limit. Usually that is the width of the residual stream.
+    Only narrow gaps may bound a block. How narrow is not known beforehand: the limit is the least one with which the
+    blocks cover at least 0.9 of what they cover with the best limit. Usually that is the width of the residual stream.
     """
-    found: list[tuple[Repetition, list[Gap]]] = []
+    repetitions: list[tuple[Repetition, list[Gap]]] = []
     limit = 0.0
     for width in sorted({gap.bytes for gap in gaps}):
         if width > limit:
             limit = width * LEVEL
             narrow = [gap for gap in gaps if gap.bytes <= limit]
             if repetition := find_repetition(main_path, narrow):
-                found.append((repetition, narrow))
-    most = max((repetition.covered for repetition, _ in found), default=0)
-    if not found:
+                repetitions.append((repetition, narrow))
+    if not repetitions:
         return []
-    repetition, narrow = next(each for each in found if each[0].covered >= 0.9 * most)
+    most = max(repetition.covered for repetition, _ in repetitions)
+    repetition, narrow = next(option for option in repetitions if option[0].covered >= 0.9 * most)
     if repetition.shared < REPEATED_SHARE * len(main_path):
         return []
-    # Cut at the last of equally narrow places: a norm stays with the addition before it, so that both can be fused.
+    # Cut at the last of equally narrow places: a norm stays with the addition before it, so that they can be fused.
     places = [0, *(gap.last for gap in narrow), len(main_path)]
     return _name_blocks(main_path, [places[bound] for bound in repetition.bounds])
 
@@ -201,36 +201,36 @@ def _repeated_blocks(main_path: Sequence[ir.Node], gaps: Sequence[Gap]) -> list[
 def find_repetition(main_path: Sequence[ir.Node], gaps: Sequence[Gap]) -> Repetition | None:
     """The best bounds of repeated blocks, or None if nothing repeats.
 
-    The kind of a stretch is its operators in order. Each kind that repeats is tried as the last stretch of a block (as
-    the feed-forward is), and as the first.
+    The kind of a stretch is its sequence of operators. Each kind that repeats is tried as the last stretch of a block
+    (as the feed-forward is) and as the first.
     """
     places = [0, *(gap.first for gap in gaps), len(main_path)]
     stretches = [tuple(node.op_type for node in main_path[start:end]) for start, end in itertools.pairwise(places)]
-    options: list[tuple[int, ...]] = []
+    widths = [0, *(gap.bytes for gap in gaps), 0]
+    repetitions = []
     for kind in (kind for kind, count in Counter(stretches).items() if count > 1):
         at = [index for index, other in enumerate(stretches) if other == kind]
         spacing = Counter(after - before for before, after in itertools.pairwise(at)).most_common(1)[0][0]
         # The first and the last block may differ from the others, and have no stretch of exactly this kind.
-        ending = (at[0] - spacing + 1, *(index + 1 for index in at), at[-1] + spacing + 1)
-        beginning = (at[0] - spacing, *at, at[-1] + spacing)
-        options += [tuple(bound for bound in each if 0 <= bound <= len(stretches)) for each in (ending, beginning)]
-    widths = [0, *(gap.bytes for gap in gaps), 0]
-    repetitions = [_measure(bounds, stretches, widths) for bounds in options]
+        starts = (at[0] - spacing, *at, at[-1] + spacing)
+        for offset in (1, 0):
+            bounds = tuple(start + offset for start in starts if 0 <= start + offset <= len(stretches))
+            repetitions.append(_measure(bounds, stretches, widths))
     return max(
-        (each for each in repetitions if each.alike > 1),
-        key=lambda each: (each.alike, each.shared, -each.crossing),
+        (repetition for repetition in repetitions if repetition.alike > 1),
+        key=lambda repetition: (repetition.alike, repetition.shared, -repetition.crossing),
         default=None,
     )
 
 
 def _measure(bounds: tuple[int, ...], stretches: Sequence[tuple[str, ...]], widths: Sequence[int]) -> Repetition:
-    """How well blocks between `bounds` repeat. Blocks at the ends that are unlike the others are left out."""
+    """Measure how well blocks between `bounds` repeat. Blocks at the ends that are unlike the others are left out."""
     blocks = [tuple(itertools.chain(*stretches[start:end])) for start, end in itertools.pairwise(bounds)]
     kinds = Counter(blocks)
     common = Counter(kinds.most_common(1)[0][0])
     operators = {kind: Counter(kind) for kind in kinds}
-    in_common = {kind: sum((common & each).values()) for kind, each in operators.items()}
-    likenesses = {kind: in_common[kind] / sum((common | each).values()) for kind, each in operators.items()}
+    in_common = {kind: sum((common & own).values()) for kind, own in operators.items()}
+    likenesses = {kind: in_common[kind] / sum((common | own).values()) for kind, own in operators.items()}
     shared, likeness = [in_common[block] for block in blocks], [likenesses[block] for block in blocks]
     kept = [index for index, like in enumerate(likeness) if like >= ALIKE_AT_ENDS]
     first, end = kept[0], kept[-1] + 1
@@ -244,7 +244,7 @@ def _name_blocks(main_path: Sequence[ir.Node], cuts: Sequence[int]) -> list[Bloc
     """Blocks between cuts, named by the exporter's numbering ("layers.3") if there is one, else "block3"."""
     nodes = [tuple(main_path[start:end]) for start, end in itertools.pairwise(cuts)]
     names = _exporter_names(nodes) or [f"block{index}" for index in range(len(nodes))]
-    blocks = [Block(name, "block", each) for name, each in zip(names, nodes, strict=True)]
+    blocks = [Block(name, "block", own) for name, own in zip(names, nodes, strict=True)]
     if cuts[0]:
         blocks.insert(0, Block("prologue", "prologue", tuple(main_path[: cuts[0]])))
     if cuts[-1] < len(main_path):
@@ -256,23 +256,23 @@ _NUMBERED = re.compile(r"(?<![A-Za-z0-9])([A-Za-z][A-Za-z_]*[._])(\d+)(?![A-Za-z
 
 
 def _exporter_names(blocks: Sequence[Sequence[ir.Node]]) -> list[str]:
-    """For each block the numbered name in most of its nodes' scopes: `layers.3` of `/model/layers.3/mlp/MatMul`.
+    """For each block the most common numbered name in its nodes' scopes: `layers.3` of `/model/layers.3/mlp/MatMul`.
 
     The list is empty unless the numbers count up by one: other numbers (`MatMul_31`) are no help to a reader.
     """
-    found = []
+    names: list[tuple[str, str]] = []
     for block in blocks:
         texts = (node.metadata_props.get("pkg.torch.onnx.name_scopes") or node.name or "" for node in block)
-        names = Counter(match.groups() for text in texts if (match := _NUMBERED.search(text)))
-        found += names.most_common(1)
-    numbers = [int(number) for (_, number), _ in found]
-    prefixes = {prefix for (prefix, _), _ in found}
-    if len(found) < len(blocks) or len(prefixes) > 1 or numbers != [numbers[0] + i for i in range(len(numbers))]:
+        counts = Counter((match[1], match[2]) for text in texts if (match := _NUMBERED.search(text)))
+        names += [name for name, _ in counts.most_common(1)]
+    numbers = [int(number) for _, number in names]
+    prefixes = {prefix for prefix, _ in names}
+    if len(names) < len(blocks) or len(prefixes) > 1 or numbers != [numbers[0] + i for i in range(len(numbers))]:
         return []
-    return ["".join(name) for name, _ in found]
+    return list(map("".join, names))
 
 
 def _blocks_between(main_path: Sequence[ir.Node], gaps: Sequence[int]) -> list[Block]:
     bounds = [0, *gaps, len(main_path)]
     nodes = [tuple(main_path[start:end]) for start, end in itertools.pairwise(bounds) if start < end]
-    return [Block(f"part{index}", "block", each) for index, each in enumerate(nodes)]
+    return [Block(f"part{index}", "block", own) for index, own in enumerate(nodes)]

@@ -21,8 +21,8 @@ from splitc.runtime.hardware.profiles import find_profile
 class Speed:
     """A device's floating point operations per second, and bytes per second to and from its memory.
 
-    Computed values of at most `cache` bytes are still in its cache when they are read, at `cached` bytes per second.
-    `exposed` is the share of the shorter of computing and moving bytes that the longer one does not hide.
+    Computed values of at most `cache` bytes are read from its cache, at `cached` bytes per second. `exposed` is the
+    share of the shorter of computing and moving bytes that does not overlap with the longer one.
     """
 
     flops: float
@@ -35,7 +35,7 @@ class Speed:
 def nominal_speed(kind: str) -> Speed:
     """The speed of one CPU core or of a GPU, from its device profile.
 
-    It is good to an order of magnitude, enough to compare stages. `--profile` measures the model itself instead.
+    It is right to an order of magnitude, enough to compare stages. `--profile` measures the model instead.
     """
     profile = find_profile(kind)
     return Speed(profile.flops, profile.bytes)
@@ -64,7 +64,7 @@ class Costs:
     def value_bytes(self, value: ir.Value) -> int:
         """Bytes of a value: by its bound shape, or of the stored tensor for a weight.
 
-        What is computed from weights alone counts 0: an engine folds it, see `held`.
+        What engines fold counts 0: see `held`.
         """
         size = self._bytes.get(value)
         if size is None:
@@ -87,7 +87,7 @@ class Costs:
         return list(dict.fromkeys(weight for node in nodes for weight in self.graph.weights(node)))
 
     def held(self, nodes: Iterable[ir.Node]) -> dict[ir.Value, int]:
-        """Bytes of the constants that an engine of the nodes holds: weights, and what it folded in place of them."""
+        """Bytes of the constants that an engine of the nodes holds: weights, or what was folded from them."""
         running = [node for node in nodes if node not in self.graph.folded]
         read = dict.fromkeys(value for node in running for value in self._constants[node])
         return {value: self._constant_bytes(value) for value in read}
@@ -123,7 +123,7 @@ class Costs:
     def seconds(self, node: ir.Node, speed: Speed) -> float:
         """Estimated seconds of a node by the roofline model: the longer of computing and of moving bytes.
 
-        The exposed share of the shorter one is added. A lookup reads as many bytes of its table as it writes.
+        The exposed share of the shorter one is added. A lookup reads only as many bytes of its table as it writes.
         """
         stored, computed = self._moved[node]
         near = sum([size for size in computed if size <= speed.cache])
@@ -141,11 +141,11 @@ class Costs:
         """The bytes of weights and inputs that each node reads, and of each computed value that it reads or makes."""
         moved = {}
         for node, reads in self.graph.reads.items():
-            given = tuple(map(self.value_bytes, node.outputs))
+            written = tuple(map(self.value_bytes, node.outputs))
             if operator_of(node).reads_part:
-                moved[node] = (sum(given), given)
+                moved[node] = (sum(written), written)
             else:
-                computed = (*given, *(self.value_bytes(value) for value in reads if value.producer() is not None))
+                computed = (*written, *(self.value_bytes(value) for value in reads if value.producer() is not None))
                 stored = sum(self.value_bytes(value) for value in reads if value.producer() is None)
                 moved[node] = (stored, computed)
         return moved

@@ -10,16 +10,17 @@ from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.reads import subgraphs
+from splitc.compiler.frontend.walks import ancestors, producers
 from splitc.compiler.nodes import describe_node
 
-# A split is pointless if a control flow node holds more than this share of the weights.
+# If a control flow node holds more than this share of the weights, other ranks would hold next to nothing.
 INDIVISIBLE = 0.9
-# An input of at most this many elements is a switch or a setting rather than data.
+# An input of at most this many elements can be bound on the command line: a switch or a setting, not data.
 FEW = 16
 
 
 def check_divisible(analysis: Analysis) -> None:
-    """Raise ModelError if most of the model is inside one If, Loop or Scan, which can't be cut (merged decoders)."""
+    """Raise ModelError if most of the model is inside one If, Loop or Scan, which can't be cut (a merged decoder)."""
     costs, partition = analysis.costs, analysis.partition
     whole = costs.weight_bytes(analysis.graph.nodes)
     for node in (node for block in partition.blocks for node in block.nodes if any(subgraphs(node))):
@@ -32,30 +33,22 @@ def check_divisible(analysis: Analysis) -> None:
 
 
 def _way_out(graph: Graph, node: ir.Node) -> str:
-    """What a user can do: bind the inputs that decide an If, provided that they are small."""
+    """What a user can do: bind the inputs that an If depends on, if these are small."""
     deciding = _deciding_inputs(graph, node) if node.op_type == "If" else []
     if not deciding:
         return "export the model without it"
     values = " and ".join(f"--set {value.name}={_example(value)}" for value in deciding)
     names = ", ".join(f"'{value.name}'" for value in deciding)
-    return f"what decides it is the input {names}, so bind it to a constant, as in {values}"
+    return f"its condition depends on the input {names}: bind it to a constant, as in {values}"
 
 
 def _deciding_inputs(graph: Graph, node: ir.Node) -> list[ir.Value]:
     """The model's inputs that an If's condition depends on; none if one of them has more than FEW elements."""
-    found: dict[ir.Value, None] = {}
-    stack = [value for value in node.inputs if value is not None]
-    seen = set(stack)
-    while stack:
-        value = stack.pop()
-        producer = value.producer()
-        if value.is_graph_input():
-            found[value] = None
-        new = [each for each in (graph.reads[producer] if producer is not None else ()) if each not in seen]
-        seen.update(new)
-        stack += new
-    sizes = (value.shape.numpy() if value.shape is not None and value.shape.is_static() else None for value in found)
-    return list(found) if all(shape is not None and math.prod(shape) <= FEW for shape in sizes) else []
+    condition = ancestors(producers(node.inputs), graph.reads.__getitem__)
+    read = {*node.inputs, *(value for above in condition for value in graph.reads[above])}
+    inputs = [value for value in graph.graph.inputs if value in read]
+    sizes = (value.shape.numpy() if value.shape is not None and value.shape.is_static() else None for value in inputs)
+    return inputs if all(shape is not None and math.prod(shape) <= FEW for shape in sizes) else []
 
 
 def _example(value: ir.Value) -> str:

@@ -24,9 +24,9 @@ from splitc.compiler.request.states import AskedStates
 from splitc.runtime.package.manifest import State
 from splitc.runtime.threads.progress import counting
 
-# Parts of an analysis that are counted: reading, opening, shapes, costs, blocks.
+# The steps of an analysis that progress bars count: reading, opening, shapes, costs, blocks.
 PARTS = 5
-# A model that takes more operations is not run to try its sizes; on one core, these take a second or two.
+# A model that takes more operations is not run to try its sizes. On one core, these take a second or two.
 MOST_FLOPS = 3 * 10**9
 
 
@@ -35,7 +35,7 @@ class Analysis:
     """A model's graph, its bound input shapes, its costs with these, its states and its blocks.
 
     `shapes` are the largest input shapes, which are planned for. Engines with a range of sizes also take the `smallest`
-    and are tuned for the `typical` ones. `fitted` says how the largest were found and tried.
+    ones and are tuned for the `typical` ones. `fitted` says how the largest were determined and tried.
     """
 
     graph: Graph
@@ -74,20 +74,20 @@ def analyze(
             inferred = infer_shapes(graph.model)
         check_accepted(graph, proto, inferred.repeated)
         done(1)
-        found = _analyze(graph, asked, states, wanted_blocks, done)
+        analysis = _analyze(graph, asked, states, wanted_blocks, done)
     done(1)
-    return found
+    return analysis
 
 
 def _analyze(
     graph: Graph, asked: AskedShapes, asked_states: AskedStates, wanted_blocks: int, done: Callable[[int], None]
 ) -> Analysis:
     states = find_states(graph, asked_states)
-    growing = growing_symbols(graph, [*find_states(graph), *states])  # lengths are what they are, whoever holds them
-    ignored = [each.input for each in graph.fixed]
-    three = [input_sizes(graph.model, given, growing, asked.stated, ignored) for given in asked.three()]
-    fitted = fit_sizes(graph, three[-1], Trial(graph), lambda bound: _is_small(graph, bound))
-    smallest, typical = (each.changed(fitted.changes).shapes(graph.model) for each in three[:-1])
+    growing = growing_symbols(graph, [*find_states(graph), *states])  # caches grow whether or not they are kept
+    ignored = [fixed.input for fixed in graph.fixed]
+    low, middle, high = (input_sizes(graph.model, given, growing, asked.stated, ignored) for given in asked.three())
+    fitted = fit_sizes(graph, high, Trial(graph), lambda bound: _is_small(graph, bound))
+    smallest, typical = (sizes.changed(fitted.changes).shapes(graph.model) for sizes in (low, middle))
     largest = fitted.shapes
     check_order(smallest, typical, largest)
     costs = Costs(graph, fitted.bound)

@@ -15,7 +15,7 @@ from splitc.runtime.package.manifest import State
 
 @dataclass(frozen=True)
 class Held:
-    """The bytes of a rank's shards: of each weight (see `Costs.held`), and (`size`) of any computed value."""
+    """The bytes of a rank's shards: of its weights (see `Costs.held`), and by `size` of any computed value."""
 
     weights: Mapping[ir.Value, int]
     size: Callable[[ir.Value], int]
@@ -23,11 +23,11 @@ class Held:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of one stage. `cache` is the states' inputs and outputs, one array where the engine writes one over the
-    other; `activations` is the peak of all other values.
+    """Bytes of one stage.
 
-    `loading` is the largest weight of a product: ONNX Runtime prepacks weights one by one while loading, and holds one
-    of them twice meanwhile. `engines` is the memory of the engines' libraries.
+    `cache` is the states' inputs and outputs; a state that is overwritten in place counts once. `activations` is the
+    peak of all other values. `loading` is the largest weight of a product: ONNX Runtime prepacks weights one by one
+    while loading, and then holds one of them twice. `engines` is the memory of the engines' libraries.
     """
 
     weights: int
@@ -76,5 +76,5 @@ def state_names(states: Iterable[State]) -> frozenset[str]:
 
 
 def overwritten(states: Iterable[State]) -> frozenset[str]:
-    """The names of the states' inputs that an engine writes the outputs over: both are one array."""
+    """The names of the states' inputs that the engine overwrites with the outputs: both are one array."""
     return frozenset(state.input for state in states if state.in_place)

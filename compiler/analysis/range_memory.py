@@ -1,4 +1,4 @@
-"""The memory of runs of blocks: a lower bound that is found quickly, and the exact count, which takes longer."""
+"""The memory of ranges of blocks: a lower bound that is quick to compute, and the exact bytes, which take longer."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from splitc.runtime.package.manifest import State
 
 
 class RangeMemory:
-    """The bytes that a stage holds, for every run of blocks: those from number `start` to before number `end`.
+    """The bytes that a stage holds, for every range of blocks: from number `start` to before number `end`.
 
-    The search over cuts asks for thousands of runs. It gets a lower bound from what is known of single blocks: all that
-    a stage holds throughout, and the highest peak that one of its blocks has by itself, with what is rematerialized for
-    it. A longer run has all of that too.
+    The search over cuts asks for thousands of ranges. The lower bound follows from single blocks: what a stage holds
+    throughout, and the highest peak that one of its blocks has by itself, with what is rematerialized for it.
     """
 
     def __init__(self, costs: Costs, states: Sequence[State], partition: Partition) -> None:
@@ -39,8 +38,8 @@ class RangeMemory:
             for read, given in zip(reads, made, strict=True)
         ]
         self._weights = _Held(map(costs.held, needed))
-        self._cache = _Held({value: size(value) for value in each if value.name in names} for each in ends)
-        self._ends = _Held({value: size(value) for value in each if value.name not in names} for each in ends)
+        self._cache = _Held({value: size(value) for value in own if value.name in names} for own in ends)
+        self._ends = _Held({value: size(value) for value in own if value.name not in names} for own in ends)
         self._loading = [largest_product_weight(costs, block.nodes) for block in partition.blocks]
         self._crossing = self._find_crossing()
         self.cut_bytes = [sum(size(value) for value, _, _ in crossing) for crossing in self._crossing]
@@ -80,7 +79,7 @@ class RangeMemory:
         return self._weights.of(start, end)
 
     def at_least(self, start: int, end: int) -> int:
-        """A lower bound of `exact`; the exact bytes if these were asked for before."""
+        """A lower bound of `exact`; the exact bytes if they are known already."""
         if (start, end) in self._exact:
             return self._exact[start, end]
         if (start, end) not in self._bounds:
@@ -97,15 +96,16 @@ class RangeMemory:
         return self._exact[start, end]
 
     def _bound(self, start: int, end: int) -> int:
-        taken = {value for value, _, readers in self._crossing[start] if any(start <= r < end for r in readers)}
+        """What is held throughout (weights; inputs, outputs and states; what crosses the cuts) and the highest peak."""
+        received = {value for value, _, readers in self._crossing[start] if any(start <= r < end for r in readers)}
         sent = {value for value, maker, _ in self._crossing[end] if maker >= start}
-        sizes = sum(map(self._costs.value_bytes, (taken | sent) - self._outputs))
-        running = sizes + self._ends.of(start, end) + self._cache.of(start, end) + max(self._peaks[start:end])
+        crossing = sum(map(self._costs.value_bytes, (received | sent) - self._outputs))
+        running = crossing + self._ends.of(start, end) + self._cache.of(start, end) + max(self._peaks[start:end])
         return self.weights(start, end) + max(running, *self._loading[start:end])
 
 
 class _Held:
-    """Bytes of values that each of some blocks needs, for any run of them, each value counted once."""
+    """Bytes of the values that a range of blocks needs, each value counted once. `needed` are those of each block."""
 
     def __init__(self, needed: Iterable[Mapping[ir.Value, int]]) -> None:
         blocks: dict[ir.Value, list[int]] = {}
@@ -122,10 +122,12 @@ class _Held:
                 own[numbers[0]] += sizes[value]
             else:
                 shared[tuple(numbers)] += sizes[value]
-        self._own: Sequence[int] = list(accumulate(own, initial=0))  # of values that one block needs, before each
-        self._shared: Mapping[tuple[int, ...], int] = dict(shared)
+        self._own: Sequence[int] = list(accumulate(own, initial=0))  # bytes that only one block needs, in all before it
+        self._shared: Mapping[tuple[int, ...], int] = dict(shared)  # bytes by the blocks that need them
 
     def of(self, start: int, end: int) -> int:
         """Bytes of the values that the blocks from `start` to before `end` need."""
-        shared = sum(size for by, size in self._shared.items() if bisect_left(by, start) < bisect_left(by, end))
-        return self._own[end] - self._own[start] + shared
+        shared = (
+            size for blocks, size in self._shared.items() if bisect_left(blocks, start) < bisect_left(blocks, end)
+        )
+        return self._own[end] - self._own[start] + sum(shared)

@@ -1,6 +1,6 @@
-"""Rematerializable nodes: masks, rotary tables, shapes, whatever is cheap to compute from inputs and constants.
+"""Rematerializable nodes: masks, rotary tables, shapes, all that is cheap to compute from inputs and constants.
 
-Each stage that needs such a value computes it again, so that it does not cross a cut.
+Each stage that needs such a value computes it itself, so that it does not cross a cut.
 """
 
 from __future__ import annotations
@@ -12,38 +12,39 @@ import onnx_ir as ir
 from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.reads import is_random
+from splitc.compiler.frontend.walks import producers
 
-# A node is rematerializable if it and its ancestors take at most this share of the model's operations and weight bytes,
-# and at most this many bytes of weights. Then what several stages repeat is small beside the stages.
+# A node is rematerializable if it and its ancestors have at most this share of the model's operations and weight bytes,
+# and at most this many bytes of weights: then what stages repeat is small beside the stages.
 REMATERIALIZABLE_SHARE = 0.01
 REMATERIALIZABLE_WEIGHT_BYTES = 64 << 20
-# A node with more bytes of weights than this stays on the main path if all its readers lie within this share of it.
-# Such a node belongs to one block. What several blocks share is read over a longer distance.
+# A node with more bytes of weights than this stays on the main path if all its readers lie within this share of the
+# path: it belongs to one block. What several blocks share is read over a longer distance.
 NEGLIGIBLE_WEIGHT_BYTES = 1024
 LOCAL_SHARE = 0.25
 
 
 def find_rematerializable(graph: Graph, costs: Costs, shapes: frozenset[ir.Node]) -> frozenset[ir.Node]:
-    """The nodes that are cheap together with all their ancestors, so that each stage may compute them again.
+    """The nodes that are cheap together with all their ancestors, so that each stage may compute them itself.
 
     What depends on weights alone (a transposed or dequantized weight) is rematerializable at any cost: engines fold it.
-    So are the Shape nodes in `shapes`: a stage without the value finds its sizes elsewhere.
+    So are the Shape nodes in `shapes`: a stage without the value reads its sizes from another one.
     """
     most_flops = REMATERIALIZABLE_SHARE * sum(costs.flops(node) for node in graph.nodes)
     most_bytes = min(REMATERIALIZABLE_SHARE * costs.weight_bytes(graph.nodes), REMATERIALIZABLE_WEIGHT_BYTES)
-    # The nodes to compute at run time for each rematerializable node, itself included; none if it is folded.
+    # The nodes to compute in each run for a rematerializable node, itself included; none if it is folded.
     cones: dict[ir.Node, frozenset[ir.Node]] = {}
     weighty: set[ir.Node] = set()
     for node in graph.nodes:
         if node in shapes or node in graph.constant:
             cones[node] = frozenset()
             continue
-        producers = [producer for value in graph.reads[node] if (producer := value.producer()) is not None]
-        if not all(producer in cones for producer in producers) or is_random(node):
+        makers = list(producers(graph.reads[node]))
+        if not all(maker in cones for maker in makers) or is_random(node):
             continue
         if costs.is_product(node) and graph.weights(node):
-            continue  # products with weights are the model, even if each is a small share of a deep one
-        cone = frozenset((node,)).union(*(cones[producer] for producer in producers))
+            continue  # never a product with weights, even if it is a small share of a deep model
+        cone = frozenset((node,)).union(*(cones[maker] for maker in makers))
         weights = costs.weight_bytes(cone)
         if sum(map(costs.flops, cone)) <= most_flops and weights <= most_bytes:
             cones[node] = cone
@@ -64,11 +65,10 @@ def _read_in_one_place(graph: Graph, cheap: frozenset[ir.Node]) -> frozenset[ir.
         at = position.get(node)
         earliest = first.get(node, len(position)) if at is None else at
         latest = last.get(node, -1) if at is None else at
-        for value in graph.reads[node]:
-            producer = value.producer()
-            if producer is not None and producer in cheap:
-                first[producer] = min(first.get(producer, earliest), earliest)
-                last[producer] = max(last.get(producer, latest), latest)
+        for maker in producers(graph.reads[node]):
+            if maker in cheap:
+                first[maker] = min(first.get(maker, earliest), earliest)
+                last[maker] = max(last.get(maker, latest), latest)
     return frozenset(
         node for node in cheap if node in first and 0 <= last[node] - first[node] < LOCAL_SHARE * len(position)
     )
@@ -80,14 +80,14 @@ def find_upstream(
     """For each node of the main path the rematerializable nodes that it depends on."""
     cones: dict[ir.Node, frozenset[ir.Node]] = {}
     for node in graph.nodes:
-        producers = (value.producer() for value in graph.reads[node])
-        above = frozenset[ir.Node]().union(*(cones[p] for p in producers if p in rematerializable))
+        makers = (maker for maker in producers(graph.reads[node]) if maker in rematerializable)
+        above = frozenset[ir.Node]().union(*(cones[maker] for maker in makers))
         cones[node] = above if node not in rematerializable else frozenset([node]) if node in shapes else above | {node}
     return {node: cones[node] for node in main_path}
 
 
 def find_known_shapes(graph: Graph) -> frozenset[ir.Node]:
-    """The Shape nodes whose sizes are all numbers or sizes of the model's inputs."""
+    """The Shape nodes whose sizes are all constants or sizes of the model's inputs."""
     inputs = (size for value in graph.graph.inputs for size in value.shape or ())
     known = {size.value for size in inputs if isinstance(size, ir.SymbolicDim) and size.value}
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
 from splitc.compiler.analysis.blocks import Block, Partition
 from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.walks import producer_of, producers, reached
 
 Place = tuple[ir.Value, int]
 
@@ -19,7 +21,7 @@ class Stage:
 
     `nodes` are those of its blocks and the rematerializable ones that they need, in the model's order. `feeds` are
     inputs of the model, `outputs` its outputs. `receives` come from earlier stages, `sends` go to later ones.
-    `borrowed` are shape vectors of values that the stage does not have: it reads the same sizes off other values.
+    `borrowed` are shape vectors of values that the stage does not have: it reads the same sizes from other values.
     """
 
     blocks: tuple[Block, ...]
@@ -44,7 +46,7 @@ class Stage:
 def divide_blocks(graph: Graph, partition: Partition, ends: Sequence[int]) -> list[Stage]:
     """Stages of consecutive blocks. `ends` are, for each stage, the number of its last block plus one.
 
-    An output that only depends on rematerializable nodes (a mask) is given by the first stage.
+    The first stage gives outputs that only depend on rematerializable nodes (a mask).
     """
     home = {
         node: number
@@ -54,9 +56,7 @@ def divide_blocks(graph: Graph, partition: Partition, ends: Sequence[int]) -> li
     }
     outputs: list[list[ir.Value]] = [[] for _ in ends]
     for value in graph.graph.outputs:
-        producer = value.producer()
-        assert producer is not None, "every output has a node of its own in a normalized graph"
-        outputs[home.get(producer, 0)].append(value)
+        outputs[home.get(producer_of(value), 0)].append(value)
     stages = [
         _stage(graph, partition, home, number, partition.blocks[start:end], outputs[number])
         for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False))
@@ -80,40 +80,34 @@ def _stage(
 
     Its nodes are found upstream from its blocks and outputs, through rematerializable nodes, up to other stages.
     """
-    nodes: set[ir.Node] = set()
-    feeds: dict[ir.Value, None] = {}
-    receives: dict[ir.Value, None] = {}
-    stack = [node for block in blocks for node in block.nodes] + [_producer(value) for value in outputs]
-    while stack:
-        node = stack.pop()
-        if node in nodes:
-            continue
-        nodes.add(node)
-        for value in () if node in partition.shapes else graph.reads[node]:
-            producer = value.producer()
-            if producer is None:
-                if not value.is_initializer():
-                    feeds[value] = None
-            elif home.get(producer, number) == number:
-                stack.append(producer)
-            else:
-                receives[value] = None
+
+    def reads(node: ir.Node) -> Sequence[ir.Value]:
+        return () if node in partition.shapes else graph.reads[node]
+
+    def is_elsewhere(node: ir.Node) -> bool:
+        return home.get(node, number) != number
+
+    def above(node: ir.Node) -> Iterator[ir.Node]:
+        return (maker for maker in producers(reads(node)) if not is_elsewhere(maker))
+
+    ends = [*itertools.chain.from_iterable(block.nodes for block in blocks), *map(producer_of, outputs)]
+    nodes = sorted(reached(ends, above), key=graph.position.__getitem__)
+    read = dict.fromkeys(value for node in nodes for value in reads(node))
+    feeds = [value for value in read if value.is_graph_input()]
+    receives = [value for value in read if (maker := value.producer()) is not None and is_elsewhere(maker)]
     # A Shape node stays if the value that it reads is there anyway; otherwise its result is borrowed.
-    borrowed = []
-    for node in nodes & partition.shapes:
-        (value,) = graph.reads[node]
-        if value.producer() not in nodes and value not in feeds and value not in receives:
-            borrowed.append(node.outputs[0])
-    borrowed.sort(key=lambda value: graph.position[_producer(value)])
+    present = {*feeds, *receives, *(value for node in nodes for value in node.outputs)}
+    absent = dict.fromkeys(n for n in nodes if n in partition.shapes and present.isdisjoint(graph.reads[n]))
+    borrowed = [node.outputs[0] for node in absent]
     fed = {*feeds, *_missing_sizes(graph, borrowed, [*receives, *feeds])}
 
     def arrival(value: ir.Value) -> tuple[int, int, int | None]:
-        producer = _producer(value)
-        return home[producer], graph.position[producer], value.index()
+        maker = producer_of(value)
+        return home[maker], graph.position[maker], value.index()
 
     return Stage(
         blocks=blocks,
-        nodes=tuple(sorted(nodes - {_producer(value) for value in borrowed}, key=graph.position.__getitem__)),
+        nodes=tuple(node for node in nodes if node not in absent),
         feeds=tuple(value for value in graph.graph.inputs if value in fed),
         receives=tuple(sorted(receives, key=arrival)),
         sends=(),
@@ -122,14 +116,8 @@ def _stage(
     )
 
 
-def _producer(value: ir.Value) -> ir.Node:
-    producer = value.producer()
-    assert producer is not None
-    return producer
-
-
 def _missing_sizes(graph: Graph, borrowed: Sequence[ir.Value], seen: Sequence[ir.Value]) -> list[ir.Value]:
-    """The model's inputs that a stage takes only to read their sizes, which no other value of it has."""
+    """The model's inputs that a stage takes only for their sizes, which no other value that it takes has."""
     needed: list[ir.Value] = []
     for value in borrowed:
         for size in borrowed_sizes(value):
@@ -142,7 +130,7 @@ def _missing_sizes(graph: Graph, borrowed: Sequence[ir.Value], seen: Sequence[ir
 
 def borrowed_sizes(value: ir.Value) -> list[int | ir.SymbolicDim]:
     """The sizes that a Shape node gives: those of the value that it reads, from `start` to `end`."""
-    node = _producer(value)
+    node = producer_of(value)
     source = node.inputs[0]
     assert source is not None and source.shape is not None
     return list(source.shape)[node.attributes.get_int("start", 0) : node.attributes.get_int("end", None)]

@@ -301,7 +301,7 @@ def build_command(
     """Build the TensorRT engines of a package here, from the ONNX files that it holds."""
     _need_libraries()
     from splitc.compiler.packaging.building import build_package
-    from splitc.compiler.pipelines.pipeline_builder import build_pipeline
+    from splitc.compiler.pipelines.builder import build_pipeline
     from splitc.compiler.show.progress import shown_progress
 
     pipeline = read_pipeline(package)

@@ -9,9 +9,9 @@ from typing import Any
 
 from splitc.compiler.packaging.refusals import with_refusals
 from splitc.compiler.packaging.staging import check_target
-from splitc.compiler.pipelines.pipeline_plan_file import plan_from_pipeline_file, to_pipeline_file, write_pipeline_plan
-from splitc.compiler.pipelines.pipeline_writer import compile_pipeline
 from splitc.compiler.pipelines.placement import plan_pipeline
+from splitc.compiler.pipelines.plan_file import plan_from_pipeline_file, to_pipeline_file, write_pipeline_plan
+from splitc.compiler.pipelines.writer import compile_pipeline
 from splitc.compiler.planning.settled import need_nothing_given
 from splitc.compiler.request.request import Request
 from splitc.compiler.show.pipeline_page import pipeline_page

@@ -1,4 +1,4 @@
-"""Whether ONNX Runtime accepts a model: asked of one node of each form, in a fraction of the time that all take."""
+"""Whether ONNX Runtime accepts a model. Only one node of each form is loaded, in a fraction of the whole's time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RefusedError(ModelError):
 
 @contextmanager
 def refusals_first(path: Path, trusts_data: bool = False) -> Iterator[None]:
-    """Raise RefusedError instead of another error if ONNX Runtime refuses the model too: it says best what is wrong."""
+    """Raise RefusedError in place of another error if ONNX Runtime refuses the model too: its message is clearer."""
     try:
         yield
     except RefusedError:
@@ -37,8 +37,8 @@ def refusals_first(path: Path, trusts_data: bool = False) -> Iterator[None]:
 def check_accepted(graph: Graph, file: onnx.ModelProto, repeated: Collection[ir.Node]) -> None:
     """Raise RefusedError if ONNX Runtime refuses the model.
 
-    The nodes that are `repeated` are like others, and left out; what they make becomes inputs. The whole model is only
-    loaded if the others are refused, so that the error is the one that its user would see.
+    The `repeated` nodes have the form of another one. They are left out, and their outputs become inputs. The whole
+    model is only loaded if what is left is refused, so that the message is the one that the user would see.
     """
     if not _holds_its_data(file) or _refuses(_without(graph, file, repeated).SerializeToString()):
         check_whole(graph.path, graph.trusts_data)
@@ -68,7 +68,7 @@ def _holds_its_data(file: onnx.ModelProto) -> bool:
 
 
 def _without(graph: Graph, file: onnx.ModelProto, repeated: Collection[ir.Node]) -> onnx.ModelProto:
-    """The model without most of its repeated nodes, and without its large weights: these become inputs too."""
+    """The model without most of its repeated nodes and without its large weights, which become inputs too."""
     kept = _kept(graph, repeated)
     made = {value for node in kept for value in node.outputs}
     reduced = onnx.ModelProto(ir_version=max(file.ir_version, 4))
@@ -80,7 +80,7 @@ def _without(graph: Graph, file: onnx.ModelProto, repeated: Collection[ir.Node])
     part.input.extend(file.graph.input)
     part.output.extend(file.graph.output)
     names = {value.name for value in made}
-    part.value_info.extend(each for each in file.graph.value_info if each.name in names)
+    part.value_info.extend(info for info in file.graph.value_info if info.name in names)
     given = {value.name for value in file.graph.input}
     for value in dict.fromkeys(chain.from_iterable(graph.reads[node] for node in kept)):
         tensor = value.const_value
@@ -95,7 +95,7 @@ def _without(graph: Graph, file: onnx.ModelProto, repeated: Collection[ir.Node])
 
 
 def _kept(graph: Graph, repeated: Collection[ir.Node]) -> list[ir.Node]:
-    """The nodes that are not repeated, those that make the outputs, and those whose results have no known type."""
+    """The nodes that are not repeated, and those that make outputs, or values of unknown type that kept nodes read."""
     needed = set(graph.graph.outputs)
     kept = []
     for node in reversed(graph.nodes):

@@ -1,4 +1,7 @@
-"""Bind inputs to constants (`--set`), and fold what follows: branches, choices, unused inputs."""
+"""Bind inputs to constants (`--set`), and fold what follows: branches, choices, unused inputs.
+
+onnxscript's optimizer takes branches too, but no choices (Where), and would be one more library to install.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import onnx_ir.passes.common as passes
 from splitc.compiler.frontend.folding import fold_from, known_array, stand_in, take_branches
 from splitc.compiler.frontend.optional import defaults_hidden, optional_inputs, unmark
 from splitc.compiler.frontend.shapes import infer_shapes
-from splitc.compiler.frontend.unused import remove_unused
+from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
 from splitc.runtime.arrays.settings import setting_array
 from splitc.runtime.errors import MisuseError
 
@@ -22,7 +25,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Fixed:
-    """An input that was removed: with the value that it was bound to, or None if nothing reads it any more."""
+    """An input that was removed, with the value that it was bound to; None if nothing reads it any more."""
 
     input: ir.Value
     value: Array | None
@@ -50,11 +53,7 @@ def bind_inputs(model: ir.Model, settings: Mapping[str, Any]) -> list[Fixed]:
             passes.NameFixPass()(model)  # two branches may have used one name
         _keep_folded(graph, known)
     remove_unused(graph)
-    for value in used:
-        if value.is_graph_input() and not value.uses() and not value.is_graph_output():
-            graph.inputs.remove(value)
-            fixed.append(Fixed(value, None))
-    return fixed
+    return [*fixed, *(Fixed(value, None) for value in remove_unused_inputs(graph, used))]
 
 
 def _make_constant(graph: ir.Graph, value: ir.Value, array: Array) -> ir.Value:
@@ -92,11 +91,11 @@ def _keep_folded(graph: ir.Graph, known: Collection[ir.Value]) -> None:
 def _take_choices(model: ir.Model) -> int:
     """Replace each Where with a single known condition by the input that it takes. Returns how many.
 
-    A Where broadcasts its inputs, so the other input must not make the result larger. Shapes are inferred to find that
-    out, since the file's own may be wrong.
+    A Where broadcasts its inputs, so it stays if the other input makes the result larger. Shapes are inferred to find
+    that out, since the file's own may be wrong.
     """
-    found = [node for node in model.graph if node.op_type == "Where" and _is_known_choice(node)]
-    if not found:
+    choices = [node for node in model.graph if node.op_type == "Where" and _is_known_choice(node)]
+    if not choices:
         return 0
     inferred = model.clone()
     infer_shapes(inferred)
@@ -104,7 +103,7 @@ def _take_choices(model: ir.Model) -> int:
     values = (*inferred.graph.inputs, *inferred.graph.initializers.values(), *made)
     shapes = {value.name: value.shape for value in values}
     count = 0
-    for node in found:
+    for node in choices:
         condition, first, second = node.inputs
         taken, other = (first, second) if _truth(condition) else (second, first)
         assert condition is not None and taken is not None and other is not None

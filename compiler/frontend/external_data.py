@@ -1,6 +1,6 @@
-"""The files beside a model that hold its weights: what lies in them is checked once, when the model is opened.
+"""The files beside a model that hold its weights. They are checked once, when the model is opened.
 
-A model is untrusted data: it must not make us copy /etc/passwd into a package.
+A model is untrusted: it must not make us copy /etc/passwd into a package.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from splitc.compiler.frontend.protos import Contents
 
 
 def check_external_data(contents: Contents, path: Path, trusted: bool = False) -> frozenset[Path]:
-    """Check that each tensor of the model lies completely in a file below the model's folder. Returns these files.
+    """Check that each tensor of the model lies whole in a file below the model's folder. Returns these files.
 
-    Or below that of the file which the model's own path is a link to, as in caches that hold files by their hashes; or
-    anywhere if the data are `trusted`. Tensors other than a graph's weights are read into the model. Raises ModelError,
-    which names the tensor.
+    If the model's path is a link (as in caches that store files by hash), they may also lie below the folder of its
+    target; if the data are `trusted`, anywhere. Tensors other than a graph's weights are read into the model. Raises
+    ModelError, which names the tensor.
     """
     files = _Files(path, trusted)
-    weights, others = ([each for each in of(contents) if uses_external_data(each)] for of in (_weights, _others))
+    weights = list(filter(uses_external_data, _weights(contents)))
+    others = list(filter(uses_external_data, _others(contents)))
     for tensor in (*weights, *others):
         files.check(tensor)
     for tensor in others:
         files.read(tensor)
-    return files.found
+    return files.checked
 
 
 def _weights(contents: Contents) -> Iterator[onnx.TensorProto]:
@@ -55,12 +56,12 @@ def _others(contents: Contents) -> Iterator[onnx.TensorProto]:
             yield from (sparse.values, sparse.indices)
 
 
-# Bytes of a weight that lies in the model's file and is small: a list of sizes, a scale.
+# A weight of at most this many bytes is small: a list of sizes, a scale.
 SMALL = 1024
 
 
 class _Files:
-    """The files that a model may have its data in."""
+    """The files of a model's external data."""
 
     def __init__(self, path: Path, trusted: bool) -> None:
         self._path = path
@@ -71,12 +72,12 @@ class _Files:
         self._sizes: dict[str, int] = {}
 
     @property
-    def found(self) -> frozenset[Path]:
+    def checked(self) -> frozenset[Path]:
         """The files of all tensors that were checked."""
         return frozenset(self._files.values())
 
     def check(self, tensor: onnx.TensorProto) -> None:
-        """Raise ModelError unless all of the tensor is there."""
+        """Raise ModelError unless the whole tensor is in its file."""
         name, place = tensor.name, self._place(tensor)
         if place.location not in self._sizes:
             self._files[place.location] = self._find(name, place.location)
@@ -110,7 +111,7 @@ class _Files:
             raise ModelError(f"{self._path}: the place of the weight '{tensor.name}': {error}") from error
 
     def _find(self, name: str, location: str) -> Path:
-        """The file of this location. Raises ModelError if it is none of the model's, or missing."""
+        """The file of this location. Raises ModelError if it is outside the model's folder, or missing."""
         try:
             named = (self._folder / location).absolute()
             inside = self._folder in (folder for folder in _without_dots(named).parents)
@@ -127,13 +128,13 @@ class _Files:
             )
         if not exists:
             raise ModelError(f"{self._path}: the external data file {file} is missing (it holds weight '{name}')")
-        with file.open("rb"):  # the system says best why it can't be read
+        with file.open("rb"):  # raises the system's error if it can't be read
             pass
         return file
 
 
 def _without_dots(path: Path) -> Path:
-    """The path as it is written, without `..`: links are not followed."""
+    """The path with `..` resolved in its text, without following links."""
     parts: list[str] = []
     for part in path.parts:
         if part == "..":
@@ -144,12 +145,10 @@ def _without_dots(path: Path) -> Path:
 
 
 def settle_weights(model: ir.Model, folder: Path) -> None:
-    """Give weights that were checked, in place, the full paths of their files, and their values' types.
+    """Set the full paths of checked weights, and the types of their values, in place.
 
-    Small ones become arrays: they are looked at often, and a protobuf is slow to read.
-
-    onnx_ir checks relative paths each time, and refuses files with hard links, which packages may make. What the file
-    says of a value's type may be wrong.
+    With relative paths, onnx_ir checks them at each read, and refuses files with hard links, which packages may make.
+    The types that the file states may be wrong. Small weights become arrays, which are faster to read than protobufs.
     """
     paths: dict[object, Path] = {}
     for value in chain.from_iterable(graph.initializers.values() for graph in model.graphs()):

@@ -1,8 +1,8 @@
 """Sizes of inputs that fit together: made up, tried in ONNX Runtime, and changed where it refuses them.
 
-What the graph demands of sizes (as many channels as a Conv's kernel has, a length that its kernel reaches, a cache with
-the queries' head size) is not written down for each operator. ONNX Runtime knows: the first node that it refuses alone
-shows which inputs are wrong, and of the sizes that are possible for these, those are taken with which it runs.
+No rules say what each operator demands of sizes (as many channels as a Conv's kernel has, a length that its kernel
+reaches, a cache with the queries' head size): ONNX Runtime knows. The first node that it refuses shows which inputs are
+wrong. Sizes of these are tried until the node runs.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from splitc.compiler.frontend.input_sizes import DEFAULT_LENGTH, InputSizes, sym
 from splitc.compiler.frontend.reads import node_reads
 from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes, bound_model, shape_of
 from splitc.compiler.frontend.sizes_tried import Trial, can_be_made_up, first_refused, first_stretched
+from splitc.compiler.frontend.walks import ancestors
 from splitc.compiler.nodes import describe_node
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.package.manifest import Fill
 
-# The most sizes that are changed, one after the other, and the most that are tried for each of these. Both are counts:
-# by the clock, a busy machine would refuse what a quiet one finds.
+# The most sizes that are changed, one after the other, and the most that are tried for each. These are counts, not
+# seconds, so that a busy machine finds the same sizes.
 MOST_CHANGES, MOST_TRIES = 32, 500
-# A length is doubled up to this size, or counted up to that one.
+# Lengths are tried by doubling up to LARGEST, or one by one up to COUNTED.
 LARGEST, COUNTED = 1 << 14, 64
 
 # How sizes were tried.
@@ -40,9 +41,9 @@ Changes = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Fitted:
-    """Sizes of inputs, the shapes that they bind, and values of whole numbers that sizes follow from (`fills`).
+    """Sizes of inputs, the shapes that they bind, and values of integer inputs that sizes depend on (`fills`).
 
-    `problem` is why the model does not run on them, None if it does. `tried` says how that was found out.
+    `problem` is why the model does not run on them, None if it does. `tried` says how that was determined.
     """
 
     inputs: InputSizes
@@ -54,15 +55,16 @@ class Fitted:
 
     @property
     def changes(self) -> Changes:
-        """All sizes that are not given."""
+        """All sizes that were not given."""
         return {**self.inputs.made_up, **self.inputs.stated}
 
 
 @dataclass(frozen=True)
 class _Refused:
-    """A node that ONNX Runtime does not run, and why: the model up to it, and the numbers that it has to do with.
+    """A node that ONNX Runtime does not run, and why.
 
-    `names` are those of its outputs, `steps` the strides and the like of the nodes above.
+    `names` are those of its outputs, `above` is the model up to it. `numbers` are sizes and attributes of the node,
+    `steps` the strides and the like of the nodes above.
     """
 
     reason: str
@@ -88,9 +90,9 @@ def fit_sizes(graph: Graph, first: InputSizes, trial: Trial, is_small: Callable[
 def _only_in_caches(graph: Graph, first: InputSizes) -> set[str]:
     """The symbols that only inputs with a growing length have, and that are made up."""
     inputs = [symbols_of(value) for value in graph.graph.inputs]
-    elsewhere = frozenset(chain.from_iterable(each for each in inputs if each.isdisjoint(first.past)))
+    elsewhere = frozenset(chain.from_iterable(symbols for symbols in inputs if symbols.isdisjoint(first.past)))
     free = first.made_up.keys() - first.fixed.keys() - first.stated.keys() - first.past - elsewhere
-    return {name for each in inputs if not each.isdisjoint(first.past) for name in free & each}
+    return {name for symbols in inputs if not symbols.isdisjoint(first.past) for name in free & symbols}
 
 
 class _Search:
@@ -104,7 +106,7 @@ class _Search:
         self._declared = {v.name or "": v.shape for node in graph.nodes for v in node.outputs if v.shape is not None}
         self._accepted: set[str] = set()
         self._changed: list[ir.Model] = []
-        self._found: list[int] = []  # the sizes that were changed to, which other layers may need too
+        self._new_sizes: list[int] = []  # the sizes that were changed to, which other layers may need too
         self._may_stretch = False
 
     def fit(self) -> Fitted:
@@ -117,44 +119,44 @@ class _Search:
                 continue
             if fitted.problem is not None:
                 return fitted
-            self._may_stretch = True  # it was right as it was
+            self._may_stretch = True  # the broadcast was right
         return fitted
 
     def _try(self) -> tuple[Fitted, _Refused | None]:
-        """What comes of the sizes so far, and the first node that is wrong with them, if any."""
+        """Try the sizes so far. Returns what came of it, and the first node that they are wrong for, if any."""
         model = self._graph.model
         shapes = self.inputs.shapes(model)
-        with bound_model(model, shapes, defaults=True) as (bound, found):
-            whole = can_be_made_up(self._graph, shapes) and self._is_small(found)
+        with bound_model(model, shapes, defaults=True) as (bound_copy, bound):
+            whole = can_be_made_up(self._graph, shapes) and self._is_small(bound)
             problem = self._trial.refusal(shapes, {}) if whole else None
-            refused = None if whole and problem is None else first_refused(bound, found, self._accepted)
+            refused = None if whole and problem is None else first_refused(bound_copy, bound, self._accepted)
             if refused is not None:
                 problem = f"{describe_node(refused[0])} ({refused[0].op_type}): {refused[1]}"
-            wrong = refused or (self._stretched(bound, found) if problem is None else None)
+            wrong = refused or (self._stretched(bound_copy, bound) if problem is None else None)
             names = frozenset(value.name for value in wrong[0].outputs) if wrong is not None else frozenset()
-            numbers = _numbers(wrong[0], found.shapes) if wrong is not None else []
-        fitted = Fitted(self.inputs, shapes, found, WHOLE if whole else NODES, problem)
+            numbers = _numbers(wrong[0], bound.shapes) if wrong is not None else []
+        fitted = Fitted(self.inputs, shapes, bound, WHOLE if whole else NODES, problem)
         if wrong is None:
             return fitted, None
         above = _above(model, names)
         return fitted, _Refused(wrong[1], names, above, numbers, _steps(above))
 
-    def _stretched(self, bound: ir.Model, found: BoundShapes) -> tuple[ir.Node, str] | None:
-        return None if self._may_stretch else first_stretched(bound, found, self._declared)
+    def _stretched(self, model: ir.Model, bound: BoundShapes) -> tuple[ir.Node, str] | None:
+        return None if self._may_stretch else first_stretched(model, bound, self._declared)
 
     def _change(self, refused: _Refused) -> bool:
-        """Change a size, or a few, such that the node runs, and those that were refused before. Whether it is found.
+        """Change one size or several so that the node runs, and those that were refused before. Returns whether it did.
 
-        A change after which the node is refused for another reason is a part of what is needed, as it seems: so the
-        search goes on from there.
+        If the node is refused for another reason after a change, the change is taken for a part of what is needed, and
+        the search goes on from there.
         """
         symbols = self._free(refused.above)
         tries = count()
         for far in (False, True):
-            parts: list[tuple[Changes, str]] = [({}, refused.reason)]
-            known = {_kind(refused.reason)}
-            while parts:
-                part, reason = parts.pop(0)
+            queue: list[tuple[Changes, str]] = [({}, refused.reason)]
+            reasons = {_kind(refused.reason)}
+            while queue:
+                part, reason = queue.pop(0)
                 near = _near(reason, refused.numbers)
                 for more in self._candidates(symbols, near, refused.steps, far, part):
                     if next(tries) >= MOST_TRIES:
@@ -162,26 +164,26 @@ class _Search:
                     why = self._why_not(refused, {**part, **more})
                     if why is None:
                         return True
-                    if why and _kind(why) not in known:
-                        known.add(_kind(why))
-                        parts.append(({**part, **more}, why))
+                    if why and _kind(why) not in reasons:
+                        reasons.add(_kind(why))
+                        queue.append(({**part, **more}, why))
         return False
 
     def _why_not(self, refused: _Refused, changes: Changes) -> str | None:
-        """Why the node is refused after a change, "" if it is another one; None if none is, and the change is made."""
+        """Why the node is refused after a change, "" if another one is; None if none is: the change is kept then."""
         changed = self.inputs.changed(changes)
         for model in (refused.above, *self._changed):
-            with bound_model(model, changed.shapes(model), defaults=True) as (bound, found):
-                again = first_refused(bound, found, self._accepted, leave_large=False) or self._stretched(bound, found)
+            with bound_model(model, changed.shapes(model), defaults=True) as (copy, bound):
+                again = first_refused(copy, bound, self._accepted, leave_large=False) or self._stretched(copy, bound)
             if again is not None:
                 return again[1] if refused.names & {value.name for value in again[0].outputs} else ""
         self.inputs = changed
         self._changed.append(refused.above)
-        self._found = list(dict.fromkeys([*self._found, *changes.values()]))
+        self._new_sizes = list(dict.fromkeys([*self._new_sizes, *changes.values()]))
         return None
 
     def _change_by_trial(self, fitted: Fitted) -> Fitted:
-        """Change sizes, or whole numbers that sizes may follow from, such that the whole model runs."""
+        """Change sizes, or integers that sizes may depend on, so that the whole model runs."""
         candidates = chain(
             ((fills, {}) for fills in _number_fills(self._trial)),
             (({}, changes) for changes in self._candidates(self._free(self._graph.model), ())),
@@ -194,7 +196,7 @@ class _Search:
             bound = fitted.bound if shapes == fitted.shapes else bind_shapes(self._graph.model, shapes, defaults=True)
             # A run that takes too long tells nothing.
             if self._is_small(bound) and self._trial.refusal(shapes, fills) is None:
-                # What follows from the numbers is as large as these make it, and as uncertain as before.
+                # Sizes that depend on the integers follow from these, and are as uncertain as before.
                 known = bind_shapes(self._graph.model, shapes, _known(self._trial, fills), defaults=True)
                 return Fitted(changed, shapes, replace(bound, shapes=known.shapes), fitted.tried, None, fills)
         return fitted
@@ -203,9 +205,9 @@ class _Search:
         """The symbols of a model's inputs that may be changed: those that are made up, then those that are stated."""
         read = {value.name for node in model.graph for value in node_reads(node)}
         symbols = frozenset(chain.from_iterable(symbols_of(v) for v in model.graph.inputs if v.name in read))
-        known = [name for name in (*self.inputs.made_up, *self.inputs.stated) if name not in self.inputs.fixed]
+        free = [name for name in (*self.inputs.made_up, *self.inputs.stated) if name not in self.inputs.fixed]
         stated = self.inputs.stated
-        return sorted({name: None for name in known if name in symbols}, key=lambda name: name in stated)
+        return sorted({name: None for name in free if name in symbols}, key=lambda name: name in stated)
 
     def _candidates(
         self,
@@ -215,9 +217,9 @@ class _Search:
         far: bool = False,
         part: Collection[str] = (),
     ) -> Iterator[Changes]:
-        """Sizes to try, likely ones first: a cache of one row, or none; doubled ones; those in `near`; many, if `far`.
+        """Sizes to try, likely ones first: a cache of one row, or none; doubled ones; those in `near`. If `far`, many.
 
-        Symbols in `part` have been changed already, and are so again alone.
+        Symbols in `part` have been changed already: they are changed again one at a time, not in groups.
         """
         sizes = self.inputs.sizes
         groups = self._groups([name for name in symbols if name not in part])
@@ -229,34 +231,34 @@ class _Search:
             return
         yield from ({name: 1} for name in symbols if name in self.inputs.past and sizes[name] == 0)
         yield from ({name: 0} for name in symbols if self._may_be_nothing(name))
-        yield from ({name: size} for size in self._found for name in symbols)
+        yield from ({name: size} for size in self._new_sizes for name in symbols)
         yield from (dict.fromkeys(names, size) for names in groups for size in _grown(sizes[names[0]]))
         yield from (dict.fromkeys(names, size) for size in near for names in (*alone, *groups))
         yield from ({name: size} for name in symbols for size in _grown(sizes[name]))
 
     def _may_be_nothing(self, name: str) -> bool:
-        """Whether a size is only a part of others, as a past length is of a mask's where the model has no caches."""
+        """Whether a size only occurs in sums, as a past length does in a mask's where the model has no caches."""
         changed = self.inputs.changed({name: 0})
         shapes = changed.shapes(self._graph.model)
         reads = [shapes[value.name or ""] for value in self._graph.graph.inputs if name in symbols_of(value)]
         return self.inputs.sizes[name] > 0 and all(size > 0 for shape in reads for size in shape)
 
     def _groups(self, symbols: Sequence[str]) -> list[tuple[str, ...]]:
-        """Symbols of one input that have one size so far: an image's sides, which are equal more often than not."""
+        """Symbols of one input that have the same size so far, such as an image's sides."""
         sizes = self.inputs.sizes
-        found: dict[tuple[str, ...], None] = {}
+        groups: dict[tuple[str, ...], None] = {}
         for value in self._graph.graph.inputs:
             own = [name for name in symbols if name in symbols_of(value)]
             for size in {sizes[name] for name in own}:
                 names = tuple(name for name in own if sizes[name] == size)
                 if len(names) > 1:
-                    found[names] = None
-        return list(found)
+                    groups[names] = None
+        return list(groups)
 
 
 def _number_fills(trial: Trial) -> Iterator[dict[str, Fill]]:
-    """Other values for inputs of one whole number: one input after the other, then all."""
-    names = [each.name for each in trial.inputs if each.fill == Fill("ones") and each.shape in ([], [1])]
+    """Other values for inputs of one integer: one input after the other, then all."""
+    names = [tensor.name for tensor in trial.inputs if tensor.fill == Fill("ones") and tensor.shape in ([], [1])]
     for size in (2, 4, 8, 16, 32, 64):
         fill = Fill("randint", size, size + 1)
         yield from ({name: fill} for name in names)
@@ -264,13 +266,13 @@ def _number_fills(trial: Trial) -> Iterator[dict[str, Fill]]:
 
 
 def _known(trial: Trial, fills: Mapping[str, Fill]) -> dict[str, npt.NDArray[Any]]:
-    """The numbers as arrays."""
-    inputs = {each.name: each for each in trial.inputs}
+    """The values as arrays."""
+    inputs = {tensor.name: tensor for tensor in trial.inputs}
     return {name: np.full(len(inputs[name].shape or ()) * (1,), f.low, inputs[name].dtype) for name, f in fills.items()}
 
 
 def _grown(size: int) -> Iterator[int]:
-    """A size doubled, again and again."""
+    """A size doubled until it exceeds LARGEST."""
     size = max(size, 1)
     while size <= LARGEST:
         size *= 2
@@ -278,7 +280,7 @@ def _grown(size: int) -> Iterator[int]:
 
 
 def _numbers(node: ir.Node, shapes: Mapping[str, Shape]) -> list[int]:
-    """The numbers that a node has to do with: sizes of its inputs, lists of sizes, attributes, and their divisors."""
+    """Numbers that occur in a node: sizes of its inputs, lists of sizes, attributes, and their divisors."""
     values = [value for value in node.inputs if value is not None]
     weights = [value for value in values if value.const_value is not None]
     sizes = [size for value in (*weights, *values) for size in shape_of(value, shapes)]
@@ -286,27 +288,27 @@ def _numbers(node: ir.Node, shapes: Mapping[str, Shape]) -> list[int]:
         tensor = value.const_value
         if tensor is not None and tensor.dtype.is_integer() and tensor.size <= COUNTED:
             sizes += [int(number) for number in tensor.numpy().ravel()]
-    for each in node.attributes.values():
-        if each.type == ir.AttributeType.INT:
-            sizes.append(each.as_int())
-        elif each.type == ir.AttributeType.INTS:
-            sizes += each.as_ints()
-    known = {size for size in sizes if 1 < size <= LARGEST}
-    divisors = {number for size in known for number in range(2, size) if size % number == 0}
-    return [*sorted(known), *sorted(divisors - known), 1]
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.INT:
+            sizes.append(attribute.as_int())
+        elif attribute.type == ir.AttributeType.INTS:
+            sizes += attribute.as_ints()
+    numbers = {size for size in sizes if 1 < size <= LARGEST}
+    divisors = {number for size in numbers for number in range(2, size) if size % number == 0}
+    return [*sorted(numbers), *sorted(divisors - numbers), 1]
 
 
 def _steps(model: ir.Model) -> list[int]:
-    """The lists of numbers that a model's nodes have as attributes: the strides and kernels of convolutions."""
-    attributes = (each for node in model.graph for each in node.attributes.values())
-    lists = [each.as_ints() for each in attributes if each.type == ir.AttributeType.INTS]
+    """The numbers in lists that a model's nodes have as attributes: strides and kernels of convolutions."""
+    attributes = (attribute for node in model.graph for attribute in node.attributes.values())
+    lists = [attribute.as_ints() for attribute in attributes if attribute.type == ir.AttributeType.INTS]
     return sorted({number for numbers in lists for number in numbers if 1 < number <= COUNTED})
 
 
 def _near(reason: str, numbers: Sequence[int]) -> list[int]:
-    """Sizes that a node may need: those that it is refused with, then others."""
-    said = [int(number) for number in re.findall(r"\d{1,5}", reason)]
-    return list(dict.fromkeys([*(size for size in said if 1 < size <= LARGEST), *numbers]))
+    """Sizes that a node may need: those in the message with which it is refused, then others."""
+    named = [int(number) for number in re.findall(r"\d{1,5}", reason)]
+    return list(dict.fromkeys([*(size for size in named if 1 < size <= LARGEST), *numbers]))
 
 
 def _kind(reason: str) -> str:
@@ -315,15 +317,9 @@ def _kind(reason: str) -> str:
 
 
 def _above(model: ir.Model, names: frozenset[str | None]) -> ir.Model:
-    """A copy of the model with the nodes that make these values, and all above; the whole if it has no such."""
+    """A copy of the model with the nodes that these values depend on; of the whole model if no node makes them."""
     copy = model.clone()
-    stack = [node for node in copy.graph if names & {value.name for value in node.outputs}]
-    kept = set(stack)
-    while stack:
-        producers = [value.producer() for value in node_reads(stack.pop())]
-        above = {node for node in producers if node is not None} - kept
-        kept |= above
-        stack += above
+    kept = ancestors([node for node in copy.graph if names & {value.name for value in node.outputs}], node_reads)
     if kept:
         copy.graph.outputs.clear()
         copy.graph.remove([node for node in copy.graph if node not in kept][::-1], safe=False)

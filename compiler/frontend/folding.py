@@ -1,20 +1,20 @@
-"""Compute shape arithmetic: small integer values that follow from constants and known shapes."""
+"""Compute shape arithmetic: small integer values that follow from constants and known shapes.
+
+onnxscript's folding replaces nodes, weights included. Here values become known, and the graph stays as it is.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import onnx
 import onnx_ir as ir
-import onnxruntime as ort
-from onnx import helper, numpy_helper
 
-from splitc.compiler.frontend.unused import let_go
+from splitc.compiler.frontend.node_alone import node_alone, run_alone, serialized
+from splitc.compiler.frontend.unused import disconnect_subgraphs
 from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 
@@ -22,12 +22,14 @@ Array = npt.NDArray[Any]
 
 # The most elements of a shape vector. Anything longer is data.
 LONGEST = 1024
+# The most results that are kept for other nodes that compute the same, in this model or the next.
+MOST_RESULTS = 4096
 
 
 def fold_shapes(graph: ir.Graph) -> int:
-    """Set the `const_value` of every value that shape arithmetic makes, in place. Returns the number of new ones.
+    """Set the `const_value` of the outputs of shape arithmetic, in place. Returns the number of nodes that were folded.
 
-    Shape inference can't always follow the targets of Reshape and Expand by itself, but then knows them.
+    Shape inference can't always follow the sizes that Reshape and Expand are given by itself.
     """
     return sum(map(_fold, graph))
 
@@ -44,7 +46,7 @@ def fold_from(graph: ir.Graph, known: set[ir.Value]) -> int:
 
 def _fold(node: ir.Node) -> bool:
     """Set the `const_value` of a node's outputs if it is shape arithmetic with known inputs. Returns whether it is."""
-    if not operator_of(node).folds:
+    if not operator_of(node).shape_arithmetic:
         return False
     if all(value.const_value is not None for value in node.outputs) or not all(map(_is_short, node.outputs)):
         return False
@@ -70,44 +72,25 @@ def _evaluate(node: ir.Node) -> list[Array] | None:
             return [np.array(math.prod(shape), np.int64)]
         return [shape[node.attributes.get_int("start", 0) : node.attributes.get_int("end", None)]]
     inputs = [value for value in node.inputs if value is not None]
-    tensors = [value.const_value for value in inputs]
-    known = [each for each in tensors if each is not None and each.dtype != ir.DataType.STRING]  # text is no size
-    arrays = [tensor.numpy() for tensor in known if tensor.size <= LONGEST]
+    tensors = [tensor for value in inputs if (tensor := value.const_value) is not None]
+    arrays = [tensor.numpy() for tensor in tensors if tensor.size <= LONGEST and tensor.dtype != ir.DataType.STRING]
     if len(arrays) < len(inputs) or not _gives_short(node, arrays):
         return None
-    return _run(_alone(node, arrays))
+    return _run(serialized(node_alone(node, lambda _: True)))
 
 
-def _alone(node: ir.Node, arrays: Sequence[Array]) -> bytes:
-    """A model of the node alone and of its inputs' values. It is the same for all nodes that compute the same."""
-    whole = ir.serde.serialize_node(node)
-    weights = [numpy_helper.from_array(array, f"input{number}") for number, array in enumerate(arrays)]
-    names = iter([weight.name for weight in weights])
-    inputs = [name and next(names) for name in whole.input]
-    outputs = [name and f"output{number}" for number, name in enumerate(whole.output)]
-    proto = helper.make_node(whole.op_type, inputs, outputs, domain=whole.domain)
-    proto.attribute.extend(whole.attribute)
-    graph = helper.make_graph([proto], "alone", [], [onnx.ValueInfoProto(name=name) for name in outputs], weights)
-    opset = node.graph.opset_imports.get("", 17) if node.graph is not None else 17
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
-    return model.SerializeToString()
-
-
-@cache
+@lru_cache(maxsize=MOST_RESULTS)
 def _run(content: bytes) -> list[Array] | None:
     """What a model without inputs computes in ONNX Runtime; None if it can't."""
-    options = ort.SessionOptions()
-    options.log_severity_level, options.intra_op_num_threads = 4, 1
     try:
-        session = ort.InferenceSession(content, options, providers=["CPUExecutionProvider"], enable_fallback=0)
-        return [np.asarray(array) for array in session.run(None, {})]
+        return run_alone(content, {})
     except ERRORS:
         # Invalid with these shapes, as in a branch that is not taken. Leaving it unknown does no harm.
         return None
 
 
 def _gives_short(node: ir.Node, arrays: list[Array]) -> bool:
-    """Whether the result is at most LONGEST elements, for operators with results of any size."""
+    """Whether an operator whose result may have any size gives at most LONGEST elements."""
     if node.op_type == "Range":
         start, limit, delta = (float(array.item()) for array in arrays)
         return abs(limit - start) <= LONGEST * abs(delta)
@@ -137,11 +120,11 @@ def take_branches(graph: ir.Graph) -> int:
         branch.outputs.clear()
         branch.remove(inner)
         graph.insert_before(node, inner)
-        own = {value for each in inner for value in each.outputs}
+        own = {value for node_inside in inner for value in node_inside.outputs}
         for old, new in zip(node.outputs, outputs, strict=True):
             stand_in(node, old, new, new in own)
-            own.discard(new)  # it has been renamed, and can't take a second output's name
-        let_go(node)
+            own.discard(new)  # it is renamed only once
+        disconnect_subgraphs(node)
         graph.remove(node, safe=True)
         count += 1
     return count

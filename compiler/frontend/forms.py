@@ -1,4 +1,4 @@
-"""Run a shape rule once for each form of a node: nodes that are alike in all that a rule reads have outputs alike.
+"""Run a shape rule once for each form of a node: nodes that agree in all that a rule reads have the same outputs.
 
 A model of equal blocks has about as many forms as one block has nodes.
 """
@@ -15,8 +15,10 @@ from weakref import WeakKeyDictionary
 import onnx_ir as ir
 from onnx_shape_inference import ShapeInferenceContext
 
-# The most elements of a constant that a rule reads: lists of sizes, and of scales. Longer ones are data.
-LONGEST, LONGEST_SCALES = 1024, 64
+from splitc.compiler.frontend.folding import LONGEST
+
+# The most elements of a constant of floats that a rule reads, such as scales. Longer ones are data.
+LONGEST_SCALES = 64
 # The attributes that are compared by their values. A node with any other has a form of its own.
 _COMPARED = (
     ir.AttributeType.INT,
@@ -26,7 +28,7 @@ _COMPARED = (
     ir.AttributeType.STRING,
     ir.AttributeType.STRINGS,
 )
-# What makes shapes that the library trusts less.
+# The library trusts the shapes of these nodes' outputs less.
 _CONTROL_FLOW = ("If", "Loop", "Scan")
 
 Rule = Callable[[Any, ir.Node], None]
@@ -34,7 +36,7 @@ Rule = Callable[[Any, ir.Node], None]
 
 @dataclass(frozen=True)
 class _Output:
-    """What a rule has set of an output: `numbers` of a list of sizes, and `tensor` if all of them are known."""
+    """What a rule has set of an output. `numbers` are the entries of a shape vector, `tensor` if all are known."""
 
     shape: ir.Shape | None
     type: ir.TypeProtocol | None
@@ -44,7 +46,7 @@ class _Output:
 
 @dataclass(frozen=True)
 class _Seen:
-    """A value's shape, type and constant when it was numbered: values with equal numbers look alike to a rule."""
+    """A value's shape, type and constant when it got its number. Values with equal numbers are the same to a rule."""
 
     shape: ir.Shape | None
     type: ir.TypeProtocol | None
@@ -54,7 +56,7 @@ class _Seen:
 
 @dataclass(frozen=True)
 class _Run:
-    """What a run of the inference has met: the outputs of each form, and what each value looks like."""
+    """One run of the inference so far: the outputs of each form, and the number of each value."""
 
     outputs: dict[Hashable, list[_Output]] = field(default_factory=dict)
     seen: dict[ir.Value, _Seen] = field(default_factory=dict)
@@ -62,18 +64,18 @@ class _Run:
 
 
 _runs: WeakKeyDictionary[ShapeInferenceContext, _Run] = WeakKeyDictionary()
-# What rules see of constants: these do not change.
+# What rules read of constants, which do not change.
 _contents: WeakKeyDictionary[ir.TensorProtocol, Hashable] = WeakKeyDictionary()
 _repeated: ContextVar[set[ir.Node]] = ContextVar("splitc.repeated")
 
 
 @contextmanager
 def repetitions() -> Iterator[set[ir.Node]]:
-    """Collect the nodes for which a rule need not run, since they have the form of another one."""
-    found: set[ir.Node] = set()
-    token = _repeated.set(found)
+    """Collect the nodes for which no rule is run, since they have the form of another one."""
+    nodes: set[ir.Node] = set()
+    token = _repeated.set(nodes)
     try:
-        yield found
+        yield nodes
     finally:
         _repeated.reset(token)
 
@@ -81,7 +83,7 @@ def repetitions() -> Iterator[set[ir.Node]]:
 def once_a_form(rule: Rule) -> Rule:
     """The rule, which runs once for each form in a run of the inference.
 
-    A node for which it makes up a symbol, or relates two, is no pattern for others: each has symbols of its own.
+    A node for which it creates a symbol, or relates two, is not reused: each node needs symbols of its own.
     """
 
     def infer(context: ShapeInferenceContext, node: ir.Node) -> None:
@@ -115,15 +117,15 @@ def _set(context: ShapeInferenceContext, node: ir.Node, outputs: list[_Output]) 
 
 
 def _symbols(context: ShapeInferenceContext) -> tuple[int, int, int]:
-    """How many symbols, and relations between symbols, there are."""
+    """The numbers of symbols and of relations between symbols so far."""
     names, bounds = context.generated_dim_names, context.symbolic_upper_bounds
     return len(names), len(context.symbolic_equalities), len(bounds)
 
 
 def _form(run: _Run, context: ShapeInferenceContext, node: ir.Node) -> Hashable:
-    """A key that is equal for nodes of one form; None for a node that has its own."""
+    """A key that is equal for nodes of one form; None for a node that is compared with no other."""
     attributes = node.attributes.values()
-    if any(each.type not in _COMPARED or each.is_ref() for each in attributes):
+    if any(attribute.type not in _COMPARED or attribute.is_ref() for attribute in attributes):
         return None
     for value in node.outputs:
         if value.shape is not None or value.const_value is not None:
@@ -132,34 +134,34 @@ def _form(run: _Run, context: ShapeInferenceContext, node: ir.Node) -> Hashable:
         node.op_identifier(),
         node.version,
         len(context.symbolic_equalities),
-        tuple([(each.name, each.type, each.value) for each in attributes]),
+        tuple([(attribute.name, attribute.type, attribute.value) for attribute in attributes]),
         tuple([None if value is None else _number(run, context, value) for value in node.inputs]),
         tuple([(_type(value), bool(value.name)) for value in node.outputs]),
     )
 
 
 def _number(run: _Run, context: ShapeInferenceContext, value: ir.Value) -> int:
-    """A number for what a rule sees of an input."""
+    """A number for all that a rule reads of an input."""
     shape, type_, tensor = value.shape, value.type, value.const_value
     seen = run.seen.get(value)
     if seen is not None and seen.shape is shape and seen.type is type_ and seen.tensor is tensor:
         return seen.number
     producer = value.producer()
     numbers = context.get_symbolic_value(value) if tensor is None else None
-    look = (
+    content = (
         None if shape is None else shape.dims,
         _type(value),
         None if numbers is None else tuple(numbers),
         None if tensor is None else _contents.get(tensor) or _content(tensor),
         producer is not None and producer.op_type in _CONTROL_FLOW,
     )
-    number = run.numbers.setdefault(look, len(run.numbers))
+    number = run.numbers.setdefault(content, len(run.numbers))
     run.seen[value] = _Seen(shape, type_, tensor, number)
     return number
 
 
 def _type(value: ir.Value) -> Any:
-    """A value's type: of a tensor the data type, whose hash is quicker."""
+    """A value's type; for a tensor its data type, which is hashed faster."""
     return value.dtype if type(value.type) is ir.TensorType else value.type
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ from splitc.compiler.frontend.optional import mark_optional, source_of
 from splitc.compiler.frontend.origins import mark_origins
 from splitc.compiler.frontend.protos import lift_constants
 from splitc.compiler.frontend.reads import is_random, node_reads
+from splitc.compiler.frontend.walks import computed_from_weights
 from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.package.files import hash_file
 from splitc.runtime.package.manifest import Source
@@ -30,21 +31,21 @@ from splitc.runtime.package.manifest import Source
 class Graph:
     """A model's main graph in normal form, with what each node reads.
 
-    The normal form: functions are inlined, nodes are in topological order and all of them are needed, constants and
-    the subgraphs' initializers are initializers of the main graph, no initializer is an input, and every output is
-    made by a node.
+    The normal form: functions are inlined, nodes are in topological order, unused ones are removed, constants and the
+    subgraphs' initializers are initializers of the main graph, no initializer is an input, and a node of its own makes
+    every output.
 
     `reads` maps a node to the values of the main graph that it needs: its inputs and those that its subgraphs capture.
-    `annotated` are the shapes that the file gives for values between nodes, by name. `passed` are outputs that are
-    inputs: they are not in the graph, and kept with their place among the outputs. `fixed` are the inputs that were
-    bound or removed. `optional` are the weights that a request may override. `data_files` hold the model's external
-    data, which with `trusts_data` may lie outside its folder.
+    `declared` are the shapes that the file has for intermediate values, by name. `passed` are outputs that are inputs:
+    they are not in the graph, but kept with their place among the outputs. `fixed` are the inputs that were bound or
+    removed. `optional` are the weights that a request may override. `data_files` hold the model's external data, which
+    with `trusts_data` may lie outside its folder.
     """
 
     path: Path
     model: ir.Model
     reads: Mapping[ir.Node, tuple[ir.Value, ...]]
-    annotated: Mapping[str, ir.Shape]
+    declared: Mapping[str, ir.Shape]
     passed: tuple[tuple[int, ir.Value], ...]
     fixed: tuple[Fixed, ...] = ()
     optional: tuple[ir.Value, ...] = ()
@@ -61,7 +62,7 @@ class Graph:
 
     @cached_property
     def outputs(self) -> tuple[ir.Value, ...]:
-        """The model's outputs as its users see them, including those that are inputs."""
+        """The model's outputs in its file's order, including those that are inputs."""
         values = list(self.graph.outputs)
         for place, value in self.passed:
             values.insert(place, value)
@@ -74,7 +75,7 @@ class Graph:
 
     @cached_property
     def axis_counts(self) -> Mapping[ir.Value, int]:
-        """How many axes each value has, where that is known whatever the sizes."""
+        """The number of axes of each value for which it is known."""
         return count_axes(self.model)
 
     @cached_property
@@ -85,20 +86,12 @@ class Graph:
     @cached_property
     def constant(self) -> frozenset[ir.Node]:
         """The nodes that compute from weights alone, with the same result in each run."""
-        return self._computed_from_weights(is_random)
+        return computed_from_weights(self.reads, is_random)
 
     @cached_property
     def folded(self) -> frozenset[ir.Node]:
-        """The constant nodes that engines compute once. Dequantization is not: quantized weights stay packed."""
-        return self._computed_from_weights(lambda node: is_random(node) or operator_of(node).unpacks)
-
-    def _computed_from_weights(self, excluded: Callable[[ir.Node], bool]) -> frozenset[ir.Node]:
-        found: set[ir.Node] = set()
-        for node in self.nodes:
-            reads = self.reads[node]
-            if all(v.is_initializer() or v.producer() in found for v in reads) and not excluded(node):
-                found.add(node)
-        return frozenset(found)
+        """The constant nodes that engines fold. They do not fold dequantization: quantized weights stay packed."""
+        return computed_from_weights(self.reads, lambda node: is_random(node) or operator_of(node).dequantizes)
 
     def is_constant(self, value: ir.Value) -> bool:
         """Whether a value is a weight, or computed from weights alone."""
@@ -120,7 +113,7 @@ def open_graph(
     settings: Mapping[str, Any] = MappingProxyType({}),
     trusts_data: bool = False,
 ) -> Graph:
-    """The graph of a model that `read_model` has read from `path`. Weights stay on disk.
+    """The graph of a model that `read_model` read from `path`. Weights stay on disk.
 
     The inputs in `settings` become constants. With `trusts_data`, the model's external data may lie outside its folder.
 
@@ -137,7 +130,7 @@ def open_graph(
         COMPLETE(model)
         mark_origins(model.graph)
     values = (value for node in model.graph for value in node.outputs)
-    annotated = {value.name: value.shape for value in values if value.name and value.shape is not None}
+    declared = {value.name: value.shape for value in values if value.name and value.shape is not None}
     reads = {node: tuple(node_reads(node)) for node in model.graph}
     optional = tuple(value for value in optional if source_of(value) is not None)
-    return Graph(path, model, reads, annotated, passed, fixed, optional, data_files, trusts_data)
+    return Graph(path, model, reads, declared, passed, fixed, optional, data_files, trusts_data)

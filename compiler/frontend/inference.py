@@ -1,4 +1,4 @@
-"""Symbolic shape inference by onnx-shape-inference, which continues if it fails for a node."""
+"""Symbolic shape inference by onnx-shape-inference, with rules that leave a node unknown instead of failing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from onnx_shape_inference import (
 )
 
 from splitc.compiler.frontend.forms import Rule, once_a_form, repetitions
-from splitc.compiler.frontend.observation import observe
+from splitc.compiler.frontend.observation import MOST_SIZES, observe
 from splitc.compiler.frontend.reads import all_nodes
 from splitc.compiler.nodes import operator_name
 from splitc.compiler.operators.registry import REGISTRY
@@ -35,17 +35,15 @@ logger = logging.getLogger(__name__)
 
 # The types of values whose type is not known.
 UNKNOWN = (None, ir.DataType.UNDEFINED)
-# Numbers of a constant that may be a list of sizes: tensors have at most so many axes.
-LONGEST_LIST = 64
 _observed: ContextVar[set[str]] = ContextVar("splitc.observed")
 
 
 @dataclass(frozen=True)
 class Inference:
-    """What inference has found beside shapes and types.
+    """What inference tells besides shapes and types.
 
-    `observed` are the operators that ONNX Runtime ran, since there is no rule for them or it failed. `repeated` are the
-    nodes of the main graph that have the form of another one.
+    `observed` are the operators that had to be run in ONNX Runtime, since they have no rule or it failed. `repeated`
+    are the nodes of the main graph that have the form of another one.
     """
 
     observed: frozenset[str]
@@ -72,26 +70,25 @@ def infer_shapes_and_types(model: ir.Model) -> Inference:
 
 
 def _infer_in_order(model: ir.Model, nodes: Sequence[ir.Node], rules: Mapping[tuple[str, str], Rule | None]) -> bool:
-    """Run the rules of a model's nodes, one after the other, and return whether that is all there is to do.
+    """Run the rules of a model's nodes one after the other. Returns whether that suffices; if not, nothing is set.
 
-    It is not, and nothing is set, where operators have bodies to infer instead of a rule, and where a rule makes up
-    symbols, which the library relates to others afterwards. Otherwise its own loop sets the same, in four times the
-    time.
+    It does not if an operator has a body in place of a rule, or if a rule creates symbols, which the library relates to
+    others afterwards. Where it does, the library's own loop sets the same, in four times the time.
     """
     sizes = chain.from_iterable(value.shape or () for value in model.graph.inputs)
-    known = {operator: rule for operator, rule in rules.items() if rule is not None}
-    if len(known) < len(rules) or any(isinstance(size, ir.SymbolicDim) and size.value is None for size in sizes):
+    present = {operator: rule for operator, rule in rules.items() if rule is not None}
+    if len(present) < len(rules) or any(isinstance(size, ir.SymbolicDim) and size.value is None for size in sizes):
         return False
     for value in model.graph.initializers.values():
         if value.const_value is not None and value.shape != value.const_value.shape:
             value.shape = ir.Shape(value.const_value.shape.numpy())
-    made = [value for node in nodes for value in node.outputs]
-    given = [value.const_value for value in made]
+    values = [value for node in nodes for value in node.outputs]
+    constants = [value.const_value for value in values]
     context = ShapeInferenceContext(model.opset_imports)
     for node in nodes:
-        known[node.domain, node.op_type](context, node)
+        present[node.domain, node.op_type](context, node)
         if context.generated_dim_names:
-            for value, tensor in zip(made, given, strict=True):
+            for value, tensor in zip(values, constants, strict=True):
                 value.shape, value.const_value = None, tensor
                 value.metadata_props.pop(SYM_DATA_KEY, None)
             return False
@@ -99,19 +96,22 @@ def _infer_in_order(model: ir.Model, nodes: Sequence[ir.Node], rules: Mapping[tu
 
 
 def _find_rule(domain: str, name: str, version: int) -> Rule | None:
-    """The rule of an operator, which is registered if the library has none for this version; None if it needs none."""
-    known: Rule | None = RULES.get(domain, name, version)
-    if known is not None:
-        return known
+    """The rule of an operator; None for a function of other operators, which is inferred through these.
+
+    One that the library lacks for this version is registered.
+    """
+    registered: Rule | None = RULES.get(domain, name, version)
+    if registered is not None:
+        return registered
     rule = None
     if domain in ("", "ai.onnx"):
         if _is_defined(name, version):
-            return None  # it is a function of other operators, and inferred through them
+            return None
         # ONNX Runtime had some operators before ONNX did, such as LayerNormalization.
         rule = registry.get(domain, name, onnx.defs.onnx_opset_version())
-    made = _forgiving(rule)
-    RULES.register(domain, name, version)(made)
-    return made
+    forgiving = _forgiving(rule)
+    RULES.register(domain, name, version)(forgiving)
+    return forgiving
 
 
 def _is_defined(operator: str, version: int) -> bool:
@@ -126,7 +126,7 @@ def _is_defined(operator: str, version: int) -> bool:
 def _forgiving(rule: Rule | None) -> Rule:
     """Wrap a rule so that a node for which it fails is observed, or left unknown.
 
-    A rule fails for a branch that is invalid with these sizes, or for a form of the operator that it does not know.
+    A rule fails for a branch that is invalid with these sizes, or for a variant of the operator that it lacks.
     """
 
     @once_a_form
@@ -148,30 +148,30 @@ def _forgiving(rule: Rule | None) -> Rule:
 
 
 def count_axes(model: ir.Model) -> dict[ir.Value, int]:
-    """How many axes each input and each computed value has: by its shape, or else by ONNX's own inference.
+    """The number of axes of each input and computed value: by its shape, or else by ONNX's own inference.
 
-    That finds fewer sizes, but follows the bodies of Scan and shapes that are computed.
+    That infers fewer sizes, but follows the bodies of Scan and computed shapes.
     """
     values = [*model.graph.inputs, *(value for node in model.graph for value in node.outputs if value.name)]
     counts = {value: len(value.shape) for value in values if value.shape is not None}
     if len(counts) < len(values):
         inferred = ShapeInferencePass(strict_mode=False)(_with_constants_inside(model.clone())).model
         shapes = {value.name: value.shape for node in inferred.graph for value in node.outputs}
-        found = ((value, shapes.get(value.name)) for value in values if value not in counts)
-        counts.update({value: len(shape) for value, shape in found if shape is not None})
+        others = ((value, shapes.get(value.name)) for value in values if value not in counts)
+        counts.update({value: len(shape) for value, shape in others if shape is not None})
     return counts
 
 
 def _with_constants_inside(model: ir.Model) -> ir.Model:
-    """The model with short constants that bodies read as nodes of the bodies, in place: ONNX's own inference follows
-    sizes that are computed there, but not from constants of the graph around."""
+    """Copy short constants into the bodies that read them, in place: ONNX's own inference follows sizes that are
+    computed in a body, but not from constants outside it."""
     for node in all_nodes(model.graph):
         if node.graph is model.graph or node.graph is None:
             continue
         for number, value in enumerate(node.inputs):
             if value is None or value.graph is node.graph or value.const_value is None:
                 continue
-            if value.const_value.size <= LONGEST_LIST:
+            if value.const_value.size <= MOST_SIZES:
                 constant = ir.node("Constant", [], {"value": value.const_value})
                 node.graph.insert_before(node, constant)
                 node.replace_input_with(number, constant.outputs[0])
@@ -190,7 +190,7 @@ def _add_types(model: ir.Model) -> None:
 
 
 def _not_beyond(rule: Rule) -> Rule:
-    """The rule for Slice, but an end that is a number may lie beyond the axis: it may be any large number."""
+    """The rule for Slice, except that a constant end may lie beyond the axis."""
 
     def infer(context: Any, node: ir.Node) -> None:
         rule(context, node)
@@ -206,7 +206,7 @@ def _not_beyond(rule: Rule) -> Rule:
 
 
 def _least(size: int | ir.SymbolicDim, cut: int | ir.SymbolicDim) -> int | ir.SymbolicDim | None:
-    """How much a slice leaves of an axis: at most what it has. (Of one that has anything, one is left.)"""
+    """The size of a sliced axis: `cut`, or less if the axis is shorter. (At least 1 if it is not empty.)"""
     if isinstance(size, int) or not isinstance(cut, int) or cut <= 1:
         return cut
     return ir.SymbolicDim(f"Min({size.value}, {cut})") if size.value and size.value.isidentifier() else None
@@ -214,24 +214,24 @@ def _least(size: int | ir.SymbolicDim, cut: int | ir.SymbolicDim) -> int | ir.Sy
 
 def _own_registry() -> OpShapeInferenceRegistry:
     """The library's rules, all forgiving, with the shape functions that it lacks."""
-    found = OpShapeInferenceRegistry()
+    rules = OpShapeInferenceRegistry()
     registry.collect()
     own = {operator.name for operator in REGISTRY.values() if operator.shapes is not None}
     for domain, name, versions in registry.iter_supported():
         for version in versions if (f"{domain}.{name}" if domain else name) not in own else ():
             rule = registry.get(domain, name, version)
             rule = _not_beyond(rule) if (domain, name) == ("", "Slice") else rule
-            found.register(domain, name, version)(_forgiving(rule))
+            rules.register(domain, name, version)(_forgiving(rule))
     for operator in REGISTRY.values():
         domain, _, name = operator.name.rpartition(".")
         if operator.shapes is not None:
-            found.register(domain, name)(_forgiving(operator.shapes))
-    return found
+            rules.register(domain, name)(_forgiving(operator.shapes))
+    return rules
 
 
 @contextmanager
 def _own_rules() -> Iterator[None]:
-    """Have the library infer by our rules, and leave its own registry as it is."""
+    """Have the library infer by our rules meanwhile."""
     with _swapping:
         _registry.registry = RULES
         try:

@@ -14,7 +14,7 @@ from splitc.compiler.request.shapes import LARGEST, Shape, check_size
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.units import format_shape
 
-# Sizes that are made up at first: of an input's first dimension (usually the batch), and of any other.
+# The sizes to begin with: for an input's first dimension (usually the batch), and for any other.
 DEFAULT_BATCH, DEFAULT_LENGTH = 1, 16
 
 
@@ -22,8 +22,8 @@ DEFAULT_BATCH, DEFAULT_LENGTH = 1, 16
 class InputSizes:
     """The `given` shapes of some inputs, and a size for each symbol of all.
 
-    `fixed` follow from the given shapes. `stated` are those of a config beside the model, and hold where nothing else
-    is asked for. The others are `made_up`, those in `past` (lengths of caches) as 0.
+    `fixed` sizes follow from the given shapes. `stated` ones are from a config beside the model, and hold unless they
+    are given. The others are `made_up`, those in `past` (lengths of caches) as 0.
     """
 
     given: Mapping[str, Shape]
@@ -47,8 +47,8 @@ class InputSizes:
         """The shape of each input."""
         sizes = self.sizes
         bind = cache(lambda size: _bind(size, sizes))  # the caches of all layers have the same few sizes
-        found = {value.name or "": tuple(map(bind, value.shape or ())) for value in model.graph.inputs}
-        return {**found, **self.given}
+        bound = {value.name or "": tuple(map(bind, value.shape or ())) for value in model.graph.inputs}
+        return {**bound, **self.given}
 
 
 def input_sizes(
@@ -58,11 +58,12 @@ def input_sizes(
     stated: Mapping[str, Sequence[int | None]] = MappingProxyType({}),
     ignored: Collection[ir.Value] = (),
 ) -> InputSizes:
-    """A size for every symbol of the inputs. Shapes of `ignored` inputs may be given too, and say as much of symbols.
+    """A size for every symbol of the inputs. Shapes of `ignored` inputs (which were removed) fix symbols too.
 
-    A symbol that is neither given nor stated gets the largest size given, of first dimensions for a first dimension and
-    of others for any other, since exporters give one length several symbols; or else a default. Raises MisuseError for
-    a shape of an unknown input, or one that contradicts the model or another one.
+    A symbol that is neither given nor stated gets the largest size given, since exporters give one length several
+    symbols: that of first dimensions if it is one, else that of the others. If none is given, it gets a default.
+
+    Raises MisuseError for a shape of an unknown input, or one that contradicts the model or another one.
     """
     inputs = {value.name or "": value for value in model.graph.inputs}
     known = {**inputs, **{value.name or "": value for value in ignored}}
@@ -83,13 +84,13 @@ def input_sizes(
 
 
 def symbols_of(value: ir.Value) -> frozenset[str]:
-    """The symbols that an input's sizes are made of. A name that looks like an expression may be one too."""
+    """The symbols in an input's sizes: the names, and the parts of those that may be expressions."""
     dynamic = [size for size in value.shape or () if isinstance(size, ir.SymbolicDim) and size.value]
     return frozenset(symbol for size in dynamic for symbol in (size.value or "", *size.free_symbols()))
 
 
 def _symbols(inputs: Mapping[str, ir.Value]) -> dict[str, bool]:
-    """Each symbol, and whether it is a first dimension: of an input that has others too, or of nothing else."""
+    """Each symbol, and whether it is a first dimension: of an input with several, or wherever it occurs."""
     sizes = [
         (size, axis, len(value.shape or ()))
         for value in inputs.values()
@@ -102,13 +103,13 @@ def _symbols(inputs: Mapping[str, ir.Value]) -> dict[str, bool]:
         for symbol in _parts(size, plain):
             places.setdefault(symbol, set()).add((axis, rank))
     return {
-        symbol: any(axis == 0 and rank > 1 for axis, rank in found) or all(axis == 0 for axis, _ in found)
-        for symbol, found in places.items()
+        symbol: any(axis == 0 and rank > 1 for axis, rank in uses) or all(axis == 0 for axis, _ in uses)
+        for symbol, uses in places.items()
     }
 
 
 def _parts(size: ir.SymbolicDim, plain: Collection[str | None]) -> Collection[str]:
-    """The symbols of a dimension: of an expression, "past_length + sequence_length", or one: "batch-size"."""
+    """The symbols of a dimension: several of an expression ("past + sequence"), one of a plain name ("batch-size")."""
     parts = size.free_symbols()
     if not parts.isdisjoint(plain) or (evaluate_size(size, dict.fromkeys(parts, DEFAULT_LENGTH)) or 0) > 0:
         return parts
@@ -144,30 +145,30 @@ def _check_given(inputs: Mapping[str, ir.Value], given: Mapping[str, Shape]) -> 
 
 
 def _given_symbols(inputs: Mapping[str, ir.Value], given: Mapping[str, Shape]) -> dict[str, int]:
-    """The sizes of symbols in the given shapes. A 1 gives way to another size, since it may be broadcast to that.
+    """The sizes of symbols in the given shapes. Another size replaces a 1, which may be broadcast to it.
 
     Raises MisuseError for a symbol with two sizes.
     """
-    found: dict[str, tuple[int, str]] = {}
+    sizes: dict[str, tuple[int, str]] = {}
     for name, shape in given.items():
         for symbol, size in zip(inputs[name].shape or (), shape, strict=False):
             if isinstance(symbol, int) or not symbol.value:
                 continue
-            known, other = found.get(symbol.value, (1, name))
+            known, other = sizes.get(symbol.value, (1, name))
             if 1 not in (known, size) and known != size:
                 raise MisuseError(
                     f"the shapes contradict: the model's size '{symbol.value}' is {known} in '{other}' and {size} in "
                     f"'{name}'"
                 )
             if known == 1:
-                found[symbol.value] = (size, name)
-    return {symbol: size for symbol, (size, _) in found.items()}
+                sizes[symbol.value] = (size, name)
+    return {symbol: size for symbol, (size, _) in sizes.items()}
 
 
 def _stated_symbols(
     inputs: Mapping[str, ir.Value], stated: Mapping[str, Sequence[int | None]], past: frozenset[str]
 ) -> dict[str, int]:
-    """The sizes of symbols that are stated, but for the length of a cache."""
+    """The sizes of symbols that are stated, except lengths of caches."""
     pairs = [
         (symbol.value, size)
         for name, sizes in stated.items()

@@ -21,7 +21,7 @@ from splitc.runtime.engines.onnx_session import too_large
 
 
 def read_model(path: Path, trusts_data: bool = False) -> tuple[onnx.ModelProto, frozenset[Path]]:
-    """Read a model's file. Its weights stay on disk, and are checked to be there. Returns it and the files of its data.
+    """Read a model's file, and check that its weights, which stay on disk, are there. Returns it and their files.
 
     With `trusts_data`, these may lie outside the model's folder.
 
@@ -67,12 +67,12 @@ def read_proto(path: Path) -> onnx.ModelProto:
 
 
 def _check_texts(contents: Contents, path: Path) -> None:
-    """Raise ModelError for names that are no UTF-8, which protobuf gives as bytes."""
+    """Raise ModelError for names that are not UTF-8, which protobuf returns as bytes."""
     nodes = contents.nodes
     texts = chain(
         chain.from_iterable((node.name, node.op_type, node.domain, *node.input, *node.output) for node in nodes),
         (attribute.name for node in nodes for attribute in node.attribute),
-        chain.from_iterable((each.key, each.value) for node in nodes for each in node.metadata_props),
+        chain.from_iterable((entry.key, entry.value) for node in nodes for entry in node.metadata_props),
     )
     for text in texts:
         if type(text) is not str:
@@ -80,7 +80,7 @@ def _check_texts(contents: Contents, path: Path) -> None:
 
 
 def _graphs(graph: onnx.GraphProto, outside: frozenset[str]) -> Iterator[tuple[onnx.GraphProto, frozenset[str]]]:
-    """A graph and the graphs inside its nodes, each with the names of the scopes around it."""
+    """A graph and its subgraphs, with the names that are visible from outside of each."""
     yield graph, outside
     given = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
     names = outside.union(given, chain.from_iterable(node.output for node in graph.node))
@@ -98,8 +98,8 @@ def _check_declared(graph: onnx.GraphProto, path: Path) -> None:
 def _check_names(graph: onnx.GraphProto, path: Path, outside: frozenset[str]) -> None:
     """Raise ModelError for a name of two values, which tools resolve differently.
 
-    (An input may have an initializer of the same name, its default.) Of two weights with one name, ONNX Runtime takes
-    the first if they are large, and the last if they are small.
+    (An input may have an initializer of the same name, its default.) Of two weights with the same name, ONNX Runtime
+    takes the first if they are large, and the last if they are small.
     """
     if graph.sparse_initializer:
         name = graph.sparse_initializer[0].values.name

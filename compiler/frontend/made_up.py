@@ -1,4 +1,4 @@
-"""How to make up sensible arrays for a model's inputs, by their roles."""
+"""How to make up plausible arrays for a model's inputs, by their roles."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from splitc.runtime.package import manifest as m
 def choose_fill(value: ir.Value, role: m.Role | None) -> m.Fill:
     """How to fill the input `value`.
 
-    Indices stay below the number of rows of their table, positions count up, masks are ones. Other floating point
-    inputs are normally distributed; other integers and booleans are ones, since they are switches and lengths.
+    Indices are below the number of rows of their table, positions count up, masks are ones. Other floating point inputs
+    are normally distributed; other integers and booleans are ones, since they are switches and lengths.
     """
     if role is not None and role.kind == "indices":
         return m.Fill("randint", high=role.rows)

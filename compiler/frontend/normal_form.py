@@ -13,7 +13,7 @@ from splitc.compiler.frontend.unused import remove_unused
 
 
 def lift(model: ir.Model) -> None:
-    """Inline functions, and make initializers of the main graph of all constants, in place.
+    """Inline functions, and turn all constants into initializers of the main graph, in place.
 
     Each pass walks the whole model, and most models need none.
     """
@@ -30,8 +30,8 @@ class NameInitializerOutputs(ir.passes.InPlacePass):
     """Insert an Identity before each output that is an initializer, so that a node makes each output."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        found = [index for index, value in enumerate(model.graph.outputs) if value.producer() is None]
-        for index in found:
+        indices = [index for index, value in enumerate(model.graph.outputs) if value.producer() is None]
+        for index in indices:
             value = model.graph.outputs[index]
             node = ir.node("Identity", [value])
             model.graph.append(node)
@@ -39,11 +39,11 @@ class NameInitializerOutputs(ir.passes.InPlacePass):
             name, value.name = value.name, f"{value.name}_initializer"
             output.name, output.type, output.shape = name, value.type, value.shape
             model.graph.outputs[index] = output
-        return ir.passes.PassResult(model, bool(found))
+        return ir.passes.PassResult(model, bool(indices))
 
 
 class SortUnsorted(ir.passes.InPlacePass):
-    """Sort nodes topologically if they are not sorted. Otherwise the exporter's order, a good one, is kept."""
+    """Sort nodes topologically if they are not sorted. Otherwise the exporter's order is kept, which is a good one."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         seen: set[ir.Node] = set()
@@ -56,7 +56,7 @@ class SortUnsorted(ir.passes.InPlacePass):
 
 
 class RemoveUnused(ir.passes.InPlacePass):
-    """Remove what nobody reads, if there is anything: to find that out takes a tenth of the time."""
+    """Remove what nothing reads, if there is anything: to check that first takes a tenth of the time."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
@@ -67,19 +67,8 @@ class RemoveUnused(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, True)
 
 
-class FixOutputs(ir.passes.InPlacePass):
-    """Insert an Identity before each output that is an input or another output, if there is any."""
-
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        outputs = model.graph.outputs
-        is_right = len(set(outputs)) == len(outputs) and not any(value.is_graph_input() for value in outputs)
-        if is_right and not has_subgraphs(model.graph):
-            return ir.passes.PassResult(model, False)
-        return passes.OutputFixPass()(model)
-
-
 # Every node is needed, every output is made by a node, and nodes come after what they read.
-COMPLETE = ir.passes.Sequential(RemoveUnused(), FixOutputs(), NameInitializerOutputs(), SortUnsorted())
+COMPLETE = ir.passes.Sequential(RemoveUnused(), passes.OutputFixPass(), NameInitializerOutputs(), SortUnsorted())
 
 
 def take_off_passed(graph: ir.Graph) -> tuple[tuple[int, ir.Value], ...]:

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 import sympy
 from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
 
+from splitc.compiler.frontend.node_alone import node_alone, run_alone, serialized
 from splitc.compiler.frontend.reads import subgraphs
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 
-# The most elements of a constant that may be sizes. Longer ones are data, and replaced by zeros and ones.
-SMALL = 64
+# The most elements of a constant that may be sizes: no tensor has as many axes. Longer ones are data.
+MOST_SIZES = 64
 Shape = tuple[int, ...]
 Size = int | ir.SymbolicDim
 # Where a size of an output comes from: a fixed number, or (input, axis); None if neither.
 Origin = None | int | tuple[int, int]
-# The shape and data type of each output: as made in one run, and as concluded from several.
+# The shape and data type of each output: those of one run, and those that follow from several runs.
 Made = list[tuple[Shape, ir.DataType]]
 Observed = list[tuple[tuple[Size | None, ...], ir.DataType]]
 # What running a node raises; numpy raises the last ones for types that it lacks.
@@ -44,40 +45,42 @@ class Origins:
     def resolve(self, shapes: Sequence[Sequence[Size]]) -> Observed:
         """The outputs' shapes and types, for inputs of these shapes."""
         outputs = (
-            tuple(shapes[each[0]][each[1]] if isinstance(each, tuple) else each for each in origins)
+            tuple(shapes[origin[0]][origin[1]] if isinstance(origin, tuple) else origin for origin in origins)
             for origins in self.outputs
         )
         return list(zip(outputs, self.dtypes, strict=True))
 
 
-# All observations so far, by `signature`.
-_found: dict[str, list[Origins]] = {}
+@lru_cache(maxsize=1024)
+def _observed(signature: str) -> list[Origins]:
+    """The observations of nodes with this `signature` so far, to be appended to."""
+    return []
 
 
 def observe(node: ir.Node) -> Observed | None:
     """The shapes and types of a node's outputs; None if they depend on data, or if the node fails to run.
 
-    Symbolic sizes are replaced by two sets of small, distinct numbers, which show where the outputs' sizes come from.
-    The result is reused for similar nodes, so that those with large sizes need not run.
+    The node runs twice, with other primes for the symbolic sizes: these show where the outputs' sizes come from. The
+    result is reused for similar nodes, so that those with large sizes need not run.
     """
     inputs = [value for value in node.inputs if value is not None and not _is_kept(value)]
     if any(value.shape is None or value.dtype is None for value in inputs) or any(subgraphs(node)):
         return None
     shapes = [tuple(value.shape or ()) for value in inputs]
-    found = _found.setdefault(signature(node), [])
-    known = next((each for each in found if each.hold(shapes)), None) or _find_origins(node, shapes)
-    if known is None:
+    observed = _observed(signature(node))
+    origins = next((origins for origins in observed if origins.hold(shapes)), None) or _find_origins(node, shapes)
+    if origins is None:
         return None
-    if known not in found and not any(None in each for each in known.outputs):
-        found.append(known)
-    return known.resolve(shapes)
+    if origins not in observed and not any(None in output for output in origins.outputs):
+        observed.append(origins)
+    return origins.resolve(shapes)
 
 
 def _find_origins(node: ir.Node, shapes: Sequence[Sequence[Size]]) -> Origins | None:
     tries = list(_tries(shapes))
     if tries[0] == tries[1]:  # no size is a symbol
         del tries[1]
-    results = [made for each in tries if (made := _run(node, each)) is not None]
+    results = [made for shapes_tried in tries if (made := _run(node, shapes_tried)) is not None]
     if len(results) < len(tries):
         return None
     outputs = tuple(_explain([shape for shape, _ in made], tries) for made in zip(*results, strict=True))
@@ -87,7 +90,7 @@ def _find_origins(node: ir.Node, shapes: Sequence[Sequence[Size]]) -> Origins | 
 
 def _is_kept(value: ir.Value) -> bool:
     """Whether the value is known and short, so that sizes may depend on it."""
-    return value.const_value is not None and value.const_value.size <= SMALL
+    return value.const_value is not None and value.const_value.size <= MOST_SIZES
 
 
 def signature(node: ir.Node) -> str:
@@ -141,11 +144,11 @@ def _explain(made: Sequence[Shape], tries: Sequence[Sequence[Shape]]) -> tuple[O
     if len({len(shape) for shape in made}) > 1:
         return (None,)
     places = [(place, axis) for place, shape in enumerate(tries[0]) for axis in range(len(shape))]
-    found: list[Origin] = []
+    origins: list[Origin] = []
     for sizes in zip(*made, strict=True):
-        same = (place for place in places if tuple(each[place[0]][place[1]] for each in tries) == sizes)
-        found.append(sizes[0] if len(set(sizes)) == 1 else next(same, None))
-    return tuple(found)
+        same = (place for place in places if tuple(shapes[place[0]][place[1]] for shapes in tries) == sizes)
+        origins.append(sizes[0] if len(set(sizes)) == 1 else next(same, None))
+    return tuple(origins)
 
 
 def refusal(node: ir.Node, shapes: Sequence[Shape | None], fill: Any = np.zeros) -> str | None:
@@ -156,7 +159,7 @@ def refusal(node: ir.Node, shapes: Sequence[Shape | None], fill: Any = np.zeros)
     pairs = zip(node.inputs, shapes, strict=True)
     made_up = [shape or () for value, shape in pairs if value is not None and not _is_kept(value)]
     try:
-        _run_filled(_alone(node, made_up), fill)
+        _run_filled(node_alone(node, _is_kept, made_up), fill)
     except onnxruntime_build.NotImplemented:
         return None
     except FAILURES as error:
@@ -166,7 +169,7 @@ def refusal(node: ir.Node, shapes: Sequence[Shape | None], fill: Any = np.zeros)
 
 def _run(node: ir.Node, shapes: Sequence[Shape]) -> Made | None:
     """The outputs' shapes and types for inputs of these shapes; None if they differ for zeros and ones, or it fails."""
-    graph = _alone(node, shapes)
+    graph = node_alone(node, _is_kept, shapes)
     try:
         made = [_run_filled(graph, fill) for fill in (np.zeros, np.ones)]
     except FAILURES:
@@ -174,34 +177,8 @@ def _run(node: ir.Node, shapes: Sequence[Shape]) -> Made | None:
     return made[0] if made[0] == made[1] else None
 
 
-def _alone(node: ir.Node, shapes: Sequence[Shape]) -> ir.Graph:
-    """A graph of the node alone. Its inputs are those whose values are not known, in these shapes."""
-    stand_ins = iter(shapes)
-    inputs: list[ir.Value | None] = []
-    fed: list[ir.Value] = []
-    for number, value in enumerate(node.inputs):
-        new = None
-        if value is not None:
-            kept = _is_kept(value)
-            shape = value.shape if kept else ir.Shape(next(stand_ins))
-            tensor = value.const_value if kept else None
-            new = ir.Value(name=f"input{number}", shape=shape, type=value.type, const_value=tensor)
-            fed += [] if kept else [new]
-        inputs.append(new)
-    copy = ir.Node(node.domain, node.op_type, inputs, list(node.attributes.values()), num_outputs=len(node.outputs))
-    for number, value in enumerate(copy.outputs):
-        value.name = f"output{number}" if node.outputs[number].name else ""
-    opsets = dict(node.graph.opset_imports) if node.graph is not None else {"": 21, node.domain: 1}
-    initializers = [value for value in inputs if value is not None and value.const_value is not None]
-    outputs = [value for value in copy.outputs if value.name]
-    return ir.Graph(fed, outputs, nodes=[copy], initializers=initializers, opset_imports=opsets, name="observed")
-
-
 def _run_filled(graph: ir.Graph, fill: Any) -> Made:
-    options = ort.SessionOptions()
-    options.log_severity_level, options.intra_op_num_threads = 4, 1
-    content = ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString()
-    session = ort.InferenceSession(content, options, providers=["CPUExecutionProvider"], enable_fallback=0)
+    """What the graph of one node makes of inputs of zeros or ones."""
     feeds = {v.name: fill(v.shape.numpy(), v.dtype.numpy()) for v in graph.inputs if v.shape is not None and v.dtype}
-    arrays = session.run(None, feeds)
+    arrays = run_alone(serialized(graph), feeds)
     return [(tuple(array.shape), ir.DataType.from_numpy(array.dtype)) for array in arrays]

@@ -1,6 +1,6 @@
 """Optional inputs: initializers that are inputs too. A request may override the model's own value.
 
-In the graph they are marked weights: they may be sharded, but nothing may be folded from their values.
+In the graph they are weights with a mark: they may be sharded, but not folded.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _MARK = "splitc.optional"
 
 @dataclass(frozen=True)
 class OptionalOrigin:
-    """The optional input that an initializer is, or is a shard of: with the elements `places` along these axes.
+    """The optional input that an initializer is, or is a shard of. A shard has the elements `places` along these axes.
 
-    `declared` is the model's shape of the input. It may have dynamic sizes although the default has not.
+    `declared` is the model's shape of the input, which may have dynamic sizes although the default has none.
     """
 
     input: str
@@ -36,7 +36,7 @@ class OptionalOrigin:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether a request can't give it another shape."""
+        """Whether its shape is the same in all requests."""
         return self.declared is not None and self.declared.is_static()
 
 
@@ -78,20 +78,20 @@ def mark_part(part: ir.Value, whole: ir.Value, places: Mapping[int, npt.NDArray[
 
 @contextmanager
 def defaults_hidden(graph: ir.Graph) -> Iterator[None]:
-    """Hide the default values of optional inputs, so that nothing is folded from them meanwhile."""
-    found = [(value, value.const_value, value.shape) for value in optional_inputs(graph)]
-    for value, _, _ in found:
+    """Hide the default values of optional inputs meanwhile, so that nothing is folded from them."""
+    hidden = [(value, value.const_value, value.shape) for value in optional_inputs(graph)]
+    for value, _, _ in hidden:
         value.const_value = None
     try:
         yield
     finally:
-        for value, tensor, shape in found:
+        for value, tensor, shape in hidden:
             value.const_value, value.shape = tensor, shape
 
 
 def make_overridable(graph: ir.Graph) -> list[Override]:
     """Add initializers that come from optional inputs to the graph's inputs, in place. Returns their overrides."""
-    found = []
+    overrides = []
     for value in optional_inputs(graph):
         source = source_of(value)
         assert source is not None
@@ -99,11 +99,11 @@ def make_overridable(graph: ir.Graph) -> list[Override]:
             value.shape = source.declared
         graph.inputs.append(value)
         places = {axis: _runs(indices) for axis, indices in source.places.items()}
-        found.append(Override(source.input, value.name or "", places))
-    return found
+        overrides.append(Override(source.input, value.name or "", places))
+    return overrides
 
 
 def _runs(indices: npt.NDArray[Any]) -> list[tuple[int, int]]:
-    """Ascending indices as runs, each from its start to before its end."""
+    """Ascending indices as half-open ranges."""
     runs = np.split(indices, np.flatnonzero(np.diff(indices) != 1) + 1)
     return [(int(run[0]), int(run[-1]) + 1) for run in runs if len(run)]

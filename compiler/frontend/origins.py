@@ -1,4 +1,4 @@
-"""Which value or node of the model a copy stands for. This is in its metadata, which onnx_ir copies."""
+"""The origin of a copied node or value: the one of the model that it stands for, in metadata that onnx_ir copies."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def origin_of(clone: T) -> T | None:
 
 
 def stand_for(value: ir.Value, origin: ir.Value | None) -> None:
-    """Make a value stand for one of the model."""
+    """Make a value a copy of one of the model."""
     if origin is not None:
         value.meta[_ORIGIN] = origin
 
 
 def hand_over(old: ir.Value, new: ir.Value, suffix: str) -> None:
-    """Give a new value the name, the type and the origin of an old one. The old value's name gets a suffix."""
+    """Move an old value's name, type and origin to a new one. The old value's name gets a suffix."""
     new.name, new.type = old.name, old.type
     old.name = f"{old.name}/{suffix}"
     stand_for(new, old.meta.pop(_ORIGIN, None))

@@ -13,8 +13,8 @@ import onnx
 class Contents:
     """What a model's file holds.
 
-    `graphs` are its graph and those inside its nodes, `in_functions` those inside the nodes of its functions. `nodes`
-    are those of all of them, and of the functions.
+    `graphs` are its graph and the subgraphs of its nodes, `in_functions` the subgraphs of its functions' nodes. `nodes`
+    are those of all these graphs, and of the functions.
     """
 
     graphs: tuple[onnx.GraphProto, ...]
@@ -23,7 +23,7 @@ class Contents:
 
 
 def contents_of(proto: onnx.ModelProto) -> Contents:
-    """All graphs and nodes of a model. To look for them takes longer than most of what is done with them."""
+    """All graphs and nodes of a model, collected once: that takes longer than most of what is done with them."""
     loose = tuple(chain.from_iterable(function.node for function in proto.functions))
     graphs = (proto.graph, *_graphs_inside(proto.graph.node))
     in_functions = tuple(_graphs_inside(loose))
@@ -48,9 +48,10 @@ def inner_graphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
 
 
 def lift_constants(graph: onnx.GraphProto) -> None:
-    """Make weights of the graph's Constant nodes that hold a tensor, in place. Half of an exporter's nodes are such.
+    """Turn the graph's Constant nodes that hold a tensor into initializers, in place.
 
-    onnx_ir can do it too, for any Constant, but takes longer than for all else of reading a model.
+    Half of an export's nodes are such. onnx_ir's pass does so for any Constant, but takes longer than all the rest of
+    reading a model.
     """
     outputs = {value.name for value in graph.output}
     kept = onnx.GraphProto()

@@ -1,4 +1,4 @@
-"""What nodes read: their inputs, and the values that their subgraphs capture. Which of them draw random numbers."""
+"""What nodes read: their inputs, and the values that their subgraphs capture. Which nodes draw random numbers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def subgraphs(node: ir.Node) -> Iterator[ir.Graph]:
 
 
 def has_subgraphs(graph: ir.Graph) -> bool:
-    """Whether any of the graph's nodes has a graph inside."""
+    """Whether any of the graph's nodes has a subgraph."""
     return any(node.attributes and any(subgraphs(node)) for node in graph)
 
 
 def all_nodes(graph: ir.Graph) -> Iterator[ir.Node]:
-    """The nodes of a graph and of the graphs inside them, as ir.Graph.all_nodes: that takes four times as long."""
+    """The nodes of a graph and of its subgraphs. `ir.Graph.all_nodes` gives the same, in four times the time."""
     for node in graph:
         yield node
         if node.attributes:
@@ -34,12 +34,12 @@ def all_nodes(graph: ir.Graph) -> Iterator[ir.Node]:
 
 
 def is_random(node: ir.Node) -> bool:
-    """Whether a node, or one of a graph inside it, draws random numbers."""
+    """Whether a node, or one in its subgraphs, draws random numbers."""
     return draws(node) or any(draws(inner) for graph in subgraphs(node) for inner in all_nodes(graph))
 
 
 def node_reads(node: ir.Node) -> Iterator[ir.Value]:
-    """The values of the main graph that one of its nodes and its subgraphs read, each once, in order of reading.
+    """The values of the main graph that one of its nodes reads, itself or in subgraphs, each once, in order of reading.
 
     onnx_ir's analysis of implicit usage gives sets, but files need a fixed order.
     """

@@ -1,29 +1,29 @@
-"""The roles of a model's inputs: indices, positions or masks, found by what the graph does with them.
+"""The roles of a model's inputs: indices, positions or masks, by what the graph does with them.
 
-An input's name decides only if the graph does not.
+An input's name decides only where the graph does not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import onnx_ir as ir
 
 from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.walks import producers, reached
 from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.package.manifest import Role
 
-# A table with at most this many rows is of token types rather than positions.
-KINDS = 16
+# A table with at most this many rows is of token types rather than positions (BERT has 2, and no model 16 positions).
+MOST_TOKEN_TYPES = 16
 
 
 def find_roles(graph: Graph) -> dict[ir.Value, Role]:
     """The roles of the inputs that have one."""
     inputs = list(graph.graph.inputs)
-    rows = {value: min(found) for value in inputs if (found := _rows(value))}
+    rows = {value: min(counts) for value in inputs if (counts := _table_rows(value))}
     roles = {value: Role("positions", rows.get(value, 0)) for value in inputs if _are_positions(value)}
-    looked_up = {value: size for value, size in rows.items() if value not in roles}
-    roles.update(_tell_apart(graph, looked_up))
+    roles.update(_tell_apart(graph, {value: size for value, size in rows.items() if value not in roles}))
     masks = _above_masks(graph)
     roles.update({value: Role(masks[value]) for value in inputs if value in masks and value not in roles})
     for value in inputs:
@@ -38,27 +38,25 @@ def _named(value: ir.Value) -> Role | None:
     return Role("positions") if "position" in name else Role("mask") if "mask" in name else None
 
 
-def _hands_on(node: ir.Node) -> bool:
+def _rearranges(node: ir.Node) -> bool:
     return operator_of(node).rearranges
 
 
-def _may_rotate(node: ir.Node) -> bool:
+def _may_make_angles(node: ir.Node) -> bool:
     operator = operator_of(node)
-    return operator.rearranges or operator.rotates
+    return operator.rearranges or operator.may_make_angles
 
 
-def _uses(value: ir.Value, hands_on: Callable[[ir.Node], bool] = _hands_on) -> Iterator[tuple[ir.Node, int]]:
-    """Each use of a value, as node and input number. Results of nodes that pass the value on are followed."""
-    stack, seen = [value], {value}
-    while stack:
-        for use in stack.pop().uses():
-            node, number = use
-            yield node, number
+def _uses(value: ir.Value, passes_on: Callable[[ir.Node], bool] = _rearranges) -> Iterator[tuple[ir.Node, int]]:
+    """Each use of a value, and of the results of nodes that pass it on: the node and the input's number."""
+
+    def passed_on(value: ir.Value) -> Iterator[ir.Value]:
+        for node, number in value.uses():
             # Rearranging operators pass on their first input (others are sizes), and Concat any of them.
-            if hands_on(node) and (number == 0 or node.op_type == "Concat" or not _hands_on(node)):
-                new = [output for output in node.outputs if output not in seen]
-                seen.update(new)
-                stack += new
+            if passes_on(node) and (number == 0 or node.op_type == "Concat" or not _rearranges(node)):
+                yield from node.outputs
+
+    return ((node, number) for passed in reached([value], passed_on) for node, number in passed.uses())
 
 
 def _lookups(value: ir.Value) -> Iterator[tuple[ir.Node, ir.Value]]:
@@ -70,31 +68,28 @@ def _lookups(value: ir.Value) -> Iterator[tuple[ir.Node, ir.Value]]:
                 yield node, table
 
 
-def _rows(value: ir.Value) -> list[int]:
+def _table_rows(value: ir.Value) -> list[int]:
     """The number of rows of each table of known size that a value indexes."""
-    found = []
-    for node, table in _lookups(value):
-        size = table.shape[node.attributes.get_int("axis", 0)] if table.shape else None
-        found += [size] if isinstance(size, int) else []
-    return found
+    sizes = (table.shape[node.attributes.get_int("axis", 0)] for node, table in _lookups(value) if table.shape)
+    return [size for size in sizes if isinstance(size, int)]
 
 
 def _are_positions(value: ir.Value) -> bool:
     """Whether a value becomes angles, is an index to write at, or looks up the cosines and sines of a rotation."""
     if value.dtype is None or value.dtype.is_floating_point():
         return False
-    if any(node.op_type in ("Cos", "Sin") for node, _ in _uses(value, _may_rotate)):
+    if any(node.op_type in ("Cos", "Sin") for node, _ in _uses(value, _may_make_angles)):
         return True
     if any(number in operator_of(node).positions for node, number in _uses(value)):
         return True
-    return any(_turns(node.outputs[0]) for node, table in _lookups(value) if not table.is_graph_input())
+    return any(_rotates(node.outputs[0]) for node, table in _lookups(value) if not table.is_graph_input())
 
 
-def _turns(rows: ir.Value) -> bool:
-    """Whether rows of a table are only multiplied with results of products, as cosines and sines are."""
-    uses = [(node, number) for node, number in _uses(rows) if not _hands_on(node)]
+def _rotates(rows: ir.Value) -> bool:
+    """Whether rows of a table are only multiplied by results of products, as cosines and sines are."""
+    uses = [(node, number) for node, number in _uses(rows) if not _rearranges(node)]
     return bool(uses) and all(
-        node.op_type == "Mul" and (other := node.inputs[1 - number]) is not None and _is_made_by_product(other)
+        node.op_type == "Mul" and (other := node.inputs[1 - number]) is not None and _comes_from_product(other)
         for node, number in uses
     )
 
@@ -103,83 +98,83 @@ def _tell_apart(graph: Graph, rows: dict[ir.Value, int]) -> dict[ir.Value, Role]
     """Which inputs that look up rows are tokens, and which are positions.
 
     The vocabulary is the table with as many rows as an output has columns (logits), or else the largest table. Another
-    input of the same shape as the tokens is positions if its table has more than KINDS rows. If there is only one
-    input and no vocabulary is known, its name decides.
+    input of the same shape as the tokens is positions if its table has more than MOST_TOKEN_TYPES rows. If there is
+    only one input and no vocabulary is known, its name decides.
     """
     if not rows:
         return {}
     widths = {value.shape[-1] for value in graph.outputs if value.shape}
-    known = [value for value, size in rows.items() if size in widths]
-    tokens = known[0] if known else max(rows, key=lambda value: rows[value])
-    found = {}
-    for value, size in rows.items():
-        other = value is not tokens and size > KINDS and value.shape == tokens.shape
-        unsure = len(rows) == 1 and not known
-        named = _named(value) if unsure else None
-        found[value] = Role(named.kind if named else "positions" if other else "indices", size)
-    return found
+    vocabularies = [value for value, size in rows.items() if size in widths]
+    tokens = vocabularies[0] if vocabularies else max(rows, key=lambda value: rows[value])
+    if len(rows) == 1 and not vocabularies and (named := _named(tokens)) is not None:
+        return {tokens: Role(named.kind, rows[tokens])}
+
+    def kind(value: ir.Value) -> str:
+        beside = value is not tokens and value.shape == tokens.shape
+        return "positions" if beside and rows[value] > MOST_TOKEN_TYPES else "indices"
+
+    return {value: Role(kind(value), size) for value, size in rows.items()}
 
 
 def _above_masks(graph: Graph) -> dict[ir.Value, str]:
     """The inputs that attention masks are made from ("mask"), and those added to the scores as they are ("bias")."""
-    masks: set[ir.Value] = set()
-    for reader in graph.nodes:
-        if reader.op_type == "Softmax" and reader.inputs[0] is not None:
-            masks.update(_added_to_scores(reader.inputs[0]))
-        given = (reader.inputs[number] for number in operator_of(reader).masks if number < len(reader.inputs))
-        masks.update(value for value in given if value is not None)
-    found: dict[ir.Value, str] = {}
-    stack, seen = [(value, True) for value in masks], set(masks)
-    while stack:
-        value, as_fed = stack.pop()
-        if value.is_graph_input():
-            added = as_fed and value.dtype is not None and value.dtype.is_floating_point()
-            found[value] = "bias" if added else "mask"
+    masks: dict[ir.Value, None] = {}
+    for node in graph.nodes:
+        if node.op_type == "Softmax" and node.inputs[0] is not None:
+            masks.update(dict.fromkeys(_added_to_scores(node.inputs[0])))
+        inputs = (node.inputs[number] for number in operator_of(node).masks if number < len(node.inputs))
+        masks.update((value, None) for value in inputs if value is not None)
+
+    def above(value: ir.Value) -> Sequence[ir.Value]:
         node = value.producer()
-        if node is None or operator_of(node).multiplies or operator_of(node).reads_shape:
-            continue
-        above = [each for each in graph.reads[node] if each not in seen]
-        seen.update(above)
-        stack += [(each, as_fed and _hands_on(node)) for each in above]
-    return found
+        if node is None or operator_of(node).is_product or operator_of(node).reads_shape:
+            return ()
+        return graph.reads[node]
+
+    def unchanged(value: ir.Value) -> Sequence[ir.Value]:
+        node = value.producer()
+        return above(value) if node is not None and _rearranges(node) else ()
+
+    as_fed = set(reached(masks, unchanged))
+    return {
+        value: "bias" if value in as_fed and value.dtype is not None and value.dtype.is_floating_point() else "mask"
+        for value in reached(masks, above)
+        if value.is_graph_input()
+    }
 
 
-def _may_scale(node: ir.Node) -> bool:
-    """Whether the node may come between scores and their softmax, or between a product and the addition of a mask."""
+def _may_precede_softmax(node: ir.Node) -> bool:
+    """Whether the node may stand between scores and their softmax, or between a product and the addition of a mask."""
     operator = operator_of(node)
-    return operator.scales or operator.rearranges
+    return operator.may_precede_softmax or operator.rearranges
 
 
 def _added_to_scores(value: ir.Value) -> Iterator[ir.Value]:
     """The values that are added to scores before a softmax, or that choose among them by Where."""
-    stack, seen = [value], {value}
-    while stack:
-        node = stack.pop().producer()
-        if node is None or not _may_scale(node):
-            continue
-        reads = [each for each in node.inputs if each is not None]
-        scores = [each for each in reads if _is_made_by_product(each)]
-        if scores and node.op_type in ("Add", "Sub", "Where"):
-            yield from (each for each in reads if each not in scores)
-        new = [each for each in scores if each not in seen]
-        seen.update(new)
-        stack += new
+
+    def scores(value: ir.Value) -> list[ir.Value]:
+        node = value.producer()
+        if node is None or not _may_precede_softmax(node):
+            return []
+        return [read for read in node.inputs if read is not None and _comes_from_product(read)]
+
+    above = reached([value], scores)
+    for node in producers(above):
+        if node.op_type in ("Add", "Sub", "Where") and (products := scores(node.outputs[0])):
+            yield from (read for read in node.inputs if read is not None and read not in products)
 
 
-def _is_made_by_product(value: ir.Value | None) -> bool:
+def _comes_from_product(value: ir.Value) -> bool:
     """Whether a value is the result of a product or norm, perhaps scaled or rearranged."""
-    stack, seen = [value], {value}
-    while stack:
-        each = stack.pop()
-        node = each.producer() if each is not None else None
-        if node is None:
-            continue
-        if operator_of(node).multiplies or operator_of(node).normalizes:
-            return True
-        if _may_scale(node):
-            # The condition of a Where, and lists of sizes, are not data.
-            data = node.inputs[1:] if node.op_type == "Where" else node.inputs[: 1 if _hands_on(node) else None]
-            new = [each for each in data if each not in seen]
-            seen.update(new)
-            stack += new
-    return False
+
+    def data(value: ir.Value) -> Sequence[ir.Value]:
+        node = value.producer()
+        if node is None or not _may_precede_softmax(node):
+            return ()
+        # The condition of a Where, and lists of sizes, are not data.
+        inputs = node.inputs[1:] if node.op_type == "Where" else node.inputs[: 1 if _rearranges(node) else None]
+        return [read for read in inputs if read is not None]
+
+    above = reached([value], data)
+    operators = map(operator_of, producers(above))
+    return any(operator.is_product or operator.is_norm for operator in operators)

@@ -21,7 +21,7 @@ from splitc.compiler.frontend.optional import optional_inputs
 from splitc.compiler.frontend.reads import all_nodes, has_subgraphs
 from splitc.compiler.request.shapes import Shape
 
-# Characters of the longest name of a dimension that is taken for a name or a sum of names.
+# The characters of the longest dimension that is parsed as an expression (by sympy, which onnx_ir depends on).
 LONGEST = 200
 
 
@@ -29,9 +29,9 @@ LONGEST = 200
 class BoundShapes:
     """Bound shapes of values by name. A size that depends on data (NonZero) counts as 1; its value is `uncertain`.
 
-    `unknown` are the numbers of a value's axes that count as 1 so. `constants` are the results of shape arithmetic with
+    `unknown` are the axes of a value whose size depends on data. `constants` are the results of shape arithmetic with
     these shapes. `observed` are the operators without a shape rule, which ONNX Runtime ran on made-up inputs.
-    `repeated` are nodes that have the form of another one.
+    `repeated` are the nodes that have the form of another one.
     """
 
     shapes: Mapping[str, Shape]
@@ -59,9 +59,9 @@ def read_symbols(model: ir.Model) -> None:
 
 
 def _is_readable(size: int | ir.SymbolicDim) -> bool:
-    """Whether a size is a number, a name, or a sum or the like of such, as exporters write them.
+    """Whether a size is a number, a name, or an expression of such, as exporters write them.
 
-    Powers are no sizes: to compute 9**9**9**9 takes for ever.
+    Powers are refused: 9**9**9**9 would be computed for ever.
     """
     if isinstance(size, int):
         return size >= 0
@@ -76,18 +76,18 @@ def _is_readable(size: int | ir.SymbolicDim) -> bool:
 def infer_shapes(model: ir.Model) -> Inference:
     """Infer every value's symbolic shape and type from the inputs, in place.
 
-    The file's own shapes are dropped first, since exporters write wrong ones. If inference fails, shapes stay unknown,
-    which later passes allow for; only an output then keeps the file's shape.
+    The file's own shapes are dropped first, since exporters write wrong ones. Where inference fails, shapes stay
+    unknown, which later passes allow for; only outputs then keep the file's shape.
     """
     declared = {value: value.shape for value in model.graph.outputs}
     for node in all_nodes(model.graph):
         for value in node.outputs:
             value.shape = None
-    found = infer_shapes_and_types(model)
+    inference = infer_shapes_and_types(model)
     for value, shape in declared.items():
         if value.shape is None:
             value.shape = shape
-    return found
+    return inference
 
 
 def evaluate_size(size: ir.SymbolicDim, bindings: Mapping[str, int]) -> int | None:
@@ -99,7 +99,7 @@ def evaluate_size(size: ir.SymbolicDim, bindings: Mapping[str, int]) -> int | No
 def reconcile(model: ir.Model, bound: BoundShapes) -> None:
     """Drop symbolic sizes that contradict the bound shapes, in place, since inference is not always right.
 
-    Engines rely on these sizes, and so do stages that read a size off another value.
+    Engines rely on these sizes, and so do stages that read a size from another value.
     """
     bindings: dict[str, int] = {}
     for value in model.graph.inputs:
@@ -135,11 +135,11 @@ def bind_shapes(
 ) -> BoundShapes:
     """The shape of every value of the main graph, with the inputs' shapes bound to `inputs`.
 
-    `known` are values of inputs that are lists of sizes. With `defaults`, the values of optional inputs are used too:
-    good enough for costs, but a request may override them.
+    `known` are the values of inputs that are lists of sizes. With `defaults`, the values of optional inputs are used
+    too: good enough for costs, but a request may override them.
     """
-    with bound_model(model, inputs, known, defaults) as (_, found):
-        return found
+    with bound_model(model, inputs, known, defaults) as (_, bound):
+        return bound
 
 
 @contextmanager
@@ -156,22 +156,20 @@ def bound_model(
 
 @contextmanager
 def _scratch(model: ir.Model) -> Iterator[ir.Model]:
-    """The model itself, whose values are afterwards as they were before; or a copy if it has control flow.
-
-    To know sizes is to know which branches are taken, and these replace their If.
-    """
+    """The model itself, whose values are restored afterwards; or a copy if it has control flow, since with known sizes
+    the branches that are taken replace their If."""
     if has_subgraphs(model.graph):
         yield model.clone()
         return
     graph = model.graph
     values = [*graph.inputs, *graph.initializers.values(), *(value for node in graph for value in node.outputs)]
-    found = [(value.shape, value.type, value.const_value, dict(value.metadata_props)) for value in values]
+    states = [(value.shape, value.type, value.const_value, dict(value.metadata_props)) for value in values]
     try:
         yield model
     finally:
-        for value, (shape, type_, tensor, properties) in zip(values, found, strict=True):
+        for value, (shape, type_, tensor, properties) in zip(values, states, strict=True):
             value.shape, value.type = shape, type_
-            if value.const_value is not tensor:  # to set it takes long
+            if value.const_value is not tensor:  # setting it is slow
                 value.const_value = tensor
             if properties or value.metadata_props:
                 value.metadata_props.clear()
@@ -190,12 +188,12 @@ def _bind(
         value.shape = ir.Shape(inputs[value.name or ""])
         if (numbers := known.get(value.name or "")) is not None:
             value.const_value = ir.tensor(numbers, name=value.name)
-    found = infer_shapes(bound)
-    observed = found.observed
-    # Inferred shapes allow more shape arithmetic to be computed, and the other way round.
+    inference = infer_shapes(bound)
+    observed = inference.observed
+    # Inferred shapes allow more shape arithmetic to be folded, and vice versa.
     while fold_shapes(bound.graph) + take_branches(bound.graph) and not _is_known(bound.graph):
-        found = infer_shapes(bound)
-        observed |= found.observed
+        inference = infer_shapes(bound)
+        observed |= inference.observed
     values = [*bound.graph.inputs, *(value for node in bound.graph for value in node.outputs)]
     named = {value.name: value for value in values if value.name}
     shapes = {name: value.shape for name, value in named.items() if value.shape is not None}
@@ -204,7 +202,7 @@ def _bind(
         frozenset(name for name in named if name not in shapes or not shapes[name].is_static()),
         {name: value.const_value.numpy() for name, value in named.items() if value.const_value is not None},
         observed,
-        found.repeated,
+        inference.repeated,
         {
             name: frozenset(number for number, size in enumerate(shape) if not isinstance(size, int))
             for name, shape in shapes.items()

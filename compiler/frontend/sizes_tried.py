@@ -27,7 +27,7 @@ from splitc.runtime.feeds.fills import make_inputs
 from splitc.runtime.package.manifest import Fill, Tensor
 from splitc.runtime.tools.unsplit import fixed_feeds
 
-# The most bytes of weights, and of what a node reads, that are tried; the seconds that a run may take.
+# The most bytes of weights of a model, and of what a node reads, that are tried; the seconds that a run may take.
 LARGEST, LARGEST_NODE, LONGEST = 256 << 20, 32 << 20, 10.0
 # The most elements of an input that is made up.
 MOST_ELEMENTS = 1 << 24
@@ -54,9 +54,9 @@ class Trial:
 
         None too if it takes longer than LONGEST, or if this machine's CPU lacks a kernel: neither tells of sizes.
         """
-        inputs = [msgspec.structs.replace(each, sample_shape=[*shapes[each.name]]) for each in self.inputs]
+        inputs = [msgspec.structs.replace(tensor, sample_shape=[*shapes[tensor.name]]) for tensor in self.inputs]
         feeds = make_inputs(inputs, fills=fills)
-        fixed = fixed_feeds(inputs, [describe_fixed(each) for each in self._graph.fixed], feeds)
+        fixed = fixed_feeds(inputs, list(map(describe_fixed, self._graph.fixed)), feeds)
         options = ort.RunOptions()
         options.log_severity_level = 4
         timer = Timer(LONGEST, setattr, [options, "terminate", True])
@@ -77,14 +77,14 @@ class Trial:
 
 
 def can_be_made_up(graph: Graph, shapes: Mapping[str, Shape]) -> bool:
-    """Whether numpy's arrays can be made up for all inputs."""
+    """Whether all inputs can be made up as numpy arrays, of at most MOST_ELEMENTS each."""
     return all(map(_is_plain, graph.graph.inputs)) and all(
         np.prod(shape, dtype=float) <= MOST_ELEMENTS for shape in shapes.values()
     )
 
 
 def _is_plain(value: ir.Value) -> bool:
-    """Whether a value is a tensor of a number type that numpy and ONNX Runtime have in common."""
+    """Whether a value is a tensor of a number type that both numpy and ONNX Runtime have."""
     if not isinstance(value.type, ir.TensorType) or value.type.dtype in (ir.DataType.STRING, ir.DataType.UNDEFINED):
         return False
     name = str(value.type.dtype.numpy())
@@ -96,9 +96,9 @@ def first_refused(
 ) -> tuple[ir.Node, str] | None:
     """The first node that ONNX Runtime does not run alone, on inputs of the bound shapes, and why. None if it runs all.
 
-    `model` has the results of shape arithmetic. Forms of nodes that are `accepted` are not tried again; new ones are
-    added. Shape arithmetic, nodes whose sizes depend on data, those with control flow and large ones are left out; the
-    last are refused instead, unless `leave_large`.
+    `model` has the results of shape arithmetic. Forms in `accepted` are not tried again; new ones are added. Shape
+    arithmetic, control flow, and nodes whose sizes depend on data are left out. So are large ones if `leave_large`;
+    otherwise they count as refused.
     """
     for node in model.graph:
         inputs = [value for value in node.inputs if value is not None]
@@ -119,7 +119,7 @@ def first_refused(
 
 
 def _can_be_tried(node: ir.Node, inputs: Sequence[ir.Value], bound: BoundShapes) -> bool:
-    """Whether all is known that decides if a node runs, and it is no shape arithmetic, which has been computed."""
+    """Whether all that decides if a node runs is known, and it is not shape arithmetic, which has been folded."""
     values = [*inputs, *(value for value in node.outputs if value.name)]
     if any(subgraphs(node)) or not all(map(_is_plain, values)) or all(v.const_value is not None for v in inputs):
         return False
@@ -129,13 +129,13 @@ def _can_be_tried(node: ir.Node, inputs: Sequence[ir.Value], bound: BoundShapes)
 def first_stretched(
     model: ir.Model, bound: BoundShapes, declared: Mapping[str, ir.Shape]
 ) -> tuple[ir.Node, str] | None:
-    """The first node that adds a weight to one row of a dynamic axis, as if it were many, and why that is wrong.
+    """The first node that broadcasts one row of a dynamic axis to the rows of a weight, and why that is wrong.
 
-    ONNX Runtime runs it, but a table of positions has as many rows as what it is added to. `declared` are shapes with
-    symbols.
+    ONNX Runtime runs it, but a table of positions has as many rows as the value that it is added to. `declared` are
+    shapes with symbols.
     """
     for node in model.graph:
-        if not operator_of(node).adds:
+        if not operator_of(node).is_addition:
             continue
         for value, other in zip(node.inputs, reversed(node.inputs), strict=True):
             if value is None or other is None or not other.is_initializer():
@@ -150,13 +150,13 @@ def first_stretched(
 
 
 def _refuses(node: ir.Node, shapes: Mapping[str, Shape]) -> str | None:
-    """Why a node is refused, both with zeros and with ones: the one are no divisors, the other no indices."""
-    found = [None if value is None else shape_of(value, shapes) for value in node.inputs]
-    return refusal(node, found, np.ones) and refusal(node, found, np.zeros)
+    """Why a node is refused, with ones and with zeros: ones may be invalid as indices, zeros as divisors."""
+    bound = [None if value is None else shape_of(value, shapes) for value in node.inputs]
+    return refusal(node, bound, np.ones) and refusal(node, bound, np.zeros)
 
 
 def _may_be_sizes(value: ir.Value, shapes: Mapping[str, Shape]) -> bool:
-    """Whether a value that is not known may be a list of sizes or places, on which it depends what a node accepts."""
+    """Whether a value that is not known may be a list of sizes or offsets, which decide what a node accepts."""
     is_known = value.const_value is not None or value.is_graph_input()
     return not is_known and value.dtype == ir.DataType.INT64 and len(shape_of(value, shapes)) <= 1
 

@@ -1,12 +1,14 @@
-"""Which inputs are states: fed with an output of the run before (a cache's past and present)."""
+"""Which inputs are states: fed with an output of the previous run (a cache's past and present)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 
 import onnx_ir as ir
 
 from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.walks import levels
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.request.states import AskedStates
 from splitc.runtime.errors import MisuseError
@@ -18,7 +20,7 @@ FARTHEST = 8
 
 
 def find_states(graph: Graph, asked: AskedStates = AskedStates()) -> list[State]:
-    """The states that are asked for, and those found whose input and output are in none of these.
+    """The states that are asked for, and those that are detected among the other inputs and outputs.
 
     They are in the order of the outputs. Raises MisuseError for a pair that is asked for and can't be a state.
     """
@@ -40,7 +42,7 @@ def find_states(graph: Graph, asked: AskedStates = AskedStates()) -> list[State]
 
 
 def _check_asked(graph: Graph, asked: Mapping[str, str]) -> dict[ir.Value, ir.Value]:
-    """The inputs by the outputs that replace them. Raises MisuseError for what is not there, or does not fit."""
+    """The inputs by the outputs that replace them. Raises MisuseError for unknown names, and for pairs that differ."""
     inputs = {value.name or "": value for value in graph.graph.inputs}
     outputs = {value.name or "": value for value in graph.graph.outputs}
     pairs: dict[ir.Value, ir.Value] = {}
@@ -53,7 +55,7 @@ def _check_asked(graph: Graph, asked: Mapping[str, str]) -> dict[ir.Value, ir.Va
         if output in pairs:
             raise MisuseError(f"{given}: the output replaces '{pairs[output].name}' already, and can be one state only")
         if value.dtype != output.dtype:
-            types = [each.dtype.name if each.dtype else "unknown" for each in (value, output)]
+            types = [end.dtype.name if end.dtype else "unknown" for end in (value, output)]
             raise MisuseError(f"{given}: the input takes {types[0]} and the output is {types[1]}")
         if value.shape is not None and output.shape is not None and not _may_follow(value.shape, output.shape):
             shapes = " and the output is ".join(map(_shown, (value.shape, output.shape)))
@@ -79,9 +81,8 @@ def _find_pairs(graph: Graph) -> dict[ir.Value, ir.Value]:
     An output's past is the nearest input upstream with the same type, rank and fixed sizes, unless a nearer pair has
     taken it. If a node takes several (keys and values), inputs and outputs are paired in order.
 
-    To be alike is no evidence: the output has nothing of the input's product with a weight, which is what a layer makes
-    of its input, with the input added or without, unless it is longer. And a model has an input and an output besides
-    its states.
+    To be alike is not enough. An output that contains the input's product with a weight is a layer's result (with a
+    residual or without), unless it is longer. And a model has an input and an output besides its states.
     """
     distances = sorted(
         (distance, graph.graph.outputs.index(output), order, output, value)
@@ -93,7 +94,7 @@ def _find_pairs(graph: Graph) -> dict[ir.Value, ir.Value]:
     for _, _, _, output, value in distances:
         if output not in pairs and value not in pairs.values() and not _is_layer(graph, value, output):
             pairs[output] = value
-    if not _has_others(graph, pairs):  # what grows is a cache more likely than what stays as it is
+    if not _has_others(graph, pairs):  # a value that grows is more likely a cache
         pairs = {output: value for output, value in pairs.items() if _grows(value, output) is not None}
     return pairs if _has_others(graph, pairs) else {}
 
@@ -115,52 +116,46 @@ def _grows(past: ir.Value, present: ir.Value) -> int | None:
 def _inputs_upstream(graph: Graph, output: ir.Value) -> Iterator[tuple[int, ir.Value]]:
     """The model's inputs within FARTHEST nodes above `output`, nearest first, with their distances.
 
-    What a product makes is something new: the past is concatenated, written to, or updated element by element.
+    The walk ends at products: a past is concatenated, written to, or updated element by element.
     """
-    seen: set[ir.Value] = {output}
-    level = [output]
-    for distance in range(FARTHEST):
-        above = []
-        for value in level:
-            producer = value.producer()
-            if producer is None or _is_product(producer, value):
-                continue
-            for read in graph.reads[producer]:
-                if read not in seen and not read.is_initializer():
-                    seen.add(read)
-                    above.append(read)
-                    if read.is_graph_input():
-                        yield distance, read
-        level = above
+
+    def above(value: ir.Value) -> Sequence[ir.Value]:
+        producer = value.producer()
+        if producer is None or _is_product(producer, value):
+            return ()
+        return [read for read in graph.reads[producer] if not read.is_initializer()]
+
+    for distance, level in enumerate(islice(levels([output], above), 1, FARTHEST + 1)):
+        yield from ((distance, value) for value in level if value.is_graph_input())
 
 
 def _is_layer(graph: Graph, past: ir.Value, present: ir.Value) -> bool:
-    """Whether the present has a product of the past with a weight in it, as x + f(x) has, and is no longer."""
+    """Whether the present contains a product of the past with a weight, as x + f(x) does, and has the same length."""
     producer = None if _grows(past, present) is not None else present.producer()
     readers = [graph.position[use.node] for use in past.uses() if use.node in graph.position]
     if producer is None or not readers:
         return False
-    multiplied = {past: False}  # what the past leads to
+    multiplied = {past: False}  # the values that depend on the past, and whether by a product with a weight
     for node in graph.nodes[min(readers) : graph.position[producer] + 1]:
         reads = () if operator_of(node).reads_shape else graph.reads[node]
-        if found := [multiplied[value] for value in reads if value in multiplied]:
-            weighed = any(map(graph.is_constant, reads))
+        if dependent := [multiplied[value] for value in reads if value in multiplied]:
+            has_weight = any(map(graph.is_constant, reads))
             for value in node.outputs:
-                multiplied[value] = any(found) or (weighed and _is_product(node, value))
+                multiplied[value] = any(dependent) or (has_weight and _is_product(node, value))
     return multiplied.get(present, False)
 
 
 def _is_product(node: ir.Node, value: ir.Value) -> bool:
-    """Whether a node's output is a product. Attention's first one is; the others are its past with the new."""
+    """Whether a node's output is a product. Attention's first output is; the others are its caches."""
     operator = operator_of(node)
-    return value is node.outputs[0] if operator.attends else operator.multiplies
+    return value is node.outputs[0] if operator.is_attention else operator.is_product
 
 
 def _is_in_place(past: ir.Value, present: ir.Value) -> bool:
     """Whether an in-place operator makes the present from the past, and nothing else reads the past."""
     producer = present.producer()
     readers = [use.node for use in past.uses()]
-    return producer is not None and operator_of(producer).in_place and readers == [producer]
+    return producer is not None and operator_of(producer).writes_in_place and readers == [producer]
 
 
 def _is_alike(past: ir.Value, present: ir.Value) -> bool:

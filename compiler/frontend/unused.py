@@ -1,6 +1,8 @@
-"""Remove what nobody reads. What only a removed node's subgraphs read is read by nobody."""
+"""Remove what nothing reads. What only a removed node's subgraphs read counts as unread."""
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
@@ -14,20 +16,23 @@ def remove_unused(graph: ir.Graph) -> None:
         wanted = set(graph.outputs)
         for node in reversed(graph):
             if wanted.isdisjoint(node.outputs):
-                let_go(node)
+                disconnect_subgraphs(node)
             else:
                 wanted.update(node_reads(node))
     passes.RemoveUnusedNodesPass()(ir.Model(graph, ir_version=10))
 
 
-def remove_unused_inputs(graph: ir.Graph) -> None:
-    """Remove the graph's inputs that nothing reads, in place."""
-    for value in [value for value in graph.inputs if not value.uses() and not value.is_graph_output()]:
+def remove_unused_inputs(graph: ir.Graph, among: Collection[ir.Value] | None = None) -> list[ir.Value]:
+    """Remove the graph's inputs that nothing reads, in place: all of them, or those `among` some. Returns them."""
+    candidates = graph.inputs if among is None else among
+    unused = [v for v in candidates if v.is_graph_input() and not v.uses() and not v.is_graph_output()]
+    for value in unused:
         graph.inputs.remove(value)
+    return unused
 
 
-def let_go(node: ir.Node) -> None:
-    """Disconnect the nodes inside a node from the values that they read."""
+def disconnect_subgraphs(node: ir.Node) -> None:
+    """Disconnect the nodes in a node's subgraphs from the values that they read."""
     for graph in subgraphs(node):
         for inner in ir.traversal.RecursiveGraphIterator(graph):
             for number in range(len(inner.inputs)):

@@ -1,4 +1,4 @@
-"""Values that go into an island or come out of it: a rank joins its shard with the others', and cuts its shard."""
+"""Values that enter or leave an island: ranks join their shards into the whole value, or cut them out of it."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _SLICE_INPUTS, _PAD_INPUTS = 10, 11
 
 
 def enter(editor: Editor, shards: Shards, ranks: int, node: ir.Node, crossing: Crossing) -> None:
-    """Give a node of an island the shard of an input that it wants."""
+    """Give a node of an island the shard of an input that it needs."""
     if crossing.is_joined(shards.ranges) or crossing.is_cut(shards.ranges):
         assert crossing.place is not None
-        given = node.inputs[crossing.place]
-        assert given is not None
-        taken = editor.before(node, "Identity", given)
-        # Ranks must agree on the name of what they join.
-        taken.name, taken.type, taken.shape = f"{node.outputs[0].name}/input{crossing.place}", given.type, given.shape
-        node.replace_input_with(crossing.place, taken)
-        leave(editor, shards, ranks, taken, crossing)
+        value = node.inputs[crossing.place]
+        assert value is not None
+        copy = editor.before(node, "Identity", value)
+        # The name of a joined value must be the same on all ranks.
+        copy.name, copy.type, copy.shape = f"{node.outputs[0].name}/input{crossing.place}", value.type, value.shape
+        node.replace_input_with(crossing.place, copy)
+        leave(editor, shards, ranks, copy, crossing)
 
 
 def leave(editor: Editor, shards: Shards, ranks: int, value: ir.Value, crossing: Crossing) -> None:
-    """Give all readers of a value the shard of it that is wanted outside of an island."""
+    """Give all readers of a value the shard of it that they need outside the island."""
     if crossing.is_joined(shards.ranges):
         value = _join(editor, shards, ranks, value, crossing)
     if crossing.is_cut(shards.ranges):
@@ -39,9 +39,9 @@ def leave(editor: Editor, shards: Shards, ranks: int, value: ir.Value, crossing:
 
 
 def _join(editor: Editor, shards: Shards, ranks: int, value: ir.Value, crossing: Crossing) -> ir.Value:
-    """The whole value: the sum of all ranks' shards, each among zeros.
+    """The whole value: the sum of all ranks' shards, each padded with zeros.
 
-    A rank whose shard is a replica of another one's has zeros alone. Small integers are summed as larger ones.
+    A rank whose shard is a replica of another one's adds only zeros. Small integers are summed as larger ones.
     """
     runs = {side.number: _run(shards, side.before) for side in crossing.sides}
     sizes = {side.number: ax.size_of(side.before) for side in crossing.sides}
@@ -90,14 +90,14 @@ def _slice(editor: Editor, value: ir.Value, runs: dict[int, Range], suffix: str)
     if editor.graph.opset_imports.get("", 17) < _SLICE_INPUTS:
         cut = editor.wrap(value, "Slice", [value], suffix, starts=starts, ends=ends, axes=axes)
     else:
-        bounds = [editor.constant(np.array(each, np.int64)) for each in (starts, ends, axes)]
+        bounds = [editor.constant(np.array(numbers, np.int64)) for numbers in (starts, ends, axes)]
         cut = editor.wrap(value, "Slice", [value, *bounds], suffix)
     _resize(cut, {number: run.size for number, run in runs.items()})
     return cut
 
 
 def _pad(editor: Editor, value: ir.Value, pads: dict[int, tuple[int, int]], axes: int) -> ir.Value:
-    """A value between zeros, so many before and after it along each axis."""
+    """A value padded with zeros: so many before and after it along each axis."""
     pairs = [pads.get(number, (0, 0)) for number in range(axes)]
     flat = [first for first, _ in pairs] + [last for _, last in pairs]
     if editor.graph.opset_imports.get("", 17) < _PAD_INPUTS:
@@ -106,6 +106,6 @@ def _pad(editor: Editor, value: ir.Value, pads: dict[int, tuple[int, int]], axes
 
 
 def _resize(value: ir.Value, sizes: dict[int, int]) -> None:
-    """Give a value a shape with these sizes. An edit's result has the shape of what it replaced."""
+    """Set these sizes in a value's shape, which was copied from the value that it replaces."""
     if value.shape is not None:
         value.shape = ir.Shape([sizes.get(number, size) for number, size in enumerate(value.shape)])

@@ -1,7 +1,7 @@
 """Nodes by which a rank exchanges values with others while it runs its graph.
 
-All-reduces are `COLLECTIVE` nodes, as TensorRT has them. Transfers are operators of splitc's library, which are chained
-by tokens: a rank does them in one order. An engine has them inside if it can; see `engine_segments`.
+All-reduces are `COLLECTIVE` nodes, as TensorRT has them. Transfers are operators of splitc's library. Tokens chain
+them, so that all ranks run them in one order. Engines that can have both inside do; see `engine_segments`.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from splitc.compiler.lowering.rank_forms import COLLECTIVE
 
 DOMAIN = "splitc"
 ALL_REDUCE, SEND, RECEIVE = "AllReduce", "Send", "Receive"
-# Puts what is chained later behind what a rank computes by itself.
+# Orders the operators that are chained later after what a rank computes by itself.
 AFTER = "After"
-# Put behind the names of operators for values in half precision. On CPUs, ONNX Runtime would run others in single
-# precision on some ranks: where it runs what is before and after them so.
+# The suffix of operators for values in half precision. If they took any type, ONNX Runtime would run them in single
+# precision on CPUs wherever their neighbours run so, which may differ between ranks.
 HALF = "Half"
 # The attribute `operation` of an all-reduce.
 _OPERATIONS = {"sum": 0, "max": 1}
 
 
 def communicates(node: ir.Node) -> bool:
-    """Whether the node exchanges values with other ranks, or orders what does."""
+    """Whether the node exchanges values with other ranks, or orders such nodes."""
     return node.op_type == COLLECTIVE or node.domain == DOMAIN
 
 
 def kind_of(node: ir.Node) -> str:
-    """What an operator of splitc's library does, for values of any type."""
+    """The kind of an operator of splitc's library, whatever the type of its values."""
     return node.op_type.removesuffix(HALF)
 
 
 def use_operators(graph: ir.Graph, outputs: Collection[str]) -> ir.Graph:
-    """Replace the collectives in `graph` by operators, in place, and keep only the `outputs` named. Returns the graph.
+    """Replace the collectives in `graph` by operators, in place, and keep only the named `outputs`. Returns the graph.
 
-    Each operator takes a token from the one before it, so all ranks run them in one order, however their engines
-    order independent nodes. If this rank does not need what the last one gives, its token becomes an output: the
-    other ranks wait for it all the same.
+    Each operator takes the token of the one before it, so all ranks run them in one order, however their engines order
+    independent nodes. If this rank does not read the result of the last one, its token becomes an output: other ranks
+    wait for that operator.
     """
     for place, value in reversed(list(enumerate(graph.outputs))):
         if value.name not in outputs:
@@ -59,7 +59,7 @@ def use_operators(graph: ir.Graph, outputs: Collection[str]) -> ir.Graph:
 
 
 def _replace(graph: ir.Graph, node: ir.Node, token: ir.Value | None) -> ir.Node:
-    """Put the operator in the place of a collective, behind the token of another one."""
+    """Replace a collective by its operator, which takes the token of the one before it."""
     inputs = [*node.inputs, *([] if token is None else [token])]
     operation = _OPERATIONS[node.attributes.get_string("reduce_op", "sum")]
     kind = ALL_REDUCE + (HALF if node.outputs[0].dtype == ir.DataType.FLOAT16 else "")

@@ -54,7 +54,7 @@ class Editor:
         return value
 
     def before(self, node: ir.Node, operator: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
-        """The result of a new node, which is inserted right before `node`."""
+        """Insert a new node right before `node`. Returns its result."""
         new = ir.node(operator, inputs, attributes)
         self.graph.insert_before(node, new)
         return new.outputs[0]
@@ -62,7 +62,7 @@ class Editor:
     def wrap(
         self, old: ir.Value, operator: str, inputs: Sequence[ir.Value | None], suffix: str, **attributes: Any
     ) -> ir.Value:
-        """Insert a node after a value. Its result replaces the value everywhere and takes its name.
+        """Insert a node after the one that makes a value. Its result replaces the value and takes over its name.
 
         The old value's name gets the `suffix`.
         """
@@ -82,7 +82,7 @@ class Editor:
         return new
 
     def replace(self, node: ir.Node, replacement: ir.Node) -> ir.Value:
-        """Replace a node by another one. Both have one result. Returns the new result."""
+        """Replace a node by another one, each with one result. Returns the new result."""
         (old,), (new,) = node.outputs, replacement.outputs
         stand_for(new, origin_of(old))
         ir.convenience.replace_nodes_and_values(self.graph, node, [node], [replacement], [old], [new])

@@ -1,7 +1,7 @@
 """Keep ONNX Runtime from fusing in a rank's graph what it does not fuse in the model.
 
-It fuses a dequantized weight with the product that is its only reader, and then quantizes what it multiplies the weight
-with. If several products read the weight it does not. A split must not change that where it puts them apart.
+It fuses a dequantized weight with the product that is its only reader, and then quantizes the product's other input. It
+does not if several products read the weight. That must not change where a split separates these.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from splitc.compiler.operators.registry import operator_of
 
 
 def keep_unfused(graph: ir.Graph) -> ir.Graph:
-    """Put a Flatten, which changes nothing, behind each dequantized matrix that lost readers, in place."""
+    """Insert a Flatten, which changes nothing, after each dequantized matrix that is left with one reader, in place."""
     editor = Editor(graph)
     for node in list(graph):
         weight = node.inputs[0] if node.inputs else None
-        if not operator_of(node).unpacks or weight is None or not weight.is_initializer():
+        if not operator_of(node).dequantizes or weight is None or not weight.is_initializer():
             continue
         if len(weight.shape or ()) == 2 and _readers(node) == 1 and _readers(origin_of(node)) > 1:
             dtype, shape = node.outputs[0].type, node.outputs[0].shape
@@ -29,7 +29,7 @@ def keep_unfused(graph: ir.Graph) -> ir.Graph:
 
 
 def _readers(node: ir.Node | None) -> int:
-    """How many readers a node's result has; those of the graph's users count too."""
+    """The number of readers of a node's result; being an output counts as one."""
     if node is None:
         return 0
     return len(node.outputs[0].uses()) + node.outputs[0].is_graph_output()

@@ -1,7 +1,7 @@
-"""Shapes that say how many axes a value has, and no size.
+"""Open shapes: the number of a value's axes, without their sizes.
 
-An engine can't infer that of a value that comes from outside, and some operators need it: a Scan of ONNX Runtime. It is
-told no more than that: with sizes that it could not infer in the unsplit model, it would fuse more.
+An engine can't infer the number for a value that it receives, and some operators need it (Scan in ONNX Runtime). It is
+not told sizes: with sizes that it could not infer in the unsplit model, it would fuse more.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _AXES = "splitc.axes"
 
 
 def note_axes(counts: Mapping[ir.Value, int]) -> None:
-    """Note how many axes the values of a model have, for `open_shape` of their copies."""
+    """Record the number of axes of a model's values, for `open_shape` of their copies."""
     for value, count in counts.items():
         value.meta[_AXES] = count
 
 
 def open_shape(value: ir.Value) -> ir.Shape | None:
-    """As many unknown sizes as a copy of one of the model's values has axes; None if that is not known."""
+    """The open shape of a copy of one of the model's values; None if its number of axes is not known."""
     count = (origin_of(value) or value).meta.get(_AXES)
     return None if count is None else ir.Shape([None] * count)

@@ -1,4 +1,4 @@
-"""A rank's program: it runs segments and exchanges values between them; in a pipeline it receives first, sends last."""
+"""A rank's program: it runs segments, with exchanges between them; in a pipeline it receives first and sends last."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def rank_program(
     before: Iterable[Step] = (),
     after: Iterable[Step] = (),
 ) -> RankProgram:
-    """The program that runs segments, with what the ranks of a group exchange between them, and steps before and after.
+    """The program that runs segments, with the exchanges of a group's ranks between them, and steps before and after.
 
-    It takes those of the `feeds` that it runs on or sends, and gives `outputs` to the caller.
+    It takes those of the `feeds` that its segments read or that it sends, and gives `outputs` to the caller.
     """
     steps = (*before, *_steps(segments, group), *after)
     taken = {value.name for segment in segments for value in segment.graph.inputs}
@@ -45,16 +45,16 @@ def stage_program(
     A rank exchanges values with the rank of the same `part` in each other group.
     """
     rank = ranks[number]
-    peers = [other for other, each in enumerate(ranks) if each.part == rank.part]
-    maker = {value: other for other in peers for value in ranks[other].stage.sends}
-    group = [other for other, each in enumerate(ranks) if each.group == rank.group]
-    receives = [Receive(value.name or "", maker[value]) for value in rank.stage.receives]
-    # A channel is first in, first out: a rank must send in the order in which the other one receives.
+    peers = [peer for peer, other in enumerate(ranks) if other.part == rank.part]
+    sender = {value: peer for peer in peers for value in ranks[peer].stage.sends}
+    group = [member for member, other in enumerate(ranks) if other.group == rank.group]
+    receives = [Receive(value.name or "", sender[value]) for value in rank.stage.receives]
+    # Channels are first in, first out: a rank must send in the order in which the other one receives.
     sends = [
-        Send(value.name or "", target)
-        for target in peers
-        for value in ranks[target].stage.receives
-        if maker[value] == number
+        Send(value.name or "", peer)
+        for peer in peers
+        for value in ranks[peer].stage.receives
+        if sender[value] == number
     ]
     return rank_program(segments, group, rank.stage.feeds, outputs, receives, sends)
 
@@ -72,12 +72,12 @@ def _steps(segments: Sequence[Segment], group: Sequence[int]) -> Iterator[Step]:
         if segment.graph.outputs:
             yield Run(engines)
             engines += 1
-        for form, each in groupby(segment.joints, key=_form):
-            yield from _exchange(form, list(each), group)
+        for form, joints in groupby(segment.joints, key=_form):
+            yield from _exchange(form, list(joints), group)
 
 
 def _form(joint: ir.Node) -> tuple[str, str]:
-    """What the node does. All-reduces of one operation are one step."""
+    """The node's kind and operation. Consecutive all-reduces of one operation are one step."""
     return kind_of(joint), joint.attributes.get_string("reduce_op", "sum")
 
 

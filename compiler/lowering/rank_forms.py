@@ -16,14 +16,14 @@ from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.sharding.shards import Shards
 
-# The number types of which ONNX Runtime has Where, and ranks have sums.
+# The number types that both ONNX Runtime's Where and the ranks' sums support.
 _CHOSEN = frozenset(ir.DataType[name] for name in ("FLOAT", "DOUBLE", "FLOAT16", "INT32", "INT64"))
 # The operator of a reduction over the ranks, as TensorRT defines it.
 COLLECTIVE = "DistCollective"
 
 
 def sum_over_ranks(editor: Editor, ranks: int, value: ir.Value) -> ir.Value:
-    """The sum of the ranks' parts in the place of this rank's."""
+    """Replace a partial value by its sum over the ranks."""
     whole = editor.wrap(value, COLLECTIVE, [value], "part", **all_reduce("sum", ranks))
     whole.shape = whole.shape or open_shape(whole)
     return whole
@@ -35,10 +35,10 @@ def all_reduce(operation: str, ranks: int) -> dict[str, Any]:
 
 
 def mask_unowned(editor: Editor, shards: Shards, node: ir.Node, operation: Operation) -> None:
-    """Mask with zeros what a node would sum over but another rank owns.
+    """Replace by zeros what a node would sum over although another rank owns it.
 
-    That is needed where the rank owns units of some sections and not of others. A rank that owns none has its whole
-    result multiplied by zero instead.
+    That is needed where the rank owns units of some sections and not of others. If it owns none, its whole result is
+    multiplied by zero instead.
     """
     for leaf in ax.leaves(operation.contracted):
         if not shards.owns((leaf,)) or shards.owns((leaf,), all):
@@ -48,9 +48,9 @@ def mask_unowned(editor: Editor, shards: Shards, node: ir.Node, operation: Opera
         assert data is not None and data.dtype is not None
         shape = (-1, *[1] * (len(axes) - place - 1))
         kept = editor.constant(shards.owned_mask(axes[place]).reshape(shape))
-        zero = operation.zero
-        given = node.inputs[zero] if zero is not None and operation.has(zero) else None
-        masked = editor.before(node, "Where", kept, data, given or editor.scalar(0, data))
+        zero = operation.zero_point
+        zero_point = node.inputs[zero] if zero is not None and operation.has(zero) else None
+        masked = editor.before(node, "Where", kept, data, zero_point or editor.scalar(0, data))
         masked.type = data.type
         node.replace_input_with(number, masked)
 
@@ -66,11 +66,11 @@ def _find_leaf(operation: Operation, leaf: Factor) -> tuple[int, int]:
 
 
 def set_split_lengths(editor: Editor, shards: Shards, node: ir.Node, operation: Operation) -> None:
-    """Give a Split into equal lengths explicit lengths if the rank's shards of them are not equal."""
+    """Give a Split into equal lengths explicit lengths if those of the rank's shards differ."""
     axis = node.attributes.get_int("axis", 0)
-    made = [axes[axis] for axes in operation.outputs if axes is not None]
-    sizes = [shards.size(each) for each in made]
-    if len(set(sizes)) == 1 or not any(map(shards.is_split, made)):
+    sections = [axes[axis] for axes in operation.outputs if axes is not None]
+    sizes = list(map(shards.size, sections))
+    if len(set(sizes)) == 1 or not any(map(shards.is_split, sections)):
         return
     node.attributes.pop("num_outputs", None)
     if editor.graph.opset_imports.get("", 17) < 13:
@@ -81,10 +81,10 @@ def set_split_lengths(editor: Editor, shards: Shards, node: ir.Node, operation: 
 
 
 def look_up(editor: Editor, shards: Shards, node: ir.Node, operation: Operation) -> ir.Value:
-    """Pick the rows that the rank has, and zeros for the others: a partial value.
+    """Look up the rows that the rank has, and zeros for the others: a partial value.
 
-    Constant lists say of each row of the whole table where it is in the rank's shard, and whether it is there. Indices
-    keep their meaning when they are looked up in these: negative ones count from the end, and those out of bounds fail.
+    Two constants of the whole table's length map each row to its place in the rank's shard, and say whether it is
+    there. Looked up in these, negative indices still count from the end, and indices out of bounds still fail.
     """
     (atom,) = ax.leaves(operation.contracted)
     own, indices, rows = shards.ranges[atom], node.inputs[1], node.outputs[0]
@@ -100,23 +100,23 @@ def look_up(editor: Editor, shards: Shards, node: ir.Node, operation: Operation)
 def quantize_together(editor: Editor, ranks: int, node: ir.Node) -> None:
     """Replace DynamicQuantizeLinear of a shard by ONNX's definition, with the scale and zero point of the whole value.
 
-    The ranks find the range of the whole value by an all-reduce of maxima.
+    An all-reduce of maxima gives the range of the whole value.
     """
     data, outputs = node.inputs[0], node.outputs
     assert data is not None
     number = np.float32
 
     def op(kind: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
-        made = editor.before(node, kind, *inputs, **attributes)
-        made.type = ir.TensorType(ir.DataType.BOOL if kind == "Equal" else ir.DataType.FLOAT)
-        return made
+        result = editor.before(node, kind, *inputs, **attributes)
+        result.type = ir.TensorType(ir.DataType.BOOL if kind == "Equal" else ir.DataType.FLOAT)
+        return result
 
     zero, last = editor.constant(np.array(0, number)), editor.constant(np.array(255, number))
     one, shape = editor.constant(np.array(1, number)), editor.constant(np.array([1], np.int64))
-    ends = [op("ReduceMax", each, keepdims=0) for each in (data, op("Neg", data))]
+    ends = [op("ReduceMax", signed, keepdims=0) for signed in (data, op("Neg", data))]
     partial = op("Concat", *(op("Reshape", end, shape) for end in ends), axis=0)
     whole = op(COLLECTIVE, partial, **all_reduce("max", ranks))
-    # Ranks must agree on these names.
+    # These names must be the same on all ranks.
     partial.name, whole.name = f"{outputs[0].name}/range/part", f"{outputs[0].name}/range"
     first, second = (editor.constant(np.array(index, np.int64)) for index in (0, 1))
     top = op("Max", op("Gather", whole, first, axis=0), zero)
@@ -132,12 +132,12 @@ def quantize_together(editor: Editor, ranks: int, node: ir.Node) -> None:
 
 
 def summed_type(kind: ir.DataType) -> ir.DataType:
-    """The number type in which ranks sum zeros and the numbers of one of them."""
+    """The number type in which ranks sum values of which all but one rank's are zeros."""
     return kind if kind in _CHOSEN else ir.DataType.FLOAT if kind.is_floating_point() else ir.DataType.INT64
 
 
 def draw_once(editor: Editor, ranks: int, value: ir.Value, draws: bool) -> None:
-    """Replace random numbers by a sum over the ranks, to which only one of them adds what it `draws`."""
+    """Replace random numbers by a sum over the ranks. Only the rank that `draws` adds its numbers, the others zeros."""
     kind = value.dtype or ir.DataType.FLOAT
     summed = summed_type(kind)
 
@@ -156,21 +156,21 @@ def draw_once(editor: Editor, ranks: int, value: ir.Value, draws: bool) -> None:
         wrap(value, kind, "Cast", suffix="sum", to=kind)
 
 
-def drop_once_inputs(editor: Editor, node: ir.Node, once: frozenset[int], contracts: bool) -> ir.Value:
-    """Drop the inputs `once` of an addition, or of a product with a bias: another rank adds them to the sum.
+def drop_added(editor: Editor, node: ir.Node, added: frozenset[int], contracts: bool) -> ir.Value:
+    """Drop the inputs `added` of an addition, or of a product with a bias, since another rank adds them to the sum.
 
     `contracts` says that the node sums over a sharded axis itself. Returns the value that replaces its result.
     """
     operator = operator_of(node)
     if contracts:
-        inputs = [None if number in once else value for number, value in enumerate(node.inputs)]
+        inputs = [None if number in added else value for number, value in enumerate(node.inputs)]
         while inputs and inputs[-1] is None:
             inputs.pop()
-        gone = {operator.factors.get(number) for number in once}
+        gone = {operator.scaling_attributes.get(number) for number in added}
         attributes = [attribute for name, attribute in node.attributes.items() if name not in gone]
         return editor.replace(node, ir.Node(node.domain, node.op_type, inputs, attributes, name=node.name))
-    kept = {number: value for number, value in enumerate(node.inputs) if number not in once}
+    kept = {number: value for number, value in enumerate(node.inputs) if number not in added}
     if len(kept) > 1:
         return editor.replace(node, ir.node(node.op_type, list(kept.values())))
     ((number, value),) = kept.items()
-    return editor.replace(node, ir.node("Neg" if number in operator.negates else "Identity", [value]))
+    return editor.replace(node, ir.node("Neg" if number in operator.negated_inputs else "Identity", [value]))

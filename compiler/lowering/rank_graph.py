@@ -26,7 +26,7 @@ from splitc.compiler.sharding.sharded_model import ShardedModel
 def rank_graph(split: ShardedModel, stage: Stage, rank: int) -> ir.Graph:
     """The stage's graph as one rank runs it.
 
-    Values keep the model's names. The result of an all-reduce has the name of the value that it makes whole.
+    Values keep the model's names. The result of an all-reduce has the name of the whole value.
     """
     return _RankGraph(split, stage, rank).build()
 
@@ -65,12 +65,13 @@ class _RankGraph:
 
     def _rewrite(self, node: ir.Node, origin: ir.Node) -> None:
         operation = self._split.axis_map.operations[origin]
-        for crossing in (each for each in self._crossings.get(origin, ()) if each.place is not None):
-            borders.enter(self._editor, self._shards, self._split.ranks, node, crossing)
+        for crossing in self._crossings.get(origin, ()):
+            if crossing.place is not None:
+                borders.enter(self._editor, self._shards, self._split.ranks, node, crossing)
         self._cut_weights(node, operation)
         self._sizes.rewrite(node, operation)
         forms.mask_unowned(self._editor, self._shards, node, operation)
-        if operation.equal_parts:
+        if operation.splits_evenly:
             forms.set_split_lengths(self._editor, self._shards, node, operation)
         if origin in self._ranged:  # even if this rank has all of the value, since other ranks do not
             forms.quantize_together(self._editor, self._split.ranks, node)
@@ -79,19 +80,20 @@ class _RankGraph:
             self._draw_once(node, origin)
             return
         result = node.outputs[0]
-        if operation.lookup and self._shards.is_split(operation.contracted):
+        if operation.is_lookup and self._shards.is_split(operation.contracted):
             result = forms.look_up(self._editor, self._shards, node, operation)
         if origin.outputs[0] in self._split.sums.partial:
-            result = self._add_once(node, origin, operation) or result
+            result = self._drop_added(node, origin, operation) or result
             if not self._split.owns(self._rank, operation):
                 result = self._editor.wrap(result, "Mul", [result, self._editor.scalar(0, result)], "uncounted")
         if origin.outputs[0] in self._summed:
             result = forms.sum_over_ranks(self._editor, self._split.ranks, result)
-        for crossing in (each for each in self._crossings.get(origin, ()) if each.place is None):
-            borders.leave(self._editor, self._shards, self._split.ranks, result, crossing)
+        for crossing in self._crossings.get(origin, ()):
+            if crossing.place is None:
+                borders.leave(self._editor, self._shards, self._split.ranks, result, crossing)
 
     def _draw_once(self, node: ir.Node, origin: ir.Node) -> None:
-        """The first rank's random numbers on all of them."""
+        """Give all ranks the first one's random numbers."""
         for value, made in zip(list(node.outputs), origin.outputs, strict=True):
             if made in self._summed:
                 forms.draw_once(self._editor, self._split.ranks, value, self._rank == 0)
@@ -122,25 +124,24 @@ class _RankGraph:
                 mark_part(shard, value, self._shards.places(axes))
             node.replace_input_with(number, shard)
 
-    def _add_once(self, node: ir.Node, origin: ir.Node, operation: Operation) -> ir.Value | None:
-        """Drop what another rank adds to the sum. Returns the new result, or None if nothing is dropped."""
-        once = self._split.sums.once.get(origin, frozenset())
-        if not once or self._split.adds(self._rank, operation):
+    def _drop_added(self, node: ir.Node, origin: ir.Node, operation: Operation) -> ir.Value | None:
+        """Drop the inputs that another rank adds to the sum. Returns the new result; None if there are none."""
+        added = self._split.sums.once.get(origin, frozenset())
+        if not added or self._split.adds(self._rank, operation):
             return None
         contracts = bool(chosen_atoms([operation.contracted], self._split.ranges))
-        return forms.drop_once_inputs(self._editor, node, once, contracts)
+        return forms.drop_added(self._editor, node, added, contracts)
 
     def _globalize_outputs(self) -> None:
-        """Make outputs that are sizes of shards the sizes of whole values."""
+        """Correct outputs that are sizes of shards to the sizes of whole values."""
         for number, value in enumerate(self._graph.outputs):
             if value in self._sizes.read:
                 self._graph.outputs[number] = self._sizes.globalize_output(value)
 
     def _fit_shape(self, value: ir.Value) -> None:
-        """Replace a value's sizes along sharded axes by the rank's own; symbols there are left out.
+        """Replace a value's sizes along sharded axes by the rank's own. Symbols there become unknown.
 
-        A symbol says that sizes are equal, and ONNX Runtime lets such values share a buffer. Shards of axes of equal
-        sizes differ.
+        ONNX Runtime lets values whose symbols are equal share a buffer, but shards of equal axes may differ in size.
         """
         axes = self._axes(value)
         if value.shape is not None and axes is not None and self._shards.splits(axes):

@@ -1,7 +1,7 @@
 """Row mode: the graphs of ranks, which send and receive by operators that tokens chain in the order of rounds.
 
-In each round the main rank sends, multiplies its own columns while the other ranks multiply theirs, and receives. So a
-rank never waits for one that waits for it.
+In each round the main rank sends, multiplies its own columns while the other ranks multiply theirs, and receives. So no
+two ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ def row_graph(sliced: SlicedProducts, stage: Stage, number: int) -> ir.Graph:
 def _main_graph(sliced: SlicedProducts, stage: Stage) -> ir.Graph:
     """The main rank's graph: the model, with sends, its own columns and receives in the place of each round."""
     graph = stage_graph(sliced.graph, stage)
-    for value in (value for node in graph for value in node.outputs):  # those between engines need types
+    outputs = [value for node in graph for value in node.outputs]
+    for value in outputs:  # values between engines need types
         origin = origin_of(value)
         value.type = value.type or (origin.type if origin is not None else None)
     nodes = {origin_of(node): node for node in graph}
-    made = {origin_of(value): value for value in (*graph.inputs, *(each for node in graph for each in node.outputs))}
+    copies = {origin_of(value): value for value in (*graph.inputs, *outputs)}
     builder = _Builder(graph)
     works = [sliced.work(number) for number in range(sliced.columns.ranks)]
     for products, own, *others in zip(sliced.rounds, *works, strict=True):
-        given = {value: made[value] for each in products for value in each.takes}
+        takes = {value: copies[value] for product in products for value in product.takes}
         for rank, work in enumerate(others, 1):
-            given.update({value: builder.send(given[value], rank) for value in work.takes})
-        columns = builder.multiply(sliced, 0, own.products, given)
+            takes.update({value: builder.send(takes[value], rank) for value in work.takes})
+        columns = builder.multiply(sliced, 0, own.products, takes)
         for rank, work in enumerate(others, 1):
-            for each in work.products:
-                columns[each, rank] = builder.receive(sliced.column_name(rank, each), each.result, rank)
-        for each in products:
-            parts = [columns[each, rank] for rank in sliced.ranks(each)]
-            made[each.result] = _join_columns(graph, nodes[each.node], parts, each)
+            for product in work.products:
+                columns[product, rank] = builder.receive(sliced.column_name(rank, product), product.result, rank)
+        for product in products:
+            parts = [columns[product, rank] for rank in sliced.ranks(product)]
+            copies[product.result] = _join_columns(graph, nodes[product.node], parts, product)
     return builder.finish()
 
 
@@ -64,14 +65,13 @@ def _join_columns(graph: ir.Graph, node: ir.Node, columns: Sequence[ir.Value], p
 
 
 def _helper_graph(sliced: SlicedProducts, number: int) -> ir.Graph:
-    """The graph of any other rank, which receives what its products take and sends its columns of their results."""
+    """The graph of any other rank, which receives its products' inputs and sends its columns of their results."""
     whole = sliced.graph.graph
     builder = _Builder(ir.Graph([], [], nodes=[], opset_imports=whole.opset_imports, name=whole.name))
-    given: dict[ir.Value, ir.Value] = {}
+    takes: dict[ir.Value, ir.Value] = {}
     for work in sliced.work(number):
-        given.update({value: builder.receive(value.name or "", value, 0) for value in work.takes})
-        made = builder.multiply(sliced, number, work.products, given)
-        for columns in made.values():
+        takes.update({value: builder.receive(value.name or "", value, 0) for value in work.takes})
+        for columns in builder.multiply(sliced, number, work.products, takes).values():
             builder.send(columns, 0)
     return builder.finish()
 
@@ -85,45 +85,45 @@ class _Builder:
         values = (value for node in graph for value in node.outputs)
         self._names = {value.name for value in (*graph.inputs, *graph.initializers.values(), *values)}
         self._node_names = {node.name for node in graph}
-        # What was inserted for each node that computes from weights alone.
+        # The inserted copy of each node that computes from weights alone.
         self._folded: dict[ir.Node, ir.Node] = {}
         self._likes: dict[ir.DataType, ir.Value] = {}
 
     def send(self, value: ir.Value, peer: int) -> ir.Value:
-        """Send a value to a rank. Returns it as it is afterwards, for what is to be computed after that."""
+        """Send a value to a rank. Returns the value for nodes that must run after that."""
         assert value.dtype is not None
         return self._transfer(SEND, value, value.dtype, peer, f"{value.name}/sent{peer}")
 
     def receive(self, name: str, like: ir.Value, peer: int) -> ir.Value:
-        """Receive a value of the type of another one from a rank."""
+        """Receive a value from a rank. It has the type and the number of axes of `like`."""
         assert like.dtype is not None
-        given = self._transfer(RECEIVE, self._like(like.dtype), like.dtype, peer, name)
-        given.shape = open_shape(like)
-        return given
+        value = self._transfer(RECEIVE, self._like(like.dtype), like.dtype, peer, name)
+        value.shape = open_shape(like)
+        return value
 
     def multiply(
-        self, sliced: SlicedProducts, rank: int, products: Sequence[Product], given: Mapping[ir.Value, ir.Value]
+        self, sliced: SlicedProducts, rank: int, products: Sequence[Product], takes: Mapping[ir.Value, ir.Value]
     ) -> dict[tuple[Product, int], ir.Value]:
-        """The rank's columns of the products of a round. What is chained later comes after all of them."""
+        """The rank's columns of the products of a round. Operators that are chained later run after all of them."""
         if not products:
             return {}
         part = slice_graph(sliced, rank, products)
-        made = self._insert(part, {value.name or "": each for value, each in given.items()}, sliced.graph.constant)
-        inputs = [*([] if self._token is None else [self._token]), *made]
-        (self._token,) = self._operator(AFTER, inputs, {}, [f"{made[0].name}/computed"])
-        return dict(zip(((product, rank) for product in products), made, strict=True))
+        columns = self._insert(part, {value.name or "": copy for value, copy in takes.items()}, sliced.graph.constant)
+        inputs = [*([] if self._token is None else [self._token]), *columns]
+        (self._token,) = self._operator(AFTER, inputs, {}, [f"{columns[0].name}/computed"])
+        return dict(zip(((product, rank) for product in products), columns, strict=True))
 
     def finish(self) -> ir.Graph:
-        """The graph, in an order in which its nodes can run."""
+        """The graph, topologically sorted."""
         self._graph.sort()
         return self._graph
 
     def _transfer(self, kind: str, value: ir.Value, dtype: ir.DataType, peer: int, name: str) -> ir.Value:
         kind += HALF if dtype == ir.DataType.FLOAT16 else ""
         inputs = [value, *([] if self._token is None else [self._token])]
-        given, self._token = self._operator(kind, inputs, {"peer": peer}, [name, f"{name}/token"])
-        given.type = ir.TensorType(dtype)
-        return given
+        result, self._token = self._operator(kind, inputs, {"peer": peer}, [name, f"{name}/token"])
+        result.type = ir.TensorType(dtype)
+        return result
 
     def _operator(
         self, kind: str, inputs: Sequence[ir.Value], attributes: Mapping[str, int], outputs: Sequence[str]
@@ -135,15 +135,15 @@ class _Builder:
         self._graph.append(node)
         return node.outputs
 
-    def _insert(self, part: ir.Graph, given: Mapping[str, ir.Value], constant: Collection[ir.Node]) -> list[ir.Value]:
-        """Move the nodes and weights of another graph into this one. Returns what were its outputs.
+    def _insert(self, part: ir.Graph, inputs: Mapping[str, ir.Value], constant: Collection[ir.Node]) -> list[ir.Value]:
+        """Move the nodes and weights of another graph into this one. Returns its outputs.
 
-        What is computed from weights alone (`constant`) and was inserted before is shared: engines fold it.
+        Nodes that compute from weights alone (`constant`) and were inserted before are shared, since engines fold them.
         """
-        made, nodes = list(part.outputs), list(part)
+        outputs, nodes = list(part.outputs), list(part)
         part.outputs.clear()
         for value in part.inputs:
-            value.replace_all_uses_with(given[value.name or ""])
+            value.replace_all_uses_with(inputs[value.name or ""])
         for weight in list(part.initializers.values()):
             known = self._graph.initializers.get(weight.name or "")
             part.initializers.pop(weight.name or "")
@@ -165,10 +165,10 @@ class _Builder:
             for value in node.outputs:
                 value.name = self._unused(value.name or "")
             self._graph.append(node)
-        return made
+        return outputs
 
     def _like(self, dtype: ir.DataType) -> ir.Value:
-        """A constant of this type, from which ONNX Runtime infers that of what is received."""
+        """A constant of this type, from which ONNX Runtime infers the type of a received value."""
         if dtype not in self._likes:
             tensor = ir.tensor(np.zeros(1, dtype.numpy()), dtype, name=self._unused(f"splitc_{dtype.name}"))
             value = ir.Value(name=tensor.name, shape=ir.Shape([1]), type=ir.TensorType(dtype), const_value=tensor)
@@ -177,12 +177,12 @@ class _Builder:
         return self._likes[dtype]
 
     def _unused(self, name: str) -> str:
-        """The name, with as many primes (') as it takes for no value of the graph to have it."""
+        """The name, with as many primes (') as make it unique among the graph's values."""
         return _unused(name, self._names)
 
 
 def _unused(name: str, used: set[str | None]) -> str:
-    """The name, with as many primes (') as it takes for it to be none of the used ones. It is one from then on."""
+    """The name, with as many primes (') as make it unique among the used ones. It is added to these."""
     while name in used:
         name += "'"
     used.add(name)

@@ -9,6 +9,7 @@ import onnx_ir as ir
 from splitc.compiler.analysis.blocks import Block
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.walks import ancestors
 from splitc.compiler.lowering.rank_graph import rank_graph
 from splitc.compiler.lowering.segments import Flow, group_joints
 from splitc.compiler.sharding.products import Product
@@ -18,22 +19,19 @@ from splitc.compiler.sharding.slices import SlicedProducts
 def find_rounds(graph: Graph, stage: Stage, products: Sequence[Product]) -> tuple[tuple[Product, ...], ...]:
     """The products grouped into as few rounds as possible. The products of a round are independent."""
     by_node = {product.node: product for product in products}
-    reads = {node: graph.reads[node] for node in stage.nodes} | {each.node: tuple(each.takes) for each in products}
+    reads = {node: graph.reads[node] for node in stage.nodes}
+    reads |= {product.node: tuple(product.takes) for product in products}
     groups = group_joints(Flow(reads, frozenset(by_node), frozenset(stage.gives)))
     return tuple(tuple(by_node[node] for node in nodes) for nodes in groups if nodes)
 
 
 def product_stage(graph: Graph, products: Collection[Product], blocks: Sequence[Block] = ()) -> Stage:
     """A stage of the products and of the nodes that fold their weights."""
-    nodes: set[ir.Node] = set()
     takes = dict.fromkeys(value for product in products for value in product.takes)
-    stack = [product.node for product in products]
-    while stack:
-        node = stack.pop()
-        if node not in nodes:
-            nodes.add(node)
-            above = (value.producer() for value in graph.reads[node] if value not in takes)
-            stack += [producer for producer in above if producer is not None]
+    nodes = ancestors(
+        (product.node for product in products),
+        lambda node: [value for value in graph.reads[node] if value not in takes],
+    )
     return Stage(
         blocks=tuple(blocks),
         nodes=tuple(sorted(nodes, key=graph.position.__getitem__)),

@@ -1,4 +1,4 @@
-"""Cut a rank's graph into segments at its joints: exchanges with other ranks, which the rank's program does."""
+"""Cut a rank's graph into segments at its joints: exchanges with other ranks, which are steps of the rank's program."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.folding import LONGEST
 from splitc.compiler.frontend.reads import is_random, node_reads
+from splitc.compiler.frontend.walks import ancestors, computed_from_weights, producers, reached
 from splitc.compiler.lowering.communication import SEND, kind_of
 from splitc.compiler.lowering.open_shapes import open_shape
 from splitc.compiler.operators.registry import operator_of
@@ -25,7 +26,7 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class Flow:
-    """Nodes in order, what each reads, and the joints among them. `gives` are the values that leave it."""
+    """Nodes in order with what they read, and the joints among them. `gives` are the values that leave the nodes."""
 
     reads: Mapping[ir.Node, tuple[ir.Value, ...]]
     joints: frozenset[ir.Node]
@@ -37,16 +38,16 @@ class Flow:
 
 
 def cut_segments(graph: ir.Graph, outputs: Collection[str], joined: Sequence[ir.Node]) -> list[Segment]:
-    """The segments of `graph` between its nodes `joined`, in order. Only the named `outputs` are given.
+    """The segments of `graph` between its nodes `joined`, in order. They only give the named `outputs`.
 
     A node goes into the last segment that is early enough for its readers. What is computed from weights alone is
     repeated in each segment that needs it, since engines fold it. So is shape arithmetic on the sizes of the graph's
-    inputs: these few numbers are on the host, and passing them between engines costs more.
+    inputs: it is cheaper to repeat on the host than to pass between engines.
     """
     reads = {node: tuple(node_reads(node)) for node in graph}
     joints = frozenset(joined)
     for node in joined:
-        if kind_of(node) == SEND:  # outside of engines what was sent is still there
+        if kind_of(node) == SEND:  # as a step of the program it does not consume the value
             node.outputs[0].replace_all_uses_with(node.inputs[0])  # type: ignore[arg-type]
     flow = Flow(reads, joints, frozenset(graph.outputs))
     repeated = _repeated_nodes(flow)
@@ -73,7 +74,7 @@ def group_joints(flow: Flow) -> list[list[ir.Node]]:
 
 def _members(flow: Flow, repeated: Collection[ir.Node], needed: Collection[ir.Node]) -> list[list[ir.Node]]:
     """The needed nodes of each segment, and the joints that follow it."""
-    # All ranks must have the same segments, so nodes that only this rank does not need are dropped after `_levels`.
+    # All ranks must have the same segments, so nodes that this rank does not need are dropped after `_levels`.
     levels = _levels(flow, repeated)
     members: list[list[ir.Node]] = [[] for _ in range(1 + max(levels.values(), default=0))]
     for node in flow.reads:
@@ -87,13 +88,10 @@ def _repeated_nodes(flow: Flow) -> frozenset[ir.Node]:
 
     Joints and the nodes that make their inputs are never repeated, even if they compute from weights alone.
     """
-    joined = {value.producer() for node in flow.joints for value in flow.reads[node]}
-    once = joined.union(flow.joints, filter(flow.is_end, flow.reads))
-    inside = {node: reads for node, reads in flow.reads.items() if node not in once}
-    constant: set[ir.Node] = set()
-    for node, reads in inside.items():
-        if all(v.is_initializer() or v.producer() in constant for v in reads) and not is_random(node):
-            constant.add(node)
+    joined = set(producers(value for node in flow.joints for value in flow.reads[node]))
+    single = joined.union(flow.joints, filter(flow.is_end, flow.reads))
+    inside = {node: reads for node, reads in flow.reads.items() if node not in single}
+    constant = computed_from_weights(inside, is_random)
     sizes: set[ir.Node] = set()
     for node, reads in inside.items():
         if node not in constant and _is_shape_arithmetic(node, reads, sizes, constant):
@@ -104,9 +102,9 @@ def _repeated_nodes(flow: Flow) -> frozenset[ir.Node]:
 def _is_shape_arithmetic(
     node: ir.Node, reads: Sequence[ir.Value], sizes: Collection[ir.Node], constant: Collection[ir.Node]
 ) -> bool:
-    """Whether the node is shape arithmetic on nothing but the sizes of inputs."""
+    """Whether the node is shape arithmetic on the sizes of inputs and on short constants alone."""
     operator = operator_of(node)
-    if not operator.folds or operator.expands:
+    if not operator.shape_arithmetic or operator.expands:
         return False
     if operator.reads_shape:
         return all(value.is_graph_input() for value in reads)
@@ -122,14 +120,7 @@ def _is_short_constant(value: ir.Value, constant: Collection[ir.Node]) -> bool:
 
 def _needed(flow: Flow, given: Collection[ir.Value]) -> set[ir.Node]:
     """The joints, the nodes that make the given values, and the ancestors of both."""
-    needed: set[ir.Node] = set()
-    stack = [*flow.joints, *(producer for value in given if (producer := value.producer()) is not None)]
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack += [producer for value in flow.reads[node] if (producer := value.producer()) is not None]
-    return needed
+    return ancestors([*flow.joints, *producers(given)], flow.reads.__getitem__)
 
 
 def _levels(flow: Flow, repeated: Collection[ir.Node]) -> dict[ir.Node, int]:
@@ -142,8 +133,8 @@ def _levels(flow: Flow, repeated: Collection[ir.Node]) -> dict[ir.Node, int]:
     readers: dict[ir.Value, list[ir.Node]] = {}
     for node, reads in flow.reads.items():
         if node not in repeated:
-            above = [producer for value in reads if (producer := value.producer()) in early]
-            early[node] = max((early[p] + (p in flow.joints) for p in above if p is not None), default=0)
+            above = [maker for maker in producers(reads) if maker in early]
+            early[node] = max((early[maker] + (maker in flow.joints) for maker in above), default=0)
             for value in reads:
                 readers.setdefault(value, []).append(node)
     late: dict[ir.Node, int] = {}
@@ -166,14 +157,7 @@ def _extract(
     position: Mapping[ir.Node, int],
 ) -> ir.Graph:
     """A new graph of these nodes and the repeated ones that they need."""
-    own = set(nodes)
-    stack = list(nodes)
-    while stack:
-        for value in node_reads(stack.pop()):
-            producer = value.producer()
-            if producer is not None and producer in repeated and producer not in own:
-                own.add(producer)
-                stack.append(producer)
+    own = set(reached(nodes, lambda node: [maker for maker in producers(node_reads(node)) if maker in repeated]))
     ordered = sorted(own, key=position.__getitem__)
     reads = dict.fromkeys(value for node in ordered for value in node_reads(node))
     weights = [value for value in reads if value.is_initializer()]

@@ -1,4 +1,4 @@
-"""Shape vectors in a rank's graph, corrected where they hold the wrong of two sizes: a shard's or the whole value's.
+"""Shape vectors in a rank's graph, corrected where they hold sizes of shards instead of whole values, or vice versa.
 
 A Shape node reads the sizes of the rank's shard. A node that takes sizes (Reshape, Expand) needs those of the rank's
 shard of its result. All other readers need the sizes of whole values.
@@ -25,6 +25,18 @@ from splitc.compiler.sharding.shards import Shards
 Array = npt.NDArray[Any]
 
 
+@dataclass(frozen=True)
+class _Correction:
+    """What turns one size into another: multiply by `times`, divide by `over`; or replace it by `size`, if given."""
+
+    times: int = 1
+    over: int = 1
+    size: int | None = None
+
+
+_SAME = _Correction()
+
+
 @dataclass
 class SizeRewriter:
     """Rewrites the nodes of one rank's graph, which must be visited in order.
@@ -40,7 +52,7 @@ class SizeRewriter:
     _whole: dict[ir.Value, ir.Value] = field(default_factory=dict)
 
     def rewrite(self, node: ir.Node, operation: Operation) -> None:
-        """Correct the sizes that a node reads, and record the sizes that it gives."""
+        """Correct the sizes that a node reads, and record the sizes of shards that it gives."""
         if operator_of(node).reads_shape:
             self._note_shape(node, operation.inputs[0])
             return
@@ -60,7 +72,8 @@ class SizeRewriter:
             if new is not value:
                 node.replace_input_with(number, new)
         for name, sizes in operation.attributes.items():
-            self._rewrite_attribute(node, name, sizes)
+            if name in node.attributes:
+                node.attributes[name] = local_attribute(self.shards, node, name, sizes)
 
     def _note_shape(self, node: ir.Node, axes: Axes) -> None:
         if axes is None or not self.shards.splits(axes):
@@ -73,18 +86,18 @@ class SizeRewriter:
             self.read[node.outputs[0]] = sizes
 
     def _passed_sizes(self, node: ir.Node) -> Sizes | None:
-        """The entries of the node's result, if it passes on sizes of shards by constant indices; None otherwise."""
+        """The axes whose sizes the node passes on, if it picks entries by constant indices; None otherwise."""
         if not any(value in self.read for value in node.inputs if value is not None):
             return None
         if node.op_type == "Concat":
-            return [each for value in node.inputs if value is not None for each in self._entries(value)]
+            return [entry for value in node.inputs if value is not None for entry in self._entries(value)]
         data = node.inputs[0]
         if data is None or data not in self.read:
             return None
         entries = list(self.read[data])
         if node.op_type == "Gather":
-            places = _numbers(node.inputs[1])
-            return None if places is None else [entries[place] for place in places]
+            indices = _numbers(node.inputs[1])
+            return None if indices is None else [entries[index] for index in indices]
         if node.op_type == "Slice":
             bounds = [_numbers(value) for value in node.inputs[1:3]]
             step = _numbers(node.inputs[4]) if len(node.inputs) > 4 else [1]
@@ -96,7 +109,7 @@ class SizeRewriter:
         return entries
 
     def _entries(self, value: ir.Value) -> Sizes:
-        """For each entry of a shape vector the axis whose size it is, or None if it is not read from a shard."""
+        """For each entry of a shape vector the axis whose size it is; None if it is not the size of a shard."""
         return self.read.get(value) or [None] * self.length_of(value)
 
     def globalize(self, node: ir.Node, value: ir.Value) -> ir.Value:
@@ -104,7 +117,7 @@ class SizeRewriter:
         if value not in self.read:
             return value
         if value not in self._whole:
-            corrections = [self._ratio(axis, None) for axis in self.read[value]]
+            corrections = [self._correction(axis, None) for axis in self.read[value]]
             self._whole[value] = self._correct(node, value, corrections)
         return self._whole[value]
 
@@ -125,12 +138,12 @@ class SizeRewriter:
         tensor = value.const_value if value.is_initializer() else None
         if tensor is not None:
             old = tensor.numpy()
-            new = constant_sizes(self.shards, np.atleast_1d(old), sizes, operator_of(node).takes_places)
+            new = constant_sizes(self.shards, np.atleast_1d(old), sizes, operator_of(node).sizes_are_offsets)
             return value if np.array_equal(np.atleast_1d(old), new) else self.editor.constant(new.reshape(old.shape))
         entries = self._entries(value)
         wanted = list(sizes)[: len(entries)]
-        corrections = [self._ratio(have, want) for have, want in zip(entries, wanted, strict=False)]
-        if all(correction is None for correction in corrections):
+        corrections = [self._correction(have, want) for have, want in zip(entries, wanted, strict=False)]
+        if all(correction == _SAME for correction in corrections):
             return value
         producer = value.producer()
         if producer is not None and producer.op_type == "Concat":
@@ -140,88 +153,75 @@ class SizeRewriter:
     def _localize_entries(self, node: ir.Node, concat: ir.Node, wanted: Sizes) -> ir.Value:
         parts = []
         start = 0
-        for each in concat.inputs:
-            assert each is not None
-            length = self.length_of(each)
-            parts.append(self.localize(node, each, wanted[start : start + length]))
+        for part in concat.inputs:
+            assert part is not None
+            length = self.length_of(part)
+            parts.append(self.localize(node, part, wanted[start : start + length]))
             start += length
         if parts == list(concat.inputs):
             return concat.outputs[0]
         return self._emit(node, "Concat", parts, axis=0)
 
-    def _ratio(self, have: Axis | None, want: Axis | None) -> tuple[int, int] | None:
-        """The numbers to multiply and divide by to turn the size `have` into `want`; None if they are the same.
+    def _correction(self, have: Axis | None, want: Axis | None) -> _Correction:
+        """What turns the rank's size of the axis `have` into that of `want`. None means the size of a whole value."""
+        wanted, held = self._ratio(want), self._ratio(have)
+        if wanted is None or held is None:
+            return _Correction(size=self.shards.size(want) if want is not None else ax.size_of(have or ()))
+        times, over = wanted[0] * held[1], wanted[1] * held[0]
+        return _SAME if times == over else _Correction(times, over)
 
-        None for an axis means the size of the whole value. If a section is split there is no ratio: the result is then
-        the wanted size itself, over 0.
-        """
-        times, over = 1, 1
-        for axis, wanted in ((want, True), (have, False)):
-            if axis is None or not self.shards.is_split(axis):
-                continue
-            ratio = self.shards.ratio(axis)
-            if ratio is None:
-                assert want is not None or have is not None
-                return (self.shards.size(want) if want is not None else ax.size_of(have or ()), 0)
-            own, whole = ratio if wanted else ratio[::-1]
-            times, over = times * own, over * whole
-        return None if times == over else (times, over)
+    def _ratio(self, axis: Axis | None) -> tuple[int, int] | None:
+        """The rank's size of an axis to the whole size; None if there is no such ratio, since a section is split."""
+        return (1, 1) if axis is None or not self.shards.is_split(axis) else self.shards.ratio(axis)
 
-    def _correct(self, node: ir.Node, value: ir.Value, corrections: Sequence[tuple[int, int] | None]) -> ir.Value:
-        """Multiply and divide the entries that are sizes. Others (-1, or 1 for a repeated axis) are not divisible."""
+    def _correct(self, node: ir.Node, value: ir.Value, corrections: Sequence[_Correction]) -> ir.Value:
+        """Correct the entries that are sizes. Others (-1, or 1 for a repeated axis) are not divisible, and stay."""
         scalar = self.axes_of(value) == ()
         dtype = value.dtype.numpy() if value.dtype is not None else np.dtype(np.int64)
 
         def vector(numbers: Sequence[int]) -> ir.Value:
             return self.editor.constant(np.array(numbers[0] if scalar else numbers, dtype))
 
-        fixed = [bool(each) and each[1] == 0 for each in corrections]  # type: ignore[index]  # bool guards it
-        times = [each[0] if each and each[1] else 1 for each in corrections]
-        over = [each[1] if each and each[1] else 1 for each in corrections]
         result = value
-        if any(each != 1 for each in over) or any(each != 1 for each in times):
+        if any((correction.times, correction.over) != (1, 1) for correction in corrections):
+            times, over = ([getattr(c, of) for c in corrections] for of in ("times", "over"))
             scaled = self._emit(node, "Mul", [value, vector(times)])
             result = self._emit(node, "Div", [scaled, vector(over)])
             rest = self._emit(node, "Mod", [value, vector(over)])
-            divides = self._emit(node, "Equal", [rest, vector([0] * len(times))])
+            divides = self._emit(node, "Equal", [rest, vector([0] * len(over))])
             result = self._emit(node, "Where", [divides, result, value])
-        if any(fixed):
-            numbers = [each[0] if each and not each[1] else 0 for each in corrections]
-            mask = self.editor.constant(np.array(fixed[0] if scalar else fixed))
-            result = self._emit(node, "Where", [mask, vector(numbers), result])
+        replaced = [correction.size is not None for correction in corrections]
+        if any(replaced):
+            mask = self.editor.constant(np.array(replaced[0] if scalar else replaced))
+            sizes = vector([correction.size or 0 for correction in corrections])
+            result = self._emit(node, "Where", [mask, sizes, result])
         return result
 
     def _emit(self, before: ir.Node, kind: str, inputs: Sequence[ir.Value], **attributes: Any) -> ir.Value:
-        made = self.editor.before(before, kind, *inputs, **attributes)
-        made.type = ir.TensorType(ir.DataType.BOOL) if kind == "Equal" else inputs[-1].type
-        return made
-
-    def _rewrite_attribute(self, node: ir.Node, name: str, sizes: Sizes) -> None:
-        attribute = node.attributes.get(name)
-        if attribute is None:
-            return
-        if attribute.type == ir.AttributeType.INT:
-            old = np.array([attribute.as_int()])
-            new = constant_sizes(self.shards, old, sizes, False)
-            replacement = ir.AttrInt64(name, int(new[0]))
-        else:
-            old = np.array(attribute.as_ints())
-            new = constant_sizes(self.shards, old, sizes, operator_of(node).takes_places)
-            replacement = ir.AttrInt64s(name, [int(each) for each in new])
-        if not np.array_equal(old, new):
-            node.attributes[name] = replacement
+        result = self.editor.before(before, kind, *inputs, **attributes)
+        result.type = ir.TensorType(ir.DataType.BOOL) if kind == "Equal" else inputs[-1].type
+        return result
 
 
-def constant_sizes(shards: Shards, old: Array, sizes: Sizes, positions: bool) -> Array:
-    """Replace whole sizes by the rank's. Other numbers (-1, 0, 1 for a repeated axis) stay, unless `positions`."""
+def constant_sizes(shards: Shards, old: Array, sizes: Sizes, offsets: bool) -> Array:
+    """Replace whole sizes by the rank's. Other numbers (-1, 0, a 1 that is repeated) stay unless they are `offsets`."""
     new: Array = old.copy()
     for number, axis in enumerate(sizes):
-        if axis is not None and shards.is_split(axis) and (positions or old[number] == ax.size_of(axis)):
+        if axis is not None and shards.is_split(axis) and (offsets or old[number] == ax.size_of(axis)):
             new[number] = shards.size(axis)
     return new
+
+
+def local_attribute(shards: Shards, node: ir.Node, name: str, sizes: Sizes) -> ir.Attr:
+    """An attribute of one size or several, with the rank's in place of whole ones."""
+    attribute = node.attributes[name]
+    if attribute.type == ir.AttributeType.INT:
+        return ir.AttrInt64(name, int(constant_sizes(shards, np.array([attribute.as_int()]), sizes, False)[0]))
+    old = np.array(attribute.as_ints())
+    return ir.AttrInt64s(name, constant_sizes(shards, old, sizes, operator_of(node).sizes_are_offsets).tolist())
 
 
 def _numbers(value: ir.Value | None) -> list[int] | None:
     """A constant's whole numbers."""
     tensor = value.const_value if value is not None and value.is_initializer() else None
-    return None if tensor is None else [int(each) for each in np.atleast_1d(tensor.numpy())]
+    return None if tensor is None else [int(number) for number in np.atleast_1d(tensor.numpy())]

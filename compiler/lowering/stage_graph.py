@@ -34,19 +34,19 @@ def stage_graph(graph: Graph, stage: Stage) -> ir.Graph:
 def _restore_shapes(graph: Graph, result: ir.Graph) -> None:
     """Restore the shapes of the model's file, so that an engine sees the same ones as in the unsplit model.
 
-    splitc infers more shapes, and with those ONNX Runtime fuses more. The results then differ from the unsplit model's,
-    and on the CPU they take longer (SkipLayerNormalization: a tenth of an encoder's time).
+    splitc infers more shapes, with which ONNX Runtime fuses more. Results would then differ from the unsplit model's,
+    and take longer on CPUs (SkipLayerNormalization: a tenth of an encoder's time).
     """
     whole = {value.name for value in (*graph.graph.inputs, *graph.graph.outputs)}
     for value in (*result.inputs, *result.outputs):
         if value.name not in whole:
             sizes = [size if isinstance(size, int) else None for size in value.shape or ()]
             numbers = ir.Shape(sizes) if value.shape is not None else open_shape(value)
-            value.shape = graph.annotated.get(value.name or "", numbers)
+            value.shape = graph.declared.get(value.name or "", numbers)
     for node in result:
         for value in node.outputs:
             if not value.is_graph_output():
-                value.shape = graph.annotated.get(value.name or "")
+                value.shape = graph.declared.get(value.name or "")
                 value.type = value.type if value.shape is not None else None
 
 
@@ -82,11 +82,10 @@ def _compute_borrowed(result: ir.Graph, stage: Stage) -> None:
         node.name = f"splitc_sizes_{number}"
         for value in node.outputs:
             value.name = renamed.get(value, f"splitc_sizes_{number}")
-    first = result[0] if len(result) else None
-    if first is None:
-        result.extend(nodes)
+    if len(result):
+        result.insert_before(result[0], nodes)
     else:
-        result.insert_before(first, nodes)
+        result.extend(nodes)
 
 
 def _constant(number: int, nodes: list[ir.Node]) -> ir.Value:

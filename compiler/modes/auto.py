@@ -27,8 +27,8 @@ from splitc.runtime.units import format_seconds
 # Alternatives are equally fast if their times differ by less than this share, by objective and whether the blocks were
 # profiled. Predictions of throughput are less exact than that anyway, since a stream hides delays of single devices.
 SLACK = {("throughput", False): 0.1, ("throughput", True): 0.05, ("latency", False): 0.02, ("latency", True): 0.02}
-# Minimum share by which another device must relieve the fullest one.
-LEAST_ROOM_GAIN = 0.02
+# Minimum share of its memory by which another device must relieve the fullest one.
+LEAST_MEMORY_GAIN = 0.02
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class _Option:
 def plan_auto(model: Path, resources: Resources, request: Request) -> Plan:
     """The best plan for the request's objective among those that fit, in any mode on any number of the devices.
 
-    Among plans of about equal time it is the one that leaves the most room on its fullest device. Raises
+    Among plans of about equal time it is the one that leaves the most free memory on its fullest device. Raises
     DoesNotFitError if none fits, with what each mode lacks; ModelError for a model that can't be used.
     """
     tried = plan_alternatives(model, resources, request)
@@ -63,26 +63,28 @@ def plan_auto(model: Path, resources: Resources, request: Request) -> Plan:
 
 
 def choose(alternatives: Sequence[Alternative], objective: str, profiled: bool) -> Alternative:
-    """The alternative with the most room on its fullest device, among those about as fast as the fastest.
+    """The alternative with the most free memory on its fullest device, among those within SLACK of the fastest.
 
     It uses no more hosts than needed for that speed, and no more devices than needed: another one must relieve the
-    fullest device by LEAST_ROOM_GAIN.
+    fullest device by LEAST_MEMORY_GAIN.
     """
     good = _on_fewest_hosts(_about_as_fast(alternatives, objective, profiled))
-    least = min(each.fullest for each in good)
-    roomy = [each for each in good if each.fullest <= least * (1 + LEAST_ROOM_GAIN)]
-    return min(roomy, key=lambda each: (each.devices, _time(each, objective)))
+    least = min(candidate.fullest for candidate in good)
+    free = [candidate for candidate in good if candidate.fullest <= least * (1 + LEAST_MEMORY_GAIN)]
+    return min(free, key=lambda candidate: (candidate.devices, _time(candidate, objective)))
 
 
 def _about_as_fast(alternatives: Sequence[Alternative], objective: str, profiled: bool) -> list[Alternative]:
-    possible = [each for each in alternatives if each.refused is None]
-    best = min(_time(each, objective) for each in possible)
-    return [each for each in possible if _time(each, objective) <= best * (1 + SLACK[objective, profiled])]
+    possible = [candidate for candidate in alternatives if candidate.refused is None]
+    best = min(_time(candidate, objective) for candidate in possible)
+    return [
+        candidate for candidate in possible if _time(candidate, objective) <= best * (1 + SLACK[objective, profiled])
+    ]
 
 
 def _on_fewest_hosts(alternatives: Sequence[Alternative]) -> list[Alternative]:
-    fewest = min(each.hosts for each in alternatives)
-    return [each for each in alternatives if each.hosts == fewest]
+    fewest = min(candidate.hosts for candidate in alternatives)
+    return [candidate for candidate in alternatives if candidate.hosts == fewest]
 
 
 def plan_alternatives(model: Path, resources: Resources, request: Request) -> list[tuple[Alternative, Plan | None]]:
@@ -102,14 +104,14 @@ class _Analyses:
         self._finer: dict[int, Analysis] = {}
 
     def get(self, stages: int, devices: int) -> Analysis:
-        found = self._first
-        if stages > len(found.partition.blocks):
+        analysis = self._first
+        if stages > len(analysis.partition.blocks):
             if stages not in self._finer:
-                self._finer[stages] = with_blocks(found, stages)
-            found = self._finer[stages]
+                self._finer[stages] = with_blocks(analysis, stages)
+            analysis = self._finer[stages]
         if devices > 1:
-            check_divisible(found)
-        return found
+            check_divisible(analysis)
+        return analysis
 
 
 def _options(resources: Resources, request: Request) -> list[_Option]:
@@ -135,14 +137,14 @@ def _try(
     """Plan in one way, on the devices with the largest budgets, of one host for each group where that is possible."""
     way, mode = option.way, find_mode(option.mode)
     taken = resources.take(sorted(group_devices(resources.devices, resources.budgets, way.stages, way.size)))
-    # Other modes are there for what one splits at a loss only.
+    # With a fallback a mode refuses what it could split only at a loss: other modes are candidates too.
     wanted = replace(request, split_mode=option.mode, spread=True, pipeline_stages=way.stages, fallback="layer")
     try:
         plan = mode.plan(analyses.get(mode.stages(wanted, way.devices), way.devices), taken, wanted)
     except (ModelError, DoesNotFitError, MisuseError) as error:
         return Alternative(option.name, option.mode, way.devices, refused=_in_short(error)), None
-    found = predict(plan, taken.machine, request.threads, _measured(plan.analysis, taken, request))
-    return _describe(option, plan, found), plan
+    prediction = predict(plan, taken.machine, request.threads, _measured(plan.analysis, taken, request))
+    return _describe(option, plan, prediction), plan
 
 
 def predict(plan: Plan, machine: Machine, threads: int | None, measured: float = 1.0) -> Prediction:
@@ -152,8 +154,8 @@ def predict(plan: Plan, machine: Machine, threads: int | None, measured: float =
     """
     devices = [rank.device for rank in plan.ranks]
     operators = has_operators(plan.engine, devices)
-    each = threads_for(devices, threads)
-    clock = Clock(plan.analysis, plan.ranks, machine, each, measured, plan.profiled, operators)
+    threads_each = threads_for(devices, threads)
+    clock = Clock(plan.analysis, plan.ranks, machine, threads_each, measured, plan.profiled, operators)
     return plan.split.predict(plan.ranks, plan.cuts, clock)
 
 
@@ -170,19 +172,19 @@ def _measured(analysis: Analysis, resources: Resources, request: Request) -> flo
     return sum(block_seconds(analysis, resources, [0])[0]) / max(estimated, 1e-9)
 
 
-def _describe(option: _Option, plan: Plan, found: Prediction) -> Alternative:
+def _describe(option: _Option, plan: Plan, prediction: Prediction) -> Alternative:
     peaks = [rank.memory.total for rank in plan.ranks]
     # Without all budgets, devices are compared by the bytes that they hold.
-    known = all(rank.budget is not None for rank in plan.ranks)
+    all_known = all(rank.budget is not None for rank in plan.ranks)
     fullest = max(
-        peak / max(1, rank.budget or 1) if known else peak for rank, peak in zip(plan.ranks, peaks, strict=True)
+        peak / max(1, rank.budget or 1) if all_known else peak for rank, peak in zip(plan.ranks, peaks, strict=True)
     )
     return Alternative(
         option.name,
         option.mode,
         option.way.devices,
-        found.latency,
-        found.interval,
+        prediction.latency,
+        prediction.interval,
         fullest,
         peaks,
         count_hosts(plan.ranks),
@@ -200,19 +202,20 @@ def _reason(chosen: Alternative, alternatives: Sequence[Alternative], request: R
     time = format_seconds(_time(chosen, request.objective))
     if len(good) == 1:
         return f"{chosen.name}: predicted to be the fastest, {time} {what}"
-    best = format_seconds(min(_time(each, request.objective) for each in good))
+    best = format_seconds(min(_time(candidate, request.objective) for candidate in good))
     beyond = len(good) - len(_on_fewest_hosts(good))
-    fewest = f"on the fewest hosts ({beyond} take more) " if beyond else ""
+    hosts = f"; {beyond} of them need more hosts" if beyond else ""
+    slack = SLACK[request.objective, request.profile]
     return (
-        f"{chosen.name}: {time} {what}, of {len(good)} about as fast (the fastest {best}) {fewest}the one whose "
-        "fullest device has most room, with as few devices as give that"
+        f"{chosen.name}: {time} {what}; of {len(good)} candidates within {slack:.0%} (fastest: {best}{hosts}), "
+        "the one that leaves the most free memory, on the fewest devices"
     )
 
 
 def _explain_misfit(alternatives: Sequence[Alternative]) -> str:
     """A message with what each mode lacks on its largest number of devices, where it lacks least."""
-    last = {each.mode: each for each in alternatives}
-    lines = [f"  {each.name}: {each.refused}" for each in last.values()]
+    last = {candidate.mode: candidate for candidate in alternatives}
+    lines = [f"  {candidate.name}: {candidate.refused}" for candidate in last.values()]
     return (
         "the model does not fit these devices in any mode, or can't be split:\n"
         + "\n".join(lines)

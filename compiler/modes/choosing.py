@@ -58,20 +58,22 @@ def _make_plan(model: Path, resources: Resources, request: Request) -> Plan:
 
 def _host_warnings(resources: Resources, request: Request) -> list[str]:
     """What is not known of the hosts, and so was guessed."""
-    found = []
+    warnings = []
     named = {text.rpartition("=")[0] for text in request.memory}
     budgets = zip(resources.devices, resources.budgets, strict=True)
-    if any(each.host is not None and budget is not None and not {"", str(each)} & named for each, budget in budgets):
-        found.append(
+    if any(
+        device.host is not None and budget is not None and not {"", str(device)} & named for device, budget in budgets
+    ):
+        warnings.append(
             "the budgets are this machine's free memory, as if every host were like it: give --memory if they are not, "
             "as in --memory 80GB for each device"
         )
     if resources.machine.interconnect is None and len(host_numbers(resources.devices)) > 1:
-        found.append(
+        warnings.append(
             f"the links between hosts were not measured: a typical one ({INTERCONNECT}) is used. Measure one there "
             "(mpirun ... splitc devices --measure), or give it, as in --interconnect 25GB/s,5us"
         )
-    return found
+    return warnings
 
 
 def _plan_in_mode(model: Path, resources: Resources, request: Request) -> Plan:

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
-import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.memory import stage_memory
 from splitc.compiler.analysis.stages import divide_blocks
-from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.lowering.programs import names, stage_program
 from splitc.compiler.lowering.segments import Segment
 from splitc.compiler.lowering.stage_graph import stage_graph
-from splitc.compiler.modes.mode import Mode, Way
+from splitc.compiler.modes.mode import Mode, Way, WholeValues
 from splitc.compiler.modes.pipeline import choose_stages, predict_pipeline, rematerialized, stage_cuts
 from splitc.compiler.planning.assembly import assemble, check_memory, engine_bytes
 from splitc.compiler.planning.clock import Clock, Prediction, block_seconds
@@ -29,30 +22,18 @@ from splitc.compiler.planning.resources import Resources
 from splitc.compiler.planning.split import RankProgram
 from splitc.compiler.planning.stage_search import Assignment, Target
 from splitc.compiler.request.request import Request
-from splitc.compiler.sharding.axis_map import AxisMap, find_axes
-from splitc.compiler.sharding.probe_sizes import bind_probe_sizes
 from splitc.runtime.engines.kinds import choose_engine
 from splitc.runtime.errors import DoesNotFitError
 from splitc.runtime.units import format_bytes
 
 
 @dataclass(frozen=True)
-class LayerSplit:
+class LayerSplit(WholeValues):
     """Each rank runs whole nodes. The model's computation is unchanged."""
 
-    analysis: Analysis
     rewrites = False
-    fixes_ranks = False
     is_radial = False
     collectives = 0
-
-    @cached_property
-    def axis_map(self) -> AxisMap:
-        return find_axes(self.analysis.graph, self.probe_shapes)
-
-    @cached_property
-    def probe_shapes(self) -> BoundShapes:
-        return bind_probe_sizes(self.analysis.graph, self.analysis.shapes, self.analysis.costs.certain)
 
     def exchanged_bytes(self, cuts: Sequence[CutPlan]) -> int:
         return 0
@@ -72,18 +53,6 @@ class LayerSplit:
         stage = ranks[number].stage
         segment = Segment(stage_graph(self.analysis.graph, stage), ())
         return stage_program(ranks, number, [segment], names(stage.outputs))
-
-    def places(self, value: ir.Value, part: int) -> Mapping[int, npt.NDArray[np.int64]]:
-        return {}
-
-    def is_partial(self, value: ir.Value) -> bool:
-        return False
-
-    def axis_fates(self) -> None:
-        return None
-
-    def file_fields(self) -> Mapping[str, Any]:
-        return {}
 
 
 def plan_layers(analysis: Analysis, resources: Resources, request: Request) -> Plan:
@@ -116,22 +85,20 @@ def _make_plan(
 
     `seconds` are the blocks' on each device.
     """
-    stages = divide_blocks(analysis.graph, analysis.partition, [each.end for each in chosen])
+    stages = divide_blocks(analysis.graph, analysis.partition, [run.end for run in chosen])
     ranks = [
         RankPlan(
-            resources.devices[each.target],
-            resources.budgets[each.target],
+            resources.devices[run.target],
+            resources.budgets[run.target],
             1.0,
             stage,
             number,
             0,
             stage_memory(analysis.costs, analysis.states, stage),
-            sum(seconds[each.target][each.start : each.end]),
+            sum(seconds[run.target][run.start : run.end]),
             again,
         )
-        for number, (each, stage, again) in enumerate(
-            zip(chosen, stages, rematerialized(analysis, stages), strict=True)
-        )
+        for number, (run, stage, again) in enumerate(zip(chosen, stages, rematerialized(analysis, stages), strict=True))
     ]
     return assemble(analysis, request, LayerSplit(analysis), ranks, stage_cuts(analysis, stages))
 

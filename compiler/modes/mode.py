@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
+from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import PlanFile
 from splitc.compiler.planning.resources import Resources
 from splitc.compiler.planning.stage_search import Assignment
 from splitc.compiler.request.request import Request
+from splitc.compiler.sharding.axis_map import AxisMap, find_axes, probe_sizes
 
 
 @dataclass(frozen=True)
@@ -24,6 +32,34 @@ class Way:
     def size(self) -> int:
         """The number of devices in a stage."""
         return self.devices // self.stages
+
+
+@dataclass(frozen=True)
+class WholeValues:
+    """The part of a Split that is the same for modes whose ranks have whole values only."""
+
+    analysis: Analysis
+    fixes_ranks = False
+
+    @cached_property
+    def axis_map(self) -> AxisMap:
+        return find_axes(self.analysis.graph, self.probe_shapes)
+
+    @property
+    def probe_shapes(self) -> BoundShapes:
+        return probe_sizes(self.analysis)
+
+    def places(self, value: ir.Value, part: int) -> Mapping[int, npt.NDArray[np.int64]]:
+        return {}
+
+    def is_partial(self, value: ir.Value) -> bool:
+        return False
+
+    def axis_fates(self) -> None:
+        return None
+
+    def file_fields(self) -> Mapping[str, Any]:
+        return {}
 
 
 @dataclass(frozen=True)

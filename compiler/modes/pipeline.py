@@ -41,11 +41,9 @@ def choose_stages(
 
     # Users who give shares mean those of the weights, which is what fills their devices.
     kinds = list(dict.fromkeys(map(tuple, seconds)))
-    loads = [memory.weights] if request.tensor_split else [_sums(each) for each in kinds]
+    loads = [memory.weights] if request.tensor_split else [_sums(kind) for kind in kinds]
     if not request.tensor_split:
-        targets = [
-            replace(target, load=kinds.index(tuple(each))) for target, each in zip(targets, seconds, strict=True)
-        ]
+        targets = [replace(target, load=kinds.index(tuple(own))) for target, own in zip(targets, seconds, strict=True)]
     costs = StageCosts(
         names=[block.name for block in analysis.partition.blocks],
         loads=loads,
@@ -95,7 +93,7 @@ def rematerialized(analysis: Analysis, stages: Sequence[Stage]) -> list[Remateri
     costs, reads = analysis.costs, analysis.graph.reads
     before: set[ir.Node] = set()
     held: set[ir.Value] = set()
-    found = []
+    repeated = []
     for stage in stages:
         again = [node for node in stage.nodes if node in before]
         own = costs.held(stage.nodes)
@@ -103,18 +101,18 @@ def rematerialized(analysis: Analysis, stages: Sequence[Stage]) -> list[Remateri
         inside = (node for block in stage.blocks for node in block.nodes)
         read = {value for node in inside for value in reads[node] if value.producer() in before}
         unsent = sum(costs.value_bytes(value) for value in read.difference(stage.receives))
-        found.append(Rematerialized(len(again), sum(map(costs.flops, again)), weights, unsent))
+        repeated.append(Rematerialized(len(again), sum(map(costs.flops, again)), weights, unsent))
         before.update(stage.nodes)
         held.update(own)
-    return found
+    return repeated
 
 
 def stage_cuts(analysis: Analysis, stages: Sequence[Stage]) -> list[CutPlan]:
     """For each cut the values that cross it: sent by a stage before it and received by one after it."""
     cuts = []
     for number in range(1, len(stages)):
-        made = {value for stage in stages[:number] for value in stage.sends}
-        values = dict.fromkeys(value for stage in stages[number:] for value in stage.receives if value in made)
+        sent = {value for stage in stages[:number] for value in stage.sends}
+        values = dict.fromkeys(value for stage in stages[number:] for value in stage.receives if value in sent)
         cuts.append(CutPlan(tuple(values), sum(map(analysis.costs.value_bytes, values))))
     return cuts
 
@@ -131,9 +129,9 @@ def predict_pipeline(
     """
     groups = sorted({rank.group for rank in ranks})
     members = [[rank for rank in ranks if rank.group == group] for group in groups]
-    alone = [stage_seconds(each, len(each)) for each in members]
+    alone = [stage_seconds(group, len(group)) for group in members]
     # GPUs share nothing: each takes the same time whether or not others are working.
-    together = [stage_seconds(each, len(ranks)) for each in members] if clock.shares_cores else alone
+    together = [stage_seconds(group, len(ranks)) for group in members] if clock.shares_cores else alone
     crossing = [
         clock.copy(before[0], after[0]).seconds(cut.bytes) + clock.cold(before[0])
         for before, after, cut in zip(members, members[1:], cuts, strict=False)
@@ -142,8 +140,8 @@ def predict_pipeline(
     # If a host's ranks want more than all its cores, they take turns, and the interval is that of all their work.
     every = max(
         sum(
-            seconds * min(1.0, clock.crowd([rank for rank in each if rank.device.host == host]))
-            for seconds, each in zip(together, members, strict=True)
+            seconds * min(1.0, clock.crowd([rank for rank in group if rank.device.host == host]))
+            for seconds, group in zip(together, members, strict=True)
         )
         for host in {rank.device.host for rank in ranks}
     )

@@ -114,17 +114,17 @@ def assignments(blocks: Mapping[str, int], stages: int, names: Sequence[str]) ->
             raise MisuseError(f'the plan has the line "{name}: {rank}", and it has stages 0 to {stages - 1}')
     if missing := [name for name in names if name not in blocks]:
         raise MisuseError(f'the plan leaves out the block {missing[0]}: add a line for it under "blocks"')
-    found: list[Assignment] = []
+    runs: list[Assignment] = []
     for index, name in enumerate(names):
         rank = blocks[name]
-        last: Assignment | None = found[-1] if found else None
+        last: Assignment | None = runs[-1] if runs else None
         if last and rank < last.target:
             raise MisuseError(
                 f'the plan has the line "{name}: {rank}" after a block in stage {last.target}: '
                 "stages hold consecutive blocks, in their order"
             )
         if last and rank == last.target:
-            found[-1] = Assignment(rank, last.start, index + 1)
+            runs[-1] = Assignment(rank, last.start, index + 1)
         else:
-            found.append(Assignment(rank, index, index + 1))
-    return found
+            runs.append(Assignment(rank, index, index + 1))
+    return runs

@@ -9,23 +9,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.memory import StageMemory, stage_memory
 from splitc.compiler.analysis.stages import Stage, divide_blocks
 from splitc.compiler.errors import CannotSplitError
-from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.lowering.engine_segments import engine_segments
 from splitc.compiler.lowering.programs import names, rank_program
 from splitc.compiler.lowering.row_graphs import row_graph
 from splitc.compiler.lowering.row_slices import find_rounds, product_stage
-from splitc.compiler.modes.mode import Mode, Way
+from splitc.compiler.modes.mode import Mode, Way, WholeValues
 from splitc.compiler.planning.assembly import assemble, check_memory
 from splitc.compiler.planning.clock import Clock, Prediction, block_seconds, find_pace
 from splitc.compiler.planning.host_groups import single_groups
@@ -37,11 +34,9 @@ from splitc.compiler.planning.split import RankProgram
 from splitc.compiler.planning.stage_search import Assignment
 from splitc.compiler.remembered import remembered
 from splitc.compiler.request.request import Request
-from splitc.compiler.sharding.axis_map import AxisMap, find_axes
 from splitc.compiler.sharding.choice import Choice
 from splitc.compiler.sharding.held import held_shards
 from splitc.compiler.sharding.partial import NO_SUMS
-from splitc.compiler.sharding.probe_sizes import bind_probe_sizes
 from splitc.compiler.sharding.products import Product, Products, find_products
 from splitc.compiler.sharding.report import sliced_weights
 from splitc.compiler.sharding.slices import SlicedProducts, slice_products
@@ -59,23 +54,13 @@ NAMED, KINDS = 5, 3
 
 
 @dataclass(frozen=True)
-class RowSplit:
+class RowSplit(WholeValues):
     """The main rank runs the model. Each rank multiplies with its slices of matrices of at least `row_min` squared."""
 
-    analysis: Analysis
     sliced: SlicedProducts
     row_min: int
     rewrites = True
-    fixes_ranks = False
     is_radial = True
-
-    @cached_property
-    def axis_map(self) -> AxisMap:
-        return find_axes(self.analysis.graph, self.probe_shapes)
-
-    @cached_property
-    def probe_shapes(self) -> BoundShapes:
-        return bind_probe_sizes(self.analysis.graph, self.analysis.shapes, self.analysis.costs.certain)
 
     @property
     def collectives(self) -> int:
@@ -123,15 +108,6 @@ class RowSplit:
         segments = engine_segments(graph, outputs, engine, [rank.device for rank in ranks])
         return rank_program(segments, (), () if number else stage.feeds, outputs)
 
-    def places(self, value: ir.Value, part: int) -> Mapping[int, npt.NDArray[np.int64]]:
-        return {}
-
-    def is_partial(self, value: ir.Value) -> bool:
-        return False
-
-    def axis_fates(self) -> None:
-        return None
-
     def file_fields(self) -> Mapping[str, Any]:
         return {"row_min": self.row_min}
 
@@ -170,14 +146,14 @@ def _main_first(resources: Resources, request: Request) -> list[int]:
 def _make_plan(analysis: Analysis, resources: Resources, request: Request, shares: Sequence[float] | None) -> Plan:
     """The plan that slices weights by the shares, of which the first is the main device's.
 
-    By default the shares are the room that each budget leaves (`_shares_of_room`).
+    By default the shares are the free memory that each budget leaves (`_shares_of_free_memory`).
     """
     devices, budgets = resources.devices, resources.budgets
     stage = _whole(analysis)
     products, broken = _products(analysis, request.row_min)
     _check_enough_to_slice(analysis, products, request.row_min)
     if shares is None:
-        shares = _shares_of_room(analysis, stage, products, budgets)
+        shares = _shares_of_free_memory(analysis, stage, products, budgets)
     sliced = _slice(analysis, products, [float(share) for share in shares])
     _check_slices(sliced, resources, shares)
     seconds = _rank_seconds(analysis, resources, sliced)
@@ -213,7 +189,7 @@ def _products(analysis: Analysis, least: int) -> tuple[Products, Mapping[ir.Node
     opaque: dict[ir.Node, str] = {}
     while True:
         products = find_products(analysis, least, opaque)
-        columns = tuple(dict.fromkeys(product.columns for product in products.found))
+        columns = tuple(dict.fromkeys(product.columns for product in products.sliceable))
         choice = Choice(columns, {}, (), {}, NO_SUMS)
         broken = find_broken(analysis.graph, products.axis_map, choice, analysis.costs.bound.shapes)
         if not broken:
@@ -224,7 +200,7 @@ def _products(analysis: Analysis, least: int) -> tuple[Products, Mapping[ir.Node
 def _slice(analysis: Analysis, products: Products, shares: Sequence[float]) -> SlicedProducts:
     """The products sliced by the shares, in rounds, without those whose columns all stay on the main rank."""
     columns = slice_products(analysis.graph, products, shares, analysis.costs.value_bytes)
-    sliced = [product for product in products.found if product.columns in columns.ranges]
+    sliced = [product for product in products.sliceable if product.columns in columns.ranges]
     return SlicedProducts(analysis.graph, _rounds(analysis, tuple(sliced)), columns)
 
 
@@ -244,8 +220,8 @@ def _check_enough_to_slice(analysis: Analysis, products: Products, least: int) -
     """Raise CannotSplitError if less than LEAST_SHARE can be sliced. The message says what reads the weights."""
     halves = slice_products(analysis.graph, products, [1.0, 1.0], analysis.costs.value_bytes)
     weights = sliced_weights(analysis, products, halves)
-    total = max(1, sum(each.bytes for each in weights))
-    divided = sum(each.split for each in weights)
+    total = max(1, sum(weight.bytes for weight in weights))
+    divided = sum(weight.split for weight in weights)
     if divided >= LEAST_SHARE * total:
         return
     kinds: Counter[str] = Counter()
@@ -253,8 +229,8 @@ def _check_enough_to_slice(analysis: Analysis, products: Products, least: int) -
         declined = [products.declined[node] for node in products.readers[weight] if node in products.declined]
         kinds[declined[0].kind if declined else "such matrices"] += analysis.costs.value_bytes(weight)
     read = ", ".join(f"{size / total:.0%} {kind}" for kind, size in kinds.most_common(KINDS) if size > 0.005 * total)
-    whole = sorted((each for each in weights if each.reason), key=lambda each: -each.bytes)
-    listed = "\n".join(f"  {each.name} {format_bytes(each.bytes)}: {each.reason}" for each in whole[:NAMED])
+    whole = sorted((weight for weight in weights if weight.reason), key=lambda weight: -weight.bytes)
+    listed = "\n".join(f"  {weight.name} {format_bytes(weight.bytes)}: {weight.reason}" for weight in whole[:NAMED])
     what = f"only {divided / total:.1%}" if divided else "nothing"
     raise CannotSplitError(
         f"row mode can slice {what} of this model's {format_bytes(total)} of weights: it takes those of matmuls inside "
@@ -263,8 +239,10 @@ def _check_enough_to_slice(analysis: Analysis, products: Products, least: int) -
     )
 
 
-def _shares_of_room(analysis: Analysis, stage: Stage, products: Products, budgets: Sequence[Budget]) -> list[float]:
-    """Shares in proportion to the room that each budget leaves beside what the device holds without any slice.
+def _shares_of_free_memory(
+    analysis: Analysis, stage: Stage, products: Products, budgets: Sequence[Budget]
+) -> list[float]:
+    """Shares in proportion to what each budget leaves beside all that the device holds without slices.
 
     They are equal if a budget is not known.
     """
@@ -274,10 +252,10 @@ def _shares_of_room(analysis: Analysis, stage: Stage, products: Products, budget
     count = len(budgets)
     split = _slice(analysis, products, [0.0, *[1.0] * (count - 1)])
     main = _rank_memory(analysis, split, stage, 0).total
-    takes = (product_stage(analysis.graph, each).receives for each in split.rounds)
-    taken = max((_sum(analysis.costs.value_bytes, each) for each in takes), default=0)
+    takes = (product_stage(analysis.graph, products).receives for products in split.rounds)
+    taken = max((_sum(analysis.costs.value_bytes, values) for values in takes), default=0)
     left = [max(0, budget - (taken if number else main)) for number, budget in enumerate(known)]
-    return [float(each) for each in (left if any(left) else known if any(known) else [1] * count)]
+    return [float(share) for share in (left if any(left) else known if any(known) else [1] * count)]
 
 
 def _check_slices(split: SlicedProducts, resources: Resources, shares: Sequence[float]) -> None:
@@ -315,7 +293,7 @@ def _rank_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, number
         memory = stage_memory(costs, analysis.states, stage, held)
         # The columns of all ranks, beside the joined results.
         results = ([product.result for product in products] for products in split.rounds)
-        joined = max((_sum(costs.value_bytes, each) for each in results), default=0)
+        joined = max((_sum(costs.value_bytes, values) for values in results), default=0)
         return replace(memory, activations=memory.activations + joined)
     weights = held_shards(costs, split.columns, product_stage(analysis.graph, own).nodes, number).weights
     running = 0
@@ -331,7 +309,10 @@ def _exchanged(
     """The values that a rank takes for its columns of some products, and the bytes of its columns of each result."""
     own = split.of_rank(number, list(products))
     takes = list(dict.fromkeys(value for product in own for value in product.takes))
-    gives = {each.result: int(analysis.costs.value_bytes(each.result) * split.share(number, each)) for each in own}
+    gives = {
+        product.result: int(analysis.costs.value_bytes(product.result) * split.share(number, product))
+        for product in own
+    }
     return takes, gives
 
 
@@ -352,12 +333,12 @@ def _rank_seconds(analysis: Analysis, resources: Resources, split: SlicedProduct
     pace, costs = find_pace(resources.devices[0], threads, len(resources.devices), resources.machine), analysis.costs
     whole = sum(block_seconds(analysis, resources, [0])[0])
     estimated = pace.seconds(costs, analysis.graph.nodes) or 1.0
-    found = [0.0] * len(resources.devices)
+    seconds = [0.0] * len(resources.devices)
     for product in split.products.values():
         share = pace.seconds(costs, [product.node]) / estimated
         for number in split.ranks(product):
-            found[number] += whole * share * split.share(number, product)
-    return [whole - sum(found[1:]), *found[1:]]
+            seconds[number] += whole * share * split.share(number, product)
+    return [whole - sum(seconds[1:]), *seconds[1:]]
 
 
 def _replan(

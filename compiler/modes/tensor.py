@@ -19,7 +19,6 @@ from splitc.compiler.analysis.memory import StageMemory, stage_memory
 from splitc.compiler.analysis.stages import divide_blocks
 from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.frontend.shapes import BoundShapes
-from splitc.compiler.lowering.annotations import IR_VERSION, annotate
 from splitc.compiler.lowering.engine_segments import engine_segments
 from splitc.compiler.lowering.programs import kept_states, names, stage_program
 from splitc.compiler.lowering.rank_graph import rank_graph
@@ -113,10 +112,7 @@ class TensorSplit:
         keeps = kept_states(self.analysis.states, rank, outputs)
         graph = rank_graph(sharded, rank.stage, rank.part)
         wanted = {*outputs, *keeps, *names(rank.stage.sends)}
-        segments = engine_segments(graph, wanted, engine, [each.device for each in ranks])
-        if self.analysis.graph.model.ir_version >= IR_VERSION:
-            for segment in segments:
-                annotate(segment.graph, sharded, rank.part, rank.group)
+        segments = engine_segments(graph, wanted, engine, [rank.device for rank in ranks])
         program = stage_program(ranks, number, segments, outputs)
         return replace(program, parts=tuple(self._parts(rank)), keeps=tuple(keeps))
 
@@ -130,8 +126,8 @@ class TensorSplit:
         """The rank's shards of inputs and outputs that it has not all of."""
         shards = self.sharded.shards(rank.part)
         values = (*rank.stage.feeds, *rank.stage.outputs)
-        found = [shards.part(value.name or "", self.sharded.axes(value), value.shape) for value in values]
-        return [part for part in found if part is not None]
+        parts = [shards.part(value.name or "", self.sharded.axes(value), value.shape) for value in values]
+        return [part for part in parts if part is not None]
 
     def places(self, value: ir.Value, part: int) -> Mapping[int, npt.NDArray[np.int64]]:
         return self.sharded.shards(part).places(self.sharded.axes(value))
@@ -159,8 +155,11 @@ def plan_tensors(analysis: Analysis, resources: Resources, request: Request) -> 
             f"tensor mode needs groups of two devices or more, all of one size: {len(devices)} devices in "
             f"{stages} stage{'s' * (stages > 1)} make none"
         )
-    given, order = request.tensor_split or resources.shares, group_devices(devices, resources.budgets, stages, count)
-    resources, shares = resources.take(order), [given[place] for place in order]
+    all_shares, order = (
+        request.tensor_split or resources.shares,
+        group_devices(devices, resources.budgets, stages, count),
+    )
+    resources, shares = resources.take(order), [all_shares[place] for place in order]
     targets = [
         Target(
             f"group {number}",
@@ -175,8 +174,8 @@ def plan_tensors(analysis: Analysis, resources: Resources, request: Request) -> 
         chosen = [Assignment(0, 0, len(analysis.partition.blocks))]
     else:
         chosen = choose_stages(analysis, seconds, targets, request, resources)
-    given = [float(share) for share in shares]
-    make = partial(_make_plan, analysis, resources, request, given, chosen, seconds)
+    all_shares = [float(share) for share in shares]
+    make = partial(_make_plan, analysis, resources, request, all_shares, chosen, seconds)
     fast = fast_axes(analysis, count, _rates(resources, count))
     try:
         return make(fast)
@@ -209,20 +208,20 @@ def _make_plan(
     `seconds` are the blocks' on each group.
     """
     count = len(resources.devices) // request.pipeline_stages
-    stages = divide_blocks(analysis.graph, analysis.partition, [each.end for each in chosen])
+    stages = divide_blocks(analysis.graph, analysis.partition, [run.end for run in chosen])
     home = {
-        weight: each.target
-        for each, stage in reversed(list(zip(chosen, stages, strict=True)))
+        weight: run.target
+        for run, stage in reversed(list(zip(chosen, stages, strict=True)))
         for weight in analysis.costs.weights(stage.nodes)
     }
     groups = [shares[first : first + count] for first in range(0, len(shares), count)]
     sharded = shard_model(analysis.graph, axes.axis_map, axes.choice, groups, home)
     ranks = []
     repeated = rematerialized(analysis, stages)
-    for number, (each, stage) in enumerate(zip(chosen, stages, strict=True)):
+    for number, (run, stage) in enumerate(zip(chosen, stages, strict=True)):
         memories: dict[tuple[int, ...], StageMemory] = {}  # most ranks have shards of the same sizes
         for part in range(count):
-            place = each.target * count + part
+            place = run.target * count + part
             if (sizes := sharded.sizes(part)) not in memories:
                 held = held_shards(analysis.costs, sharded, stage.nodes, part)
                 memories[sizes] = stage_memory(analysis.costs, analysis.states, stage, held)
@@ -234,7 +233,7 @@ def _make_plan(
                 number,
                 part,
                 memories[sizes],
-                sum(seconds[each.target][each.start : each.end]) * shares[place] / sum(groups[each.target]),
+                sum(seconds[run.target][run.start : run.end]) * shares[place] / sum(groups[run.target]),
                 repeated[number] if part == 0 else Rematerialized(),
             )
             ranks.append(rank)
@@ -249,7 +248,7 @@ def _make_plan(
 
 def _warn_if_idle(ranks: Sequence[RankPlan], sharded: ShardedModel) -> list[str]:
     """Warnings for ranks that own no unit of any axis, and so only repeat what another rank does."""
-    idle = [part for part in range(sharded.ranks) if not any(each[part].owned for each in sharded.ranges.values())]
+    idle = [part for part in range(sharded.ranks) if not any(parts[part].owned for parts in sharded.ranges.values())]
     return [
         f"rank {number} ({rank.device}) gets no unit of any axis: leave it out with -d, or give it a larger share "
         "(--tensor-split)"
@@ -260,9 +259,9 @@ def _warn_if_idle(ranks: Sequence[RankPlan], sharded: ShardedModel) -> list[str]
 
 def _check_split(weights: Sequence[WeightFate]) -> None:
     """Raise CannotSplitError if nothing is sharded."""
-    if not any(each.split for each in weights):
-        total = sum(each.bytes for each in weights)
-        reasons = dict.fromkeys(f"  {each.name}: {each.reason}" for each in weights if each.reason)
+    if not any(weight.split for weight in weights):
+        total = sum(weight.bytes for weight in weights)
+        reasons = dict.fromkeys(f"  {weight.name}: {weight.reason}" for weight in weights if weight.reason)
         listed = "\n".join(list(reasons)[:5])
         raise CannotSplitError(
             f"tensor mode can split nothing of this model ({format_bytes(total)} of weights):\n{listed}\n"
@@ -284,8 +283,8 @@ def _check_drawn(sharded: ShardedModel) -> None:
 
 def _total(budgets: Iterable[Budget]) -> Budget:
     """The budget of a group in bytes; None if one of its devices' is not known."""
-    known = list(budgets)
-    return None if None in known else sum(budget or 0 for budget in known)
+    all_budgets = list(budgets)
+    return None if None in all_budgets else sum(budget or 0 for budget in all_budgets)
 
 
 def _replan(
@@ -308,8 +307,8 @@ def _replan(
 
 def _check_islands(analysis: Analysis, file: PlanFile) -> None:
     """Raise MisuseError for an island of the plan that the model does not make."""
-    made = {value.name for node in analysis.graph.nodes for value in node.outputs}
-    if unknown := [name for name in file.islands if name not in made]:
+    computed = {value.name for node in analysis.graph.nodes for value in node.outputs}
+    if unknown := [name for name in file.islands if name not in computed]:
         raise MisuseError(f'the plan has the line "{unknown[0]}" under "islands", and the model makes no such value')
 
 
@@ -320,9 +319,9 @@ def _ways(hosts: Sequence[int], numbers: Sequence[int]) -> list[Way]:
     equal = [Way(count, stages) for stages in range(2, count // 2 + 1) if count % stages == 0]
     if len(hosts) == 1:
         return [*single, *equal]
-    sizes = [size for size in range(2, most + 1) if any(each % size == 0 for each in hosts)]
-    stages = [(size, sum(each // size for each in hosts[:few])) for size in sizes for few in numbers_to_try(len(hosts))]
-    inside = [Way(size * each, each) for size, each in stages if each > 1]
+    sizes = [size for size in range(2, most + 1) if any(host % size == 0 for host in hosts)]
+    stages = [(size, sum(host // size for host in hosts[:few])) for size in sizes for few in numbers_to_try(len(hosts))]
+    inside = [Way(size * groups, groups) for size, groups in stages if groups > 1]
     return list(dict.fromkeys([*single, *(way for way in equal if way.size <= most), *inside]))
 
 

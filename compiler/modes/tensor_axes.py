@@ -35,8 +35,8 @@ class TensorAxes:
     @property
     def islands(self) -> list[str]:
         """The names of what islands make, in the model's order."""
-        made = {node: node.outputs[0].name or "" for node in (island.node for island in self.axis_map.islands)}
-        return [made[node] for node in self.axis_map.operations if node in made]
+        name_of = {node: node.outputs[0].name or "" for node in (island.node for island in self.axis_map.islands)}
+        return [name_of[node] for node in self.axis_map.operations if node in name_of]
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ def _with_islands(analysis: Analysis, count: int, is_worth: _Worth) -> TensorAxe
     worth = frozenset(island for island, candidate in best.items() if is_worth(island, candidate))
     if not worth:
         return plain
-    found = settle(analysis, count, worth)
-    return found if _covered(found) > _covered(plain) else plain
+    axes = settle(analysis, count, worth)
+    return axes if _covered(axes) > _covered(plain) else plain
 
 
 def _best_candidates(axis_map: AxisMap, candidates: Candidates) -> dict[Island, Candidate]:
@@ -89,11 +89,11 @@ def _best_candidates(axis_map: AxisMap, candidates: Candidates) -> dict[Island, 
         for side in crossing.sides:
             own = side.after if crossing.place is not None else side.before
             owner.update(dict.fromkeys(ax.atoms(own), islands[crossing.node]))
-    found: dict[Island, Candidate] = {}
-    for candidate in candidates.candidates:
+    best: dict[Island, Candidate] = {}
+    for candidate in candidates.by_gain:
         if candidate.atom in owner:
-            found.setdefault(owner[candidate.atom], candidate)
-    return found
+            best.setdefault(owner[candidate.atom], candidate)
+    return best
 
 
 def _covered(axes: TensorAxes) -> int:

@@ -1,7 +1,7 @@
 """All knowledge about operators: one entry for each, which all passes ask (`registry.operator_of`).
 
 To add an operator, add an `Operator` to the table `OPERATORS` of its family's module. Its axes rule is a function of an
-`Operation`. It relates, contracts or pins axes, and records what a rank must rewrite. Axes that a rule does not touch
-are pinned, so a rule simply returns if it can't follow a form of the operator. Add a tiny graph with the operator to
-the table `GRAPHS` of its family's tests: a test of the registry fails without one.
+`Operation`: it relates, contracts or pins axes, and records what a rank must rewrite. Axes that a rule does not touch
+are pinned, so a rule simply returns for a variant of the operator that it can't handle. Add a tiny graph with the
+operator to the table `GRAPHS` of its family's tests: a test of the registry fails without one.
 """

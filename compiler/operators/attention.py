@@ -118,7 +118,7 @@ def fused_attention(op: Operation) -> None:
 def rotary_embedding(op: Operation) -> None:
     """Rotates within each head of [b, heads, l, d] or [b, l, heads x d].
 
-    Tables have the angles of all positions, which are given [b, l]. ONNX's own operator also takes tables of [b, l].
+    Cosines and sines are tables by position, with positions [b, l]. ONNX's own operator also takes them as [b, l, r].
     """
     data = op.input(0)
     if op.node.domain:
@@ -130,7 +130,7 @@ def rotary_embedding(op: Operation) -> None:
         return
     count = op.number("num_heads", 0)
     if count <= 0:
-        # num_heads is only given if the head size differs from that of the tables.
+        # Exporters give num_heads only if the head is wider than the rotated part.
         tables = op.input(2 if op.node.domain else 1)
         head = 2 * ax.size_of(tables[-1])
         count = ax.size_of(data[-1]) // head if ax.size_of(data[-1]) % head == 0 else 0
@@ -148,13 +148,13 @@ def _mask(op: Operation, number: int) -> str:
 
 
 def key_lengths(op: Operation, number: int) -> int | None:
-    """The lengths that GroupQueryAttention takes: the whole cache is used. What is not, the kernel leaves unset."""
+    """The lengths for GroupQueryAttention: those of the whole cache, since the kernel leaves unused rows unset."""
     keys = ax.size_of(op.output(1)[2] if op.has_output(1) else op.input(0)[1])
     return {5: keys - 1, 6: keys}.get(number)
 
 
 def attention_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
-    """2 x 2 x output elements x keys, for queries times keys and scores times values; plus a fused projection."""
+    """2 x output elements x keys, for queries x keys and for scores x values; plus a fused projection."""
     output = outputs[0] if outputs else ()
     weight = inputs[1] if len(inputs) > 1 else ()
     projection = 2 * math.prod(output[:-1]) * math.prod(weight) if len(weight) == 2 else 0
@@ -164,14 +164,16 @@ def attention_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
 
 
 OPERATORS = (
-    Operator("Attention", attention, attention_flops, masks=(3,), multiplies=True, attends=True),
-    Operator("com.microsoft.Attention", fused_attention, attention_flops, masks=(3, 5), multiplies=True, attends=True),
+    Operator("Attention", attention, attention_flops, masks=(3,), is_product=True, is_attention=True),
+    Operator(
+        "com.microsoft.Attention", fused_attention, attention_flops, masks=(3, 5), is_product=True, is_attention=True
+    ),
     Operator(
         "com.microsoft.DecoderMaskedMultiHeadAttention",
         flops=attention_flops,
         masks=(3, 4),
-        multiplies=True,
-        attends=True,
+        is_product=True,
+        is_attention=True,
     ),
     Operator(
         "com.microsoft.GroupQueryAttention",
@@ -179,20 +181,27 @@ OPERATORS = (
         attention_flops,
         masks=(5, 6, 10),
         positions=(9,),
-        multiplies=True,
-        attends=True,
-        in_place=True,
-        example=key_lengths,
+        is_product=True,
+        is_attention=True,
+        writes_in_place=True,
+        example_input=key_lengths,
     ),
     Operator(
         "com.microsoft.MultiHeadAttention",
         multi_head_attention,
         attention_flops,
         masks=(4, 5),
-        multiplies=True,
-        attends=True,
+        is_product=True,
+        is_attention=True,
     ),
-    Operator("com.microsoft.QAttention", flops=attention_flops, rounds=True, masks=(5,), multiplies=True, attends=True),
+    Operator(
+        "com.microsoft.QAttention",
+        flops=attention_flops,
+        quantizes=True,
+        masks=(5,),
+        is_product=True,
+        is_attention=True,
+    ),
     Operator("RotaryEmbedding", rotary_embedding, positions=(3,)),
     Operator("com.microsoft.RotaryEmbedding", rotary_embedding, positions=(1,)),
 )

@@ -1,14 +1,15 @@
 """Axes: which axes of a model's values are the same axis.
 
 Each axis of each value is a product of *factors*, major first, as in Shardy. Rules relate the factors of a node's
-inputs and outputs (`splitc.compiler.operators`). Related factors are one (union-find). A rule may refine a factor: into
-a product (a Reshape from 256 to 8 x 32), or into consecutive *sections* (a Split into q, k and v). A factor that is not
-refined is an *atom*: heads, head size, width of the feed-forward. A pin says which node needs an atom whole.
+inputs and outputs (`splitc.compiler.operators`); related factors are merged (union-find). A rule may refine a factor
+into a product (a Reshape from 256 to 8 x 32) or into consecutive *sections* (a Split into q, k and v). A factor that is
+not refined is an *atom*: heads, head size, width of the feed-forward. A pin says which node needs an atom whole.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ class Pin:
 
 @dataclass(eq=False)
 class Factor:
-    """A factor of an axis. At most one of `same` (it is merged into that factor), `product` and `sections` is set."""
+    """A factor of an axis. At most one of `same` (the factor it was merged into), `product` and `sections` is set."""
 
     size: int
     same: Factor | None = None
@@ -42,8 +43,8 @@ class Factor:
 # Factors, major first; none for an axis of size 1.
 Axis = tuple[Factor, ...]
 
-MISMATCH = Pin(None, "its parts do not line up")
-UNKNOWN = Pin(None, "it goes with an axis whose size depends on data")
+MISMATCH = Pin(None, "its sections have different sizes")
+UNKNOWN = Pin(None, "it is related to an axis whose size depends on data")
 
 
 def new_axis(size: int) -> Axis:
@@ -52,7 +53,7 @@ def new_axis(size: int) -> Axis:
 
 
 def unknown_axis() -> Axis:
-    """An axis whose size depends on data. It counts as 1, but what goes with it may have any size."""
+    """An axis whose size depends on data. It counts as 1, but related axes may have any size."""
     return (Factor(1, pinned=UNKNOWN),)
 
 
@@ -67,7 +68,7 @@ def size_of(axis: Axis) -> int:
 
 
 def find(factor: Factor) -> Factor:
-    """The representative of all factors that are the same as this one."""
+    """The factor that this one has been merged into; itself if into none."""
     while factor.same is not None:
         if factor.same.same is not None:
             factor.same = factor.same.same
@@ -77,10 +78,10 @@ def find(factor: Factor) -> Factor:
 
 def leaves(axis: Axis) -> list[Factor]:
     """The axis as a product of atoms and of factors with sections. Factors of size 1 are left out."""
-    found: list[Factor] = []
+    result: list[Factor] = []
     for factor in map(find, axis):
-        found += leaves(factor.product) if factor.product else [factor] if factor.size != 1 else []
-    return found
+        result += leaves(factor.product) if factor.product else [factor] if factor.size != 1 else []
+    return result
 
 
 def atoms(axis: Axis) -> Iterator[Factor]:
@@ -94,17 +95,17 @@ def atoms(axis: Axis) -> Iterator[Factor]:
 
 
 def pin(axis: Axis, reason: Pin) -> None:
-    """Keep all of the axis whole. The first reason stays."""
+    """Pin all atoms of the axis. An atom that is pinned already keeps its reason."""
     for atom in atoms(axis):
         atom.pinned = atom.pinned or reason
 
 
 def relate(first: Axis, second: Axis) -> None:
-    """Make two axes the same, refining either where the other is finer. If they don't line up, both are pinned."""
+    """Merge two axes, refining either where the other is finer. If no common refinement exists, both are pinned."""
     a, b = leaves(first)[::-1], leaves(second)[::-1]
     while a and b:
         x, y = find(a.pop()), find(b.pop())
-        if x.product or y.product:  # refined after the lists were made
+        if x.product or y.product:  # an earlier pair refined it
             a += leaves((x,))[::-1]
             b += leaves((y,))[::-1]
         elif x is y:
@@ -126,7 +127,7 @@ def _pin_all(factors: Sequence[Factor]) -> None:
 
 
 def _merge(x: Factor, y: Factor) -> None:
-    """Make two factors of equal size the same."""
+    """Merge two factors of equal size."""
     if x.is_atom:
         x, y = y, x
     if y.is_atom:
@@ -160,36 +161,36 @@ def _refine(factor: Factor, major: int) -> bool:
 
 
 def _relate_sections(first: Sequence[Axis], second: Sequence[Axis]) -> None:
-    """Relate two divisions of one axis into sections, after cutting each one where the other is cut.
+    """Relate two divisions of one axis into sections, pair by pair. The longer of a pair is cut to the shorter's size.
 
-    A section that lies across itself (an axis that is rolled) is pinned: it would be cut down to single elements.
+    A pair that shares an atom at different offsets (a rolled axis) would be cut down to single elements: it is pinned,
+    with all sections after it.
     """
-    a, b = list(first)[::-1], list(second)[::-1]
+    a, b = deque(first), deque(second)
     while a and b:
-        x, y = a.pop(), b.pop()
-        if size_of(x) != size_of(y) and not set(atoms(x)).isdisjoint(atoms(y)):
-            _pin_all([factor for axis in (x, y, *a, *b) for factor in axis])
+        x, y = a.popleft(), b.popleft()
+        excess = size_of(x) - size_of(y)
+        if excess and not set(atoms(x)).isdisjoint(atoms(y)):
+            _pin_all([factor for section in (x, y, *a, *b) for factor in section])
             return
-        size = min(size_of(x), size_of(y))
-        for stack, axis in ((a, x), (b, y)):
-            if size_of(axis) > size:
-                head, tail = cut(axis, [size, size_of(axis) - size])
-                stack += [tail, head]
-            else:
-                stack.append(axis)
-        relate(a.pop(), b.pop())
+        if excess > 0:
+            x, rest = cut(x, [size_of(y), excess])
+            a.appendleft(rest)
+        elif excess < 0:
+            y, rest = cut(y, [size_of(x), -excess])
+            b.appendleft(rest)
+        relate(x, y)
 
 
 def cut(axis: Axis, sizes: Sequence[int]) -> list[Axis]:
     """Refine the axis into sections of these sizes, and return them.
 
-    If it can't be cut there (in the middle of a minor factor), the factors involved are pinned.
+    An axis that can't be cut there (in the middle of a minor factor) is pinned, with its sections.
     """
-    sizes = list(sizes)
     parts = leaves(axis)
     if len([size for size in sizes if size]) <= 1:
         return [axis if size else (Factor(0),) for size in sizes]
-    # Minor factors stay as they are as long as each section has a whole number of them.
+    # Minor factors are not cut as long as each section is a multiple of them.
     minor: list[Factor] = []
     while len(parts) > 1 and all(size % (size_of((*minor, parts[-1]))) == 0 for size in sizes):
         minor.insert(0, parts.pop())

@@ -18,14 +18,10 @@ def elementwise(op: Operation) -> None:
             op.broadcast(op.output(number), op.output())
 
 
-def nonlinear(op: Operation) -> None:
-    elementwise(op)
-
-
 def add(op: Operation) -> None:
     elementwise(op)
     op.linear = (frozenset(range(len(op.inputs))),)
-    op.once = frozenset(range(len(op.inputs)))
+    op.add_on_one_rank = frozenset(range(len(op.inputs)))
 
 
 def multiply(op: Operation) -> None:
@@ -39,13 +35,13 @@ def scale(op: Operation) -> None:
 
 
 def divide(op: Operation) -> None:
-    """A division of integers is rounded, so it is not linear."""
+    """Division of integers rounds, so it is not linear."""
     elementwise(op)
     op.linear = (frozenset([0]),) if op.gives_floats else ()
 
 
 def cast(op: Operation) -> None:
-    """A cast is linear where it keeps every number: then a sum after it is as exact as one before it."""
+    """A cast is linear if it is lossless: then a sum after it is as exact as one before it."""
     source, target = op.node.inputs[0], op.node.outputs[0]
     op.relate_all(op.input(0), op.output())
     if op.has(1):
@@ -55,7 +51,7 @@ def cast(op: Operation) -> None:
 
 
 def _keeps_numbers(source: ir.DataType, target: ir.DataType) -> bool:
-    """Whether a type has all numbers of another one. Integers count as numbers of single precision."""
+    """Whether a cast is lossless. Integers count as single precision numbers."""
     if not target.is_floating_point():
         return False
     need = source if source.is_floating_point() else ir.DataType.FLOAT
@@ -73,25 +69,33 @@ NONLINEAR = """
     Sin Sinh Softplus Softsign Swish Tan ThresholdedRelu
     com.microsoft.BiasGelu com.microsoft.FastGelu com.microsoft.Gelu com.microsoft.QuickGelu
 """
-# Nonlinear operators that exporters also use in shape arithmetic.
+# Those that exporters also use in shape arithmetic.
 OF_SIZES = "Abs And Ceil Equal Floor Greater GreaterOrEqual Less LessOrEqual Mod Not Or Sqrt Xor"
 
 OPERATORS = (
-    *(Operator(name, nonlinear) for name in NONLINEAR.split()),
-    *(Operator(name, nonlinear, folds=True) for name in OF_SIZES.split()),
-    Operator("Clip", nonlinear, scales=True),
-    Operator("Max", nonlinear, folds=True, scales=True),
-    Operator("Min", nonlinear, folds=True, scales=True),
-    Operator("Tanh", nonlinear, scales=True),
-    Operator("Add", add, folds=True, scales=True, rotates=True, adds=True),
-    Operator("Sub", add, folds=True, scales=True, rotates=True, adds=True, negates=frozenset([1])),
-    Operator("Sum", add, adds=True),
-    Operator("Mul", multiply, folds=True, scales=True, rotates=True),
-    Operator("Div", divide, folds=True, scales=True, rotates=True),
-    Operator("Neg", scale, folds=True, rearranges=True),
-    Operator("Identity", scale, view=True, folds=True, passes_sizes=True, rearranges=True),
+    *(Operator(name, elementwise) for name in NONLINEAR.split()),
+    *(Operator(name, elementwise, shape_arithmetic=True) for name in OF_SIZES.split()),
+    Operator("Clip", elementwise, may_precede_softmax=True),
+    Operator("Max", elementwise, shape_arithmetic=True, may_precede_softmax=True),
+    Operator("Min", elementwise, shape_arithmetic=True, may_precede_softmax=True),
+    Operator("Tanh", elementwise, may_precede_softmax=True),
+    Operator("Add", add, shape_arithmetic=True, may_precede_softmax=True, may_make_angles=True, is_addition=True),
+    Operator(
+        "Sub",
+        add,
+        shape_arithmetic=True,
+        may_precede_softmax=True,
+        may_make_angles=True,
+        is_addition=True,
+        negated_inputs=frozenset([1]),
+    ),
+    Operator("Sum", add, is_addition=True),
+    Operator("Mul", multiply, shape_arithmetic=True, may_precede_softmax=True, may_make_angles=True),
+    Operator("Div", divide, shape_arithmetic=True, may_precede_softmax=True, may_make_angles=True),
+    Operator("Neg", scale, shape_arithmetic=True, rearranges=True),
+    Operator("Identity", scale, is_view=True, shape_arithmetic=True, passes_sizes=True, rearranges=True),
     Operator("Dropout", scale, random_if=2),
-    Operator("Cast", cast, folds=True, passes_sizes=True, rearranges=True),
+    Operator("Cast", cast, shape_arithmetic=True, passes_sizes=True, rearranges=True),
     Operator("CastLike", cast),
-    Operator("Where", where, folds=True, scales=True),
+    Operator("Where", where, shape_arithmetic=True, may_precede_softmax=True),
 )

@@ -11,5 +11,5 @@ OPERATORS = (
     Operator("RandomNormalLike", random=True),
     Operator("RandomUniform", random=True),
     Operator("RandomUniformLike", random=True),
-    Operator("Range", folds=True, expands=True),
+    Operator("Range", shape_arithmetic=True, expands=True),
 )

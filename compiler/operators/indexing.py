@@ -23,7 +23,7 @@ def gather(op: Operation) -> None:
 
 
 def gather_blocks(op: Operation) -> None:
-    """Gather of quantized rows. Scales, and zero points if given, are for blocks along another axis."""
+    """Gather of quantized rows. Scales and zero points (optional) are of blocks along another axis."""
     data, indices, output = op.input(0), op.input(1), op.output()
     axis = op.number("gather_axis", 0) % len(data)
     op.relate_all(indices, output[axis : axis + len(indices)])
@@ -34,18 +34,18 @@ def gather_blocks(op: Operation) -> None:
 
 
 def _look_up(op: Operation, axis: int) -> None:
-    """The rows of a weight table may be sharded. Any other picked axis is needed whole."""
+    """The rows of an embedding table may be sharded. Any other indexed axis is needed whole."""
     data = op.input(0)
     if axis == 0 and len(data) == 2 and 0 in op.weights and op.constants[1] is None:
         op.free([data[0]])
-        op.lookup = True
+        op.is_lookup = True
         op.contracted = data[0]
     else:
-        op.whole([data[axis]], "it is picked from by index")
+        op.whole([data[axis]], "it is indexed")
 
 
 def gather_elements(op: Operation) -> None:
-    """Axes but the picked one are the same, where they are taken whole."""
+    """Axes other than the indexed one are the same, unless the indices are shorter."""
     axis = op.number("axis", 0) % len(op.input(0))
     for place, (data, indices, output) in enumerate(zip(op.input(0), op.input(1), op.output(), strict=True)):
         op.relate(indices, output)
@@ -55,7 +55,7 @@ def gather_elements(op: Operation) -> None:
 
 
 def gather_nd(op: Operation) -> None:
-    """Each row of the indices picks along its length's number of axes. The axes after those stay."""
+    """The last axis of the indices says how many leading axes are indexed. The axes after those stay."""
     data, indices, output = op.input(0), op.input(1), op.output()
     batch = op.number("batch_dims", 0)
     source = op.node.inputs[1]
@@ -76,40 +76,40 @@ def scatter_nd(op: Operation) -> None:
     if isinstance(picked, int):
         op.relate_all(data[picked:], output[picked:])
         op.relate_all(updates[len(indices) - 1 :], output[picked:])
-        op.whole([*data[:picked], *output[:picked]], "it is written to by index")
+        op.whole([*data[:picked], *output[:picked]], "it is written by index")
     if op.node.attributes.get_string("reduction", "none") in ("none", "add"):
         op.linear = (frozenset([0, 2]),)
 
 
 def scatter_elements(op: Operation) -> None:
-    """An axis other than the written one is the same if indices, updates and output have one size along it."""
+    """An axis other than the written one is the same if indices, updates and output have the same size along it."""
     axis = op.number("axis", 0) % len(op.input(0))
     data, indices, updates, output = op.input(0), op.input(1), op.input(2), op.output()
     op.relate_all(data, output)
-    op.whole([output[axis]], "it is written to by index")
+    op.whole([output[axis]], "it is written by index")
     for place, axes in enumerate(zip(indices, updates, output, strict=True)):
-        if place != axis and len({ax.size_of(each) for each in axes}) == 1:
+        if place != axis and len(set(map(ax.size_of, axes))) == 1:
             op.relate(axes[0], axes[2])
             op.relate(axes[1], axes[2])
         elif place != axis:
-            op.whole(axes, "it is written to in part")
+            op.whole(axes, "only a part of it is written")
 
 
 def tensor_scatter(op: Operation) -> None:
-    """All axes of the cache and of its updates are the same, but for the written one."""
+    """All axes of the cache and of its updates are the same, except the written one."""
     data, updates, output = op.input(0), op.input(1), op.output()
     axis = op.number("axis", -2) % len(data)
     op.relate_all(data, output)
     for place in range(len(data)):
         if place != axis:
             op.relate(updates[place], output[place])
-    op.whole([output[axis], updates[axis]], "it is written to by index")
+    op.whole([output[axis], updates[axis]], "it is written by index")
     if op.has(2):
         op.relate(op.input(2)[0], output[0])
 
 
 def block_rows_shape(context: Any, node: ir.Node) -> None:
-    """The shape of a Gather, in the type of the scales. Several small numbers share a byte along the last axis."""
+    """The shape of a Gather, in the type of the scales. Along the last axis, several numbers are packed in a byte."""
     data, indices, scales = node.inputs[:3]
     assert data is not None and indices is not None and scales is not None
     if data.shape is None or indices.shape is None or scales.dtype is None:
@@ -123,7 +123,7 @@ def block_rows_shape(context: Any, node: ir.Node) -> None:
 
 
 def unique_shapes(context: Any, node: ir.Node) -> None:
-    """Unique values or, with an axis, unique slices: as many as the data have. The library forgets the other axes."""
+    """Unique values or, with an axis, unique slices: a count that depends on data. The library drops the other axes."""
     data, count, axis = node.inputs[0], context.new_symbolic_dim(), node.attributes.get_int("axis", None)
     if data is None or data.shape is None or data.dtype is None:
         return
@@ -139,7 +139,7 @@ def unique_shapes(context: Any, node: ir.Node) -> None:
 
 OPERATORS = (
     Operator("Unique", shapes=unique_shapes),
-    Operator("Gather", gather, reads_part=True, folds=True, passes_sizes=True, lookups=((1, 0),)),
+    Operator("Gather", gather, reads_part=True, shape_arithmetic=True, passes_sizes=True, lookups=((1, 0),)),
     Operator("GatherElements", gather_elements, reads_part=True, lookups=((1, 0),)),
     Operator("GatherND", gather_nd, reads_part=True),
     Operator("com.microsoft.GatherBlockQuantized", gather_blocks, shapes=block_rows_shape, lookups=((1, 0),)),

@@ -35,21 +35,21 @@ def matmul(op: Operation) -> None:
 
 
 def matmul_integer(op: Operation) -> None:
-    """A product of integers. Scales and zero points are scalars, or one for each column of the second matrix.
+    """A product of integers. Scales and zero points are scalars, or one per column of the second matrix.
 
-    MatMulInteger takes zero points of both matrices. MatMulIntegerToFloat takes scales, zero points and a bias.
+    MatMulInteger takes the zero points of both matrices; MatMulIntegerToFloat also takes scales and a bias.
     """
     if len(op.input(0)) < 2 or len(op.input(1)) < 2:
         return
     product(op, op.input(0), op.input(1))
     to_float = op.node.op_type == "MatMulIntegerToFloat"
-    op.zero, of_columns = (4, (3, 5, 6)) if to_float else (2, (3,))
-    if op.has(op.zero) and any(ax.size_of(axis) != 1 for axis in op.input(op.zero)):
-        op.whole([op.input(0)[-1]], "its rows have zero points of their own")
+    op.zero_point, of_columns = (4, (3, 5, 6)) if to_float else (2, (3,))
+    if op.has(op.zero_point) and any(ax.size_of(axis) != 1 for axis in op.input(op.zero_point)):
+        op.whole([op.input(0)[-1]], "there is a zero point for each row")
     for axis in (axis for number in of_columns if op.has(number) for axis in op.input(number)):
         if ax.size_of(axis) == ax.size_of(op.output()[-1]):
             op.relate(axis, op.output()[-1])
-    op.once = frozenset([6]) if to_float else frozenset()
+    op.add_on_one_rank = frozenset([6]) if to_float else frozenset()
 
 
 def fused_matmul(op: Operation) -> None:
@@ -68,7 +68,7 @@ def gemm(op: Operation) -> None:
     product(op, left, right)
     if op.has(2):
         op.broadcast(op.input(2), op.output())
-        op.once = frozenset([2])
+        op.add_on_one_rank = frozenset([2])
 
 
 def einsum(op: Operation) -> None:
@@ -85,19 +85,19 @@ def einsum(op: Operation) -> None:
 
 
 def convolution(op: Operation) -> None:
-    """One of floats takes a bias, and one of integers the zero points of both."""
+    """Conv takes a bias, ConvInteger the zero points of both inputs."""
     op.contracted = convolve(op, 0, 1, range(2, len(op.inputs)))
     if op.node.op_type == "Conv":
-        op.once = frozenset([2])
+        op.add_on_one_rank = frozenset([2])
     else:
-        op.zero = 2
+        op.zero_point = 2
 
 
 def convolve(op: Operation, image: int, filters: int, of_channels: Iterable[int]) -> Axis:
-    """Channels are like a matrix's rows and columns, with groups as a factor of both.
+    """Input and output channels are like a matrix's rows and columns, with groups as a factor of both.
 
     Spatial axes are needed whole unless the kernel's size is 1. `of_channels` are the inputs with a number for each
-    channel of the result, or one for all. Returns the axis that is summed over.
+    output channel, or one for all. Returns the axis that is summed over.
     """
     data, kernel, output = op.input(image), op.input(filters), op.output()
     op.relate(data[0], output[0])
@@ -130,20 +130,20 @@ def transposed_convolution(op: Operation) -> None:
     op.attributes["group"] = [groups]
     if op.has(2):
         op.relate(op.input(2)[0], output[1])
-        op.once = frozenset([2])
+        op.add_on_one_rank = frozenset([2])
 
 
 def experts(op: Operation) -> None:
     """Each token goes through some experts: [experts, inner, hidden], then [experts, hidden, inner].
 
-    A gated activation may have the rows of its two products in one matrix: in turns, or those of the one first.
+    A gated activation may have gate and value rows in one matrix: interleaved, or one half after the other.
     """
     inner, pair = op.input(4)[-1], ax.new_axis(2)
     rows = {0: inner, 1: (*inner, *pair), 2: (*pair, *inner)}.get(op.number("swiglu_fusion", 0))
     of_rows = [op.input(number)[1] for number in (2, 3) if op.has(number)]
     if rows is None or any(ax.size_of(axis) != ax.size_of(rows) for axis in of_rows):
-        return  # as versions before 1.20 have it
-    op.whole([pair], "a gate goes with what it opens")
+        return  # the layout of ONNX Runtime before 1.20
+    op.whole([pair], "a gate stays with its value")
     for axis in of_rows:
         op.relate(axis, rows)
     for number in (6, 7):
@@ -151,49 +151,49 @@ def experts(op: Operation) -> None:
             op.relate(op.input(number)[1], inner)
     op.free([inner])
     op.contracted = inner
-    op.once = frozenset([5])
+    op.add_on_one_rank = frozenset([5])
 
 
 def expert_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
-    """Those of the experts that each token goes through."""
+    """Those of the `k` experts that each token goes through."""
     matrices = [inputs[number] for number in (2, 4, 6) if number < len(inputs) and len(inputs[number]) == 3]
     return 2 * inputs[1][0] * node.attributes.get_int("k", 1) * sum(math.prod(shape[1:]) for shape in matrices)
 
 
 def product_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
-    """2 M N K: one multiplication and one addition for each element of the result and each contracted one."""
+    """2 M N K: a multiplication and an addition per element of the result and of the contracted axis."""
     return 2 * math.prod(outputs[0]) * (inputs[0][-1] if inputs[0] else 1)
 
 
 def fused_product_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
     """2 M N K. The first matrix may be transposed, and its batch may lie between its rows and columns."""
-    turned, batch_inside = (node.attributes.get_int(name, 0) for name in ("transA", "transBatchA"))
-    contracted = -1 if not turned or len(inputs[0]) < 2 else 0 if batch_inside else -2
+    transposed, batch_inside = (node.attributes.get_int(name, 0) for name in ("transA", "transBatchA"))
+    contracted = -1 if not transposed or len(inputs[0]) < 2 else 0 if batch_inside else -2
     return 2 * math.prod(outputs[0]) * (inputs[0][contracted] if inputs[0] else 1)
 
 
 def einsum_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
-    """Of one product after the other, from left to right: 2 for each combination of indices if it sums, else 1."""
+    """Products of two terms at a time, from left to right: 2 per combination of indices if it sums, else 1."""
     sources, arrow, result = node.attributes.get_string("equation", "").replace(" ", "").partition("->")
     terms = [_labels(term, len(shape)) for term, shape in zip(sources.split(","), inputs, strict=True)]
     sizes: dict[str, int] = {}
     for term, shape in zip(terms, inputs, strict=True):
-        for label, size in zip(term, shape, strict=False):  # a shape that is not known has no axes
+        for label, size in zip(term, shape, strict=False):  # an unknown shape is ()
             sizes[label] = max(size, sizes.get(label, 1))
-    once = [label for label, count in Counter(sources).items() if count == 1 and label.isalpha()]
-    given = _labels(result if arrow else "..." + "".join(once), len(outputs[0]))
+    single = [label for label, count in Counter(sources).items() if count == 1 and label.isalpha()]
+    kept = _labels(result if arrow else "..." + "".join(single), len(outputs[0]))
     if len(terms) == 1:
         return math.prod(sizes.values())
     total, left = 0, set(terms[0])
     for number, term in enumerate(terms[1:], 1):
         both = left.union(term)
-        left = both.intersection([*given, *itertools.chain(*terms[number + 1 :])])
+        left = both.intersection([*kept, *itertools.chain(*terms[number + 1 :])])
         total += (2 if left < both else 1) * math.prod(sizes.get(label, 1) for label in both)
     return total
 
 
 def _labels(term: str, rank: int) -> list[str]:
-    """The labels of a term's axes. Those of an ellipsis are numbers, counted from the last one."""
+    """The labels of a term's axes. Axes of an ellipsis are numbered from the last one."""
     before, dots, after = term.partition("...")
     inside = rank - len(before) - len(after) if dots else 0
     return [*before, *(str(inside - place) for place in range(inside)), *after]
@@ -220,13 +220,15 @@ def integer_product_shape(context: Any, node: ir.Node) -> None:
 
 
 OPERATORS = (
-    Operator("MatMul", matmul, product_flops, multiplies=True, rotates=True, matrix=1),
-    Operator("MatMulInteger", matmul_integer, product_flops, multiplies=True, matrix=1),
-    Operator("com.microsoft.MatMulIntegerToFloat", matmul_integer, product_flops, integer_product_shape, matrix=1),
-    Operator("com.microsoft.FusedMatMul", fused_matmul, fused_product_flops, multiplies=True, matrix=1),
-    Operator("Gemm", gemm, gemm_flops, multiplies=True, matrix=1, factors={2: "beta"}),
-    Operator("Einsum", einsum, einsum_flops, multiplies=True, rotates=True),
-    Operator("Conv", convolution, convolution_flops, multiplies=True),
+    Operator("MatMul", matmul, product_flops, is_product=True, may_make_angles=True, matrix_input=1),
+    Operator("MatMulInteger", matmul_integer, product_flops, is_product=True, matrix_input=1),
+    Operator(
+        "com.microsoft.MatMulIntegerToFloat", matmul_integer, product_flops, integer_product_shape, matrix_input=1
+    ),
+    Operator("com.microsoft.FusedMatMul", fused_matmul, fused_product_flops, is_product=True, matrix_input=1),
+    Operator("Gemm", gemm, gemm_flops, is_product=True, matrix_input=1, scaling_attributes={2: "beta"}),
+    Operator("Einsum", einsum, einsum_flops, is_product=True, may_make_angles=True),
+    Operator("Conv", convolution, convolution_flops, is_product=True),
     Operator("ConvInteger", convolution, convolution_flops),
     Operator("ConvTranspose", transposed_convolution, transposed_convolution_flops),
     Operator("com.microsoft.MoE", experts, expert_flops),

@@ -16,10 +16,11 @@ from splitc.compiler.operators.axes import Axis, Pin
 
 # The axes of a value; None where its shape is not known.
 Axes = tuple[Axis, ...] | None
-# The axes whose sizes an attribute or input has: one for a number, several for a list. None for an entry that is no
-# size of an axis.
+# For each entry of an attribute or an input, the axis whose size it is; None for an entry that is no axis's size.
 Sizes = Sequence[Axis | None]
 
+# The reason for an axis whose sections, by the rule, have other sizes than the axis.
+SUM_DIFFERS = "the sizes of its sections do not add up"
 # The number types that collectives sum.
 FLOATS, INTEGERS = ("FLOAT", "DOUBLE", "FLOAT16", "BFLOAT16"), ("INT8", "UINT8", "INT32", "UINT32", "INT64")
 SUMMED = frozenset(ir.DataType[name] for name in (*FLOATS, *INTEGERS))
@@ -29,18 +30,18 @@ SUMMED = frozenset(ir.DataType[name] for name in (*FLOATS, *INTEGERS))
 class Operation:
     """One node. A rule relates its axes, and records the consequences for a rank that has a shard of them.
 
-    Axes that no rule touches are pinned in the end. Inputs are given by number.
+    Axes that the rule does not touch are pinned in the end. Inputs are given by number.
 
     constants: for each input its value, if it is known beforehand and short.
     weights: the inputs that are weights, or computed from weights alone.
     contracted: the axis that is summed over. A rank with a shard of it makes a partial value.
-    linear: sets of inputs. The output is partial if all inputs of one set are partial and no others are.
+    linear: sets of inputs. The output is partial if exactly the inputs of one set are.
     sizes: for an input, the axes whose sizes its entries are. `attributes` likewise.
-    once: inputs that are added to the result, so that only one rank may add them.
-    zero: the input with the number that represents 0 in the first input (its zero point).
-    lookup: it picks rows of its first input, a table, by its second.
-    ranged: it needs the least and the greatest element of its whole first input, which the ranks must find together.
-    equal_parts: it cuts an axis into equal lengths, one for each output.
+    add_on_one_rank: inputs that are added to the result, so that exactly one rank must add them.
+    zero_point: the input with the zero point of the first input.
+    is_lookup: it picks rows of its first input, a table, by its second.
+    needs_range: it needs the minimum and maximum of its whole first input: an all-reduce.
+    splits_evenly: it splits an axis into equal lengths, one for each output.
     """
 
     node: ir.Node
@@ -52,11 +53,11 @@ class Operation:
     linear: tuple[frozenset[int], ...] = ()
     sizes: dict[int, Sizes] = field(default_factory=dict)
     attributes: dict[str, Sizes] = field(default_factory=dict)
-    once: frozenset[int] = frozenset()
-    zero: int | None = None
-    lookup: bool = False
-    ranged: bool = False
-    equal_parts: bool = False
+    add_on_one_rank: frozenset[int] = frozenset()
+    zero_point: int | None = None
+    is_lookup: bool = False
+    needs_range: bool = False
+    splits_evenly: bool = False
     _touched: set[int] = field(default_factory=set)
 
     def has(self, *numbers: int) -> bool:
@@ -65,15 +66,15 @@ class Operation:
 
     def input(self, number: int) -> tuple[Axis, ...]:
         """The axes of an input that is given."""
-        found = self.inputs[number]
-        assert found is not None, f"input {number} of {self.node.op_type} has no known shape"
-        return found
+        axes = self.inputs[number]
+        assert axes is not None, f"input {number} of {self.node.op_type} has no known shape"
+        return axes
 
     def output(self, number: int = 0) -> tuple[Axis, ...]:
         """The axes of an output."""
-        found = self.outputs[number]
-        assert found is not None, f"output {number} of {self.node.op_type} has no known shape"
-        return found
+        axes = self.outputs[number]
+        assert axes is not None, f"output {number} of {self.node.op_type} has no known shape"
+        return axes
 
     def has_output(self, number: int) -> bool:
         """Whether an output exists, with a known shape."""
@@ -81,7 +82,7 @@ class Operation:
 
     @property
     def gives_floats(self) -> bool:
-        """Whether its first output is known to be of floating point: then dividing it is linear."""
+        """Whether its first output is of floating point, as far as is known: dividing integers is not linear."""
         dtype = self.node.outputs[0].dtype
         return dtype is not None and dtype.is_floating_point()
 
@@ -91,13 +92,13 @@ class Operation:
 
     def numbers_of(self, name: str) -> list[int] | None:
         """An attribute that is a list of whole numbers, or None."""
-        found = self.node.attributes.get_ints(name, None)
-        return None if found is None else list(found)
+        integers = self.node.attributes.get_ints(name, None)
+        return None if integers is None else list(integers)
 
     def numbers(self, number: int, attribute: str = "") -> list[int] | None:
-        """The integers of a constant input, or of the attribute that older versions have instead; else None."""
+        """The integers of a constant input, or of the attribute that older opsets have instead; else None."""
         if number < len(self.constants) and (array := self.constants[number]) is not None:
-            return [int(each) for each in np.atleast_1d(array)]
+            return [int(integer) for integer in np.atleast_1d(array)]
         return self.numbers_of(attribute) if attribute else None
 
     def relate(self, first: Axis, second: Axis) -> None:
@@ -121,12 +122,12 @@ class Operation:
                 self.whole([a, b], "its size is not known")
 
     def cut(self, axis: Axis, sizes: Sequence[int]) -> list[Axis]:
-        """Divide the axis into sections of these sizes, and return them. They are whole if they do not add up to it."""
+        """Divide the axis into sections of these sizes, and return them. All are whole if the sizes do not add up."""
         self._touched.add(id(axis))
         if sum(sizes) == ax.size_of(axis):
             return ax.cut(axis, sizes)
         sections = [ax.new_axis(size) for size in sizes]
-        self.whole([axis, *sections], "its parts do not add up")
+        self.whole([axis, *sections], SUM_DIFFERS)
         return sections
 
     def whole(self, axes: Iterable[Axis], reason: str = "") -> None:
@@ -136,7 +137,7 @@ class Operation:
             ax.pin(axis, Pin(self.node, reason))
 
     def free(self, axes: Iterable[Axis]) -> None:
-        """Record that these axes may be sharded without any condition, so that they are not pinned."""
+        """Record that these axes may be sharded unconditionally, so that they are not pinned."""
         self._touched |= {id(axis) for axis in axes}
 
     def pattern(
@@ -145,63 +146,61 @@ class Operation:
         """Relate axes by letters, as in einsum and einops: "b l (k g d), b s (k d) -> b l (k g d)".
 
         Each term is a tensor; `-` skips one. Parentheses multiply factors, major first. `(h d + k d)` is two sections.
-        The axis of a letter is `known`, or the first axis that has this letter alone. Terms may have more axes than
-        their tensor, for broadcasting. Axes of size 1 fit any letter. Letters in `whole` are pinned, and those in
+        The axis of a letter is `known`, or the first axis that has this letter alone. A term may have more axes than
+        its tensor, for broadcasting. Axes of size 1 fit any letter. Letters in `whole` are pinned, and those in
         `contract` are summed over. If the node has more inputs or outputs than the pattern has terms, all its axes are
         pinned.
         """
         letters = dict(known or {})
-        sides = text.split("->")
-        tensors = [self.inputs, self.outputs]
-        beyond = (axes[len(side.split(",")) :] for side, axes in zip(sides, tensors, strict=True))
-        if any(axes is not None for values in beyond for axes in values):
-            self.opaque()
-            return
         pairs: list[tuple[Axis, str]] = []
-        for side, values in zip(sides, tensors, strict=True):
-            for number, term in enumerate(side.split(",")):
-                tokens = re.findall(r"\([^)]*\)|\S+", term)
-                found = values[number] if number < len(values) else None
-                if tokens == ["-"] or found is None:
-                    continue
-                pairs += zip(reversed(found), reversed(tokens), strict=False)
+        for side, tensors in zip(text.split("->"), (self.inputs, self.outputs), strict=True):
+            terms = side.split(",")
+            if any(axes is not None for axes in tensors[len(terms) :]):
+                self.opaque()
+                return
+            for term, axes in zip(terms, tensors, strict=False):
+                if term.strip() != "-" and axes is not None:
+                    pairs += zip(reversed(axes), reversed(re.findall(r"\([^)]*\)|\S+", term)), strict=False)
         for axis, token in pairs:
             if token[0] != "(" and ax.size_of(axis) != 1:
                 letters.setdefault(token, axis)
         for axis, token in pairs:
-            if ax.is_unknown(axis):
-                self.whole([letters[name] for name in re.findall(r"\w+", token) if name in letters], ax.UNKNOWN.reason)
-                continue
-            sections = [
-                tuple(factor for name in section.split() for factor in letters.get(name, ()))
-                for section in token.strip("()").split("+")
-            ]
-            sizes = [ax.size_of(section) for section in sections]
-            if ax.size_of(axis) == 1:
-                continue
-            if sum(sizes) != ax.size_of(axis):
-                self.whole([axis, *sections], "its parts do not add up")
-            elif len(sections) == 1:
-                self.relate(axis, sections[0])
-            else:
-                self.relate_all(self.cut(axis, sizes), sections)
+            self._match(axis, token, letters)
         self.whole(letters[letter] for letter in whole if letter in letters)
         self.contracted = tuple(factor for letter in contract for factor in letters.get(letter, ()))
 
-    def say_sizes(self, number: int, sizes: Sizes) -> None:
-        """Record that the entries of an input are the sizes of these axes."""
+    def _match(self, axis: Axis, token: str, letters: Mapping[str, Axis]) -> None:
+        """Relate an axis to what a pattern has in its place: a letter, or a product or a list of sections."""
+        if ax.is_unknown(axis):
+            self.whole([letters[name] for name in re.findall(r"\w+", token) if name in letters], ax.UNKNOWN.reason)
+            return
+        if ax.size_of(axis) == 1:
+            return
+        sections = [
+            tuple(factor for name in section.split() for factor in letters.get(name, ()))
+            for section in token.strip("()").split("+")
+        ]
+        sizes = [ax.size_of(section) for section in sections]
+        if sum(sizes) != ax.size_of(axis):
+            self.whole([axis, *sections], SUM_DIFFERS)
+        elif len(sections) == 1:
+            self.relate(axis, sections[0])
+        else:
+            self.relate_all(self.cut(axis, sizes), sections)
+
+    def declare_sizes(self, number: int, sizes: Sizes) -> None:
+        """Record that the entries of an input are the sizes of these axes (None: of none)."""
         if self.has(number):
             self.whole(self.input(number))
             self.sizes[number] = sizes
 
     def finish(self) -> None:
-        """Pin the axes that the rule did not touch, and what is summed over in a number type that ranks can't sum."""
+        """Pin the axes that the rule did not touch, and the contracted one if collectives can't sum the type."""
         dtype = self.node.outputs[0].dtype
         if self.contracted and dtype is not None and dtype not in SUMMED:
             self.whole([self.contracted], f"ranks can't sum {dtype.name}")
         for axes in (*self.inputs, *self.outputs):
-            untouched = [axis for axis in axes or () if id(axis) not in self._touched]
-            self.whole(untouched)
+            self.whole([axis for axis in axes or () if id(axis) not in self._touched])
 
     def opaque(self, reason: str = "") -> None:
         """Pin all axes: nothing is known about the node."""

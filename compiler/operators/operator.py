@@ -17,53 +17,56 @@ Shapes = Sequence[tuple[int, ...]]
 Flops = Callable[[ir.Node, Shapes, Shapes], int]
 # A shape function of onnx-shape-inference, with its context and a node as arguments.
 ShapeFunction = Callable[[Any, ir.Node], None]
-# What an input may hold, for a node that is tried on made-up data; None if it may hold anything.
+# The number that an input is filled with when the node is tried on made-up data; None if any data will do.
 Example = Callable[[Operation, int], Any]
 
 
 @dataclass(frozen=True)
 class Operator:
-    """What passes ask about an operator. `name` has the domain, if that is not ONNX's own: `com.microsoft.Gelu`.
+    """What passes ask about an operator. `name` has the domain, unless it is ONNX's own: `com.microsoft.Gelu`.
 
-    axes: the rule for its axes. Without one, it needs every axis whole.
-    flops: its cost. Without one, it costs one operation for each element of its first output.
-    shapes: its shape function, if onnx-shape-inference has none, or a wrong one.
+    Fields that refer to inputs have their numbers.
+
+    axes: the rule for its axes. Without one, all axes are whole.
+    flops: its cost. Without one, one operation per element of its first output.
+    shapes: its shape function, where onnx-shape-inference has none, or a wrong one.
 
     Cost and memory:
     random: it draws random numbers, so it must not be computed twice.
     random_if: the input that says whether it draws random numbers.
-    unpacks: it makes a weight larger (dequantizes). Engines keep its input and compute it in each run.
-    rounds: it quantizes numbers that are computed, or computes with such. So a sum in another order may give others.
-    reads_part: it reads only as many bytes of its input as its output has.
-    view: its output shares the memory of its first input.
+    dequantizes: it makes a weight larger. Engines keep the packed weight and dequantize it in each run.
+    quantizes: it quantizes computed values, or computes with such. A sum in another order may then be rounded
+        differently.
+    reads_part: it reads only as many bytes of its input as it writes.
+    is_view: its output shares the memory of its first input.
 
     Shape arithmetic:
-    folds: exporters use it in shape arithmetic, so it is computed beforehand if its inputs are known.
+    shape_arithmetic: exporters compute sizes with it, so it is folded if its inputs are known.
     expands: its output may be longer than its inputs.
     passes_sizes: it passes on entries of a shape vector unchanged.
     reads_shape: it reads the sizes of its input, and no data.
-    takes_places: the sizes that it takes are positions along an axis: a start, an end, a length.
+    sizes_are_offsets: the sizes that it takes are positions along an axis: a start, an end, a length.
 
-    Meaning, to find the roles of a model's inputs. Inputs are given by number.
-    lookups: pairs of indices, and of the table that they pick rows from.
+    Meaning, from which the roles of a model's inputs follow:
+    lookups: pairs of an input of indices and the table that they pick rows from.
     positions: inputs that are positions, or indices to write at.
-    masks: inputs that are masks, biases of attention scores, or lengths.
+    masks: inputs that are masks, attention biases, or lengths.
     rearranges: it passes on its first input in another form.
-    multiplies: it is a product of its inputs.
-    normalizes: it normalizes its input.
-    scales: it may come between attention scores and their softmax.
-    rotates: it may come between positions and the sines of their angles.
+    is_product: it multiplies its inputs (a matrix product, a convolution, attention).
+    is_norm: it normalizes its input.
+    may_precede_softmax: it may stand between attention scores and their softmax.
+    may_make_angles: it may stand between positions and the sines of their angles.
 
     Engines:
-    attends: it is attention, for which ONNX Runtime chooses kernels by shape.
+    is_attention: ONNX Runtime chooses its kernel by shape.
 
     Splits:
-    matrix: the input that is the matrix of a product, whose columns row mode may slice.
-    in_place: it can write a state's new value over the old one.
-    example: what its inputs may hold where not anything goes: lengths, positions.
-    adds: it is an addition, so one sum serves all its partial inputs.
-    negates: inputs that it subtracts.
-    factors: for an input, the attribute that scales it, which is dropped together with it.
+    matrix_input: the input whose columns row mode may slice.
+    writes_in_place: it can write a state's new value over the old one.
+    example_input: what its inputs may hold where not any data will do: lengths, positions.
+    is_addition: one all-reduce serves all its partial inputs.
+    negated_inputs: the inputs that it subtracts.
+    scaling_attributes: for an input, the attribute that scales it, which is dropped together with it.
     """
 
     name: str
@@ -72,27 +75,27 @@ class Operator:
     shapes: ShapeFunction | None = None
     random: bool = False
     random_if: int | None = None
-    unpacks: bool = False
-    rounds: bool = False
+    dequantizes: bool = False
+    quantizes: bool = False
     reads_part: bool = False
-    view: bool = False
-    folds: bool = False
+    is_view: bool = False
+    shape_arithmetic: bool = False
     expands: bool = False
     passes_sizes: bool = False
     reads_shape: bool = False
-    takes_places: bool = False
+    sizes_are_offsets: bool = False
     lookups: tuple[tuple[int, int], ...] = ()
     positions: tuple[int, ...] = ()
     masks: tuple[int, ...] = ()
     rearranges: bool = False
-    multiplies: bool = False
-    attends: bool = False
-    normalizes: bool = False
-    scales: bool = False
-    rotates: bool = False
-    matrix: int | None = None
-    in_place: bool = False
-    example: Example | None = None
-    adds: bool = False
-    negates: frozenset[int] = frozenset()
-    factors: Mapping[int, str] = field(default_factory=dict)
+    is_product: bool = False
+    is_norm: bool = False
+    may_precede_softmax: bool = False
+    may_make_angles: bool = False
+    is_attention: bool = False
+    matrix_input: int | None = None
+    writes_in_place: bool = False
+    example_input: Example | None = None
+    is_addition: bool = False
+    negated_inputs: frozenset[int] = frozenset()
+    scaling_attributes: Mapping[int, str] = field(default_factory=dict)

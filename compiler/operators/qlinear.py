@@ -1,6 +1,6 @@
-"""Operators of quantized values alone (QOperator). They take the scales and zero points of what they read and make.
+"""Operators whose inputs and outputs are quantized (QOperator format). They take the scales and zero points of both.
 
-Their results are rounded, so what they sum over is needed whole.
+Their results are rounded, so partial results can't be summed: the contracted axis is needed whole.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from splitc.compiler.operators.operator import AxesRule, Operator, Shapes
 from splitc.compiler.operators.quantized import relate_blocks
 from splitc.compiler.operators.shaping import join
 
-ROUNDED = "its product is rounded"
+ROUNDED = "partial products would be rounded"
 
 
 def matmul(op: Operation) -> None:
@@ -31,16 +31,16 @@ def matmul(op: Operation) -> None:
 
 
 def gemm(op: Operation) -> None:
-    """Without a scale of its own the result is of floats: then it is a sum like any other."""
+    """Without a scale of the output, the result is float and can be summed over ranks."""
     left = op.input(0)[::-1] if op.number("transA", 0) else op.input(0)
     right = op.input(3)[::-1] if op.number("transB", 0) else op.input(3)
     product(op, left, right)
     for number in (4, 5, 6):  # the scales and zero points of columns, and a bias
         if op.has(number):
             op.broadcast(op.input(number), op.output())
-    op.zero, op.once = 2, frozenset([6])
+    op.zero_point, op.add_on_one_rank = 2, frozenset([6])
     if op.has(7):
-        op.contracted, op.once = (), frozenset()
+        op.contracted, op.add_on_one_rank = (), frozenset()
         op.whole([left[-1]], ROUNDED)
 
 
@@ -50,7 +50,7 @@ def convolution(op: Operation) -> None:
 
 
 def elementwise(*values: int) -> AxesRule:
-    """Of these inputs; the others are scales and zero points of each, one for all of its elements."""
+    """`values` are the data inputs; the others are their scales and zero points, which are scalars."""
 
     def rule(op: Operation) -> None:
         for number in values:
@@ -68,7 +68,7 @@ def softmax(op: Operation) -> None:
 
 
 def concat(op: Operation) -> None:
-    """The result's scale and zero point come first. Then come three inputs for each value."""
+    """Inputs are the result's scale and zero point, then value, scale and zero point of each part."""
     join(op, range(2, len(op.inputs), 3))
 
 
@@ -83,7 +83,7 @@ def convolution_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
 
 
 def gemm_shape(context: Any, node: ir.Node) -> None:
-    """In the type of its zero point, or of floats without one."""
+    """The type is that of the output's zero point; float without one."""
     left, right, zero = node.inputs[0], node.inputs[3], node.inputs[8] if len(node.inputs) > 8 else None
     if left is None or right is None or left.shape is None or right.shape is None:
         return
@@ -94,24 +94,24 @@ def gemm_shape(context: Any, node: ir.Node) -> None:
 
 
 def pool_shape(context: Any, node: ir.Node) -> None:
-    """That of the operator of floats. Raises ValueError if channels come last."""
+    """As for the float operator. Raises ValueError if channels come last."""
     if node.attributes.get_int("channels_last", 0):
-        raise ValueError("only the shape of images with channels first is known")
+        raise ValueError("the shape function only knows images with channels first")
     registry.get("", node.op_type.removeprefix("QLinear"), 19)(context, node)  # type: ignore[misc]  # never None
 
 
 OPERATORS = (
-    Operator("QLinearConv", convolution, convolution_flops, rounds=True),
-    Operator("com.microsoft.QLinearConv", convolution, convolution_flops, rounds=True),
-    Operator("QLinearMatMul", matmul, product_flops, matrix=3, rounds=True),
-    Operator("com.microsoft.QGemm", gemm, gemm_flops, gemm_shape, matrix=3, rounds=True),
-    Operator("com.microsoft.QLinearAdd", elementwise(0, 3), rounds=True),
-    Operator("com.microsoft.QLinearMul", elementwise(0, 3), rounds=True),
-    Operator("com.microsoft.QLinearWhere", elementwise(0, 1, 4), rounds=True),
-    Operator("com.microsoft.QLinearSigmoid", elementwise(0), rounds=True),
-    Operator("com.microsoft.QLinearLeakyRelu", elementwise(0), rounds=True),
-    Operator("com.microsoft.QLinearSoftmax", softmax, rounds=True),
-    Operator("com.microsoft.QLinearConcat", concat, rounds=True),
-    Operator("com.microsoft.QLinearAveragePool", pool, shapes=pool_shape, rounds=True),
-    Operator("com.microsoft.QLinearGlobalAveragePool", pool, shapes=pool_shape, rounds=True),
+    Operator("QLinearConv", convolution, convolution_flops, quantizes=True),
+    Operator("com.microsoft.QLinearConv", convolution, convolution_flops, quantizes=True),
+    Operator("QLinearMatMul", matmul, product_flops, matrix_input=3, quantizes=True),
+    Operator("com.microsoft.QGemm", gemm, gemm_flops, gemm_shape, matrix_input=3, quantizes=True),
+    Operator("com.microsoft.QLinearAdd", elementwise(0, 3), quantizes=True),
+    Operator("com.microsoft.QLinearMul", elementwise(0, 3), quantizes=True),
+    Operator("com.microsoft.QLinearWhere", elementwise(0, 1, 4), quantizes=True),
+    Operator("com.microsoft.QLinearSigmoid", elementwise(0), quantizes=True),
+    Operator("com.microsoft.QLinearLeakyRelu", elementwise(0), quantizes=True),
+    Operator("com.microsoft.QLinearSoftmax", softmax, quantizes=True),
+    Operator("com.microsoft.QLinearConcat", concat, quantizes=True),
+    Operator("com.microsoft.QLinearAveragePool", pool, shapes=pool_shape, quantizes=True),
+    Operator("com.microsoft.QLinearGlobalAveragePool", pool, shapes=pool_shape, quantizes=True),
 )

@@ -12,9 +12,12 @@ from splitc.compiler.operators.axes import Axis
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import Operator, Shapes
 
+# The reason for an axis that quantization blocks do not divide evenly.
+UNEVEN = "it is no multiple of its quantization blocks"
+
 
 def linear_quantization(op: Operation) -> None:
-    """There is one scale for all elements, one for each index of an axis, or one for each block of an axis."""
+    """There is one scale for the tensor, one per index of an axis, or one per block of an axis."""
     data, axis = op.input(0), op.number("axis", 1)
     for source, target in zip(data, op.output(), strict=True):
         op.relate(source, target)
@@ -29,12 +32,12 @@ def linear_quantization(op: Operation) -> None:
 
 
 def relate_blocks(op: Operation, place: Axis, scale: Axis) -> Axis:
-    """Relate an axis to its scales: one for all of it, for each index, or for each block. Returns a block's axis."""
+    """Relate an axis to its scales: one in all, one per index, or one per block. Returns the axis inside a block."""
     count, size = ax.size_of(scale), ax.size_of(place)
     if count == 1:
         return ()
     if size % count:
-        op.whole([place, scale], "its blocks do not divide it")
+        op.whole([place, scale], UNEVEN)
         return ()
     block = ax.new_axis(size // count)
     op.relate(place, (*scale, *block))
@@ -44,7 +47,7 @@ def relate_blocks(op: Operation, place: Axis, scale: Axis) -> Axis:
 
 def dynamic_quantization(op: Operation) -> None:
     op.relate_all(op.input(0), op.output())
-    op.ranged = True
+    op.needs_range = True
 
 
 def matmul_blocks(op: Operation) -> None:
@@ -61,10 +64,10 @@ def matmul_blocks(op: Operation) -> None:
     if ax.size_of(data[-1]) == ax.size_of(blocks) * block:
         inside = ax.new_axis(block)
         op.relate(data[-1], (*blocks, *inside))
-        op.whole([inside], "it is a block of the quantization")
+        op.whole([inside], "it is a quantization block")
         op.free([blocks])
     else:
-        op.whole([data[-1], blocks], "its blocks do not divide it")
+        op.whole([data[-1], blocks], UNEVEN)
     op.contracted = data[-1]
     op.attributes.update(K=[data[-1]], N=[columns])
     relate_table(op, 2, columns, blocks)
@@ -74,11 +77,11 @@ def matmul_blocks(op: Operation) -> None:
         op.whole([data[-1]], "its columns are reordered")
     if op.has(5):
         op.relate(op.input(5)[0], columns)
-        op.once = frozenset([5])
+        op.add_on_one_rank = frozenset([5])
 
 
 def _zeros_of(op: Operation, blocks: Axis, bits: int) -> Axis:
-    """The axis of the blocks' zero points, several of which may share a byte."""
+    """The axis of the blocks' zero points, of which several may be packed in a byte."""
     zeros, scales = op.node.inputs[3], op.node.inputs[2]
     packed = zeros is not None and scales is not None and zeros.dtype != scales.dtype
     together = 8 // bits if packed else 1
@@ -93,7 +96,7 @@ def _zeros_of(op: Operation, blocks: Axis, bits: int) -> Axis:
 
 
 def relate_table(op: Operation, number: int, columns: Axis, blocks: Axis) -> None:
-    """An input with one entry for each column and block, as a matrix or a vector."""
+    """Relate an input with one entry per column and block, as a matrix or a vector."""
     table = op.input(number)
     if len(table) == 1:
         op.relate(table[0], (*columns, *blocks))
@@ -121,10 +124,10 @@ def dequantized_shape(context: Any, node: ir.Node) -> None:
 
 
 OPERATORS = (
-    Operator("DequantizeLinear", linear_quantization, unpacks=True),
-    Operator("com.microsoft.DequantizeLinear", linear_quantization, shapes=dequantized_shape, unpacks=True),
-    Operator("QuantizeLinear", linear_quantization, rounds=True),
-    Operator("com.microsoft.QuantizeLinear", linear_quantization, shapes=quantized_shape, rounds=True),
-    Operator("DynamicQuantizeLinear", dynamic_quantization, rounds=True),
-    Operator("com.microsoft.MatMulNBits", matmul_blocks, blocks_flops, multiplies=True, matrix=1),
+    Operator("DequantizeLinear", linear_quantization, dequantizes=True),
+    Operator("com.microsoft.DequantizeLinear", linear_quantization, shapes=dequantized_shape, dequantizes=True),
+    Operator("QuantizeLinear", linear_quantization, quantizes=True),
+    Operator("com.microsoft.QuantizeLinear", linear_quantization, shapes=quantized_shape, quantizes=True),
+    Operator("DynamicQuantizeLinear", dynamic_quantization, quantizes=True),
+    Operator("com.microsoft.MatMulNBits", matmul_blocks, blocks_flops, is_product=True, matrix_input=1),
 )

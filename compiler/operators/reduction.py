@@ -78,7 +78,7 @@ def layer_norm(op: Operation) -> None:
 
 
 def skip_layer_norm(op: Operation) -> None:
-    """What is added first may be the same for the whole batch."""
+    """The skip input may be broadcast over the batch."""
     op.relate_all(op.input(0)[:-1], op.output()[:-1])
     for axes in (op.input(1), *op.outputs[1:]):
         if axes is not None:
@@ -101,14 +101,14 @@ def instance_norm(op: Operation) -> None:
 
 
 def group_norm(op: Operation) -> None:
-    """Each group of channels is normalized by itself. There is a scale per channel, or per group in opset 18."""
+    """Each group of channels is normalized by itself. There is a scale per channel; in opset 18, per group."""
     groups = ax.new_axis(op.number("num_groups", 1))
     channels = op.input(0)[1]
     inside = ax.new_axis(ax.size_of(channels) // max(1, ax.size_of(groups)))
     op.relate(op.input(0)[0], op.output()[0])
     op.relate(channels, (*groups, *inside))
     op.relate(op.output()[1], (*groups, *inside))
-    op.whole([inside], "it is normalized over")
+    op.whole([inside], "it is normalized")
     for number in (1, 2):
         scale = op.input(number)[0]
         op.relate(scale, channels if ax.size_of(scale) == ax.size_of(channels) else groups)
@@ -116,7 +116,7 @@ def group_norm(op: Operation) -> None:
 
 
 def pool(op: Operation) -> None:
-    """The places of maxima count through the whole input."""
+    """The optional second output indexes the whole flattened input."""
     if op.has_output(1):
         op.opaque()
     else:
@@ -124,12 +124,12 @@ def pool(op: Operation) -> None:
 
 
 OPERATORS = (
-    Operator("ReduceSum", reduce_sum, folds=True),
+    Operator("ReduceSum", reduce_sum, shape_arithmetic=True),
     Operator("ReduceMean", reduce_mean),
     Operator("GlobalAveragePool", reduce_mean),
-    Operator("ReduceMax", reduce_nonlinear, folds=True),
-    Operator("ReduceMin", reduce_nonlinear, folds=True),
-    Operator("ReduceProd", reduce_nonlinear, folds=True),
+    Operator("ReduceMax", reduce_nonlinear, shape_arithmetic=True),
+    Operator("ReduceMin", reduce_nonlinear, shape_arithmetic=True),
+    Operator("ReduceProd", reduce_nonlinear, shape_arithmetic=True),
     Operator("ReduceL1", reduce_nonlinear),
     Operator("ReduceL2", reduce_nonlinear),
     Operator("ReduceLogSum", reduce_nonlinear),
@@ -140,27 +140,27 @@ OPERATORS = (
     Operator("Softmax", along_axis),
     Operator("LogSoftmax", along_axis),
     Operator("Hardmax", along_axis),
-    Operator("LpNormalization", along_axis, normalizes=True),
+    Operator("LpNormalization", along_axis, is_norm=True),
     Operator("CumSum", along_axis),
     Operator("TopK", along_axis),
-    Operator("LayerNormalization", layer_norm, normalizes=True),
-    Operator("RMSNormalization", layer_norm, normalizes=True),
-    Operator("SimplifiedLayerNormalization", layer_norm, normalizes=True),
-    Operator("com.microsoft.SimplifiedLayerNormalization", layer_norm, normalizes=True),
-    Operator("com.microsoft.SkipLayerNormalization", skip_layer_norm, normalizes=True),
-    Operator("com.microsoft.SkipSimplifiedLayerNormalization", skip_layer_norm, normalizes=True),
+    Operator("LayerNormalization", layer_norm, is_norm=True),
+    Operator("RMSNormalization", layer_norm, is_norm=True),
+    Operator("SimplifiedLayerNormalization", layer_norm, is_norm=True),
+    Operator("com.microsoft.SimplifiedLayerNormalization", layer_norm, is_norm=True),
+    Operator("com.microsoft.SkipLayerNormalization", skip_layer_norm, is_norm=True),
+    Operator("com.microsoft.SkipSimplifiedLayerNormalization", skip_layer_norm, is_norm=True),
     Operator(
         "com.microsoft.EmbedLayerNormalization",
         lookups=((0, 2), (1, 4)),
         positions=(8,),
         masks=(7,),
-        multiplies=True,
-        normalizes=True,
+        is_product=True,
+        is_norm=True,
     ),
-    Operator("BatchNormalization", batch_norm, normalizes=True),
-    Operator("InstanceNormalization", instance_norm, normalizes=True),
-    Operator("GroupNormalization", group_norm, normalizes=True),
-    Operator("MeanVarianceNormalization", normalizes=True),
+    Operator("BatchNormalization", batch_norm, is_norm=True),
+    Operator("InstanceNormalization", instance_norm, is_norm=True),
+    Operator("GroupNormalization", group_norm, is_norm=True),
+    Operator("MeanVarianceNormalization", is_norm=True),
     Operator("AveragePool", pool),
     Operator("MaxPool", pool),
     Operator("LpPool", pool),

@@ -23,17 +23,17 @@ from splitc.compiler.operators import (
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import Operator
 
-# The accuracy level with which ONNX Runtime quantizes what a weight of few bits is multiplied with.
-QUANTIZES = 4
+# ONNX Runtime's `accuracy_level` at which it quantizes the other factor of a product with a quantized weight to int8.
+INT8_ACCURACY = 4
 FAMILIES = (attention, elementwise, generators, indexing, linear, qlinear, quantized, recurrent, reduction, shaping)
 
 
 def _collect() -> dict[str, Operator]:
-    found: dict[str, Operator] = {}
+    entries: dict[str, Operator] = {}
     for operator in (operator for family in FAMILIES for operator in family.OPERATORS):
-        assert operator.name not in found, f"{operator.name} has two entries"
-        found[operator.name] = operator
-    return found
+        assert operator.name not in entries, f"{operator.name} has two entries"
+        entries[operator.name] = operator
+    return entries
 
 
 REGISTRY: Mapping[str, Operator] = MappingProxyType(_collect())
@@ -46,7 +46,7 @@ def operator_of(node: ir.Node) -> Operator:
 
 
 def draws(node: ir.Node) -> bool:
-    """Whether a node draws random numbers, or may: run twice, it does not give the same."""
+    """Whether a node draws random numbers, or may."""
     operator = operator_of(node)
     if operator.random_if is None or operator.random_if >= len(node.inputs):
         return operator.random
@@ -54,27 +54,27 @@ def draws(node: ir.Node) -> bool:
     return asked is not None and (asked.const_value is None or bool(asked.const_value.numpy().any()))
 
 
-def rounds(node: ir.Node) -> bool:
-    """Whether a node quantizes numbers that are computed, or ONNX Runtime does so for it.
+def quantizes(node: ir.Node) -> bool:
+    """Whether a node quantizes computed values, or ONNX Runtime does so for it.
 
-    It does for a product with a weight that was stored in few bits: if the node allows for it (`accuracy_level`), or if
-    the product is the only reader of the dequantized weight, with which it is fused then.
+    ONNX Runtime does so in a product with a quantized weight: if the node permits it (`accuracy_level`), or if the
+    product is the only reader of the dequantized weight, since it fuses the two then.
     """
-    operator = operator_of(node)
-    if operator.matrix is None or operator.rounds:
-        return operator.rounds
-    if node.attributes.get_int("accuracy_level", 0) == QUANTIZES:
+    operator, matrix = operator_of(node), operator_of(node).matrix_input
+    if matrix is None or operator.quantizes:
+        return operator.quantizes
+    if node.attributes.get_int("accuracy_level", 0) == INT8_ACCURACY:
         return True
-    weight = node.inputs[operator.matrix] if operator.matrix < len(node.inputs) else None
-    unpacked = weight.producer() if weight is not None else None
-    return unpacked is not None and operator_of(unpacked).unpacks and len(unpacked.outputs[0].uses()) == 1
+    weight = node.inputs[matrix] if matrix < len(node.inputs) else None
+    maker = weight.producer() if weight is not None else None
+    return maker is not None and operator_of(maker).dequantizes and len(maker.outputs[0].uses()) == 1
 
 
 def relate_axes(operation: Operation) -> None:
     """Relate the axes of one node by its operator's rule. An operator without a rule needs every axis whole.
 
-    So does one that draws random numbers, since all ranks have the same ones. A rule takes a node that is valid: for
-    any other it may raise an error of any kind.
+    So does one that draws random numbers, since all ranks must have the same ones. Rules expect a valid node: for any
+    other they may raise an error of any kind.
     """
     node, rule = operation.node, operator_of(operation.node).axes
     shapes = (

@@ -1,7 +1,7 @@
 """Compare a package with a model that is too large to be run whole: one block of each form at a time.
 
-A block is run alone, with its real weights, as the model has it and as the package's ranks have it: their engines'
-nodes from what the block takes to what it gives. What it takes is made up. Weights are mapped from their files.
+A block is run alone, with its real weights and made-up inputs, twice: the model's nodes, and the nodes of the ranks'
+engines between the same values. Weights are mapped from their files.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from splitc.runtime.units import format_bytes
 Array = npt.NDArray[Any]
 # The types of shape arithmetic.
 SIZES = (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL)
-# Weights of so many bytes and more are not in the graphs that are run, but given to them.
+# Weights of at least so many bytes are fed, rather than copied into the graphs that are run.
 LARGE = 1 << 10
 
 
@@ -65,7 +65,7 @@ def compare_blocks(plan: Plan, package: Path, manifest: Manifest, most: int) -> 
     Peak memory is about what the engines of one block hold, whole and in shards, and the values in it.
     """
     joined = join_ranks(package, manifest)
-    found: dict[str, Sequence[Difference]] = {}
+    differences: dict[str, Sequence[Difference]] = {}
     skipped: dict[str, str] = {}
     distinct = dict(_distinct(plan))
     for block in distinct.values():
@@ -77,10 +77,10 @@ def compare_blocks(plan: Plan, package: Path, manifest: Manifest, most: int) -> 
             )
             continue
         try:
-            found[block.name] = _compare_block(plan, joined, manifest, stage)
+            differences[block.name] = _compare_block(plan, joined, manifest, stage)
         except CannotCompareError as error:
             skipped[block.name] = str(error)
-    return BlockVerdict(found, skipped, len(plan.analysis.partition.blocks))
+    return BlockVerdict(differences, skipped, len(plan.analysis.partition.blocks))
 
 
 def _distinct(plan: Plan) -> Iterator[tuple[Hashable, Block]]:
@@ -98,8 +98,8 @@ def _describe(node: ir.Node) -> Hashable:
 def _stage_of(plan: Plan, block: Block) -> Stage:
     """A block as a stage of its own, with the rematerializable nodes and the shape arithmetic that it depends on.
 
-    A rank computes with sizes of shards, so a shape vector that another block makes can't be made up. What is unpacked
-    for a block is taken as it was before: ranks exchange it so.
+    Shape arithmetic can't be made up, since a rank's has the sizes of its shards. What is dequantized for the block is
+    taken in its quantized form, in which ranks exchange it.
     """
     graph = plan.analysis.graph
     inside = set(plan.analysis.partition.with_upstream(block))
@@ -111,7 +111,7 @@ def _stage_of(plan: Plan, block: Block) -> Stage:
             producer = value.producer()
             if value.is_initializer() or producer in inside:
                 continue
-            if producer is not None and (value.dtype in SIZES or operator_of(producer).unpacks):
+            if producer is not None and (value.dtype in SIZES or operator_of(producer).dequantizes):
                 inside.add(producer)
                 stack.append(producer)
             else:
@@ -124,8 +124,8 @@ def _stage_of(plan: Plan, block: Block) -> Stage:
         if value.is_graph_output() or any(use.node not in own for use in value.uses())
     ]
     nodes = tuple(sorted(inside, key=graph.position.__getitem__))
-    made = [value for value in takes if value.producer() not in inside]
-    return Stage((block,), nodes, tuple(made), (), (), tuple(gives), ())
+    feeds = [value for value in takes if value.producer() not in inside]
+    return Stage((block,), nodes, tuple(feeds), (), (), tuple(gives), ())
 
 
 def _compare_block(plan: Plan, joined: JoinedGraph, manifest: Manifest, stage: Stage) -> list[Difference]:
@@ -137,11 +137,11 @@ def _compare_block(plan: Plan, joined: JoinedGraph, manifest: Manifest, stage: S
     for value in stage.outputs:
         for number in own.values():
             outputs.update(dict.fromkeys(joined.names(number, value.name or "")[:1], (value, number)))
-    made = _run_ranks(plan, joined, stage, feeds, list(outputs))
-    differences = list(_differences(plan, whole, made, outputs, manifest.number_type))
-    if all(each.passed for each in differences):
+    actual = _run_ranks(plan, joined, stage, feeds, list(outputs))
+    differences = list(_differences(plan, whole, actual, outputs, manifest.number_type))
+    if all(difference.passed for difference in differences):
         return differences
-    moved = [compare(whole, run(each)) for each in nudged(feeds)]
+    moved = [compare(whole, run(moved_feeds)) for moved_feeds in nudged(feeds)]
     return excuse(differences, moved)
 
 
@@ -189,20 +189,20 @@ def _held(plan: Plan, value: ir.Value, rank: int, array: Array) -> Array:
 def _differences(
     plan: Plan,
     whole: Mapping[str, Array],
-    made: Mapping[str, Array],
+    actual: Mapping[str, Array],
     outputs: Mapping[str, tuple[ir.Value, int]],
     number_type: str,
 ) -> Iterator[Difference]:
     partial: dict[str, Array] = {}
     for name, (value, rank) in outputs.items():
-        known = value.name or ""
+        whole_name = value.name or ""
         if plan.split.is_partial(value):
-            partial[known] = partial[known] + made[name] if known in partial else made[name]
+            partial[whole_name] = partial[whole_name] + actual[name] if whole_name in partial else actual[name]
             continue
-        expected = _held(plan, value, rank, whole[known])
-        yield from compare({known: expected}, {known: made[name]}, number_type=number_type)
-    for known, array in partial.items():
-        yield from compare({known: whole[known]}, {known: array}, number_type=number_type)
+        expected = _held(plan, value, rank, whole[whole_name])
+        yield from compare({whole_name: expected}, {whole_name: actual[name]}, number_type=number_type)
+    for whole_name, array in partial.items():
+        yield from compare({whole_name: whole[whole_name]}, {whole_name: array}, number_type=number_type)
 
 
 def _run_whole(
@@ -241,9 +241,9 @@ def _made_up(value: ir.Value, bound: BoundShapes, manifest: Manifest) -> Array:
         raise CannotCompareError(f"the sizes of '{name}' are not known")
     if (constant := bound.constants.get(name)) is not None:
         return constant.astype(dtype.numpy()).reshape(bound.shapes[name])
-    known = next((tensor.fill for tensor in manifest.inputs if tensor.name == name), None)
-    made = Fill("randint", 0, 8) if dtype.bitwidth <= 8 and dtype != ir.DataType.BOOL else Fill("ones")
-    fill = known or (Fill("normal") if dtype.is_floating_point() else made)
+    own = next((tensor.fill for tensor in manifest.inputs if tensor.name == name), None)
+    fallback = Fill("randint", 0, 8) if dtype.bitwidth <= 8 and dtype != ir.DataType.BOOL else Fill("ones")
+    fill = own or (Fill("normal") if dtype.is_floating_point() else fallback)
     return fill_array(fill, str(dtype.numpy()), bound.shapes[name], generator)
 
 
@@ -254,7 +254,7 @@ def _run(
     outputs: Sequence[str],
     opsets: Mapping[str, int],
 ) -> dict[str, Array]:
-    """Run some nodes. Large weights are given to them, so that they stay mapped."""
+    """Run some nodes. Large weights are fed, so that they stay memory-mapped."""
     model = onnx.ModelProto(ir_version=10)
     for domain, version in opsets.items():
         model.opset_import.add(domain=domain, version=version)
@@ -262,18 +262,18 @@ def _run(
     graph.name = "block"
     graph.node.extend(nodes)
     read = {name for node in nodes for name in reads_of(node)}
-    given = {name: array for name, array in feeds.items() if name in read or name in outputs}
+    fed = {name: array for name, array in feeds.items() if name in read or name in outputs}
     for name, tensor in weights.items():
         if tensor.nbytes < LARGE or str(tensor.dtype.numpy()) not in np.sctypeDict:
             graph.initializer.append(ir.serde.serialize_tensor(ir.Tensor(tensor.numpy(), tensor.dtype, name=name)))
             graph.initializer[-1].name = name
         else:
-            given[name] = tensor.numpy()
-    for name, array in given.items():
+            fed[name] = tensor.numpy()
+    for name, array in fed.items():
         kind = ir.DataType.from_numpy(array.dtype)
-        # What is fed has no sizes: from these ONNX Runtime would conclude values, at times of another type.
+        # Feeds are declared without sizes: ONNX Runtime would derive constants from these, at times of another type.
         sizes = list(array.shape) if name in weights else [None] * array.ndim
         graph.input.append(onnx.helper.make_tensor_value_info(name, int(kind), sizes))
     graph.output.extend(onnx.ValueInfoProto(name=name) for name in outputs)
     session = load_unoptimized(model.SerializeToString())
-    return dict(zip(outputs, session.run(list(outputs), given), strict=True))
+    return dict(zip(outputs, session.run(list(outputs), fed), strict=True))

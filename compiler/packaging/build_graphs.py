@@ -35,8 +35,8 @@ def fit_to_build(analysis: Analysis, programs: Sequence[RankProgram]) -> Iterato
         for value in node.outputs
     }
     for program, own in zip(programs, sizes, strict=True):
-        for graph, each in zip(program.graphs, own, strict=True):
-            prepare_graph(graph, each, blocks)
+        for graph, inputs in zip(program.graphs, own, strict=True):
+            prepare_graph(graph, inputs, blocks)
         yield replace(program, sizes=tuple(own))
 
 
@@ -63,8 +63,8 @@ def _slice_shape(graph: ir.Graph, node: ir.Node) -> None:
     start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", MOST)
     result, source = node.outputs[0], node.inputs[0]
     whole = ir.node("Shape", [source])
-    bounds = [ir.node("Constant", [], {"value": ir.tensor(np.array([each], np.int64))}) for each in (start, end)]
-    part = ir.node("Slice", [whole.outputs[0], *(each.outputs[0] for each in bounds)])
+    bounds = [ir.node("Constant", [], {"value": ir.tensor(np.array([bound], np.int64))}) for bound in (start, end)]
+    part = ir.node("Slice", [whole.outputs[0], *(bound.outputs[0] for bound in bounds)])
     for place, new in enumerate((whole, *bounds)):
         new.outputs[0].name = f"{result.name}/whole" if place == 0 else f"{result.name}/bound{place}"
         new.outputs[0].type = ir.TensorType(ir.DataType.INT64)

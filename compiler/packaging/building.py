@@ -54,7 +54,7 @@ OPTIONS = {
 
 
 def check_settings(engine: str, settings: BuildSettings) -> None:
-    """Raise MisuseError for a setting that such engines have not, or that has no effect beside another one."""
+    """Raise MisuseError for a setting that these engines do not have, or that another one overrides."""
     for name, (flag, engines) in OPTIONS.items():
         value = getattr(settings if hasattr(settings, name) else settings.options, name)
         if value is not None and value is not False and engine not in engines:
@@ -126,8 +126,8 @@ def finish_package(
     if not keep:
         manifest = _without_sources(folder, manifest)
     engines = {engine.path for engine in _engines(manifest)}
-    known = [file for file in manifest.files if file.path not in engines and (folder / file.path).exists()]
-    files = sorted([*known, *describe_files(folder, [folder / path for path in engines])], key=lambda file: file.path)
+    others = [file for file in manifest.files if file.path not in engines and (folder / file.path).exists()]
+    files = sorted([*others, *describe_files(folder, [folder / path for path in engines])], key=lambda file: file.path)
     finished = msgspec.structs.replace(manifest, build=Build(settings.options, built), files=files)
     manifest_path = folder / FILE_NAME
     manifest_path.unlink(missing_ok=True)

@@ -48,13 +48,13 @@ class ShapeEngine:
 
     def run(self, values: Mapping[str, Any], into: Mapping[str, Any]) -> dict[str, Any]:
         self.given = {name: values[name] for name in self.inputs}
-        shapes = {name: each.shape for name, each in self.given.items() if each.shape is not None}
+        shapes = {name: known.shape for name, known in self.given.items() if known.shape is not None}
         if unknown := [name for name in self.inputs if name not in shapes]:
             raise ModelError(
                 f"the size of '{unknown[0]}' depends on data, or can't be inferred, and TensorRT engines are built for "
                 "known sizes of what passes between them: use --engine onnxruntime"
             )
-        bound = bind_shapes(self._model, shapes, {name: each.numbers for name, each in self.given.items()})
+        bound = bind_shapes(self._model, shapes, {name: known.numbers for name, known in self.given.items()})
         return {name: _known(name, bound) for name in self.outputs}
 
 
@@ -70,12 +70,12 @@ def engine_sizes(
     `ranges` are the smallest, the typical and the largest shapes of the model's inputs. Raises ModelError if the size
     of an engine's input can't be known.
     """
-    found: dict[tuple[tuple[str, Shape], ...], list[list[dict[str, Known]]]] = {}
+    inputs: dict[tuple[tuple[str, Shape], ...], list[list[dict[str, Known]]]] = {}
     keys = [tuple(shapes.items()) for shapes in ranges]
     for key, shapes in zip(keys, ranges, strict=True):
-        if key not in found:
-            found[key] = _run_on_shapes(programs, shapes)
-    smallest, typical, largest = (found[key] for key in keys)
+        if key not in inputs:
+            inputs[key] = _run_on_shapes(programs, shapes)
+    smallest, typical, largest = (inputs[key] for key in keys)
     return [
         [
             {name: _sizes(low[name], middle[name], high[name]) for name in low}
@@ -86,11 +86,11 @@ def engine_sizes(
 
 
 def _sizes(*three: Known) -> Sizes:
-    low, middle, high = (list(each.shape or ()) for each in three)
+    low, middle, high = (list(known.shape or ()) for known in three)
     numbers = [
-        each.numbers.reshape(-1).tolist()
-        for each in three
-        if each.numbers is not None and np.issubdtype(each.numbers.dtype, np.integer)
+        known.numbers.reshape(-1).tolist()
+        for known in three
+        if known.numbers is not None and np.issubdtype(known.numbers.dtype, np.integer)
     ]
     return Sizes((low, middle, high), tuple(numbers) if len(numbers) == 3 else None)
 
@@ -98,7 +98,7 @@ def _sizes(*three: Known) -> Sizes:
 def _run_on_shapes(programs: Sequence[RankProgram], shapes: Mapping[str, Shape]) -> list[list[dict[str, Known]]]:
     """The inputs of each engine of each rank, if the model's inputs have these shapes."""
     transports = connect(len(programs))
-    engines = [list(map(ShapeEngine, each.graphs)) for each in programs]
+    engines = [list(map(ShapeEngine, program.graphs)) for program in programs]
 
     def run(rank: int) -> None:
         parts = {part.name: part for part in programs[rank].parts}
@@ -111,4 +111,4 @@ def _run_on_shapes(programs: Sequence[RankProgram], shapes: Mapping[str, Shape])
 
     with Executor(len(programs)) as pool:
         list(pool.map(run, range(len(programs))))
-    return [[engine.given for engine in each] for each in engines]
+    return [[engine.given for engine in own] for own in engines]

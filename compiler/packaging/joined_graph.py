@@ -38,23 +38,23 @@ class JoinedGraph:
     def names(self, rank: int, name: str) -> list[str]:
         """The names that a rank's value has in the graph; none if the rank has no such value."""
         whole = f"{rank}/{name}"
-        return [each for each in (whole, *self.inside.get(whole, ())) if each in self.nodes]
+        return [inner for inner in (whole, *self.inside.get(whole, ())) if inner in self.nodes]
 
-    def needed(self, outputs: Iterable[str], given: Collection[str]) -> tuple[list[onnx.NodeProto], set[str]]:
+    def needed(self, outputs: Iterable[str], fed: Collection[str]) -> tuple[list[onnx.NodeProto], set[str]]:
         """The nodes that make these values from those that are given, and what they read that nothing makes."""
-        found: dict[int, onnx.NodeProto] = {}
+        needed: dict[int, onnx.NodeProto] = {}
         missing: set[str] = set()
         stack = list(outputs)
         while stack:
             name = stack.pop()
             node = self.nodes.get(name)
-            if name in given or name in self.weights or node is None:
+            if name in fed or name in self.weights or node is None:
                 missing.add(name)
-            elif id(node) not in found:
-                found[id(node)] = node
+            elif id(node) not in needed:
+                needed[id(node)] = node
                 local = set(_made_inside(node))
                 stack += [read for read in reads_of(node) if read and read not in local]
-        return list(found.values()), missing
+        return list(needed.values()), missing
 
 
 @dataclass
@@ -82,9 +82,9 @@ class _Joiner:
         """Reduce values by an operator of two inputs: of Sum, ONNX Runtime has none for integers."""
         total, *others = parts
         for number, part in enumerate(others, 1):
-            made = output if number == len(others) else f"{output}/{number}"
-            self.join(kind, [total, part], made)
-            total = made
+            target = output if number == len(others) else f"{output}/{number}"
+            self.join(kind, [total, part], target)
+            total = target
 
     def add_rank(self, rank: int) -> None:
         for step in self.manifest.ranks[rank].program:
@@ -101,12 +101,12 @@ class _Joiner:
         engine = self.manifest.ranks[rank].engines[number]
         path = self.package / (engine.source or engine.path)
         model = onnx.load(path, load_external_data=False)
-        self.opsets.update({each.domain: each.version for each in model.opset_import if each.domain != DOMAIN})
+        self.opsets.update({opset.domain: opset.version for opset in model.opset_import if opset.domain != DOMAIN})
         prefix = f"{rank}.{number}/"
-        given = {tensor.name for tensor in model.graph.initializer}
+        initializers = {tensor.name for tensor in model.graph.initializer}
         for tensor in model.graph.initializer:
             self.weights[prefix + tensor.name] = ir.serde.deserialize_tensor(tensor, base_path=path.parent)
-        for value in (value for value in model.graph.input if value.name not in given):
+        for value in (value for value in model.graph.input if value.name not in initializers):
             self.join("Identity", [f"{rank}/{value.name}"], prefix + value.name)
         for node in model.graph.node:
             for name in node.output:
@@ -122,7 +122,7 @@ class _Joiner:
 
     def add_exchange(self, rank: int, node: onnx.NodeProto, group: list[int]) -> None:
         kind = node.op_type.removesuffix(HALF)
-        peer = next((each.i for each in node.attribute if each.name == "peer"), 0)
+        peer = next((attribute.i for attribute in node.attribute if attribute.name == "peer"), 0)
         if kind == ALL_REDUCE:
             self.sums[rank].append((node, group))
         elif kind == SEND:
@@ -135,7 +135,7 @@ class _Joiner:
         """Connect the operators inside engines: the ranks run them in one order."""
         for own in self.sums.values():
             for place, (node, group) in enumerate(own):
-                operation = next((each.i for each in node.attribute if each.name == "operation"), 0)
+                operation = next((attribute.i for attribute in node.attribute if attribute.name == "operation"), 0)
                 parts = [self.sums[other][place][0].input[0] for other in group]
                 self.reduce(_REDUCTIONS[operation], parts, node.output[0])
         for ends, names in self.received.items():

@@ -12,7 +12,7 @@ from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.made_up import choose_fill, describe_fixed, describe_tensor
 from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.lowering.programs import names
-from splitc.compiler.operators.registry import rounds
+from splitc.compiler.operators.registry import quantizes
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import LISTED
 from splitc.compiler.planning.rank_plan import RankPlan
@@ -53,13 +53,13 @@ def make_manifest(
         cuts=[m.Cut(names(cut.values), cut.bytes) for cut in plan.cuts],
         collectives=plan.split.collectives,
         unsplit=[
-            m.UnsplitWeight(each.name, each.bytes - each.split, each.reason)
-            for each in plan.weights
-            if each.reason and each.bytes - each.split >= LISTED
+            m.UnsplitWeight(weight.name, weight.bytes - weight.split, weight.reason)
+            for weight in plan.weights
+            if weight.reason and weight.bytes - weight.split >= LISTED
         ],
         files=list(files),
         build=m.Build(options) if built else None,
-        fixed=[describe_fixed(each) for each in graph.fixed],
+        fixed=[describe_fixed(fixed) for fixed in graph.fixed],
         optional=[] if built else [describe_tensor(value) for value in graph.optional],
         shared_sizes=_shared_sizes(plan),
     )
@@ -117,7 +117,9 @@ def _inputs(plan: Plan, fills: Mapping[str, m.Fill]) -> list[m.Tensor]:
 
 def _input(plan: Plan, value: ir.Value, role: m.Role | None, asked: m.Fill | None) -> m.Tensor:
     analysis, tensor = plan.analysis, describe_tensor(value)
-    low, typical, high = (list(each[tensor.name]) for each in (analysis.smallest, analysis.typical, analysis.shapes))
+    low, typical, high = (
+        list(shapes[tensor.name]) for shapes in (analysis.smallest, analysis.typical, analysis.shapes)
+    )
     built = find_kind(plan.engine).is_built
     least, most = (low, high) if built else (None, None)
     # Shards and built engines have a fixed number of dimensions, even if the model's input has not.
@@ -130,10 +132,10 @@ def _input(plan: Plan, value: ir.Value, role: m.Role | None, asked: m.Fill | Non
 def number_type(analysis: Analysis) -> str:
     """The least precise type of at least a tenth of the weights. It limits how closely outputs can agree.
 
-    Weights of few bits do so only if what they are multiplied with is rounded too: else all is computed in floats.
+    Quantized weights count only if activations are quantized too: otherwise all is computed in floats.
     """
     sizes: dict[str, int] = {}
-    rounded = any(map(rounds, analysis.graph.nodes))
+    rounded = any(map(quantizes, analysis.graph.nodes))
     for weight in analysis.costs.weights(analysis.graph.nodes):
         if weight.dtype is not None and (rounded or weight.dtype.is_floating_point()):
             kind = f"int{weight.dtype.bitwidth}" if weight.dtype.is_integer() else str(weight.dtype.numpy())

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from splitc.compiler.packaging.package_writer import PackageWriter
 from splitc.compiler.packaging.weight_files import WeightFile, in_source_order, write_weight_files
+from splitc.compiler.packaging.writer import PackageWriter
 
 # The most bytes of a weight that stays in the ONNX file, where constant folding and shape inference see it.
 SMALL = 1024
@@ -50,7 +50,7 @@ def write_graphs(
     link: bool = False,
     known: PlacedWeights = NONE,
 ) -> PlacedWeights:
-    """Write graphs to these paths, all in one folder. The result has the file of their weights, to be written.
+    """Write graphs to these paths, all in one folder. Returns where their weights lie, in a file yet to be written.
 
     It has the graphs' name up to the first dot, and each weight once. With `link`, weights in the model's own data
     files stay there, and the graphs refer to hard links of these files. Weights in `known` are in the folder already.
@@ -91,7 +91,7 @@ def _place(
         elif isinstance(tensor, (ir.ExternalTensor, ir.LazyTensor)):
             placed[id(tensor)] = tensor, ir.Tensor(tensor.numpy(), tensor.dtype, name=tensor.name)
     ordered = in_source_order(inside.values())
-    for tensor, offset in zip(ordered, accumulate((each.nbytes for each in ordered), initial=0)):  # noqa: B905
+    for tensor, offset in zip(ordered, accumulate((tensor.nbytes for tensor in ordered), initial=0)):  # noqa: B905
         placed[id(tensor)] = tensor, _at(tensor, path, offset, tensor.nbytes)
     return PlacedWeights(placed, WeightFile(path, tuple(ordered)) if ordered else None, tuple(copies))
 
@@ -115,10 +115,12 @@ def _at(tensor: ir.TensorProtocol, path: Path, offset: int | None, length: int |
 
 
 def _model(graph: ir.Graph, source: ir.Model) -> ir.Model:
-    configurations = (each.configuration for node in graph for each in node.device_configurations)
+    configurations = (device.configuration for node in graph for device in node.device_configurations)
     return ir.Model(
         graph,
-        device_configurations=tuple(dict.fromkeys(each for each in configurations if each is not None)),
+        device_configurations=tuple(
+            dict.fromkeys(configuration for configuration in configurations if configuration is not None)
+        ),
         ir_version=source.ir_version,
         producer_name="splitc",
         domain=source.domain,

@@ -21,12 +21,12 @@ from splitc.compiler.packaging.builder import Building, find_builder
 from splitc.compiler.packaging.building import BuildSettings, check_settings, finish_package
 from splitc.compiler.packaging.manifest_entries import check_types, make_manifest, rank_entry
 from splitc.compiler.packaging.onnx_files import NONE, PlacedWeights, write_graphs
-from splitc.compiler.packaging.package_writer import PackageWriter
 from splitc.compiler.packaging.planned_sizes import check_sizes_tried
 from splitc.compiler.packaging.self_check import check_loads, check_outputs
 from splitc.compiler.packaging.shared_weights import is_left_alone
-from splitc.compiler.packaging.staging import check_room, full_disk_explained, written_aside
+from splitc.compiler.packaging.staging import check_disk_space, full_disk_explained, written_aside
 from splitc.compiler.packaging.weight_files import Progress, WeightFile, write_weight_files
+from splitc.compiler.packaging.writer import PackageWriter
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.split import RankProgram
 from splitc.runtime.arrays.onnx_types import KNOWN
@@ -88,16 +88,16 @@ def compile_model(
             for number, program in enumerate(_programs(plan))
         ]
         files = _files(written)
-        check_room(target, sum(tensor.nbytes for file in files for tensor in file.tensors))
+        check_disk_space(target, sum(tensor.nbytes for file in files for tensor in file.tensors))
         write_weight_files(files, writer, jobs or cores(), progress)
-        for number, each in enumerate(written):
-            if each.weights.copies:
+        for number, rank in enumerate(written):
+            if rank.weights.copies:
                 warn(f"{folder.parent} can't hold hard links to the model's data, so rank {number} has a copy")
-        manifest = make_manifest(plan, [each.entry for each in written], writer.files, threads, build.options, fills)
+        manifest = make_manifest(plan, [rank.entry for rank in written], writer.files, threads, build.options, fills)
         (folder / FILE_NAME).write_bytes(encode(manifest))
         check_loads(folder, manifest)
         if plan.split.rewrites and verify:
-            with _runnable(plan, folder, [each.weights for each in written]) as runnable:
+            with _runnable(plan, folder, [rank.weights for rank in written]) as runnable:
                 verdict = check_outputs(plan, runnable)
             if verdict.compared:
                 say(verdict.text)
@@ -152,7 +152,7 @@ def _runnable(plan: Plan, folder: Path, weights: Sequence[PlacedWeights]) -> Ite
             written = _write_rank(plan, number, plan.program(number), writer, known=known, stem=f"trial{number}")
             ranks.append(written)
         write_weight_files(_files(ranks), writer)
-        manifest = make_manifest(plan, [each.entry for each in ranks], writer.files, None, m.BuildOptions(), {})
+        manifest = make_manifest(plan, [rank.entry for rank in ranks], writer.files, None, m.BuildOptions(), {})
         writer.write(writer.folder / FILE_NAME, encode(manifest))
         yield writer.folder
 
@@ -167,7 +167,7 @@ class _Written:
 
 def _files(ranks: Sequence[_Written]) -> list[WeightFile]:
     """The files of weights that are to be written yet."""
-    return [each.weights.file for each in ranks if each.weights.file is not None]
+    return [rank.weights.file for rank in ranks if rank.weights.file is not None]
 
 
 def _write_rank(
@@ -187,7 +187,7 @@ def _write_rank(
         m.EngineFile(f"{folder.name}/{path.name}", names(graph.inputs), names(graph.outputs), _sizes_only(graph))
         for path, graph in zip(paths, program.graphs, strict=True)
     ]
-    group = [n for n, each in enumerate(plan.ranks) if each.group == rank.group]
+    group = [n for n, other in enumerate(plan.ranks) if other.group == rank.group]
     groups = [group if any(map(communicates, graph)) else [] for graph in program.graphs]
     uncertain = plan.analysis.costs.bound.uncertain
     entries = [
@@ -201,7 +201,7 @@ def _write_rank(
         parts = zip(entries, program.sizes, strict=True)
         entries = [_to_build(plan.engine, entry, sizes) for entry, sizes in parts]
     else:
-        overrides = {each.value: each for graph in program.graphs for each in make_overridable(graph)}
+        overrides = {override.value: override for graph in program.graphs for override in make_overridable(graph)}
     graphs = dict(zip(paths, program.graphs, strict=True))
     weights = write_graphs(graphs, plan.analysis.graph.model, writer, link, known)
     if not find_kind(plan.engine).is_built:
@@ -212,13 +212,13 @@ def _write_rank(
 
 def _attends(graph: ir.Graph) -> bool:
     """Whether the graph has operators of attention, in control flow too."""
-    return any(operator_of(node).attends for node in graph.all_nodes())
+    return any(operator_of(node).is_attention for node in graph.all_nodes())
 
 
 def _has_data_sizes(graph: ir.Graph, uncertain: Collection[str]) -> bool:
     """Whether the graph computes any of the model's values whose sizes depend on data."""
-    made = (value for node in graph.all_nodes() for value in node.outputs)
-    return any((origin_of(value) or value).name in uncertain for value in made)
+    computed = (value for node in graph.all_nodes() for value in node.outputs)
+    return any((origin_of(value) or value).name in uncertain for value in computed)
 
 
 def _graph_paths(folder: Path, stage: str, count: int) -> list[Path]:
@@ -233,13 +233,13 @@ def _weights(graph: ir.Graph) -> list[m.Weight] | None:
     None if a type is unknown to the runtime, or a weight is an input too.
     """
     tensors = {name: value.const_value for name, value in graph.initializers.items()}
-    written = {name: each for name, each in tensors.items() if isinstance(each, ir.ExternalTensor)}
-    types = {name: str(each.dtype.numpy()) for name, each in written.items()}
+    written = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, ir.ExternalTensor)}
+    types = {name: str(tensor.dtype.numpy()) for name, tensor in written.items()}
     if not written.keys().isdisjoint(names(graph.inputs)) or not set(KNOWN).issuperset(types.values()):
         return None
     return [
-        m.Weight(name, types[name], list(each.shape.numpy()), str(each.location), each.offset or 0)
-        for name, each in written.items()
+        m.Weight(name, types[name], list(tensor.shape.numpy()), str(tensor.location), tensor.offset or 0)
+        for name, tensor in written.items()
         if is_left_alone(graph.initializers[name])
     ]
 

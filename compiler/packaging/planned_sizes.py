@@ -21,8 +21,8 @@ def check_sizes_tried(analysis: Analysis, fills: Mapping[str, Fill], say: Callab
     if problem is None:
         say(f"the model runs on the sizes that are planned for: {fitted.tried}")
         return
-    given = [name for name in analysis.shapes if name in fitted.inputs.given]
-    sizes = ", ".join(f"{name} {format_shape(shape)}" for name, shape in analysis.shapes.items() if name not in given)
+    by_user = [name for name in analysis.shapes if name in fitted.inputs.given]
+    sizes = ", ".join(f"{name} {format_shape(shape)}" for name, shape in analysis.shapes.items() if name not in by_user)
     made_up = f" (made up: {sizes})" if sizes else ""
     raise ModelError(
         f"the model does not run on the sizes that are planned for{made_up}: {problem}\nNothing was written. Say what "

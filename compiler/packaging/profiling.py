@@ -25,7 +25,8 @@ from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.frontend.shapes import shape_of
 from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.packaging.onnx_files import write_model_files
-from splitc.compiler.packaging.package_writer import PackageWriter
+from splitc.compiler.packaging.writer import PackageWriter
+from splitc.compiler.remembered import remembered
 from splitc.runtime.engines.kinds import ONNXRUNTIME, make_backend
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.feeds.fills import fill_array
@@ -37,8 +38,6 @@ from splitc.runtime.threads.progress import counted
 WARMUP, RUNS = 2, 7
 # The cache's file of measured times, by a hash of the block's content.
 FILE = "block_seconds.json"
-# What this process has measured, whether the cache can be written or not.
-_MEASURED: dict[str, float] = {}
 
 
 def measure_blocks(analysis: Analysis, devices: Sequence[Device], threads: int | None) -> list[float]:
@@ -50,17 +49,24 @@ def measure_blocks(analysis: Analysis, devices: Sequence[Device], threads: int |
     count = threads_for(devices, threads)
     stages = divide_blocks(analysis.graph, analysis.partition, range(1, len(analysis.partition.blocks) + 1))
     try:
-        known = msgspec.json.decode(read_cache(FILE), type=dict[str, float])
+        seconds = msgspec.json.decode(read_cache(FILE), type=dict[str, float])
     except msgspec.DecodeError:
-        known = {}
-    known.update(_MEASURED)
+        seconds = {}
+    measured = _measured(analysis)
+    seconds.update(measured)
     keys = [_content(analysis, stage, devices[0], count) for stage in stages]
     for key, stage in counted("timing blocks", list(zip(keys, stages, strict=True))):
-        if key not in known:
-            known[key] = _MEASURED[key] = _measure(analysis, stage, devices[0], count)
+        if key not in seconds:
+            seconds[key] = measured[key] = _measure(analysis, stage, devices[0], count)
             with suppress(MisuseError):  # then other processes measure again, and this plan is as good
-                write_cache(FILE, msgspec.json.encode(known))
-    return [known[key] for key in keys]
+                write_cache(FILE, msgspec.json.encode(seconds))
+    return [seconds[key] for key in keys]
+
+
+@remembered
+def _measured(analysis: Analysis) -> dict[str, float]:
+    """What was measured of a model, whether the cache can be written or not: auto mode asks for each candidate."""
+    return {}
 
 
 def _content(analysis: Analysis, stage: Stage, device: Device, threads: int) -> str:
@@ -106,6 +112,6 @@ def _inputs(analysis: Analysis, values: Iterable[ir.Value]) -> Iterable[tuple[st
         dtype = str(value.dtype.numpy())
         shape = analysis.costs.shapes.get(value.name or "", ())
         whole = not value.dtype.is_floating_point()
-        made = Fill("zeros") if whole else Fill("normal")
-        fill = choose_fill(value, roles.get(value)) if value.is_graph_input() else made
+        fallback = Fill("zeros") if whole else Fill("normal")
+        fill = choose_fill(value, roles.get(value)) if value.is_graph_input() else fallback
         yield value.name or "", fill_array(fill, dtype, shape, generator)

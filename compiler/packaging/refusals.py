@@ -15,7 +15,7 @@ from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.packaging.build_graphs import prepare_graph
 from splitc.compiler.packaging.builder import Job, Refusal, find_builder
 from splitc.compiler.packaging.onnx_files import write_model_files
-from splitc.compiler.packaging.package_writer import PackageWriter
+from splitc.compiler.packaging.writer import PackageWriter
 from splitc.compiler.planning.plan import Plan
 from splitc.runtime.engines.kinds import PACKAGES, find_kind, is_installed
 from splitc.runtime.units import block_range
@@ -47,10 +47,10 @@ def describe_refusals(plan: Plan) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="splitc-operators-") as folder:
         jobs = [_write(plan, stages[0], Path(folder) / f"block{n}") for n, stages in enumerate(alike.values())]
         groups = {job.where: stages for job, stages in zip(jobs, alike.values(), strict=True)}
-        found = [
+        refusals = [
             (groups[job.where], refusal) for job, refusal in find_builder(plan.engine).find_refused(plan.engine, jobs)
         ]
-    return _describe(plan, found)
+    return _describe(plan, refusals)
 
 
 def _content(stage: Stage) -> str:
@@ -75,12 +75,12 @@ def _write(plan: Plan, stage: Stage, folder: Path) -> Job:
     return Job(str(path), None, {}, name)
 
 
-def _describe(plan: Plan, found: Sequence[tuple[Sequence[Stage], Refusal]]) -> list[str]:
+def _describe(plan: Plan, refusals: Sequence[tuple[Sequence[Stage], Refusal]]) -> list[str]:
     """One line for each operator and reason."""
     blocks: dict[tuple[str, str], dict[str, None]] = {}
     counts: Counter[tuple[str, str]] = Counter()
     firsts: dict[tuple[str, str], str] = {}
-    for stages, refusal in found:
+    for stages, refusal in refusals:
         key = (refusal.operator, refusal.reason.splitlines()[0])
         blocks.setdefault(key, {}).update(dict.fromkeys(stage.blocks[0].name for stage in stages))
         counts[key] += len(stages)

@@ -80,7 +80,7 @@ def _load_whole(path: Path, name: str, manifest: Manifest, uses_operators: bool)
 def check_outputs(plan: Plan, package: Path) -> Verdict:
     """Run package and model on the same inputs, and compare their outputs.
 
-    They run on the plan's GPUs if these are in this machine and have room for both, else on CPU devices. Raises
+    They run on the plan's GPUs if these are in this machine and have memory for both, else on CPU devices. Raises
     OutputsDifferError if an output differs by more than the tolerance of the model's number type, and by much more than
     rounding changes it in the unsplit model.
     """
@@ -121,9 +121,9 @@ def _check_blocks(plan: Plan, package: Path, most: int) -> Verdict:
     left_out = first_few([f"not {name}: {reason}" for name, reason in checked.skipped.items()])
     if not checked.differences:
         return Verdict(False, f"the model is too large to be compared whole, and no block could be: {left_out}")
-    differences = [each for block in checked.differences.values() for each in block]
+    differences = [difference for block in checked.differences.values() for difference in block]
     _check_all(differences)
-    worst = max((each.relative for each in differences), default=0.0)
+    worst = max((difference.relative for difference in differences), default=0.0)
     return Verdict(
         True,
         f"the model is too large to be compared whole: {len(checked.differences)} of its {checked.blocks} blocks, one "
@@ -132,7 +132,7 @@ def _check_blocks(plan: Plan, package: Path, most: int) -> Verdict:
 
 
 def _find_devices(plan: Plan) -> list[str]:
-    """The plan's devices if they are GPUs of this machine with room for package and model, else CPU devices."""
+    """The plan's devices if they are GPUs of this machine with free memory for package and model, else CPU devices."""
     devices = [rank.device.local for rank in plan.ranks]
     one_host = len(host_numbers([rank.device for rank in plan.ranks])) <= 1
     if one_host and all(device.kind == "cuda" for device in devices):
@@ -153,15 +153,15 @@ def _compare(session: Session, whole: Reference, feeds: Arrays, expected: Arrays
     compared = partial(compare, number_type=session.manifest.number_type)
     judged = judge(compared, whole, feeds, expected, session.run(feeds))
     _check_all(judged.differences)
-    worst = max((each.relative for each in judged.differences), default=0.0)
+    worst = max((difference.relative for difference in judged.differences), default=0.0)
     count = len(judged.differences)
     agree = f"{count} outputs agree with {whole} (largest error {worst:.1e})" if count else "no output was compared"
     return "; ".join([agree, *judged.notes])
 
 
 def _check_all(differences: Sequence[Difference]) -> None:
-    if bad := [each for each in differences if not each.passed]:
-        worst = max(bad, key=lambda each: each.relative)
+    if bad := [difference for difference in differences if not difference.passed]:
+        worst = max(bad, key=lambda difference: difference.relative)
         raise OutputsDifferError(
             f"{len(bad)} of {len(differences)} outputs of the split model differ from the unsplit model's, "
             f"'{worst.name}' most ({worst.problem or f'{worst.relative:.1e} of its largest value'}). Nothing was "

@@ -1,9 +1,8 @@
 """Which weights several sessions of ONNX Runtime may share.
 
-A session is given a shared weight under its name, as it is in the file. ONNX Runtime's transpose optimizer may have
-rewritten its own weight of that name: where it moves a Transpose through an Add, it transposes the Add's weight in
-place. Then the given one takes the place of the transposed one, and the results are wrong. So a weight is shared if
-only operators read it that the optimizer moves nothing through.
+A shared weight replaces a session's own weight of the same name. ONNX Runtime's transpose optimizer may have transposed
+that one in place, as it moved a Transpose through an Add: the shared one, which is as in the file, would then give
+wrong results. So a weight is shared only if the optimizer moves nothing through any operator that reads it.
 """
 
 from __future__ import annotations
@@ -20,6 +19,6 @@ def is_left_alone(weight: ir.Value) -> bool:
 
 def _keeps_inputs(node: ir.Node) -> bool:
     operator = operator_of(node)
-    if operator.unpacks:
+    if operator.dequantizes:
         return all(map(is_left_alone, node.outputs))
-    return operator.flops is not None or bool(operator.lookups) or operator.normalizes
+    return operator.flops is not None or bool(operator.lookups) or operator.is_norm

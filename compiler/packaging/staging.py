@@ -104,8 +104,8 @@ def _listed(folder: Path, name: str, manifest: _AnyManifest | _AnyPipeline) -> s
 def written_aside(target: Path, replace: bool) -> Iterator[Path]:
     """A new folder beside `target`. It becomes `target` if the block succeeds, and is removed if it fails.
 
-    What a killed process left is taken up: a package that was about to be replaced comes back. Raises MisuseError if
-    another process writes to the same target, or has written it meanwhile and it is not to be replaced.
+    A package that a killed process left half replaced is restored first. Raises MisuseError if another process writes
+    to the same target, or has written it meanwhile and it is not to be replaced.
     """
     target = target.resolve()
     folder, replaced = (target.with_name(f".{target.name}.{what}") for what in ("partial", "replaced"))
@@ -115,7 +115,7 @@ def written_aside(target: Path, replace: bool) -> Iterator[Path]:
             check_target(target, replace)
             yield folder
             check_target(target, replace)
-            with later_interrupts():  # one that came as the old package is removed would leave half of it
+            with later_interrupts():  # an interrupt while the old package is removed would leave half of it
                 _put(folder, target, replaced)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
@@ -162,7 +162,7 @@ def _locked(folder: Path, target: Path) -> Iterator[None]:
         yield
 
 
-def check_room(target: Path, needed: int) -> int:
+def check_disk_space(target: Path, needed: int) -> int:
     """The bytes that are free on the target's disk. Raises SplitcError if they are less than those `needed`."""
     free = shutil.disk_usage(_folder_of(target)).free
     if free < needed:
@@ -179,7 +179,7 @@ def full_disk_explained(target: Path, needed: int) -> Iterator[None]:
 
     Raises MisuseError if there is no such folder.
     """
-    free = check_room(target, needed)
+    free = check_disk_space(target, needed)
     weights = f"the package's weights alone take {format_bytes(needed)}"
     try:
         yield

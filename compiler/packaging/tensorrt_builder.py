@@ -125,12 +125,12 @@ def build_engines(orders: Sequence[Order], building: Building = lambda done, tot
         def report(progress: Progress) -> None:
             with lock:  # TensorRT's phases may get more steps than announced
                 done[place] = max(done[place], progress.job + progress.done)
-                building(sum(done), sum(len(each.jobs) for each in orders))
+                building(sum(done), sum(len(each_order.jobs) for each_order in orders))
 
         return _build(order, processes, report)
 
     with Executor(len(orders), "splitc builds") as pool:
-        running = [pool.submit(build, *each) for each in enumerate(orders)]
+        running = [pool.submit(build, *numbered) for numbered in enumerate(orders)]
         try:
             if (error := first_error(running)) is not None:
                 raise error
@@ -184,10 +184,10 @@ def _read(order: Order, process: subprocess.Popen[bytes], log: IO[bytes]) -> Ite
             return
     code = process.wait()
     log.seek(0)
-    said = log.read().decode(errors="replace").strip().splitlines()[-3:]
+    last_words = log.read().decode(errors="replace").strip().splitlines()[-3:]
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     hint = " (out of host memory, most likely)" if code == -signal.SIGKILL else ""
-    raise BuildError(f"{order.kind} {how}{hint} while it built {order.jobs[job].where}:\n" + "\n".join(said))
+    raise BuildError(f"{order.kind} {how}{hint} while it built {order.jobs[job].where}:\n" + "\n".join(last_words))
 
 
 def _explain(order: Order, failed: Failed) -> str:
@@ -201,7 +201,7 @@ def _explain(order: Order, failed: Failed) -> str:
         )
     return (
         f"{order.kind} does not take {len(failed.refused)} node{'s' * (len(failed.refused) != 1)} of {where}:\n"
-        + "\n".join(f"  {each}: {each.reason}" for each in failed.refused[:LISTED])
+        + "\n".join(f"  {refusal}: {refusal.reason}" for refusal in failed.refused[:LISTED])
         + ("\n  ..." if len(failed.refused) > LISTED else "")
         + "\nExport the model without such operators, or use --engine onnxruntime."
     )

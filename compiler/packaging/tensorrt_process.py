@@ -72,9 +72,9 @@ def _run_job(trt: ModuleType, order: Order, number: int, job: Job, tell: Callabl
     try:
         engine = engine_bytes_from_network((builder, network), config, save_timing_cache=order.timing_cache)
     except PolygraphyException:
-        said = log.errors[-1] if log.errors else "it gave no reason"
-        named = [each for each in _nodes(job) if len(each.node) > 3 and each.node in said]
-        return Failed(number, named, said)
+        reason = log.errors[-1] if log.errors else "it gave no reason"
+        named = [node for node in _nodes(job) if len(node.node) > 3 and node.node in reason]
+        return Failed(number, named, reason)
     try:
         Path(job.engine).write_bytes(memoryview(engine))
     except OSError as error:
@@ -102,8 +102,8 @@ def _logger(trt: ModuleType) -> Any:
         def log(self, severity: Any, message: str) -> None:
             if severity in (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR):
                 self.errors.append(message.strip())
-            elif found := _PARSING.match(message):
-                self.parsing = found[1]
+            elif match := _PARSING.match(message):
+                self.parsing = match[1]
 
     return Log()
 
@@ -142,10 +142,12 @@ def _config(
     if options.hardware_compatible:
         wanted["hardware_compatibility_level"] = trt.HardwareCompatibilityLevel.AMPERE_PLUS
     if options.tactic_sources is not None:
-        known = trt.TacticSource.__members__
-        if unknown := [name for name in options.tactic_sources if name.upper() not in known]:
-            raise SystemExit(f"--tactic-sources: there is no '{unknown[0]}', but {', '.join(known).lower() or 'none'}")
-        wanted["tactic_sources"] = [known[name.upper()] for name in options.tactic_sources]
+        sources = trt.TacticSource.__members__
+        if unknown := [name for name in options.tactic_sources if name.upper() not in sources]:
+            raise SystemExit(
+                f"--tactic-sources: there is no '{unknown[0]}', but {', '.join(sources).lower() or 'none'}"
+            )
+        wanted["tactic_sources"] = [sources[name.upper()] for name in options.tactic_sources]
     if order.timing_cache and Path(order.timing_cache).exists():
         wanted["load_timing_cache"] = order.timing_cache
     if hasattr(trt, "IProgressMonitor"):
@@ -162,7 +164,7 @@ def _config(
             wanted["precision_constraints"] = "obey"
         wanted["int8"] = ir.DataType.INT8 in types
     # Collectives inside engines were a preview in 10.16.
-    previews = [each for name, each in trt.PreviewFeature.__members__.items() if name.startswith("MULTIDEVICE")]
+    previews = [feature for name, feature in trt.PreviewFeature.__members__.items() if name.startswith("MULTIDEVICE")]
     if previews:
         wanted["preview_features"] = previews
     return create_config(builder, network, **wanted)
@@ -236,8 +238,8 @@ def _nodes(job: Job) -> list[Refusal]:
 
 def _refused(parser: Any, log: Any, nodes: Sequence[Refusal]) -> list[Refusal]:
     """The nodes that the parser's errors are about. An error that names no node is about the last one it read."""
-    by_name = {each.node: each for each in nodes}
-    found: dict[str, Refusal] = {}
+    by_name = {node.node: node for node in nodes}
+    refused: dict[str, Refusal] = {}
     for error in map(parser.get_error, range(parser.num_errors)):
         place = error.node()
         node = nodes[place] if 0 <= place < len(nodes) else by_name.get(log.parsing)
@@ -245,8 +247,8 @@ def _refused(parser: Any, log: Any, nodes: Sequence[Refusal]) -> list[Refusal]:
         reason = error.desc().strip()
         # The parser says "false" for an operator that it knows by name only.
         text = "the operator is not supported" if reason in ("", "false") else reason
-        found.setdefault(node.node, msgspec.structs.replace(node, reason=text))
-    return list(found.values()) or [Refusal("?", "?", "?", (log.errors or ["it gave no reason"])[-1])]
+        refused.setdefault(node.node, msgspec.structs.replace(node, reason=text))
+    return list(refused.values()) or [Refusal("?", "?", "?", (log.errors or ["it gave no reason"])[-1])]
 
 
 def _describe(trt: ModuleType, order: Order) -> Built:

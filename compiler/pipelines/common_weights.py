@@ -1,7 +1,7 @@
-"""Weights that several modules of a folder have in common: found by what they hold, wherever they lie.
+"""Weights that several modules of a folder have in common, compared by content.
 
-To read all weights would take long. So those of equal type and shape are compared by a few bytes first, and only those
-that look alike are read.
+Those of equal type and shape are compared by a few bytes first, and read whole only if these agree: to read all weights
+would take long.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,9 +25,8 @@ from splitc.compiler.sharding.cut_tensor import CutTensor
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.gpu.weight_places import PASSED_ON
 
-T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
-# Smaller weights, in bytes, are not worth it.
+# Minimum bytes of a weight that is compared, as of those that plan.json lists.
 LEAST = 1 << 16
 # Bytes at either end of a weight that are compared first, and bytes that are read at a time.
 GLANCE, PIECE = 1 << 12, 1 << 26
@@ -48,37 +47,55 @@ class CommonWeights:
 NONE = CommonWeights()
 
 
+@dataclass(frozen=True)
+class _Held:
+    """A common weight, or a part of one, that a module's rank holds, and its bytes.
+
+    `device` is where another module's engine may use it too; None if engines there do not share weights.
+    """
+
+    module: str
+    rank: int
+    device: str | None
+    name: str
+    key: str
+    bytes: int
+
+
 def find_common(plans: Mapping[str, Plan], swap: bool = False) -> CommonWeights:
     """The weights of 64 KiB and more that several of these modules have in common, whatever their names and files.
 
     Ranks of several engines hold theirs inside these, and so do engines with a weight that sessions can't share.
-    With `swap` nothing is held beside each other.
+    With `swap`, only one module's weights are in memory at a time, so none are common.
     """
-    if swap:
-        return NONE
     tensors = {name: _large_tensors(plan) for name, plan in plans.items()}
-    alike = _in_several(tensors, _glance)
-    equal = _in_several({name: [each for each in own if id(each) in alike] for name, own in tensors.items()}, _hash)
+    equal = {} if swap else _find_equal(tensors)
     if not equal:
         return NONE
-    found = {name: [(each, equal[id(each)]) for each in own if id(each) in equal] for name, own in tensors.items()}
-    held = {
-        name: [_held(plan, number, _Sources(found[name])) for number in range(len(plan.ranks))] if found[name] else []
-        for name, plan in plans.items()
-    }
-    count = Counter(key for ranks in held.values() for key in {key for rank in ranks for key, _ in rank.values()})
-    keys = {
-        name: [{weight: key for weight, (key, _) in rank.items() if count[key] > 1} for rank in ranks]
-        for name, ranks in held.items()
-    }
-    return CommonWeights(keys, _spared(plans, held))
+    held = [weight for name, plan in plans.items() for weight in _find_held(name, plan, _Keys(tensors[name], equal))]
+    owners: defaultdict[str, set[str]] = defaultdict(set)
+    for weight in held:
+        owners[weight.key].add(weight.module)
+    keys: dict[str, list[dict[str, str]]] = {name: [{} for _ in plan.ranks] for name, plan in plans.items()}
+    for weight in held:
+        if len(owners[weight.key]) > 1:
+            keys[weight.module][weight.rank][weight.name] = weight.key
+    return CommonWeights(keys, _spared(held))
 
 
 def _large_tensors(plan: Plan) -> list[ir.TensorProtocol]:
     """The model's weights that are worth holding once."""
     values = plan.analysis.graph.graph.initializers.values()
     tensors = (value.const_value for value in values if value.const_value is not None)
-    return [each for each in tensors if each.dtype != ir.DataType.STRING and each.nbytes >= LEAST]
+    return [tensor for tensor in tensors if tensor.dtype != ir.DataType.STRING and tensor.nbytes >= LEAST]
+
+
+def _find_equal(tensors: Mapping[str, Sequence[ir.TensorProtocol]]) -> dict[int, str]:
+    """The hashes of the tensors that several modules have, by the tensors' ids."""
+    alike = _in_several(tensors, _glance)
+    return _in_several(
+        {name: [tensor for tensor in own if id(tensor) in alike] for name, own in tensors.items()}, _hash
+    )
 
 
 def _in_several(
@@ -114,23 +131,26 @@ def _bytes(tensor: ir.TensorProtocol) -> npt.NDArray[np.uint8]:
     return np.frombuffer(tensor.tobytes(), np.uint8)
 
 
-class _Sources:
-    """A model's tensors that others have too, and their keys. What ranks hold is cut out of these."""
+class _Keys:
+    """The keys of a model's tensors that others have too, and of what is cut out of these for ranks."""
 
-    def __init__(self, found: Sequence[tuple[ir.TensorProtocol, str]]) -> None:
-        self._by_id = {id(tensor): key for tensor, key in found}
+    def __init__(self, tensors: Sequence[ir.TensorProtocol], keys: Mapping[int, str]) -> None:
+        self._keys = {id(tensor): keys[id(tensor)] for tensor in tensors if id(tensor) in keys}
         self._in_files = sorted(
-            (str(tensor.path), tensor.offset or 0, tensor.nbytes, _kind(tensor), key)
-            for tensor, key in found
-            if isinstance(tensor, ir.ExternalTensor)
+            (str(tensor.path), tensor.offset or 0, tensor.nbytes, _kind(tensor), self._keys[id(tensor)])
+            for tensor in tensors
+            if isinstance(tensor, ir.ExternalTensor) and id(tensor) in self._keys
         )
 
-    def key(self, tensor: ir.TensorProtocol) -> str | None:
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
+    def find(self, tensor: ir.TensorProtocol) -> str | None:
         """The key of one of them, or of a part of one; None for others."""
         if isinstance(tensor, CutTensor):
-            return _derived(self.key(tensor.source), tensor, sorted(tensor.places.items()))
+            return _derived(self.find(tensor.source), tensor, sorted(tensor.places.items()))
         if not isinstance(tensor, ir.ExternalTensor):
-            return self._by_id.get(id(tensor))
+            return self._keys.get(id(tensor))
         path, start = str(tensor.path), tensor.offset or 0
         before = bisect(self._in_files, (path, start, sys.maxsize, "", "")) - 1
         if before < 0:
@@ -149,29 +169,30 @@ def _derived(key: str | None, tensor: ir.TensorProtocol, place: Any) -> str | No
         return blake3(f"{key} {_kind(tensor)} {place!r}".encode()).hexdigest()
 
 
-def _held(plan: Plan, number: int, sources: _Sources) -> dict[str, tuple[str, int]]:
-    """The keys and bytes of what a rank's engine holds of these tensors, whole or in part, by the weights' names."""
-    graphs = plan.program(number).graphs
-    if len(graphs) != 1 or find_kind(plan.engine).is_built:
-        return {}
-    tensors = {name: value.const_value for name, value in graphs[0].initializers.items()}
-    beside = {name: each for name, each in tensors.items() if each is not None and each.nbytes > SMALL}
-    if any(str(each.dtype.numpy()) not in PASSED_ON for each in beside.values()):
-        return {}
-    keys = ((name, sources.key(tensor), tensor.nbytes) for name, tensor in beside.items())
-    return {name: (key, size) for name, key, size in keys if key is not None}
+def _find_held(module: str, plan: Plan, keys: _Keys) -> Iterator[_Held]:
+    """What the engines of a module's ranks hold of the tensors that have keys, whole or in part."""
+    kind = find_kind(plan.engine)
+    if kind.is_built or not keys:
+        return
+    for number, rank in enumerate(plan.ranks):
+        graphs = plan.program(number).graphs
+        weights = graphs[0].initializers.items() if len(graphs) == 1 else ()
+        beside = {name: value.const_value for name, value in weights if value.const_value is not None}
+        beside = {name: tensor for name, tensor in beside.items() if tensor.nbytes > SMALL}
+        if not PASSED_ON.issuperset(str(tensor.dtype.numpy()) for tensor in beside.values()):
+            continue
+        device = str(rank.device) if rank.device.kind in kind.shares_weights else None
+        for name, tensor in beside.items():
+            if (key := keys.find(tensor)) is not None:
+                yield _Held(module, number, device, name, key, tensor.nbytes)
 
 
-def _spared(plans: Mapping[str, Plan], held: Mapping[str, Sequence[Mapping[str, tuple[str, int]]]]) -> dict[str, int]:
-    """The bytes that each device is spared."""
-    there: defaultdict[str, set[str]] = defaultdict(set)
+def _spared(held: Iterable[_Held]) -> dict[str, int]:
+    """The bytes that each device is spared, since a module before has them there."""
+    there: set[tuple[str, str]] = set()
     spared: Counter[str] = Counter()
-    for name, ranks in held.items():
-        for rank, weights in zip(plans[name].ranks, ranks, strict=False):
-            if rank.device.kind not in find_kind(plans[name].engine).shares_weights:
-                continue
-            device = str(rank.device)
-            for key, size in weights.values():
-                spared[device] += size if key in there[device] else 0
-                there[device].add(key)
+    for weight in held:
+        if weight.device is not None:
+            spared[weight.device] += weight.bytes if (weight.device, weight.key) in there else 0
+            there.add((weight.device, weight.key))
     return dict(spared)

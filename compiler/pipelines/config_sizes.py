@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from splitc.compiler.pipelines.facts import Dimension
+from splitc.compiler.pipelines.folder import FolderModule, ModelFolder
 from splitc.compiler.pipelines.folder_names import read_config, read_genai_section
-from splitc.compiler.pipelines.model_facts import Dimension
-from splitc.compiler.pipelines.model_folder import FolderModule, ModelFolder
-from splitc.compiler.pipelines.module_names import ALIASES
+from splitc.compiler.pipelines.names import ALIASES
 
 Config = Mapping[str, Any]
 Dimensions = Sequence[Dimension]
@@ -22,19 +22,19 @@ Rule = Callable[[Config, Dimensions], Sequence[int | None]]
 
 def find_sizes(folder: ModelFolder, module: FolderModule) -> dict[str, Sequence[int | None]]:
     """The sizes of a module's inputs that configs state. An axis of which they say nothing has None."""
-    found: dict[str, Sequence[int | None]] = {}
+    sizes_of: dict[str, Sequence[int | None]] = {}
     for config, rule in _rules(folder, module):
         for name, dims in module.facts.inputs.items():
             if sizes := rule(config, dims):
-                found.setdefault(name, sizes)
-    return found
+                sizes_of.setdefault(name, sizes)
+    return sizes_of
 
 
 def _rules(folder: ModelFolder, module: FolderModule) -> Iterator[tuple[Config, Rule]]:
     """The rules for a module, with their configs."""
     place = module.facts.path.parent
     config = _config(place / "config.json")
-    for part in (config, *(each for each in config.values() if isinstance(each, dict))):
+    for part in (config, *(section for section in config.values() if isinstance(section, dict))):
         yield part, _image_sizes
     yield read_genai_section(folder.path, folder.source(module)), _cache_sizes
     yield config, _latent_sizes
@@ -61,7 +61,7 @@ def _number(config: Config, name: str) -> int | None:
 def _pair(config: Config, name: str) -> tuple[int, int] | None:
     """A size of two axes, which may be one number for both."""
     value = config.get(name)
-    if isinstance(value, list) and len(value) == 2 and all(isinstance(each, int) and each > 0 for each in value):
+    if isinstance(value, list) and len(value) == 2 and all(isinstance(size, int) and size > 0 for size in value):
         return value[0], value[1]
     return None if (number := _number(config, name)) is None else (number, number)
 
@@ -73,7 +73,7 @@ def _image_sizes(config: Config, dims: Dimensions) -> Sequence[int | None]:
         if size and channels and len(dims) == 4 and dims[1] == channels:
             return (None, None, *size)
     # Exporters of transformers' models name all sizes of an image by symbols.
-    is_open = len(dims) == 4 and not any(isinstance(each, int) for each in dims)
+    is_open = len(dims) == 4 and not any(isinstance(size, int) for size in dims)
     return (None, channels, *size) if is_open and size and channels else ()
 
 
@@ -94,12 +94,12 @@ def _latent_sizes(config: Config, dims: Dimensions) -> Sequence[int | None]:
     )
     if not size or len(dims) != 4 or not channels or dims[1] != channels or not isinstance(blocks, list):
         return ()
-    return (None, None, *(each >> (len(blocks) - 1) for each in size))
+    return (None, None, *(side >> (len(blocks) - 1) for side in size))
 
 
 def _sound_sizes(config: Config, dims: Dimensions) -> Sequence[int | None]:
     """A speech encoder's features, of which it halves the positions, and its states as a decoder reads them."""
-    bins, positions, width = (_number(config, each) for each in ("num_mel_bins", "max_source_positions", "d_model"))
+    bins, positions, width = (_number(config, name) for name in ("num_mel_bins", "max_source_positions", "d_model"))
     if not bins or not positions or len(dims) != 3:
         return ()
     return (None, bins, 2 * positions) if dims[1] == bins else (None, positions) if dims[2] == width else ()
@@ -124,5 +124,5 @@ def _ids_sizes(config: Config, dims: Dimensions) -> Sequence[int | None]:
 
 def _prompt_sizes(config: Config, dims: Dimensions) -> Sequence[int | None]:
     """What a text encoder made of a prompt, as a denoiser reads it."""
-    widths = {_number(config, each) for each in ("cross_attention_dim", "joint_attention_dim")} - {None}
+    widths = {_number(config, name) for name in ("cross_attention_dim", "joint_attention_dim")} - {None}
     return (None, config["length"]) if len(dims) == 3 and dims[2] in widths else ()

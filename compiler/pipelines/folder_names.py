@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from splitc.compiler.errors import ModelError
-from splitc.compiler.pipelines.module_names import module_name
+from splitc.compiler.pipelines.names import module_name
 from splitc.runtime.files.written import check_regular, parse_json
 
 GENAI = "genai_config.json"
@@ -18,14 +18,14 @@ GENAI = "genai_config.json"
 def files_of_folder(folder: Path) -> Iterator[PurePosixPath]:
     """The files of a folder and its subfolders, by their paths in it, without hidden ones."""
     for place, folders, names in os.walk(folder):
-        folders[:] = sorted(each for each in folders if not each.startswith("."))
-        for name in sorted(each for each in names if not each.startswith(".")):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(file for file in names if not file.startswith(".")):
             yield PurePosixPath(Path(place, name).relative_to(folder).as_posix())
 
 
 def find_models(files: Collection[PurePosixPath]) -> list[PurePosixPath]:
     """The ONNX files among files."""
-    return [each for each in files if each.suffix.lower() == ".onnx"]
+    return [file for file in files if file.suffix.lower() == ".onnx"]
 
 
 def name_models(folder: Path, models: Collection[PurePosixPath]) -> list[tuple[str, PurePosixPath]]:
@@ -44,13 +44,13 @@ def name_models(folder: Path, models: Collection[PurePosixPath]) -> list[tuple[s
 
 def _read_genai(folder: Path) -> dict[str, PurePosixPath]:
     """The models that genai_config.json names, by role."""
-    found: dict[str, PurePosixPath] = {}
+    models: dict[str, PurePosixPath] = {}
     for role, section in _sections(folder):
-        if (path := PurePosixPath(section["filename"])) not in found.values():
-            found[role] = path
-    if not found:
+        if (path := PurePosixPath(section["filename"])) not in models.values():
+            models[role] = path
+    if not models:
         raise ModelError(f"{folder / GENAI} names no ONNX model: each is the 'filename' of an object below 'model'")
-    return found
+    return models
 
 
 def read_genai_section(folder: Path, model: str) -> dict[str, Any]:
@@ -64,14 +64,14 @@ def _sections(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
     def walk(role: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         if isinstance(value, list):
-            for each in value:
-                yield from walk(role, each)
+            for inner in value:
+                yield from walk(role, inner)
         elif isinstance(value, dict):
             file = value.get("filename")
             if isinstance(file, str) and file.endswith(".onnx"):
                 yield role, value
-            for key, each in value.items():
-                yield from walk(key, each)
+            for key, inner in value.items():
+                yield from walk(key, inner)
 
     return walk("model", read_config(folder / GENAI).get("model"))
 

@@ -1,6 +1,6 @@
 """What modules hold of the devices that they share, and what they leave.
 
-Weights, caches and engines stay. Activations do not add up, since modules run one after the other: the largest counts.
+Weights, caches and engines add up. Of activations the largest counts, since modules run one after the other.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from splitc.runtime.hardware.devices import Device
 class DeviceSum:
     """The bytes that all modules hold on a device; `activations` are the most that one of them needs as it runs.
 
-    While a module is loaded it may need more than when it runs, which `activations` has too. `common` are bytes that
-    several modules have and the device holds once; `weights` are without them. Of weights that modules have memory for
-    in turn, `weights` has those of one module: the most, which are `swapped`.
+    `activations` also count what a module needs only while it is loaded. `common` are bytes that several modules have
+    and the device holds once; `weights` do not count them again. Of weights that modules swap, `weights` count those of
+    the largest module, which are `swapped`.
     """
 
     device: str
@@ -47,7 +47,7 @@ class DeviceSum:
         return self.resident + self.activations
 
     @property
-    def room(self) -> Budget:
+    def left(self) -> Budget:
         """The budget that is left for what stays; below 0 if there is none."""
         return None if self.budget is None else self.budget - self.resident
 
@@ -67,19 +67,19 @@ def sum_devices(
 
     With `swap`, modules work in turn, and have memory for their weights then.
     """
-    found = {device: DeviceSum(device, budget) for device, budget in budgets.items()}
+    sums = {device: DeviceSum(device, budget) for device, budget in budgets.items()}
     for plan in plans:  # an edited plan may name more
         own: dict[str, list[RankPlan]] = {}
         for rank in plan.ranks:
             own.setdefault(str(rank.device), []).append(rank)
         for device, ranks in own.items():
             moved = sum(rank.memory.weights for rank in ranks if swap and can_swap(plan, rank))
-            found[device] = _add(found.get(device, DeviceSum(device, None)), ranks, moved)
-    return [_spare(each, spared.get(each.device, 0)) for each in found.values()]
+            sums[device] = _add(sums.get(device, DeviceSum(device, None)), ranks, moved)
+    return [_spare(device_sum, spared.get(device_sum.device, 0)) for device_sum in sums.values()]
 
 
-def _spare(each: DeviceSum, common: int) -> DeviceSum:
-    return replace(each, weights=each.weights - common, common=common)
+def _spare(device_sum: DeviceSum, common: int) -> DeviceSum:
+    return replace(device_sum, weights=device_sum.weights - common, common=common)
 
 
 def can_swap(plan: Plan, rank: RankPlan) -> bool:
@@ -87,7 +87,7 @@ def can_swap(plan: Plan, rank: RankPlan) -> bool:
     kind, device = find_kind(plan.engine), rank.device
     if device.kind not in kind.swaps_weights or device.kind == "cpu":
         return device.kind in kind.swaps_weights
-    inside = has_collectives(plan.engine, [each.device for each in plan.ranks])
+    inside = has_collectives(plan.engine, [other.device for other in plan.ranks])
     weights = plan.analysis.costs.weights(rank.stage.nodes)
     types = {str(value.const_value.dtype.numpy()) for value in weights if value.const_value is not None}
     return not plan.split.more_sessions(rank, inside) and types <= PASSED_ON
@@ -96,8 +96,8 @@ def can_swap(plan: Plan, rank: RankPlan) -> bool:
 def _add(before: DeviceSum, ranks: Sequence[RankPlan], moved: int) -> DeviceSum:
     """The sum with the ranks that one module has on the device, of whose weights so many bytes are there in turn."""
     memory = [rank.memory for rank in ranks]
-    weights, cache, engines = (sum(getattr(each, of) for each in memory) for of in ("weights", "cache", "engines"))
-    running = sum(each.total for each in memory) - weights - cache - engines
+    weights, cache, engines = (sum(getattr(own, of) for own in memory) for of in ("weights", "cache", "engines"))
+    running = sum(own.total for own in memory) - weights - cache - engines
     swapped = max(before.swapped, moved)
     return replace(
         before,
@@ -117,7 +117,9 @@ def left_for(devices: Sequence[Device], sums: Sequence[DeviceSum], running: bool
     """
     count = Counter(map(str, devices))
 
-    def left(each: DeviceSum, room: int) -> int:
-        return max(0, room - running * each.activations + (not swapped) * each.swapped) // count[each.device]
+    def budget(held: DeviceSum, left: int) -> int:
+        return max(0, left - running * held.activations + (not swapped) * held.swapped) // count[held.device]
 
-    return [f"{each.device}={left(each, each.room)}" for each in sums if each.device in count and each.room is not None]
+    return [
+        f"{held.device}={budget(held, held.left)}" for held in sums if held.device in count and held.left is not None
+    ]

@@ -1,4 +1,4 @@
-"""Place the modules of a folder on devices, one after the other: each gets the room that those before it leave."""
+"""Place the modules of a folder on devices, one after the other: each gets the memory that those before it leave."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.modes.table import AUTO
 from splitc.compiler.pipelines.common_weights import find_common
 from splitc.compiler.pipelines.config_sizes import find_sizes
+from splitc.compiler.pipelines.folder import read_folder
 from splitc.compiler.pipelines.ledger import DeviceSum, left_for, sum_devices
-from splitc.compiler.pipelines.model_folder import read_folder
-from splitc.compiler.pipelines.module_requests import ModuleRequest, PipelineRequest, divide_request
-from splitc.compiler.pipelines.pipeline_plan import ModulePlan, PipelinePlan, module_named
+from splitc.compiler.pipelines.plan import ModulePlan, PipelinePlan, module_named
+from splitc.compiler.pipelines.requests import ModuleRequest, PipelineRequest, divide_request
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.resources import Budget, find_budgets
 from splitc.compiler.request.request import DEFAULT_HEADROOM, Request
@@ -24,15 +24,15 @@ from splitc.runtime.hardware.devices import Device
 # Modules are split, the largest first, until the fullest device holds at most this much more than an even share: less
 # is not worth making a small module slower.
 UNEVEN = 1.2
-# The room of a device that holds nothing, where budgets are not known.
+# What is free on a device that holds nothing, where budgets are not known: more than on any other.
 EMPTY = 1
 LAYER = "layer"
 # Why a module is where it is.
 NAMED, ONLY = "as asked for", "the only device"
 SMALL, LARGE, MISFIT, UNSPLIT = (
-    "whole, on the device with most room",
-    "split, which relieves the fullest device",
-    "split, since it does not fit the device with most room",
+    "whole, on the device with the most free memory",
+    "split, to relieve the fullest device",
+    "split, since it does not fit the device with the most free memory",
     "large, but on fewer devices than there are, since it can't be split over all",
 )
 
@@ -56,30 +56,32 @@ def plan_pipeline(
     """
     read = read_folder(Path(folder), wanted, request.settings.keys(), request.trust_external_data)
     asked = divide_request(read, devices, request)
-    stated = [replace(each.request, stated=find_sizes(read, each.module)) for each in asked.modules]
-    modules = [replace(each, request=known) for each, known in zip(asked.modules, stated, strict=True)]
+    modules = [
+        replace(module, request=replace(module.request, stated=find_sizes(read, module.module)))
+        for module in asked.modules
+    ]
     planner = Planner(asked, _find_budgets(asked.devices, request), swap)
-    modules = sorted(modules, key=lambda each: -each.module.facts.weights_bytes)
-    named = [each for each in modules if each.devices is not None]
-    free = [each for each in modules if each.devices is None]
+    modules = sorted(modules, key=lambda module: -module.module.facts.weights_bytes)
+    named = [module for module in modules if module.devices is not None]
+    free = [module for module in modules if module.devices is None]
     errors: list[SplitcError] = []
-    for each in named:
+    for module in named:
         with collected(errors):
-            planner.place(each, each.devices or (), NAMED)
-    splits = planner.count_splits([each.module.facts.weights_bytes for each in free])
-    for number, each in enumerate(free):
+            planner.place(module, module.devices or (), NAMED)
+    splits = planner.count_splits([module.module.facts.weights_bytes for module in free])
+    for number, module in enumerate(free):
         with collected(errors):
-            planner.place_freely(each, number < splits)
+            planner.place_freely(module, number < splits)
     raise_all(errors)
-    if request.tensor_split is not None and all(len(each.plan.ranks) == 1 for each in planner.done.values()):
+    if request.tensor_split is not None and all(len(module.plan.ranks) == 1 for module in planner.done.values()):
         raise MisuseError("--tensor-split has no effect: no model of the folder is split, each is whole on one device")
     common = find_common({name: planner.done[name].plan for name in read.names}, swap)
     return PipelinePlan(read, tuple(planner.done[name] for name in read.names), planner.budgets, common, swap)
 
 
 def _find_budgets(devices: Sequence[Device], request: Request) -> Mapping[str, Budget]:
-    found = find_budgets(devices, request.memory, request.headroom)
-    return {str(device): budget for device, budget in zip(devices, found, strict=True)}
+    budgets = find_budgets(devices, request.memory, request.headroom)
+    return {str(device): budget for device, budget in zip(devices, budgets, strict=True)}
 
 
 class Planner:
@@ -95,7 +97,7 @@ class Planner:
     @property
     def sums(self) -> list[DeviceSum]:
         """What the devices hold so far."""
-        return sum_devices([each.plan for each in self.done.values()], self.budgets, swap=self._swap)
+        return sum_devices([module.plan for module in self.done.values()], self.budgets, swap=self._swap)
 
     def place(self, asked: ModuleRequest, devices: Sequence[Device], why: str) -> None:
         """Put a module on these devices. On one of them it is whole, unless its own mode was asked for."""
@@ -112,33 +114,33 @@ class Planner:
         elif is_large:
             self._spread(asked, LARGE)
         else:
-            rooms = self._rooms()
-            roomiest = self._shared[rooms.index(max(rooms))]
+            free = self._free()
+            freest = self._shared[free.index(max(free))]
             try:
-                self.place(replace(asked, own_mode=False), [roomiest], SMALL)
+                self.place(replace(asked, own_mode=False), [freest], SMALL)
             except DoesNotFitError:
                 self._spread(asked, MISFIT)
 
     def count_splits(self, sizes: Sequence[int]) -> int:
         """How many of the shared modules, whose weights have these sizes, from the largest on, are to be split."""
-        rooms = [max(1.0, float(room)) for room in self._rooms()]
-        even = sum(sizes) / sum(rooms)
+        free = [max(1.0, float(size)) for size in self._free()]
+        even = sum(sizes) / sum(free)
         for count in range(len(sizes)):
-            held = [sum(sizes[:count]) * room / sum(rooms) for room in rooms]
+            held = [sum(sizes[:count]) * own / sum(free) for own in free]
             for size in sizes[count:]:
-                roomiest = max(range(len(rooms)), key=lambda place: rooms[place] - held[place])
-                held[roomiest] += size
-            if max(each / room for each, room in zip(held, rooms, strict=True)) <= UNEVEN * even:
+                freest = max(range(len(free)), key=lambda place: free[place] - held[place])
+                held[freest] += size
+            if max(size / own for size, own in zip(held, free, strict=True)) <= UNEVEN * even:
                 return count
         return len(sizes)
 
-    def _rooms(self) -> list[int]:
-        """The room on each shared device. Where a budget is not known, they are compared by what they hold."""
-        sums = {each.device: each for each in self.sums}
+    def _free(self) -> list[int]:
+        """What is free on each shared device. If a budget is not known, they are compared by what they hold."""
+        sums = {held.device: held for held in self.sums}
         shared = [sums[str(device)] for device in self._shared]
-        known = [each.room for each in shared if each.room is not None]
-        fullest = max(each.resident for each in sums.values())
-        return known if len(known) == len(shared) else [2 * fullest + EMPTY - each.resident for each in shared]
+        known = [held.left for held in shared if held.left is not None]
+        fullest = max(held.resident for held in sums.values())
+        return known if len(known) == len(shared) else [2 * fullest + EMPTY - held.resident for held in shared]
 
     def _spread(self, asked: ModuleRequest, why: str) -> None:
         """Put a module over all shared devices. What can't be split stays whole if it may, and the plan says so."""
@@ -150,18 +152,18 @@ class Planner:
                 raise
             reason = str(error.__cause__ or error).splitlines()[0].rstrip(":")
         self.place(asked, self._shared, UNSPLIT)
-        made = self.done[asked.module.name]
-        plan = replace(made.plan, warnings=(*made.plan.warnings, f"not split over all devices: {reason}"))
-        self.done[made.name] = replace(made, plan=plan)
+        module = self.done[asked.module.name]
+        plan = replace(module.plan, warnings=(*module.plan.warnings, f"not split over all devices: {reason}"))
+        self.done[module.name] = replace(module, plan=plan)
 
     def _plan(self, asked: ModuleRequest, devices: Sequence[Device]) -> Plan:
-        """The module's plan in the room that is left; in less if it would crowd out the others' activations."""
-        before, plans = self.sums, [each.plan for each in self.done.values()]
+        """The module's plan in the memory that is left, or in less if it would crowd out the others' activations."""
+        before, plans = self.sums, [module.plan for module in self.done.values()]
         for running, swapped in ((False, False), (True, False), (True, True)):
             # The budgets leave the headroom free already.
             memory = left_for(devices, before, running, swapped)
             request = replace(asked.request, memory=memory, headroom=DEFAULT_HEADROOM)
             plan = plan_model(asked.module.facts.path, [str(device) for device in devices], request)
-            if not any(each.missing for each in sum_devices([*plans, plan], self.budgets, swap=self._swap)):
+            if not any(device.missing for device in sum_devices([*plans, plan], self.budgets, swap=self._swap)):
                 break
         return plan

@@ -46,7 +46,7 @@ def assemble(
 
 
 def _with_sessions(ranks: Sequence[RankPlan], engine: str, split: Split) -> tuple[RankPlan, ...]:
-    """The ranks with the memory of their engines' libraries."""
+    """The ranks with what their engines' libraries take."""
     devices = [rank.device for rank in ranks]
     inside = has_collectives(engine, devices)
     sizes = [engine_bytes(rank.device, devices, engine, split.more_sessions(rank, inside) or 1) for rank in ranks]
@@ -68,26 +68,26 @@ def engine_bytes(device: Device, devices: Sequence[Device], engine: str, session
 
 def plan_warnings(analysis: Analysis, ranks: Sequence[RankPlan]) -> list[str]:
     """Reasons why the plan's numbers may be wrong."""
-    found = []
+    warnings = []
     if observed := sorted(analysis.costs.bound.observed):
-        found.append(
+        warnings.append(
             f"no rule gives the shapes that {', '.join(observed)} makes here: they were observed, in ONNX Runtime"
         )
     if uncertain := sorted(analysis.costs.bound.uncertain):
-        found.append(
+        warnings.append(
             f"the sizes of {len(uncertain)} values depend on data ({uncertain[0]}, ...): memory and time are too low"
         )
     if analysis.fitted.problem is not None:
-        found.append(
+        warnings.append(
             "the model does not run on the sizes that are planned for, so memory and time may be wrong: give its "
             f"inputs' shapes (--shapes). {analysis.fitted.problem.splitlines()[0]}"
         )
     if unknown := [str(rank.device) for rank in ranks if rank.budget is None]:
-        found.append(
-            f"nothing was checked against a budget for {first_few(list(dict.fromkeys(unknown)))}: this machine has no "
-            f"such device, so give its memory, as in --memory {unknown[0]}=40GiB"
+        warnings.append(
+            f"memory was not checked for {first_few(list(dict.fromkeys(unknown)))}, which this machine does not have: "
+            f"give its budget, as in --memory {unknown[0]}=40GiB"
         )
-    return found
+    return warnings
 
 
 def check_memory(plan: Plan, whole: str = "") -> None:
@@ -96,7 +96,7 @@ def check_memory(plan: Plan, whole: str = "") -> None:
     if not lacking:
         return
     rank = plan.ranks[number]
-    unsplit = format_bytes(sum(each.bytes - each.split for each in plan.weights))
+    unsplit = format_bytes(sum(weight.bytes - weight.split for weight in plan.weights))
     why = f"; {unsplit} of weights can't be split and are {whole}" if whole else ""
     lines = [
         f"  rank {n} {r.device}: {format_bytes(r.memory.total)} of {format_bytes(r.budget)}"

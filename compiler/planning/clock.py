@@ -48,7 +48,7 @@ class Pace:
         for node in nodes:
             if node in folded or not (own := share(node)):
                 continue
-            least = self.kernel if not operator_of(node).view else 0.0
+            least = self.kernel if not operator_of(node).is_view else 0.0
             took = own * costs.seconds(node, self.one)
             if took > HOST.spreading and self.speed != self.one:  # otherwise more threads are no faster
                 took = min(took, HOST.spreading + own * costs.seconds(node, self.speed))
@@ -62,7 +62,7 @@ class Clock:
 
     `threads` are those of each CPU device. A node takes its time by the roofline model, times `measured`: the ratio of
     the blocks' measured to their estimated time. If a plan was `profiled` and its ranks hold whole blocks, the measured
-    times of the ranks are used instead. `operators`: engines exchange values inside, by operators of splitc's library.
+    times of the ranks are used instead. `operators`: engines contain splitc's operators of communication.
     """
 
     analysis: Analysis
@@ -157,20 +157,20 @@ def find_pace(device: Device, threads: int, at_once: int, machine: Machine, cach
 
 def block_seconds(analysis: Analysis, resources: Resources, places: Iterable[int]) -> list[list[float]]:
     """The seconds of each block on the device at each place: measured, or else estimated while all devices work."""
-    known: dict[tuple[str, object], list[float]] = {}  # of devices alike
-    found = []
+    by_kind: dict[tuple[str, object], list[float]] = {}  # of devices alike
+    seconds = []
     for place in places:
         device = resources.devices[place]
         kind = (device.kind, resources.machine.speed(device))
-        if kind not in known:
-            alike = [each for each in resources.devices if each.kind == device.kind]
-            known[kind] = (
+        if kind not in by_kind:
+            alike = [other for other in resources.devices if other.kind == device.kind]
+            by_kind[kind] = (
                 estimate_blocks(analysis, resources, place, len(resources.devices))
                 if resources.timer is None
                 else resources.timer(analysis, alike, resources.threads)
             )
-        found.append(known[kind])
-    return found
+        seconds.append(by_kind[kind])
+    return seconds
 
 
 def estimate_blocks(analysis: Analysis, resources: Resources, place: int, at_once: int) -> list[float]:

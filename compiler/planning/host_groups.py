@@ -36,7 +36,7 @@ def group_devices(devices: Sequence[Device], budgets: Sequence[Budget], groups: 
 
     A group is inside a host if any has as many devices left. Those with the largest budgets are taken.
     """
-    hosts = [[place for place, each in enumerate(devices) if each.host == host] for host in _hosts(devices)]
+    hosts = [[place for place, device in enumerate(devices) if device.host == host] for host in _hosts(devices)]
     roomy = [_by_room(places, budgets) for places in hosts]
     offers = [
         (-(budgets[places[first + size - 1]] or 0), host, first)
@@ -44,10 +44,10 @@ def group_devices(devices: Sequence[Device], budgets: Sequence[Budget], groups: 
         for first in range(0, len(places) - size + 1, size)
     ]
     inside = Counter(host for _, host, _ in sorted(offers)[:groups])
-    found = [_cut(sorted(places[: inside[host] * size]), size) for host, places in enumerate(roomy)]
+    groups_inside = [_cut(sorted(places[: inside[host] * size]), size) for host, places in enumerate(roomy)]
     left = [place for host, places in enumerate(roomy) for place in places[inside[host] * size :]]
     across = _by_room(sorted(left), budgets)[: (groups - inside.total()) * size]
-    return [place for group in sorted(sum(found, _cut(sorted(across), size))) for place in group]
+    return [place for group in sorted(sum(groups_inside, _cut(sorted(across), size))) for place in group]
 
 
 def _hosts(devices: Sequence[Device]) -> list[int | None]:

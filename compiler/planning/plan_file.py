@@ -17,7 +17,7 @@ from splitc.compiler.request.shapes import LARGEST, Shape, check_size
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files.written import indented, parse_json, written_whole
 from splitc.runtime.hardware.devices import Device, host_numbers
-from splitc.runtime.package.manifest import Source, State
+from splitc.runtime.package.manifest import Cut, Source, State
 
 SCHEMA = 2
 # The least bytes of a weight that is listed.
@@ -41,13 +41,6 @@ class RankEntry(Struct, frozen=True):
     total_bytes: int = 0
     seconds: float = 0.0
     repeated: Rematerialized | None = None
-
-
-class CutEntry(Struct, frozen=True):
-    """The values that cross a cut, and their bytes. Informative."""
-
-    bytes: int
-    values: list[str]
 
 
 class WeightEntry(Struct, frozen=True):
@@ -102,7 +95,7 @@ class PlanFile(Struct, frozen=True, forbid_unknown_fields=True):
     states: list[State] | None = None
     row_min: int | None = None
     islands: list[str] = []
-    cuts: list[CutEntry] = []
+    cuts: list[Cut] = []
     warnings: list[str] = []
     weights: dict[str, WeightEntry] = {}
     candidates: list[CandidateEntry] = []
@@ -114,7 +107,7 @@ def to_file(plan: Plan) -> PlanFile:
     analysis = plan.analysis
     graph = analysis.graph
     weights: dict[str, WeightEntry] = {}
-    fates = {each.name: f"whole: {each.reason}" if each.reason else each.units for each in plan.weights}
+    fates = {weight.name: f"whole: {weight.reason}" if weight.reason else weight.units for weight in plan.weights}
     for number, rank in enumerate(plan.ranks):
         for weight in analysis.costs.weights(rank.stage.nodes):
             size = analysis.costs.value_bytes(weight)
@@ -130,7 +123,7 @@ def to_file(plan: Plan) -> PlanFile:
         engine=plan.engine,
         objective=plan.objective,
         shapes=_lists(analysis.shapes),
-        settings={each.input.name or "": each.value.tolist() for each in graph.fixed if each.value is not None},
+        settings={fixed.input.name or "": fixed.value.tolist() for fixed in graph.fixed if fixed.value is not None},
         min_shapes={} if analysis.smallest == analysis.shapes else _lists(analysis.smallest),
         opt_shapes={} if analysis.typical == analysis.shapes else _lists(analysis.typical),
         ranks=[
@@ -152,19 +145,14 @@ def to_file(plan: Plan) -> PlanFile:
         hosts=_count_hosts([rank.device for rank in plan.ranks]),
         blocks={block.name: number for number, stage in enumerate(stages) for block in stage.blocks},
         states=list(analysis.states),
-        cuts=[CutEntry(cut.bytes, [value.name or "" for value in cut.values]) for cut in plan.cuts],
+        cuts=[Cut([value.name or "" for value in cut.values], cut.bytes) for cut in plan.cuts],
         warnings=list(plan.warnings),
         weights=weights,
         candidates=[
             CandidateEntry(
-                each.name,
-                round(each.latency, 9),
-                round(each.interval, 9),
-                list(each.peaks),
-                each.placement,
-                each.refused,
+                way.name, round(way.latency, 9), round(way.interval, 9), [*way.peaks], way.placement, way.refused
             )
-            for each in plan.alternatives
+            for way in plan.alternatives
         ],
         choice=plan.choice,
         **plan.split.file_fields(),

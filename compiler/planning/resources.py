@@ -16,7 +16,7 @@ from splitc.runtime.units import first_few, parse_bytes
 
 # Bytes that a rank may use; None if its GPU is not in this machine, and so its memory is not known.
 Budget = int | None
-# The least share, of the largest. A smaller one gives its rank no unit of any axis below a million: it is a mistake.
+# Minimum share, relative to the largest. A smaller one gives its rank no unit of any axis of up to a million units.
 LEAST_SHARE = 1e-6
 # Measures the seconds of each block on devices of one kind. The last argument is the threads of each device (None
 # divides the cores among them).
@@ -60,16 +60,16 @@ def find_budgets(devices: Sequence[Device], memory: Sequence[str], headroom: int
             f"{again[0]} is named {names.count(again[0])} times, and each rank would be given its whole memory: name "
             f"each device once. A package's ranks can still run on one: splitc run PACKAGE -d {again[0]},{again[0]}"
         )
-    given: dict[str, int] = {}
+    asked: dict[str, int] = {}
     for text in memory:
         name, _, amount = text.rpartition("=")
         if name and name not in names:
             raise MisuseError(f"--memory names '{name}', and the devices are {first_few(names)}")
         size = parse_bytes(amount)
-        given.update({name: size} if name else dict.fromkeys(names, size))
-    open_names = set(names) - given.keys()
+        asked.update({name: size} if name else dict.fromkeys(names, size))
+    open_names = set(names) - asked.keys()
     free = _free_beyond(devices, headroom) if open_names else {}
-    budgets = [given.get(name, free.get(name)) for name in names]
+    budgets = [asked.get(name, free.get(name)) for name in names]
     if not open_names and headroom != DEFAULT_HEADROOM and names:
         raise MisuseError("--headroom is left free of free memory, and --memory gives the budget of every device")
     return budgets

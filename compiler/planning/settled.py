@@ -1,4 +1,4 @@
-"""What a plan's file settles, against the options that come with it."""
+"""Options that contradict the plan's file that they are given with."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from splitc.runtime.units import format_shape, parse_bytes
 
 
 def check_settled(
-    path: Path, file: PlanFile, request: Request, devices: Sequence[str], given: Callable[[str], bool]
+    path: Path, file: PlanFile, request: Request, devices: Sequence[str], is_given: Callable[[str], bool]
 ) -> None:
     """Raise MisuseError for an option that was `given` and says other than the plan's file.
 
     The message names both.
     """
-    found = list(request.planned(given, file))
+    answers = list(request.planned(is_given, file))
     if devices:
-        found.append(("-d", [str(each) for each in parse_devices(devices)], [rank.device for rank in file.ranks]))
-    for flag, asked, planned in found:
+        answers.append(("-d", [str(device) for device in parse_devices(devices)], [rank.device for rank in file.ranks]))
+    for flag, asked, planned in answers:
         if planned is None:
             raise MisuseError(f"{flag} has no effect with {path}, which is planned already: plan again with it")
         if not _SAME.get(flag, _equal)(asked, planned):
@@ -37,9 +37,11 @@ def check_settled(
             )
 
 
-def need_nothing_given(path: Path, request: Request, given: Callable[[str], bool], others: Sequence[str] = ()) -> None:
+def need_nothing_given(
+    path: Path, request: Request, is_given: Callable[[str], bool], others: Sequence[str] = ()
+) -> None:
     """Raise MisuseError for an option that was `given`, or is among the `others`, and that a folder's plan settles."""
-    for flag in [*others, *(option.flag for option in request.settled(given).values())]:
+    for flag in [*others, *(option.flag for option in request.settled(is_given).values())]:
         raise MisuseError(f"{flag} has no effect with {path}, which is planned already: edit the plan, or plan again")
 
 
@@ -86,7 +88,7 @@ def _shown(value: Any) -> str:
     """A value as the command line has it."""
     if isinstance(value, Mapping):
         return ", ".join(
-            f"{name}:{format_shape(each)}" if isinstance(each, list | tuple) else f"{name}={each}"
-            for name, each in value.items()
+            f"{name}:{format_shape(entry)}" if isinstance(entry, list | tuple) else f"{name}={entry}"
+            for name, entry in value.items()
         )
     return ",".join(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else str(value)

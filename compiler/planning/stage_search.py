@@ -27,9 +27,9 @@ Floats = npt.NDArray[np.float64]
 class Target:
     """A device to plan for. `budget` is in bytes, or None if it is not known.
 
-    `load` is the number of the load that it takes, which is divided by its `speed`.
-    `engines` are the bytes of that which its engines' libraries take. `most_weights` limits the bytes of weights alone.
-    `host` is where it is; None is this machine.
+    `engines` are the bytes of the budget that engines' libraries take. `most_weights` limits the bytes of weights.
+    `load` is the number of the load in StageCosts that it takes, divided by its `speed`. `host` is the host's number,
+    None for this machine.
     """
 
     device: str
@@ -41,7 +41,7 @@ class Target:
     host: int | None = None
 
     @property
-    def room(self) -> int | None:
+    def capacity(self) -> int | None:
         """Bytes for the blocks."""
         return None if self.budget is None else self.budget - self.engines
 
@@ -94,8 +94,8 @@ def plan_stages(
         raise CannotSplitError(
             f"{len(targets)} devices, and the model can be cut into {count} pieces at most: name fewer devices with -d"
         )
-    limits = {(target.room, target.most_weights) for target in targets}  # the same for most of them
-    fitting = {each: np.array([_fitting(costs, start, *each) for start in range(count)]) for each in limits}
+    limits = {(target.capacity, target.most_weights) for target in targets}  # the same for most of them
+    fitting = {limit: np.array([_fitting(costs, start, *limit) for start in range(count)]) for limit in limits}
     work = [
         np.array([[load(i, j) if j > i else np.inf for j in range(count + 1)] for i in range(count)])
         for load in costs.loads
@@ -103,22 +103,22 @@ def plan_stages(
     times = np.array([work[target.load] / target.speed for target in targets])
     uneven = _unevenness(costs)
     while True:
-        fits = np.array([fitting[target.room, target.most_weights] for target in targets])
+        fits = np.array([fitting[target.capacity, target.most_weights] for target in targets])
         chain = _cheapest(costs, targets, np.where(fits, times, np.inf), uneven, objective, spread, slack)
         if chain is None:
             raise DoesNotFitError(explain_misfit(costs, targets))
-        misfits = [each for each in chain if not _fits_exactly(costs, targets[each.target], each)]
+        misfits = [stage for stage in chain if not _fits_exactly(costs, targets[stage.target], stage)]
         if not misfits:
             return chain
-        for each in misfits:  # its first block may go with fewer others than the bound says
-            target = targets[each.target]
-            row = fitting[target.room, target.most_weights][each.start]
-            row &= _fitting(replace(costs, memory=costs.exact), each.start, target.room, target.most_weights)
-            row[each.end] = False
+        for stage in misfits:  # fewer blocks fit after its first one than the bound says
+            target = targets[stage.target]
+            row = fitting[target.capacity, target.most_weights][stage.start]
+            row &= _fitting(replace(costs, memory=costs.exact), stage.start, target.capacity, target.most_weights)
+            row[stage.end] = False
 
 
-def _fits_exactly(costs: StageCosts, target: Target, each: Assignment) -> bool:
-    return target.room is None or costs.exact(each.start, each.end) <= target.room
+def _fits_exactly(costs: StageCosts, target: Target, stage: Assignment) -> bool:
+    return target.capacity is None or costs.exact(stage.start, stage.end) <= target.capacity
 
 
 def _cheapest(
@@ -189,6 +189,18 @@ class _Links:
     far: npt.NDArray[np.int_]
 
 
+@dataclass(frozen=True)
+class _Step:
+    """The cheapest chains of so many stages. By the last stage's target and the block that it ends before:
+
+    `cost`, the first block of the last stage (`start`), and the target of the stage before it (`before`).
+    """
+
+    cost: Floats
+    start: npt.NDArray[np.int_]
+    before: npt.NDArray[np.int_]
+
+
 def _search(loads: Floats, combine: Callable[[Floats, Floats], Floats], links: _Links) -> dict[int, _Chain]:
     """The cheapest chain for each number of stages. A chain's cost is that of its stages and links, by `combine`.
 
@@ -196,34 +208,44 @@ def _search(loads: Floats, combine: Callable[[Floats, Floats], Floats], links: _
     finite cost are left out.
     """
     targets, count, _ = loads.shape
-    starts, ends = np.arange(count), np.arange(count + 1)
-    # cost[s, k, j]: the best chain of s + 1 stages for the blocks before j, the last of them on target k.
-    cost = np.full((targets, targets, count + 1), np.inf)
-    # came[s, k, j]: the target of the stage before the last one, and the last one's first block.
-    came = np.zeros((targets, targets, count + 1, 2), dtype=int)
-    cost[0] = loads[:, 0]
-    for stages in range(1, targets):
-        for k in range(stages, targets):
-            reached = combine(cost[stages - 1, stages - 1 : k, :count], links.costs[links.far[k, stages - 1 : k]])
-            before = reached.argmin(axis=0)  # the best one for each first block
-            chains = combine(reached[before, starts][:, None], loads[k])
-            start = chains.argmin(axis=0)
-            cost[stages, k] = chains[start, ends]
-            came[stages, k] = np.stack([stages - 1 + before[start], start], axis=1)
-    found = {}
-    for stages in range(targets):
-        last = int(cost[stages, :, count].argmin())
-        if np.isfinite(cost[stages, last, count]):
-            found[stages + 1] = _Chain(float(cost[stages, last, count]), _trace(came, stages, last, count))
-    return found
+    nothing = np.zeros((targets, count + 1), dtype=int)
+    steps = [_Step(loads[:, 0], nothing, nothing)]
+    while len(steps) < targets:
+        steps.append(_add_stage(steps, loads, combine, links))
+    last = [int(step.cost[:, count].argmin()) for step in steps]
+    return {
+        number + 1: _Chain(float(step.cost[target, count]), _trace(steps[: number + 1], target, count))
+        for number, (step, target) in enumerate(zip(steps, last, strict=True))
+        if np.isfinite(step.cost[target, count])
+    }
 
 
-def _trace(came: npt.NDArray[np.int_], stages: int, target: int, end: int) -> list[Assignment]:
+def _add_stage(
+    steps: Sequence[_Step], loads: Floats, combine: Callable[[Floats, Floats], Floats], links: _Links
+) -> _Step:
+    """The cheapest chains of one stage more than the last of these steps."""
+    targets, count, _ = loads.shape
+    shorter, least = steps[-1].cost[:, :count], len(steps)
+    cost = np.full((targets, count + 1), np.inf)
+    start, before = (np.zeros((targets, count + 1), dtype=int) for _ in range(2))
+    for target in range(least, targets):  # as many stages come before it as there are steps
+        reached = combine(shorter[:target], links.costs[links.far[target, :target]])
+        # For each first block of the new stage the best target of the stage before, then the best first block.
+        nearest = reached.argmin(axis=0)
+        chains = combine(reached.min(axis=0)[:, None], loads[target])
+        start[target] = chains.argmin(axis=0)
+        cost[target] = chains.min(axis=0)
+        before[target] = nearest[start[target]]
+    return _Step(cost, start, before)
+
+
+def _trace(steps: Sequence[_Step], target: int, end: int) -> list[Assignment]:
+    """The stages of the chain of the last step that ends on a target before a block."""
     chain: list[Assignment] = []
-    for number in range(stages, -1, -1):
-        before, start = map(int, came[number, target, end]) if number else (0, 0)
+    for step in reversed(steps):
+        start = int(step.start[target, end])
         chain.append(Assignment(target, start, end))
-        target, end = before, start
+        target, end = int(step.before[target, end]), start
     return chain[::-1]
 
 
@@ -255,7 +277,7 @@ def explain_misfit(costs: StageCosts, targets: Sequence[Target]) -> str:
         size = format_bytes(target.engines + (costs.exact(start, end) if end > start else 0))
         lines.append(f"  {target.device} holds {held}: {size} of {format_bytes(target.budget)}")
         start = end
-    needed, available = costs.exact(0, count), sum(max(0, target.room or 0) for target in targets)
+    needed, available = costs.exact(0, count), sum(max(0, target.capacity or 0) for target in targets)
     if start < count:
         first, rest = costs.exact(start, start + 1), costs.exact(start, count)
         lines.append(f"  The first block that does not fit is {costs.names[start]}, which needs {format_bytes(first)}.")
@@ -272,9 +294,9 @@ def explain_misfit(costs: StageCosts, targets: Sequence[Target]) -> str:
 
 def _filled(costs: StageCosts, target: Target, start: int) -> int:
     """The end of the most blocks from `start` that fit a target."""
-    room, end = target.room, len(costs.names)
-    if room is None:
+    capacity, end = target.capacity, len(costs.names)
+    if capacity is None:
         return end
-    while end > start and (costs.memory(start, end) > room or costs.exact(start, end) > room):
+    while end > start and (costs.memory(start, end) > capacity or costs.exact(start, end) > capacity):
         end -= 1
     return end

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -73,8 +73,10 @@ def find_axes(
 
     The axes of `opaque` nodes are whole, each for its reason. `islands` are nodes with axes of their own.
     """
-    inputs = {value: _computed(value, bound) for value in graph.graph.inputs}
-    return _relate(graph, bound, graph.nodes, inputs, frozenset(), opaque, islands)
+    relater = _Relater(graph, bound, {value: _computed(value, bound) for value in graph.graph.inputs})
+    island_of = {island.node: island for island in islands}
+    operations = {node: relater.relate(node, opaque.get(node), island_of.get(node)) for node in graph.nodes}
+    return _settled(AxisMap(operations, relater.shared, bound, islands))
 
 
 @remembered
@@ -93,90 +95,94 @@ def find_axes_separately(
 
     The axes of `opaque` nodes are whole, each for its reason.
     """
-    return _relate(graph, bound, _with_constant(graph, nodes, graph.constant), {}, frozenset(nodes), opaque)
+    relater, separate = _Relater(graph, bound), frozenset(nodes)
+    operations = {
+        node: relater.relate(node, opaque.get(node), shares=node not in separate)
+        for node in _with_constant(graph, nodes, graph.constant)
+    }
+    return _settled(AxisMap(operations, relater.shared, bound))
 
 
-def _relate(
-    graph: Graph,
-    bound: BoundShapes,
-    nodes: Iterable[ir.Node],
-    shared: dict[ir.Value, Axes],
-    separate: Collection[ir.Node],
-    opaque: Mapping[ir.Node, str],
-    islands: Collection[Island] = NO_ISLANDS,
-) -> AxisMap:
-    """The axes of the nodes, in order. `shared` starts with the axes of the graph's inputs and is added to.
+@dataclass
+class _Relater:
+    """Relates axes node by node. `shared` are the axes of values that all their readers have in common.
 
-    Any other value has new axes at each use. So have the outputs of the nodes in `separate`.
+    It starts with those of the graph's inputs. Any other value has new axes at each use.
     """
-    operations: dict[ir.Node, Operation] = {}
-    island_of = {island.node: island for island in islands}
 
-    def axes_of(value: ir.Value | None) -> Axes:
+    graph: Graph
+    bound: BoundShapes
+    shared: dict[ir.Value, Axes] = field(default_factory=dict)
+
+    def relate(
+        self, node: ir.Node, opaque: str | None = None, island: Island | None = None, shares: bool = True
+    ) -> Operation:
+        """A node with its axes, related by its rule, or whole for the reason `opaque`.
+
+        As an `island` it has axes of its own. What it makes is `shared` if it `shares` it.
+        """
+        outputs = [_computed(value, self.bound) for value in node.outputs]
+        if shares:
+            self.shared.update(zip(node.outputs, outputs, strict=True))
+        inputs = [self._read(value) for value in node.inputs]
+        if island is not None:
+            inputs, outputs = _own_axes(island, inputs, outputs)
+        constants = [_constant(value, self.bound) for value in node.inputs]
+        weights = [n for n, value in enumerate(node.inputs) if value is not None and self.graph.is_constant(value)]
+        operation = Operation(node, inputs, outputs, constants, weights)
+        if opaque is None:
+            relate_node(operation)
+        else:
+            operation.opaque(opaque)
+        if node in self.graph.folded and operation.contracted:
+            operation.whole([operation.contracted], "it is computed once, and a sum would be taken in each run")
+        for value in self.graph.reads[node]:
+            if value not in node.inputs:  # a subgraph reads it
+                for axis in self._read(value) or ():
+                    ax.pin(axis, Pin(node, "it is read inside control flow"))
+        return operation
+
+    def _read(self, value: ir.Value | None) -> Axes:
+        """The axes of a value for one that reads it."""
         if value is None:
             return None
         if not value.is_initializer():
-            return shared[value] if value in shared else _computed(value, bound)
+            return self.shared[value] if value in self.shared else _computed(value, self.bound)
         shape = shape_of(value)
         if (source := source_of(value)) is not None and not source.is_fixed:
             return tuple(_whole(size, f"the optional input '{value.name}' may have another shape") for size in shape)
         if sum(size != 1 for size in shape) < 2:
             # Exporters merge equal vectors: biases of zeros, norms of ones. Each use may be cut differently.
             return _fresh(shape)
-        return shared.setdefault(value, _fresh(shape))
-
-    for node in nodes:
-        made = [_computed(value, bound) for value in node.outputs]
-        if node not in separate:
-            shared.update(zip(node.outputs, made, strict=True))
-        constants = [_constant(value, bound) for value in node.inputs]
-        weights = [n for n, value in enumerate(node.inputs) if value is not None and graph.is_constant(value)]
-        taken = [axes_of(value) for value in node.inputs]
-        if node in island_of:
-            taken, made = _own_axes(island_of[node], taken, made)
-        operation = Operation(node, taken, made, constants, weights)
-        if node in opaque:
-            operation.opaque(opaque[node])
-        else:
-            relate_node(operation)
-        if node in graph.folded and operation.contracted:
-            operation.whole([operation.contracted], "it is computed once, and a sum would be taken in each run")
-        for value in graph.reads[node]:
-            if value not in node.inputs:  # a subgraph reads it
-                for axis in axes_of(value) or ():
-                    ax.pin(axis, Pin(node, "it is read inside control flow"))
-        operations[node] = operation
-    return _settled(AxisMap(operations, shared, bound, islands))
+        return self.shared.setdefault(value, _fresh(shape))
 
 
-def _own_axes(island: Island, taken: Sequence[Axes], made: Sequence[Axes]) -> tuple[list[Axes], list[Axes]]:
+def _own_axes(island: Island, inputs: Sequence[Axes], outputs: Sequence[Axes]) -> tuple[list[Axes], list[Axes]]:
     """The axes of an island's inputs and outputs, with new ones where they are its own."""
 
     def renew(axes: Axes, numbers: Collection[int]) -> Axes:
         return axes and tuple(ax.new_axis(ax.size_of(a)) if n in numbers else a for n, a in enumerate(axes))
 
-    own = [{axis for place, axis in island.inputs if place == number} for number in range(len(taken))]
-    return [renew(a, b) for a, b in zip(taken, own, strict=True)], [renew(axes, island.outputs) for axes in made]
+    own = [{axis for place, axis in island.inputs if place == number} for number in range(len(inputs))]
+    return [renew(*pair) for pair in zip(inputs, own, strict=True)], [renew(axes, island.outputs) for axes in outputs]
 
 
-def _settled(found: AxisMap) -> AxisMap:
+def _settled(axis_map: AxisMap) -> AxisMap:
     """The map with each axis as a product of its leaves, since no axis is related any more."""
-    known: dict[Axis, Axis] = {}
+    leaves: dict[Axis, Axis] = {}
+
+    def leaves_of(axis: Axis) -> Axis:
+        if axis not in leaves:
+            leaves[axis] = tuple(ax.leaves(axis))
+        return leaves[axis]
 
     def settle(axes: Axes) -> Axes:
         return None if axes is None else tuple([leaves_of(axis) for axis in axes])
 
-    def leaves_of(axis: Axis) -> Axis:
-        if axis not in known:
-            known[axis] = tuple(ax.leaves(axis))
-        return known[axis]
-
-    for operation in found.operations.values():
-        operation.inputs, operation.outputs = (
-            list(map(settle, each)) for each in (operation.inputs, operation.outputs)
-        )
+    for operation in axis_map.operations.values():
+        operation.inputs, operation.outputs = list(map(settle, operation.inputs)), list(map(settle, operation.outputs))
         operation.contracted = leaves_of(operation.contracted)
-    return replace(found, axes={value: settle(axes) for value, axes in found.axes.items()})
+    return replace(axis_map, axes={value: settle(axes) for value, axes in axis_map.axes.items()})
 
 
 def relate_node(operation: Operation) -> None:
@@ -199,15 +205,15 @@ def relate_node(operation: Operation) -> None:
 
 def _with_constant(graph: Graph, nodes: Collection[ir.Node], constant: Collection[ir.Node]) -> list[ir.Node]:
     """The nodes and their constant ancestors, in the model's order."""
-    found: set[ir.Node] = set()
+    needed: set[ir.Node] = set()
     stack = list(nodes)
     while stack:
         node = stack.pop()
-        if node not in found:
-            found.add(node)
+        if node not in needed:
+            needed.add(node)
             above = (value.producer() for value in graph.reads[node])
             stack += [producer for producer in above if producer is not None and producer in constant]
-    return [node for node in graph.nodes if node in found]
+    return [node for node in graph.nodes if node in needed]
 
 
 def _computed(value: ir.Value, bound: BoundShapes) -> Axes:

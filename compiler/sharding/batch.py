@@ -23,7 +23,7 @@ def find_batch(graph: Graph, axis_map: AxisMap) -> dict[str, int] | None:
             if len(leaves) == 1 and leaves[0].is_atom and not fixed:
                 places.setdefault(leaves[0], {}).setdefault(value.name or "", number)
     outputs = {value.name for value in graph.outputs}
-    for atom, found in places.items():
-        if outputs <= found.keys() and atom.pinned is None and atom not in summed and atom not in weighted:
-            return found
+    for atom, number_of in places.items():
+        if outputs <= number_of.keys() and atom.pinned is None and atom not in summed and atom not in weighted:
+            return number_of
     return None

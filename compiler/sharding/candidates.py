@@ -1,4 +1,4 @@
-"""Atoms that could be split: the weights that they divide, and the cost of the sums that they need."""
+"""Atoms that could be split, the weights that they divide, and the cost of their sums."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.compiler.sharding.crossings import crossings
 from splitc.compiler.sharding.partial import find_sums
 
-# The fixed cost of a sum, in bytes, added to what it moves: ranks wait for each other.
+# The latency of a sum as bytes, which is added to those that it moves.
 SUM_BYTES = 64 << 10
-# Minimum gain of an atom that is split, as a share of the gain of all together. Not of the best one's: a few weights
-# that are read for one token, beside others that are read for thousands, need next to no sums.
+# Minimum gain of an atom that is split, as a share of the gain of all together. The best one is no measure: a few
+# weights that are read for one token, where others are read for thousands, need next to no sums.
 LEAST_GAIN_RATIO = 1 / 32
 # Minimum share of the model's weight bytes that a split atom covers.
 LEAST_SHARE = 1e-4
-# Minimum bytes saved on each rank for splitting a lookup table. A run reads few of its rows, so only memory is saved.
+# Minimum bytes that splitting an embedding table saves on each rank: it saves memory only, since a run reads few rows.
 LOOKUP_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """An atom that divides weights: the bytes of each weight, the number of collectives, and what they exchange.
+    """An atom that divides weights: their bytes, and the number of its collectives with the bytes that they exchange.
 
-    If there are none, the model's outputs are joined.
+    Without collectives, `exchanged` are the bytes of the model's outputs that are joined.
     """
 
     atom: Factor
@@ -64,7 +64,7 @@ class Candidates:
     candidate's atom, those that some value has beside it.
     """
 
-    candidates: tuple[Candidate, ...]
+    by_gain: tuple[Candidate, ...]
     order: tuple[Factor, ...]
     contractions: Mapping[Factor, list[ir.Node]]
     ranged: Mapping[Factor, list[ir.Node]]
@@ -81,35 +81,34 @@ def find_candidates(graph: Graph, axis_map: AxisMap, size: Callable[[ir.Value], 
     _pin_borders(axis_map)
     _pin_tables(axis_map)
     weights, contractions, ranged = reached_weights(axis_map, size), _contractions(axis_map), _ranged(axis_map)
-    given: dict[Factor, list[ir.Value]] = defaultdict(list)  # the outputs that have each atom
+    outputs_with: dict[Factor, list[ir.Value]] = defaultdict(list)  # the outputs that have each atom
     for value in graph.graph.outputs:
         for atom in dict.fromkeys(atom for axis in axis_map.axes[value] or () for atom in ax.atoms(axis)):
-            given[atom].append(value)
+            outputs_with[atom].append(value)
     least = LEAST_SHARE * sum(size(value) for value in graph.graph.initializers.values())
-    joined = {atom for each in crossings(axis_map) for side in each.sides for atom in ax.atoms(side.before)}
-    found = Candidates((), tuple(weights), contractions, ranged, {})
+    joined = {atom for crossing in crossings(axis_map) for side in crossing.sides for atom in ax.atoms(side.before)}
+    without = Candidates((), tuple(weights), contractions, ranged, {})
     candidates = []
     for atom, covered in weights.items():
         # Otherwise its elements are dropped by a Slice.
-        is_used = atom in given or atom in contractions or atom in joined
+        is_used = atom in outputs_with or atom in contractions or atom in joined
         if is_used and atom.pinned is None and atom.size > 1 and sum(covered.values()) > least:
-            sums = find_sums(axis_map, graph.position, {atom}, found.start(atom), size)
-            moved = sum(map(size, sums.exchanged or given.get(atom, ())))
+            sums = find_sums(axis_map, graph.position, {atom}, without.start(atom), size)
+            moved = sum(map(size, sums.exchanged or outputs_with.get(atom, ())))
             candidates.append(Candidate(atom, covered, sums.count, moved))
     # Shards that are joined are exact, where sums are rounded.
-    candidates.sort(key=lambda each: (each.gain, each.bytes, each.atom in joined), reverse=True)
+    candidates.sort(key=lambda candidate: (candidate.gain, candidate.bytes, candidate.atom in joined), reverse=True)
     return replace(
-        found, candidates=tuple(candidates), conflicts=_conflicts(axis_map, {each.atom for each in candidates})
+        without, by_gain=tuple(candidates), conflicts=_conflicts(axis_map, {candidate.atom for candidate in candidates})
     )
 
 
 def _conflicts(axis_map: AxisMap, atoms: Collection[Factor]) -> dict[Factor, set[Factor]]:
-    """For each atom the atoms that some value has beside it, or that some node sums over besides it.
+    """For each atom those that can't be split together with it: some value has both, or some node sums over both.
 
-    Split along both, a rank would lack most of the value, or of the terms. Atoms in different sections of one axis do
-    not conflict.
+    A rank would lack most of such a value, or of such a sum. Atoms in different sections of one axis do not conflict.
     """
-    found: dict[Factor, set[Factor]] = defaultdict(set)
+    conflicts: dict[Factor, set[Factor]] = defaultdict(set)
 
     def visit(parts: list[Axis]) -> set[Factor]:
         groups = []
@@ -117,35 +116,35 @@ def _conflicts(axis_map: AxisMap, atoms: Collection[Factor]) -> dict[Factor, set
             inside = (
                 {leaf}.intersection(atoms)
                 if leaf.is_atom
-                else set[Factor]().union(*(visit([each]) for each in leaf.sections))
+                else set[Factor]().union(*(visit([section]) for section in leaf.sections))
             )
             groups.append(inside)
         for one, other in itertools.combinations(groups, 2):
             for a, b in itertools.product(one, other):
-                found[a].add(b)
-                found[b].add(a)
+                conflicts[a].add(b)
+                conflicts[b].add(a)
         return set[Factor]().union(*groups)
 
     operations = axis_map.operations.values()
-    summed = ((each.contracted,) for each in operations if len(each.contracted) > 1)
-    values = (axes for each in operations for axes in (*each.inputs, *each.outputs) if axes)
+    summed = ((operation.contracted,) for operation in operations if len(operation.contracted) > 1)
+    values = (axes for operation in operations for axes in (*operation.inputs, *operation.outputs) if axes)
     for axes in dict.fromkeys((*values, *summed)):
         visit(list(axes))
-    return found
+    return conflicts
 
 
 def reject_costly(graph: Graph, candidates: Sequence[Candidate], axis_map: AxisMap, ranks: int) -> dict[Factor, str]:
     """The candidates that cost more than they save, with the reason."""
     looked_up = _looked_up(axis_map)
     only = looked_up - _read_without_lookup(graph, axis_map) if looked_up else set()
-    summed = [each for each in candidates if each.collectives and each.atom not in looked_up]
-    together = sum(each.bytes for each in summed) / max(1, sum(each.cost for each in summed))
+    summed = [candidate for candidate in candidates if candidate.collectives and candidate.atom not in looked_up]
+    together = sum(candidate.bytes for candidate in summed) / max(1, sum(candidate.cost for candidate in summed))
     rejected: dict[Factor, str] = {}
-    for each in candidates:
-        if each.gain < LEAST_GAIN_RATIO * together:
-            rejected[each.atom] = f"its {each.collectives} sums cost more than they spare"
-        elif each.atom in only and each.bytes * (ranks - 1) / ranks < LOOKUP_BYTES:
-            rejected[each.atom] = "it is only looked up in, and small"
+    for candidate in candidates:
+        if candidate.gain < LEAST_GAIN_RATIO * together:
+            rejected[candidate.atom] = f"its {candidate.collectives} sums cost more than they save"
+        elif candidate.atom in only and candidate.bytes * (ranks - 1) / ranks < LOOKUP_BYTES:
+            rejected[candidate.atom] = "a small embedding table"
     return rejected
 
 
@@ -159,32 +158,32 @@ def _pin_ends(graph: Graph, axis_map: AxisMap) -> None:
 
 
 def _pin_borders(axis_map: AxisMap) -> None:
-    """Pin all factors but the first of an axis that goes into an island or out of it: ranks cut and join runs."""
+    """Pin all but the first factor of axes that cross an island's border: ranks cut and join consecutive elements."""
     for crossing in crossings(axis_map):
         for axis in (axis for side in crossing.sides for axis in (side.before, side.after)):
             leaves = ax.leaves(axis)
             rest = leaves[1:] if leaves and leaves[0].is_atom else leaves
-            ax.pin(tuple(rest), Pin(crossing.node, "its shards are joined there, and would be no runs"))
+            ax.pin(tuple(rest), Pin(crossing.node, "its shards are joined there, and would not be consecutive"))
 
 
 def _pin_tables(axis_map: AxisMap) -> None:
-    """Pin rows of tables that are not one atom: a rank's rows must be consecutive for a lookup."""
+    """Pin the rows of embedding tables that are not one atom: a lookup needs consecutive rows."""
     for node, operation in axis_map.operations.items():
-        leaves = ax.leaves(operation.contracted) if operation.lookup else []
+        leaves = ax.leaves(operation.contracted) if operation.is_lookup else []
         if len(leaves) > 1 or not all(leaf.is_atom for leaf in leaves):
-            ax.pin(operation.contracted, Pin(node, "it is looked up in, and made of parts"))
+            ax.pin(operation.contracted, Pin(node, "its rows are looked up, and they are made of parts"))
 
 
 def reached_weights(axis_map: AxisMap, size: Callable[[ir.Value], int]) -> dict[Factor, dict[ir.Value, int]]:
     """For each atom the weights that it divides, and how many of their bytes."""
-    found: dict[Factor, dict[ir.Value, int]] = defaultdict(dict)
+    reached: dict[Factor, dict[ir.Value, int]] = defaultdict(dict)
     for value, axes in axis_map.weight_uses():
         for axis in axes or ():
             shares: dict[Factor, float] = defaultdict(float)
             _add_shares(axis, 1.0, shares)
             for atom, share in shares.items():
-                found[atom][value] = int(share * size(value))
-    return found
+                reached[atom][value] = int(share * size(value))
+    return reached
 
 
 def _add_shares(axis: Axis, share: float, shares: dict[Factor, float]) -> None:
@@ -198,26 +197,26 @@ def _add_shares(axis: Axis, share: float, shares: dict[Factor, float]) -> None:
 
 def _contractions(axis_map: AxisMap) -> dict[Factor, list[ir.Node]]:
     """For each atom the nodes that sum over it."""
-    found: dict[Factor, list[ir.Node]] = defaultdict(list)
+    contracting: dict[Factor, list[ir.Node]] = defaultdict(list)
     for node, operation in axis_map.operations.items():
         for atom in dict.fromkeys(ax.atoms(operation.contracted)):
-            found[atom].append(node)
-    return found
+            contracting[atom].append(node)
+    return contracting
 
 
 def _ranged(axis_map: AxisMap) -> dict[Factor, list[ir.Node]]:
     """For each atom the nodes that need the least and the greatest of all its elements."""
-    found: dict[Factor, list[ir.Node]] = defaultdict(list)
+    ranging: dict[Factor, list[ir.Node]] = defaultdict(list)
     for node, operation in axis_map.operations.items():
-        for axis in (axis for axes in operation.inputs for axis in axes or () if operation.ranged):
+        for axis in (axis for axes in operation.inputs for axis in axes or () if operation.needs_range):
             for atom in dict.fromkeys(ax.atoms(axis)):
-                found[atom].append(node)
-    return found
+                ranging[atom].append(node)
+    return ranging
 
 
 def _looked_up(axis_map: AxisMap) -> set[Factor]:
     """The atoms that are rows of lookup tables."""
-    return {atom for op in axis_map.operations.values() if op.lookup for atom in ax.atoms(op.contracted)}
+    return {atom for op in axis_map.operations.values() if op.is_lookup for atom in ax.atoms(op.contracted)}
 
 
 def _read_without_lookup(graph: Graph, axis_map: AxisMap) -> set[Factor]:
@@ -225,7 +224,7 @@ def _read_without_lookup(graph: Graph, axis_map: AxisMap) -> set[Factor]:
     return {
         atom
         for node, operation in axis_map.operations.items()
-        if not operation.lookup and node not in graph.constant
+        if not operation.is_lookup and node not in graph.constant
         for axes in operation.inputs
         for axis in axes or ()
         for atom in ax.atoms(axis)

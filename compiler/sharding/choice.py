@@ -15,18 +15,18 @@ from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.compiler.sharding.candidates import Candidate, Candidates, reject_costly
 from splitc.compiler.sharding.partial import Sums, find_sums
 
-# Minimum gain of a larger candidate, as a share of its rivals' gain, to displace them.
+# A larger candidate displaces its rivals if its gain is at least this share of theirs.
 LEAST_DISPLACING_RATIO = 0.6
-# Minimum bytes of candidates that an atom excludes, times its own, for all of them to displace it.
+# Candidates displace the one that excludes them all if they cover this many times its bytes.
 LEAST_EXCLUDED_RATIO = 2
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The atoms that are split, in the model's order; all candidates; the reasons for rejected ones; the sums.
+    """The atoms that are split, in the model's order; all candidates; why the others were rejected; and the sums.
 
-    `partners` maps an atom with fewer units than ranks (key-value heads) to another one inside it (the query heads of
-    a group). Ranks that hold the same unit divide the partner's units.
+    `partners` maps an atom with fewer units than ranks (key-value heads) to one inside it (the query heads of a group):
+    ranks that hold the same unit divide the partner's units.
     """
 
     chosen: tuple[Factor, ...]
@@ -36,20 +36,24 @@ class Choice:
     sums: Sums
 
 
-def choose(graph: Graph, axis_map: AxisMap, found: Candidates, size: Callable[[ir.Value], int], ranks: int) -> Choice:
+def choose(
+    graph: Graph, axis_map: AxisMap, candidates: Candidates, size: Callable[[ir.Value], int], ranks: int
+) -> Choice:
     """Choose the atoms to split over so many ranks, among all candidates. `size` gives the bytes of a value."""
-    conflicts = found.conflicts
-    rejected = reject_costly(graph, found.candidates, axis_map, ranks)
-    for atom in (each.atom for each in found.candidates if each.atom in conflicts[each.atom]):
+    conflicts = candidates.conflicts
+    rejected = reject_costly(graph, candidates.by_gain, axis_map, ranks)
+    for atom in (candidate.atom for candidate in candidates.by_gain if candidate.atom in conflicts[candidate.atom]):
         rejected.setdefault(atom, "some value has it along two axes")
-    chosen = _select([each for each in found.candidates if each.atom not in rejected], conflicts, rejected)
+    chosen = _select(
+        [candidate for candidate in candidates.by_gain if candidate.atom not in rejected], conflicts, rejected
+    )
     _drop_mixed(axis_map, chosen, rejected)
-    partners = _find_partners(chosen, found, conflicts, ranks)
-    atoms = tuple(atom for atom in found.order if atom in chosen or atom in partners.values())
-    start = {node for atom in atoms for node in found.start(atom)}
+    partners = _find_partners(chosen, candidates, conflicts, ranks)
+    atoms = tuple(atom for atom in candidates.order if atom in chosen or atom in partners.values())
+    start = {node for atom in atoms for node in candidates.start(atom)}
     drawn = [node for node in graph.nodes if is_random(node)] if atoms else []
     sums = find_sums(axis_map, graph.position, frozenset(atoms), start, size, drawn)
-    return Choice(atoms, partners, found.candidates, rejected, sums)
+    return Choice(atoms, partners, candidates.by_gain, rejected, sums)
 
 
 def _select(
@@ -57,28 +61,27 @@ def _select(
 ) -> dict[Factor, Candidate]:
     """Candidates that do not conflict, chosen greedily by falling gain.
 
-    Afterwards a candidate that was left out displaces its rivals if it covers more bytes than all of them together and
-    its gain is not much lower (LEAST_DISPLACING_RATIO). In the end candidates that do not conflict displace the one
-    that excludes them if they cover far more bytes together (LEAST_EXCLUDED_RATIO): a batch that constant tables have
-    excludes all other axes.
+    Then each of the others displaces its rivals if it covers more bytes than they do together, at a gain that is not
+    much lower (LEAST_DISPLACING_RATIO). Last, candidates displace the one that excludes them if they cover far more
+    bytes together (LEAST_EXCLUDED_RATIO): a batch axis of constant tables would exclude all other axes.
     """
     chosen: dict[Factor, Candidate] = {}
-    for candidate in (*candidates, *sorted(candidates, key=lambda each: -each.bytes), *candidates):
+    for candidate in (*candidates, *sorted(candidates, key=lambda candidate: -candidate.bytes), *candidates):
         if candidate.atom in chosen:
             continue
         rivals = [chosen[atom] for atom in conflicts[candidate.atom] if atom in chosen]
-        held, cost = sum(each.bytes for each in rivals), sum(each.cost for each in rivals)
+        held, cost = sum(rival.bytes for rival in rivals), sum(rival.cost for rival in rivals)
         if not rivals or (candidate.bytes > held and candidate.gain > LEAST_DISPLACING_RATIO * held / cost):
             for rival in rivals:
                 del chosen[rival.atom]
             chosen[candidate.atom] = candidate
     for atom in list(chosen):
-        rest = {other: each for other, each in chosen.items() if other is not atom}
-        excluded = [each for each in candidates if atom in conflicts[each.atom]]
+        rest = {other: candidate for other, candidate in chosen.items() if other is not atom}
+        excluded = [other for other in candidates if atom in conflicts[other.atom]]
         least = LEAST_EXCLUDED_RATIO * chosen[atom].bytes
         if _bytes(excluded) > least:
             sets = (_compatible([first, *excluded], conflicts, rest) for first in excluded)
-            most = max(sets, key=lambda each: _bytes(each.values()))
+            most = max(sets, key=lambda compatible: _bytes(compatible.values()))
             if _bytes(most.values()) > least:
                 chosen = {**rest, **most}
     for candidate in candidates:
@@ -92,19 +95,19 @@ def _compatible(
     candidates: Sequence[Candidate], conflicts: Mapping[Factor, set[Factor]], chosen: Mapping[Factor, Candidate]
 ) -> dict[Factor, Candidate]:
     """The candidates, in order, that conflict with nothing chosen and with none before them."""
-    found: dict[Factor, Candidate] = {}
-    for each in candidates:
-        if conflicts[each.atom].isdisjoint(chosen) and conflicts[each.atom].isdisjoint(found):
-            found[each.atom] = each
-    return found
+    compatible: dict[Factor, Candidate] = {}
+    for candidate in candidates:
+        if conflicts[candidate.atom].isdisjoint(chosen) and conflicts[candidate.atom].isdisjoint(compatible):
+            compatible[candidate.atom] = candidate
+    return compatible
 
 
 def _bytes(candidates: Iterable[Candidate]) -> int:
-    return sum(each.bytes for each in candidates)
+    return sum(candidate.bytes for candidate in candidates)
 
 
 def _drop_mixed(axis_map: AxisMap, chosen: dict[Factor, Candidate], rejected: dict[Factor, str]) -> None:
-    """Reject atoms that are summed over together with unsplit ones: every rank would add the unsplit ones again."""
+    """Reject atoms that are summed together with unsplit ones, which every rank would add again."""
     again = True
     while again:
         again = False
@@ -117,12 +120,12 @@ def _drop_mixed(axis_map: AxisMap, chosen: dict[Factor, Candidate], rejected: di
                     mixed = {atom for atom in ax.atoms((leaf,)) if atom in chosen}
                     for atom in mixed:
                         del chosen[atom]
-                        rejected[atom] = "a part of what it is summed with can't be split"
+                        rejected[atom] = "it is summed together with what can't be split"
                     again = True
 
 
 def _find_partners(
-    chosen: Mapping[Factor, Candidate], found: Candidates, conflicts: Mapping[Factor, set[Factor]], ranks: int
+    chosen: Mapping[Factor, Candidate], candidates: Candidates, conflicts: Mapping[Factor, set[Factor]], ranks: int
 ) -> dict[Factor, Factor]:
     """For each atom with fewer units than ranks, the atom that divides most bytes of the same weights and sums."""
     partners: dict[Factor, Factor] = {}
@@ -130,14 +133,14 @@ def _find_partners(
         if atom.size >= ranks:
             continue
         others = [
-            each
-            for each in found.candidates
-            if each.atom in conflicts[atom]
-            and each.atom not in conflicts[each.atom]
-            and set(found.contractions.get(each.atom, ())) == set(found.contractions.get(atom, ()))
-            and set(each.weights) < set(candidate.weights)
-            and not conflicts[each.atom] & (chosen.keys() - {atom})
+            other
+            for other in candidates.by_gain
+            if other.atom in conflicts[atom]
+            and other.atom not in conflicts[other.atom]
+            and set(candidates.contractions.get(other.atom, ())) == set(candidates.contractions.get(atom, ()))
+            and set(other.weights) < set(candidate.weights)
+            and not conflicts[other.atom] & (chosen.keys() - {atom})
         ]
         if others:
-            partners[atom] = max(others, key=lambda each: each.bytes).atom
+            partners[atom] = max(others, key=lambda other: other.bytes).atom
     return partners

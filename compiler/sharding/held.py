@@ -14,7 +14,7 @@ from splitc.compiler.sharding.sharded_model import ShardedModel
 
 
 def held_shards(costs: Costs, sharded: ShardedModel, nodes: Collection[ir.Node], part: int) -> Held:
-    """The bytes of the shards that one rank of a group holds: of the nodes' weights, and of any value."""
+    """The bytes of one rank's shards of the nodes' weights, and of any value."""
     shards, size = sharded.shards(part), costs.value_bytes
     constants = costs.held(nodes)
     uses: dict[ir.Value, list[Axes]] = {value: [] for value in constants}

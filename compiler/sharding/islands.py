@@ -28,12 +28,12 @@ def find_islands(graph: Graph, axis_map: AxisMap, choice: Choice, size: Callable
     """The nodes that read weights of which a choice shards nothing. `size` gives the bytes of a value."""
     least = LEAST_ISLAND * sum(map(size, graph.graph.initializers.values()))
     chosen = frozenset(choice.chosen)
-    found = (
+    islands = (
         _island(graph, operation, chosen, least, size)
         for node, operation in axis_map.operations.items()
-        if node not in graph.constant and not operation.lookup
+        if node not in graph.constant and not operation.is_lookup
     )
-    return frozenset(island for island in found if island is not None)
+    return frozenset(island for island in islands if island is not None)
 
 
 def _island(
@@ -61,7 +61,7 @@ def _inside(axes: Axes, atoms: Collection[Factor]) -> list[int]:
     """The numbers of the axes that are made of these atoms alone."""
 
     def is_inside(axis: Axis) -> bool:
-        found = set(ax.atoms(axis))
-        return bool(found) and found <= set(atoms)
+        own = set(ax.atoms(axis))
+        return bool(own) and own <= set(atoms)
 
     return [number for number, axis in enumerate(axes or ()) if is_inside(axis)]

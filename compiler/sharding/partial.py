@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
@@ -66,47 +66,96 @@ def find_sums(
     A partial value passes through nodes that are linear in it. It is summed at the last place where that is possible:
     before it meets a whole value (the residual), before several nodes read it, or before it grows.
     """
-    partial: dict[ir.Value, frozenset[Factor]] = {}
-    summed: dict[ir.Value, None] = {}
-    once: dict[ir.Node, frozenset[int]] = {}
-    ranged: list[ir.Node] = []
     borders = list(crossings(axis_map))
-    crossed = {each.value for each in borders if each.is_cut(chosen) or each.is_joined(chosen)}
+    crossing = {border.value for border in borders if border.is_cut(chosen) or border.is_joined(chosen)}
+    flow = _Flow(axis_map.operations, chosen, size, crossing)
     queue = [(position[node], node) for node in start]
     heapq.heapify(queue)
-    seen: set[ir.Node] = set()
+    last = None
     while queue:
         _, node = heapq.heappop(queue)
-        if node in seen:
-            continue
-        seen.add(node)
-        operation = axis_map.operations[node]
-        over = chosen_atoms([operation.contracted], chosen)
-        incoming = {
-            n: partial[v] for n, v in enumerate(node.inputs) if v is not None and v in partial and v not in summed
-        }
-        if over:
-            once[node] = frozenset(n for n in operation.once if operation.has(n))
-        if incoming:
-            passing = _passes(operation, incoming, partial, chosen, size)
-            if passing is None:
-                summed.update({value: None for n in incoming if (value := node.inputs[n]) is not None})
-            else:
-                over = frozenset().union(over, *incoming.values())
-                once[node] = passing
-        if over:
-            partial.update(dict.fromkeys(node.outputs, over))
-            summed.update({value: None for value in node.outputs if not _is_handed_on(value, node) or value in crossed})
-            for value in (value for value in node.outputs if value not in summed):
-                for reader, _ in value.uses():
-                    heapq.heappush(queue, (position[reader], reader))
-        elif operation.ranged and chosen_atoms(operation.inputs[0], chosen):
-            ranged.append(node)
+        if node is not last:  # a node with several partial inputs is in the queue for each
+            for reader in flow.visit(node):
+                heapq.heappush(queue, (position[reader], reader))
+        last = node
     used = (value for node in drawn for value in node.outputs if value.uses() or value.is_graph_output())
-    summed.update(dict.fromkeys(used))
-    in_order = sorted(summed, key=lambda value: (position[_maker(value)], value.index() or 0))
-    joined = [each.value for each in borders if each.is_joined(chosen)]
-    return Sums(partial, tuple(in_order), once, tuple(ranged), tuple(drawn), tuple(joined))
+    flow.summed.update(dict.fromkeys(used))
+    in_order = sorted(flow.summed, key=lambda value: (position[_maker(value)], value.index() or 0))
+    joined = [border.value for border in borders if border.is_joined(chosen)]
+    return Sums(flow.partial, tuple(in_order), flow.once, tuple(flow.ranged), tuple(drawn), tuple(joined))
+
+
+@dataclass
+class _Flow:
+    """The partial values so far, as nodes are visited in the model's order. The results are those of `Sums`.
+
+    `crossing` are the values that are cut or joined at the border of an island: they go there whole.
+    """
+
+    operations: Mapping[ir.Node, Operation]
+    chosen: Collection[Factor]
+    size: Callable[[ir.Value], int]
+    crossing: Collection[ir.Value]
+    partial: dict[ir.Value, frozenset[Factor]] = field(default_factory=dict)
+    summed: dict[ir.Value, None] = field(default_factory=dict)
+    once: dict[ir.Node, frozenset[int]] = field(default_factory=dict)
+    ranged: list[ir.Node] = field(default_factory=list)
+
+    def visit(self, node: ir.Node) -> list[ir.Node]:
+        """Pass on, or sum, the partial values that a node reads. Returns the readers of those that it makes."""
+        operation = self.operations[node]
+        incoming = {
+            number: self.partial[value]
+            for number, value in enumerate(node.inputs)
+            if value is not None and value in self.partial and value not in self.summed
+        }
+        once = self._passes(operation, incoming) if incoming else None
+        if once is None:
+            self.summed.update({value: None for number in incoming if (value := node.inputs[number]) is not None})
+            atoms = chosen_atoms([operation.contracted], self.chosen)
+            once = frozenset(number for number in operation.add_on_one_rank if operation.has(number))
+        else:
+            atoms = frozenset[Factor]().union(*incoming.values())
+        if not atoms:
+            if operation.needs_range and chosen_atoms(operation.inputs[0], self.chosen):
+                self.ranged.append(node)
+            return []
+        self.once[node] = once
+        self.partial.update(dict.fromkeys(node.outputs, atoms))
+        passed = [value for value in node.outputs if _is_handed_on(value, node) and value not in self.crossing]
+        self.summed.update({value: None for value in node.outputs if value not in passed})
+        return [reader for value in passed for reader, _ in value.uses()]
+
+    def _passes(self, operation: Operation, incoming: Mapping[int, frozenset[Factor]]) -> frozenset[int] | None:
+        """The inputs that only one rank adds, if the node may take these inputs as partial; None if it may not."""
+        node = operation.node
+        output = node.outputs[0]
+        sizes = [self.size(value) for number in incoming if (value := node.inputs[number]) is not None]
+        if self.size(output) > sum(sizes) or any(chosen_atoms(axes, self.chosen) for axes in operation.outputs):
+            return None
+        if chosen_atoms([operation.contracted], self.chosen) or len(node.outputs) > 1:
+            return None
+        # Only an addition can leave out an input that a rank contributes nothing to.
+        if len(set(incoming.values())) > 1 and not operation.add_on_one_rank:
+            return None
+        inputs = frozenset(number for number, value in enumerate(node.inputs) if value is not None)
+        if any(together & inputs == incoming.keys() for together in operation.linear):
+            return frozenset()
+        rest = inputs - incoming.keys()
+        weights = all(_is_weight(operation, number) for number in rest)
+        joins = (
+            bool(operation.add_on_one_rank) and rest <= operation.add_on_one_rank and self.size(output) == max(sizes)
+        )
+        return rest if joins and (weights or self._meets_partial(output)) else None
+
+    def _meets_partial(self, value: ir.Value) -> bool:
+        """Whether the only reader of a value adds another partial value to it: then one sum serves both."""
+        uses = value.uses()
+        if len(uses) != 1 or value.is_graph_output():
+            return False
+        reader = next(iter(uses)).node
+        others = (other for other in reader.inputs if other is not None and other is not value)
+        return operator_of(reader).adds and any(other in self.partial for other in others)
 
 
 def _is_handed_on(value: ir.Value, node: ir.Node) -> bool:
@@ -126,43 +175,6 @@ def chosen_atoms(axes: Iterable[Axis] | None, chosen: Collection[Factor]) -> fro
     return frozenset(atom for axis in axes or () for atom in ax.atoms(axis) if atom in chosen)
 
 
-def _passes(
-    operation: Operation,
-    incoming: Mapping[int, frozenset[Factor]],
-    partial: Mapping[ir.Value, frozenset[Factor]],
-    chosen: Collection[Factor],
-    size: Callable[[ir.Value], int],
-) -> frozenset[int] | None:
-    """The inputs that only one rank adds, where the node may take these inputs as partial; None where it may not."""
-    node = operation.node
-    output = node.outputs[0]
-    sizes = [size(value) for number in incoming if (value := node.inputs[number]) is not None]
-    if size(output) > sum(sizes) or any(chosen_atoms(axes, chosen) for axes in operation.outputs):
-        return None
-    if chosen_atoms([operation.contracted], chosen) or len(node.outputs) > 1:
-        return None
-    given = frozenset(number for number, value in enumerate(node.inputs) if value is not None)
-    additive = bool(operation.once)
-    # Only an addition can leave out an input that a rank contributes nothing to.
-    if len(set(incoming.values())) > 1 and not additive:
-        return None
-    if any(together & given == incoming.keys() for together in operation.linear):
-        return frozenset()
-    rest = given - incoming.keys()
-    weights = all(_is_weight(operation, number) for number in rest)
-    joins = additive and rest <= operation.once and size(output) == max(sizes)
-    return rest if joins and (weights or _meets_partial(output, partial)) else None
-
-
 def _is_weight(operation: Operation, number: int) -> bool:
     value = operation.node.inputs[number]
     return value is not None and value.is_initializer()
-
-
-def _meets_partial(value: ir.Value, partial: Mapping[ir.Value, frozenset[Factor]]) -> bool:
-    """Whether the only reader of a value adds another partial value to it: then one sum serves both."""
-    uses = value.uses()
-    if len(uses) != 1 or value.is_graph_output():
-        return False
-    reader = next(iter(uses)).node
-    return operator_of(reader).adds and any(v in partial for v in reader.inputs if v is not None and v is not value)

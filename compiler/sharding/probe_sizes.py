@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
-import sympy
 
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes, evaluate_size, shape_of
@@ -19,7 +19,7 @@ from splitc.compiler.request.shapes import Shape
 Array = npt.NDArray[Any]
 
 
-def bind_probe_sizes(graph: Graph, given: Mapping[str, Shape], bound: BoundShapes) -> BoundShapes:
+def bind_probe_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes) -> BoundShapes:
     """Shapes with a distinct prime for each symbol of the inputs. No prime divides any size of a weight.
 
     Exporters do not record relations between symbols. So if a symbol's given size is the sum of two others' (total,
@@ -29,14 +29,14 @@ def bind_probe_sizes(graph: Graph, given: Mapping[str, Shape], bound: BoundShape
     """
     symbols: dict[str, int] = {}
     for value in graph.graph.inputs:
-        for size, number in zip(value.shape or (), given[value.name or ""], strict=False):
+        for size, number in zip(value.shape or (), shapes[value.name or ""], strict=False):
             # Some exporters write a number as a symbol: "4" may be any length, or the number of heads.
             if isinstance(size, ir.SymbolicDim) and size.value and not size.value.isdigit():
                 symbols[size.value] = number
     if not symbols:
         return bound
     for sums in (True, False):
-        probed = bind_shapes(graph.model, _input_shapes(graph, given, _number(graph, symbols, sums)))
+        probed = bind_shapes(graph.model, _input_shapes(graph, shapes, _number(graph, symbols, sums)))
         if len(probed.uncertain) <= len(bound.uncertain):
             return replace(probed, constants=_same(probed.constants, bound.constants))
     return bound
@@ -62,19 +62,19 @@ def _number(graph: Graph, symbols: Mapping[str, int], sums: bool) -> dict[str, i
 
 
 def _primes(avoid: set[int]) -> Iterator[int]:
-    number = 2
-    while True:
-        number = int(sympy.nextprime(number))
-        if not any(size % number == 0 for size in avoid if size):
+    """The odd primes that divide none of these sizes."""
+    for number in itertools.count(3, 2):
+        is_prime = all(number % divisor for divisor in range(3, math.isqrt(number) + 1, 2))
+        if is_prime and not any(size % number == 0 for size in avoid if size):
             yield number
 
 
-def _input_shapes(graph: Graph, given: Mapping[str, Shape], numbers: Mapping[str, int]) -> dict[str, Shape]:
+def _input_shapes(graph: Graph, planned: Mapping[str, Shape], numbers: Mapping[str, int]) -> dict[str, Shape]:
     """The inputs' shapes: symbols and expressions of symbols with the new `numbers`, other sizes as given."""
     shapes = {}
     for value in graph.graph.inputs:
         sizes = []
-        for size, old in zip(value.shape or (), given[value.name or ""], strict=False):
+        for size, old in zip(value.shape or (), planned[value.name or ""], strict=False):
             new = numbers.get(size.value or "") if isinstance(size, ir.SymbolicDim) else None
             if isinstance(size, ir.SymbolicDim) and size.value and any(str(s) in numbers for s in size.free_symbols()):
                 result = evaluate_size(size, {str(s): numbers.get(str(s), old) for s in size.free_symbols()})

@@ -61,7 +61,7 @@ class Products:
     reader that is not a product why it is not.
     """
 
-    found: tuple[Product, ...]
+    sliceable: tuple[Product, ...]
     axis_map: AxisMap
     readers: Readers
     declined: Mapping[ir.Node, Declined]
@@ -83,18 +83,18 @@ def find_products(analysis: Analysis, least: int, opaque: Mapping[ir.Node, str] 
     candidates = [node for node in nodes if node not in declined]
     unpacking = _unpacking(graph, candidates, constant)
     axis_map = find_axes_separately(graph, analysis.costs.certain, [*candidates, *unpacking], opaque)
-    given = {atom for node in candidates for atom in _run_time_atoms(axis_map, node, constant)}
-    columns = {node: _columns(axis_map, node, given) for node in candidates}
-    declined.update({node: each for node, each in columns.items() if isinstance(each, Declined)})
+    at_run_time = {atom for node in candidates for atom in _run_time_atoms(axis_map, node, constant)}
+    columns = {node: _columns(axis_map, node, at_run_time) for node in candidates}
+    declined.update({node: factor for node, factor in columns.items() if isinstance(factor, Declined)})
     _decline_shared(readers, declined)
-    found = [
+    products = [
         Product(
-            node, tuple(_taken(graph, node, constant, unpacking)), each, len(axis_map.operations[node].output()) - 1
+            node, tuple(_taken(graph, node, constant, unpacking)), factor, len(axis_map.operations[node].output()) - 1
         )
-        for node, each in columns.items()
-        if isinstance(each, Factor) and node not in declined
+        for node, factor in columns.items()
+        if isinstance(factor, Factor) and node not in declined
     ]
-    return Products(tuple(found), axis_map, readers, declined)
+    return Products(tuple(products), axis_map, readers, declined)
 
 
 def _readers(graph: Graph, constant: Collection[ir.Node]) -> Readers:
@@ -139,7 +139,7 @@ def _unpacking(graph: Graph, nodes: Iterable[ir.Node], constant: Collection[ir.N
         for node in above
         if node is not None
         and node not in constant
-        and operator_of(node).unpacks
+        and operator_of(node).dequantizes
         and all(value is None or _is_constant(value, constant) for value in node.inputs[1:])
     )
 
@@ -167,7 +167,7 @@ def _why_not(
     analysis: Analysis, node: ir.Node, constant: Collection[ir.Node], inside: bool, least: int
 ) -> Declined | None:
     """Why a node that reads weights can't be sliced, or None if it can."""
-    number = operator_of(node).matrix
+    number = operator_of(node).matrix_input
     weight = node.inputs[number] if number is not None and number < len(node.inputs) else None
     if node in constant or weight is None:
         return Declined(f"read by {node.op_type}", f"{_name(node)} reads it, and is no matmul")
@@ -227,7 +227,7 @@ def _run_time_atoms(axis_map: AxisMap, node: ir.Node, constant: Collection[ir.No
     }
 
 
-def _columns(axis_map: AxisMap, node: ir.Node, given: Collection[Factor]) -> Factor | Declined:
+def _columns(axis_map: AxisMap, node: ir.Node, at_run_time: Collection[Factor]) -> Factor | Declined:
     """The factor to cut a product's columns by, such that each slice is contiguous; or why there is none."""
     output = axis_map.operations[node].outputs[0]
     leaves = ax.leaves(output[-1]) if output else []
@@ -239,6 +239,6 @@ def _columns(axis_map: AxisMap, node: ir.Node, given: Collection[Factor]) -> Fac
     elif (pin := leaves[0].pinned) is not None:
         by = _name(pin.node) if pin.node is not None else _name(node)
         reason = f"{by} needs {leaves[0].size} columns whole" + (f" ({pin.reason})" if pin.reason else "")
-    elif leaves[0] in given:
+    elif leaves[0] in at_run_time:
         reason = f"{_name(node)} has columns that are read at run time too"
     return Declined("needed whole", reason) if reason else leaves[0]

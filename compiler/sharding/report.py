@@ -12,6 +12,7 @@ from splitc.compiler.nodes import describe_node
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Factor
 from splitc.compiler.operators.operation import Axes
+from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.compiler.sharding.choice import Choice
 from splitc.compiler.sharding.crossings import crossings
 from splitc.compiler.sharding.products import Products
@@ -49,8 +50,8 @@ def block_weights(analysis: Analysis) -> set[ir.Value]:
 
 def warn_if_little_split(weights: Sequence[WeightFate], where: str) -> list[str]:
     """A warning if little of the blocks' weights is split (WARN_BELOW_SHARE). `where` says where the rest is held."""
-    inside = [each for each in weights if each.in_block]
-    held, divided = sum(each.bytes for each in inside), sum(each.split for each in inside)
+    inside = [weight for weight in weights if weight.in_block]
+    held, divided = sum(weight.bytes for weight in inside), sum(weight.split for weight in inside)
     if divided >= WARN_BELOW_SHARE * held:
         return []
     return [
@@ -61,28 +62,34 @@ def warn_if_little_split(weights: Sequence[WeightFate], where: str) -> list[str]
 
 def sharded_weights(analysis: Analysis, split: ShardedModel, choice: Choice) -> list[WeightFate]:
     """All weights of the model, in the order in which they are read."""
-    inside = block_weights(analysis)
-    uses: dict[ir.Value, list[Axes]] = {}
-    for value, axes in split.axis_map.weight_uses():
-        uses.setdefault(value, []).append(axes)
+    inside, uses = block_weights(analysis), _uses(split.axis_map)
     return [_fate(analysis, split, choice, value, axes, value in inside) for value, axes in uses.items()]
 
 
 def sliced_weights(analysis: Analysis, products: Products, columns: ShardedModel) -> list[WeightFate]:
     """All weights of the model, in the order in which they are read, as row mode divides them by `columns`."""
-    inside, sliced = block_weights(analysis), {each.node for each in products.found if each.columns in columns.ranges}
-    uses: dict[ir.Value, list[Axes]] = {}
-    for value, axes in products.axis_map.weight_uses():
-        uses.setdefault(value, []).append(axes)
-    found = []
+    inside, sliced = (
+        block_weights(analysis),
+        {product.node for product in products.sliceable if product.columns in columns.ranges},
+    )
+    uses = _uses(products.axis_map)
+    fates = []
     for value in analysis.costs.weights(analysis.graph.nodes):
         others = [node for node in products.readers[value] if node not in sliced]
         share = 0.0 if others else min(_split_share(columns, axes) for axes in uses[value])
         size = analysis.costs.value_bytes(value)
         units = _units(columns, uses[value][0]) if share else ""
         reason = None if share == 1.0 else _why_not_sliced(products, others)
-        found.append(WeightFate(value.name or "", size, int(size * share), value in inside, units, reason))
-    return found
+        fates.append(WeightFate(value.name or "", size, int(size * share), value in inside, units, reason))
+    return fates
+
+
+def _uses(axis_map: AxisMap) -> dict[ir.Value, list[Axes]]:
+    """The axes of each weight at each of its uses."""
+    uses: dict[ir.Value, list[Axes]] = {}
+    for value, axes in axis_map.weight_uses():
+        uses.setdefault(value, []).append(axes)
+    return uses
 
 
 def _why_not_sliced(products: Products, others: Sequence[ir.Node]) -> str:
@@ -97,7 +104,7 @@ def _units(split: ShardedModel, axes: Axes) -> str:
     """The units of each rank, for each axis that is cut."""
     atoms = [atom for axis in axes or () for atom in dict.fromkeys(ax.atoms(axis))]
     return "; ".join(
-        ",".join(str(each.size if each.owned else 0) for each in split.ranges[atom])
+        ",".join(str(part.size if part.owned else 0) for part in split.ranges[atom])
         for atom in atoms
         if atom in split.ranges
     )
@@ -117,10 +124,10 @@ def _fate(
 
 def _split_share(split: ShardedModel, axes: Axes) -> float:
     """The share of a weight's elements that is sharded rather than replicated."""
-    found = 0.0
+    share = 0.0
     for axis in axes or ():
-        found = max(found, _axis_share(split, axis))
-    return found
+        share = max(share, _axis_share(split, axis))
+    return share
 
 
 def _axis_share(split: ShardedModel, axis: ax.Axis) -> float:
@@ -129,7 +136,7 @@ def _axis_share(split: ShardedModel, axis: ax.Axis) -> float:
         return 1.0
     return max(
         (
-            sum(_axis_share(split, each) * ax.size_of(each) for each in leaf.sections) / max(1, leaf.size)
+            sum(_axis_share(split, section) * ax.size_of(section) for section in leaf.sections) / max(1, leaf.size)
             for leaf in leaves
             if not leaf.is_atom
         ),
@@ -174,20 +181,20 @@ def axis_fates(split: ShardedModel, choice: Choice, size: Callable[[ir.Value], i
     for value, axes in split.axis_map.weight_uses():
         for atom in (atom for axis in axes or () for atom in ax.atoms(axis)):
             reached.setdefault(atom, {})[value] = None
-    sums = {each.atom: each.collectives for each in choice.candidates}
+    sums = {candidate.atom: candidate.collectives for candidate in choice.candidates}
     sides = (side for crossing in crossings(split.axis_map) for side in crossing.sides)
     joined = {atom for side in sides for atom in ax.atoms(side.before)}
-    found = [
+    fates = [
         AxisFate(
             atom.size,
             len(weights),
             sum(map(size, weights)),
             sums.get(atom),
-            tuple(each.size if each.owned else 0 for each in split.ranges.get(atom, ())),
+            tuple(part.size if part.owned else 0 for part in split.ranges.get(atom, ())),
             why_whole(split, choice, atom),
             atom in joined,
             next(iter(weights)).name or "",
         )
         for atom, weights in reached.items()
     ]
-    return sorted(found, key=lambda each: -each.bytes)
+    return sorted(fates, key=lambda fate: -fate.bytes)

@@ -33,15 +33,15 @@ class ShardedModel:
 
     @cached_property
     def _shards(self) -> Sequence[Shards]:
-        return [Shards({atom: each[rank] for atom, each in self.ranges.items()}) for rank in range(self.ranks)]
+        return [Shards({atom: parts[rank] for atom, parts in self.ranges.items()}) for rank in range(self.ranks)]
 
     def sizes(self, rank: int) -> tuple[int, ...]:
         """How many units of each sharded axis a rank has. Ranks with the same ones hold and do equally much."""
-        return tuple([each[rank].size for each in self.ranges.values()])
+        return tuple([parts[rank].size for parts in self.ranges.values()])
 
     def owned_sizes(self, rank: int) -> tuple[int, ...]:
         """As `sizes`, but 0 for the replicas of another rank's units."""
-        return tuple([each[rank].size * each[rank].owned for each in self.ranges.values()])
+        return tuple([parts[rank].size * parts[rank].owned for parts in self.ranges.values()])
 
     def share(self, rank: int, node: ir.Node) -> float:
         """The share of a node's work that a rank has."""
@@ -72,6 +72,6 @@ def shard_model(
 
     `shares` are those of each group's ranks, and `home` the number of the first group that has a weight.
     """
-    weights = {each.atom: each.weights for each in choice.candidates}
+    weights = {candidate.atom: candidate.weights for candidate in choice.candidates}
     ranges = assign_units({atom: weights[atom] for atom in choice.chosen}, shares, home, choice.partners)
     return ShardedModel(graph, axis_map, ranges, len(shares[0]), choice.sums)

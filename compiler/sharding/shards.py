@@ -67,10 +67,10 @@ class Shards:
 
     def indices(self, axis: Axis) -> npt.NDArray[np.int64]:
         """The indices of the rank's elements along an axis, ascending."""
-        found = np.zeros(1, np.int64)
+        indices = np.zeros(1, np.int64)
         for leaf in ax.leaves(axis):
-            found = (found[:, None] * leaf.size + self._leaf_indices(leaf)[None, :]).reshape(-1)
-        return found
+            indices = (indices[:, None] * leaf.size + self._leaf_indices(leaf)[None, :]).reshape(-1)
+        return indices
 
     def _leaf_indices(self, leaf: Factor) -> npt.NDArray[np.int64]:
         if leaf.is_atom:
@@ -95,10 +95,10 @@ class Shards:
 
     def owned_mask(self, axis: Axis) -> npt.NDArray[np.bool_]:
         """For each of the rank's elements along an axis, whether the rank owns it."""
-        found = np.ones(1, np.bool_)
+        mask = np.ones(1, np.bool_)
         for leaf in ax.leaves(axis):
-            found = (found[:, None] & self._leaf_owned(leaf)[None, :]).reshape(-1)
-        return found
+            mask = (mask[:, None] & self._leaf_owned(leaf)[None, :]).reshape(-1)
+        return mask
 
     def _leaf_owned(self, leaf: Factor) -> npt.NDArray[np.bool_]:
         if leaf.is_atom:

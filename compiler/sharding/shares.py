@@ -72,9 +72,9 @@ def largest_remainder(ideal: Sequence[float], total: int, owed: Sequence[float] 
 
     What is `owed` from before is added to the remainders.
     """
-    counts = [int(each + 1e-9) for each in ideal]
+    counts = [int(number + 1e-9) for number in ideal]
     missing = [
-        each - count + extra for each, count, extra in zip(ideal, counts, owed or [0.0] * len(counts), strict=True)
+        number - count + extra for number, count, extra in zip(ideal, counts, owed or [0.0] * len(counts), strict=True)
     ]
     for number in sorted(range(len(counts)), key=lambda n: -missing[n])[: total - sum(counts)]:
         counts[number] += 1

@@ -74,19 +74,19 @@ class SlicedProducts:
     @cached_property
     def _names(self) -> frozenset[str | None]:
         graph = self.graph.graph
-        made = (value for node in graph for value in node.outputs)
-        return frozenset(value.name for value in (*graph.inputs, *graph.initializers.values(), *made))
+        computed = (value for node in graph for value in node.outputs)
+        return frozenset(value.name for value in (*graph.inputs, *graph.initializers.values(), *computed))
 
     def work(self, rank: int) -> list[Work]:
         """What a rank does in each round."""
-        known: dict[ir.Value, None] = {}
-        found = []
+        taken: dict[ir.Value, None] = {}
+        rounds = []
         for products in self.rounds:
             own = self.of_rank(rank, products)
-            takes = dict.fromkeys(value for product in own for value in product.takes if value not in known)
-            known.update(takes)
-            found.append(Work(tuple(takes), tuple(own)))
-        return found
+            takes = dict.fromkeys(value for product in own for value in product.takes if value not in taken)
+            taken.update(takes)
+            rounds.append(Work(tuple(takes), tuple(own)))
+        return rounds
 
 
 def slice_products(
@@ -97,7 +97,7 @@ def slice_products(
     A product stays unsplit if the main rank has all its columns.
     """
     reached = reached_weights(products.axis_map, size)
-    atoms = dict.fromkeys(product.columns for product in products.found)
+    atoms = dict.fromkeys(product.columns for product in products.sliceable)
     divided = assign_units({atom: reached[atom] for atom in atoms}, [shares])
     ranges = {atom: parts for atom, parts in divided.items() if any(part.owned for part in parts[1:])}
     return ShardedModel(graph, products.axis_map, ranges, len(shares))

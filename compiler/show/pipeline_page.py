@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from splitc.compiler.pipelines.pipeline_plan import PipelinePlan
+from splitc.compiler.pipelines.plan import PipelinePlan
 from splitc.compiler.show.plan_page import BUDGET, plan_chapter
 from splitc.runtime.reports.contents import Chapter, Page
 from splitc.runtime.reports.memory_chart import memory_section

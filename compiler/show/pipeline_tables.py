@@ -6,7 +6,7 @@ from rich.bar import Bar
 from rich.table import Table
 
 from splitc.compiler.pipelines.ledger import can_swap
-from splitc.compiler.pipelines.pipeline_plan import PipelinePlan
+from splitc.compiler.pipelines.plan import PipelinePlan
 from splitc.compiler.planning.resources import Budget
 from splitc.runtime.cli.tables import RANK_SIZES, module_title
 from splitc.runtime.cli.terminal import fitted, out, print_warning, table

@@ -1,4 +1,4 @@
-"""Forms: nodes that are alike in all that decides whether they may be sharded. One of each form is tried."""
+"""Forms: nodes of one form agree in all that decides whether they may be sharded. One node of each form is tried."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.compiler.sharding.choice import Choice
 from splitc.compiler.sharding.partial import Sums
 
-# Larger sizes than this are the same to a form: what is tried has smaller ones in their place.
+# Sizes above this are not told apart by a form, except by their order: smaller ones are tried in their place.
 LARGE = 12
-# What an atom is to a form.
+# The role of an atom in a form.
 WHOLE, SHARDED, PARTNER = range(3)
 
 
@@ -29,10 +29,10 @@ WHOLE, SHARDED, PARTNER = range(3)
 class Form:
     """A node that stands for all nodes of its form.
 
-    `atoms` are the atoms of its axes, with what they are to it, in the order in which they are met. `inner` maps an
-    atom with fewer units than ranks to its partner. `partial` are the inputs that are partial. `adds` is whether its
-    result is partial, `once` are the inputs that one rank adds, and `ranged` is whether ranks find a range together.
-    `planned` are the sizes of the atoms in the shapes that were planned for.
+    `atoms` are the atoms of its axes with their roles, in order of occurrence. `inner` maps an atom with fewer units
+    than ranks to its partner. `partial` are the inputs that are partial. `gives_partial` is whether its result is,
+    `add_on_one_rank` are the inputs that one rank adds, and `needs_range` is whether ranks reduce a range. `planned`
+    are the atoms' sizes in the shapes that were planned for.
     """
 
     digest: str
@@ -41,9 +41,9 @@ class Form:
     atoms: Mapping[Factor, int]
     inner: Mapping[Factor, Factor]
     partial: frozenset[int]
-    adds: bool
-    once: frozenset[int]
-    ranged: bool
+    gives_partial: bool
+    add_on_one_rank: frozenset[int]
+    needs_range: bool
     planned: Mapping[Factor, int]
 
 
@@ -81,41 +81,41 @@ class _Finder:
         values = (*operation.inputs, *operation.outputs, (operation.contracted,))
         if not partial and not any(self._shards(axis) for axes in values for axis in axes or ()):
             return None
-        once = frozenset(self._sums.once.get(node, ()))
-        adds = bool(node.outputs) and node.outputs[0] in self._sums.partial
-        ranged = node in self._ranged
+        added = frozenset(self._sums.once.get(node, ()))
+        gives_partial = bool(node.outputs) and node.outputs[0] in self._sums.partial
         writer = _Writer(self._roles)
         key = (
-            (
-                operator_name(node),
-                self._versions.get(node.domain, 1),
-                tuple(sorted(partial)),
-                adds,
-                tuple(sorted(once)),
-                ranged,
-            ),
+            operator_name(node),
+            self._versions.get(node.domain, 1),
+            (tuple(sorted(partial)), gives_partial, tuple(sorted(added)), node in self._ranged),
             writer.describe(node, operation),
             tuple((writer.numbers[a], writer.numbers.get(b)) for a, b in self._partners.items() if a in writer.numbers),
         )
         if key not in self._forms:
-            inner = {a: b for a, b in self._partners.items() if a in writer.numbers and b in writer.numbers}
-            atoms = {atom: self._roles.get(atom, WHOLE) for atom in writer.numbers}
-            digest = blake2b(repr(key).encode(), digest_size=16).hexdigest()
             self._forms[key] = Form(
-                digest, node, operation, atoms, inner, partial, adds, once, ranged, self._sizes(node, operation)
+                digest=blake2b(repr(key).encode(), digest_size=16).hexdigest(),
+                node=node,
+                operation=operation,
+                atoms={atom: self._roles.get(atom, WHOLE) for atom in writer.numbers},
+                inner={a: b for a, b in self._partners.items() if a in writer.numbers and b in writer.numbers},
+                partial=partial,
+                gives_partial=gives_partial,
+                add_on_one_rank=added,
+                needs_range=node in self._ranged,
+                planned=self._sizes(node, operation),
             )
         return self._forms[key]
 
     def _sizes(self, node: ir.Node, operation: Operation) -> dict[Factor, int]:
         """The planned sizes of the atoms that are axes of their own."""
         pairs = [*zip(node.inputs, operation.inputs, strict=True), *zip(node.outputs, operation.outputs, strict=True)]
-        found: dict[Factor, int] = {}
+        sizes: dict[Factor, int] = {}
         for value, axes in pairs:
             shape = self._planned.get(value.name or "") if value is not None else None
             for axis, size in zip(axes or (), shape or (), strict=False):
                 if len(axis) == 1:
-                    found.setdefault(axis[0], size)
-        return found
+                    sizes.setdefault(axis[0], size)
+        return sizes
 
     def _shards(self, axis: Axis) -> bool:
         if axis not in self._is_sharded:
@@ -132,7 +132,7 @@ def partial_inputs(node: ir.Node, sums: Sums, summed: frozenset[ir.Value]) -> fr
 
 
 class _Writer:
-    """Writes down a node as its rule sees it. Atoms are numbered as they are met."""
+    """Describes a node as its rule sees it. Atoms are numbered in order of occurrence."""
 
     def __init__(self, roles: Mapping[Factor, int]) -> None:
         self.numbers: dict[Factor, int] = {}
@@ -146,14 +146,14 @@ class _Writer:
         attributes = tuple(
             [(name, self._attribute(op, name, node.attributes[name])) for name in sorted(node.attributes)]
         )
-        recorded = (op.zero, op.lookup, op.ranged, op.equal_parts, op.once, op.linear)
-        sizes = tuple([(number, self._sizes(each)) for number, each in op.sizes.items()])
+        recorded = (op.zero_point, op.is_lookup, op.needs_range, op.splits_evenly, op.add_on_one_rank, op.linear)
+        sizes = tuple([(number, self._sizes(axes)) for number, axes in op.sizes.items()])
         contracted = self._axis(op.contracted)
         atoms = tuple([(self._size(atom), self._roles.get(atom, WHOLE)) for atom in self.numbers])
         return inputs, outputs, attributes, recorded, sizes, contracted, atoms
 
     def _size(self, atom: Factor) -> int:
-        """The size of an atom as it is tried, up to the order of large ones."""
+        """The size of an atom as far as it matters: 0 if sharded, and if large a negative number by their order."""
         if atom in self._roles:
             return 0
         return atom.size if atom.size <= LARGE else -1 - self._large.setdefault(atom.size, len(self._large))
@@ -185,7 +185,7 @@ class _Writer:
         return value.dtype, known, self._axes(operation.inputs[number])
 
     def _constant_sizes(self, content: Any, sizes: Sizes) -> Hashable:
-        """The entries of a list of sizes: those that are the sizes of axes are written as such."""
+        """The entries of a list of sizes, with "size" in place of those that are an axis's size."""
         entries = zip(np.atleast_1d(content).tolist(), sizes, strict=False)
         return tuple("size" if axis is not None and ax.size_of(axis) == n else n for n, axis in entries)
 
@@ -201,12 +201,12 @@ class _Writer:
         return tuple([None if axis is None else self._axis(tuple(ax.leaves(axis))) for axis in sizes])
 
 
-# Constants of so many elements decide what a node does (axes, bounds, scales of a Resize). Others are data.
+# A float constant of so many elements may be the scales of a Resize, one for each axis. Others are data.
 FEW_SCALES = range(2, 9)
 
 
 def content_of(operation: Operation, number: int) -> Any:
-    """What an input holds, as an array, if it decides what the node does; None for data, which may be anything."""
+    """The array that an input holds, if it decides what the node does; None for data, which may be replaced."""
     value, constant = operation.node.inputs[number], operation.constants[number]
     assert value is not None
     if constant is not None and constant.dtype in (np.int64, np.int32):

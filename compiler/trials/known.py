@@ -1,4 +1,4 @@
-"""What came of earlier trials, in the user's cache: a form is tried once for each version of splitc and its engine."""
+"""Results of earlier trials, in the user's cache: a form is tried once per version of splitc and ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from splitc.runtime.version import VERSION
 
 # The cache's file of trials.
 FILE = "trials.json"
-# More are forgotten all together: a file of so many takes 2 ms to read.
+# A cache with more is dropped as a whole. A file of so many takes 2 ms to read.
 MOST = 20_000
-# The rooms whose code decides what a trial shows.
+# The rooms whose code decides the results.
 ROOMS = ("operators", "sharding", "lowering", "trials")
 
 
 class Trials(Struct, frozen=True):
-    """What came of each form, by its digest, with these versions: empty if its rule holds, else what went wrong."""
+    """The result for each form, by digest, with these versions: empty if its rule holds, else what went wrong."""
 
     versions: str = ""
     results: dict[str, str] = {}
@@ -41,7 +41,7 @@ def known_trials() -> Mapping[str, str]:
 
 
 def keep_trials(results: Mapping[str, str]) -> None:
-    """Add results to those of earlier trials. Without a cache that can be written, forms are tried again."""
+    """Add results to those of earlier trials. If the cache can't be written, forms are tried again next time."""
     both = {**known_trials(), **results}
     if len(both) > MOST:
         both = dict(results)
@@ -51,7 +51,7 @@ def keep_trials(results: Mapping[str, str]) -> None:
 
 @cache
 def _versions() -> str:
-    """The versions of splitc and ONNX Runtime, and a hash of the code that decides."""
+    """The versions of splitc and ONNX Runtime, and a hash of the code in ROOMS."""
     folder = Path(__file__).resolve().parent.parent
     code = blake3()
     for path in sorted(path for room in ROOMS for path in (folder / room).glob("*.py")):

@@ -1,4 +1,4 @@
-"""Made-up data for a node that is tried: anything that its operator takes."""
+"""Made-up data for a node that is tried: anything that its operator accepts."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.registry import operator_of
 
 Array = npt.NDArray[Any]
-# The scale of quantized numbers, and the largest of them: what is summed does not saturate.
+# The scale of quantized numbers, and the largest of them: sums of these do not saturate.
 SCALE, LARGEST = 0.37, 3
-# The largest whole number that is a sum of parts.
+# The largest integer that is a sum of the ranks' parts.
 LARGEST_SUM = 50
 
 
 def made_up(operation: Operation, number: int, shape: tuple[int, ...], dtype: ir.DataType, seed: str) -> Array:
-    """Data for an input, by its type and by what it is to the operator. The same for the same seed."""
-    example = operator_of(operation.node).example
+    """Data for an input, by its type and its meaning to the operator. The same for the same seed."""
+    example = operator_of(operation.node).example_input
     if example is not None and (array := example(operation, number)) is not None:
         return np.full(shape, array, dtype.numpy())
     generator = np.random.default_rng(zlib.crc32(f"{seed}/{number}".encode()))
@@ -38,14 +38,14 @@ def made_up(operation: Operation, number: int, shape: tuple[int, ...], dtype: ir
         if index == number and operation.has(table):
             rows = ax.size_of(operation.input(table)[operation.number("axis", 0)])
             return np.resize(generator.permutation(rows), shape).astype(dtype.numpy())
-    # Of what may be an index, a length or a flag, any operator takes these.
+    # Zeros and ones are valid as indices, lengths and flags; a single one is 1, since it may be a divisor or a length.
     return (
         np.ones(shape, dtype.numpy()) if np.prod(shape) <= 1 else generator.integers(0, 2, shape).astype(dtype.numpy())
     )
 
 
 def made_up_sum(shape: tuple[int, ...], dtype: ir.DataType, seed: str) -> Array:
-    """Data for an input that is a sum of the ranks' parts: numbers that are no indices, so that rounding shows."""
+    """Data for an input that is a sum of the ranks' parts: numbers of any size, so that rounding shows."""
     generator = np.random.default_rng(zlib.crc32(f"{seed}/sum".encode()))
     if dtype.is_floating_point():
         return generator.standard_normal(shape).astype(dtype.numpy())
@@ -53,7 +53,7 @@ def made_up_sum(shape: tuple[int, ...], dtype: ir.DataType, seed: str) -> Array:
 
 
 def parts_of(array: Array, seed: str) -> list[Array]:
-    """Random parts of which the sum is the array. The second is zero, as a rank's without units is."""
+    """Three random parts whose sum is the array. The second is zero, as for a rank without units."""
     generator = np.random.default_rng(zlib.crc32(seed.encode()))
     if array.dtype.kind in "iub":
         first = generator.integers(0, LARGEST + 1, array.shape).astype(array.dtype)

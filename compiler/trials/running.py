@@ -23,18 +23,18 @@ from splitc.runtime.engines.unoptimized import load_unoptimized
 from splitc.runtime.tools.compare import compare
 
 Array = npt.NDArray[Any]
-# What is said of a form that does not run whole at any of the sizes that are made up.
+# The result for a form that does not run whole at any of the made-up sizes begins so.
 UNTRIED = "it could not be tried: "
-# Quantized results may be rounded the other way where a sum was taken in another order.
+# Quantized results may be rounded differently after a sum in another order: by so many steps.
 ROUNDING = 1
 
 
 def try_forms(forms: Sequence[Form], versions: Mapping[str, int], bound: BoundShapes) -> dict[str, str]:
-    """What came of each form, by its digest: empty if its rule holds, else what went wrong.
+    """The result for each form, by digest: empty if its rule holds, else what went wrong.
 
-    All forms run in one session. If that fails, halves of them do, down to the one that is the cause.
+    All forms run in one session. If that fails, they are bisected, down to the one that is the cause.
     """
-    found: dict[str, str] = {}
+    results: dict[str, str] = {}
 
     def attempt(batch: Sequence[Form], sizings: Sequence[Sizing], first: Exception | None = None) -> None:
         try:
@@ -43,13 +43,13 @@ def try_forms(forms: Sequence[Form], versions: Mapping[str, int], bound: BoundSh
         except Exception as error:  # a rule, the lowering or ONNX Runtime may raise anything: that is what is tried
             if len(batch) == 1:
                 if _runs_whole(batch, sizings[0], versions, bound):
-                    found[batch[0].digest] = _said(error)
+                    results[batch[0].digest] = _in_one_line(error)
                 elif sizings[1:]:
                     attempt(batch, sizings[1:], first or error)
                 else:
-                    found[batch[0].digest] = UNTRIED + _said(first or error)
+                    results[batch[0].digest] = UNTRIED + _in_one_line(first or error)
                 return
-            for part in _apart(batch, error):
+            for part in _bisect(batch, error):
                 attempt(part, sizings)
             return
         for form, node in zip(batch, tiny.nodes, strict=True):
@@ -57,14 +57,14 @@ def try_forms(forms: Sequence[Form], versions: Mapping[str, int], bound: BoundSh
             if misfit and sizings[1:]:
                 attempt([form], sizings[1:])
             else:
-                found[form.digest] = misfit or _judge(tiny.sharded, node, form, made)
+                results[form.digest] = misfit or _judge(tiny.sharded, node, form, made)
 
     if forms:
         attempt(forms, SIZINGS)
-    return found
+    return results
 
 
-def _apart(batch: Sequence[Form], error: Exception) -> list[Sequence[Form]]:
+def _bisect(batch: Sequence[Form], error: Exception) -> list[Sequence[Form]]:
     """The form that an error names and the others; or two halves, if it names none."""
     named = error.number if isinstance(error, CannotTryError) else _named(str(error))
     if named is not None and named < len(batch):
@@ -75,12 +75,12 @@ def _apart(batch: Sequence[Form], error: Exception) -> list[Sequence[Form]]:
 
 def _named(text: str) -> int | None:
     """The number of the form whose node ONNX Runtime names in an error."""
-    found = re.search(r"(?:Name:'|Node \(|node \()(?:\d/)?f(\d+)['_)]", text)
-    return int(found[1]) if found else None
+    match = re.search(r"(?:Name:'|Node \(|node \()(?:\d/)?f(\d+)['_)]", text)
+    return int(match[1]) if match else None
 
 
 def _runs_whole(forms: Sequence[Form], sizing: Sizing, versions: Mapping[str, int], bound: BoundShapes) -> bool:
-    """Whether the nodes run at these sizes, whole."""
+    """Whether the whole nodes run at these sizes."""
     try:
         _run(tiny_model(forms, sizing, versions, bound), 0)
     except Exception:
@@ -88,8 +88,7 @@ def _runs_whole(forms: Sequence[Form], sizing: Sizing, versions: Mapping[str, in
     return True
 
 
-def _said(error: Exception) -> str:
-    """An error in one line."""
+def _in_one_line(error: Exception) -> str:
     text = " ".join(str(error).split())
     return text[:300] if isinstance(error, CannotTryError) else f"{type(error).__name__}: {text[:300]}"
 
@@ -119,7 +118,7 @@ def _run(tiny: TinyModel, ranks: int) -> dict[str, Array]:
     return {_WIDE.sub("", name): array for name, array in zip(names, session.run(names, fed), strict=True)}
 
 
-# Types that numpy has no name for: ONNX Runtime takes and gives these only from and to other types.
+# Types that numpy lacks: they are cast inside the model, since ONNX Runtime does not take or give them as arrays.
 _NARROW = frozenset(
     number
     for name, number in onnx.TensorProto.DataType.items()
@@ -129,21 +128,21 @@ _WIDE = re.compile("/as float$")
 
 
 def _widen(graph: onnx.GraphProto) -> None:
-    """Have inputs and outputs of narrow types come and go as float32, which holds their numbers exactly."""
+    """Cast inputs and outputs of narrow types from and to float32, which is lossless."""
     float32 = onnx.TensorProto.FLOAT
     for value in (*graph.input, *graph.output):
         kind = value.type.tensor_type.elem_type
         if kind not in _NARROW:
             continue
         name, wide = value.name, f"{value.name}/as float"
-        ends = [wide, name] if any(value is each for each in graph.input) else [name, wide]
+        ends = [wide, name] if any(value is given for given in graph.input) else [name, wide]
         to = kind if ends[0] == wide else float32
         graph.node.append(onnx.helper.make_node("Cast", ends[:1], ends[1:], name=wide, to=to))
         value.name, value.type.tensor_type.elem_type = wide, float32
 
 
 def _add(whole: onnx.GraphProto, part: Any, rank: int) -> None:
-    """Add a rank's graph to another one. Its names get the rank as a prefix."""
+    """Add a rank's graph to another one, with the rank as a prefix of all names."""
 
     def renamed(name: str) -> str:
         return f"{rank}/{name}" if name else ""
@@ -162,11 +161,11 @@ def _add(whole: onnx.GraphProto, part: Any, rank: int) -> None:
 
 
 def _join_collectives(graph: onnx.GraphProto, ranks: int) -> None:
-    """Replace each collective by what it computes of the values of all ranks, which are in the same graph."""
+    """Replace each collective by a Sum or Max of the values of all ranks, which are in the same graph."""
     for node in graph.node:
         if node.op_type != COLLECTIVE:
             continue
-        kind = next(each.s for each in node.attribute if each.name == "reduce_op")
+        kind = next(attribute.s for attribute in node.attribute if attribute.name == "reduce_op")
         own = node.input[0].partition("/")[2]
         del node.attribute[:]
         node.op_type = "Max" if kind == b"max" else "Sum"
@@ -174,7 +173,7 @@ def _join_collectives(graph: onnx.GraphProto, ranks: int) -> None:
 
 
 def _feed(tiny: TinyModel, value: ir.Value, rank: int) -> Array:
-    """What a rank is fed: its shard, or its part of a partial value."""
+    """A rank's input: its shard, or its part of a partial value."""
     name = value.name or ""
     if name in tiny.parts:
         return tiny.parts[name][rank]
@@ -188,10 +187,10 @@ def _shard(sharded: ShardedModel, axes: Axes, rank: int, array: Array) -> Array:
 
 
 def _misfit(sharded: ShardedModel, node: ir.Node, made: Mapping[str, Array]) -> str:
-    """How the whole node's results have other sizes than its rule says; empty if they have not.
+    """How the shapes of the whole node's results differ from its rule's; empty if they don't.
 
-    Only axes of atoms that its inputs have are known; a size that depends on data counts as 1. Sizes that were made up
-    one by one may contradict each other.
+    They may, since the sizes of atoms were made up independently. Only axes whose atoms its inputs have are compared: a
+    size that depends on data counts as 1.
     """
     operation = sharded.axis_map.operations[node]
     known = {atom for axes in operation.inputs for axis in axes or () for atom in ax.atoms(axis)}
@@ -208,10 +207,10 @@ def _misfit(sharded: ShardedModel, node: ir.Node, made: Mapping[str, Array]) -> 
 
 
 def _judge(sharded: ShardedModel, node: ir.Node, form: Form, made: Mapping[str, Array]) -> str:
-    """Why the ranks' results are not the whole node's; empty if they are."""
+    """How the ranks' results differ from the whole node's; empty if they don't."""
     for name in (value.name for value in node.outputs if value.name):
         whole, parts = made[name], [made[f"{rank}/{name}"] for rank in range(RANKS)]
-        if form.adds:
+        if form.gives_partial:
             if any(part.shape != whole.shape for part in parts):
                 return f"partial results of the shapes {', '.join(str(p.shape) for p in parts)} for {whole.shape}"
             pairs = [(whole, np.asarray(sum(parts[1:], parts[0])))]
@@ -225,7 +224,7 @@ def _judge(sharded: ShardedModel, node: ir.Node, form: Form, made: Mapping[str, 
 
 
 def _difference(expected: Array, actual: Array) -> str:
-    """How an array differs from what is expected; empty if it agrees as outputs have to."""
+    """How an array differs from the expected one by more than outputs may; empty if it doesn't."""
     if expected.shape != actual.shape or expected.dtype != actual.dtype:
         return f"a rank makes {actual.dtype}{actual.shape} instead of {expected.dtype}{expected.shape}"
     if np.array_equal(expected, actual):
@@ -233,5 +232,5 @@ def _difference(expected: Array, actual: Array) -> str:
     if expected.dtype.kind in "iu" and expected.dtype.itemsize == 1:
         steps = np.abs(expected.astype(np.int32) - actual.astype(np.int32)).max(initial=0)
         return "" if steps <= ROUNDING else f"a rank's quantized result is off by {steps} steps"
-    (each,) = compare({"": expected}, {"": actual}, number_type=str(expected.dtype))
-    return "" if each.passed else f"a rank's result is off by {each.relative:.1e} of its largest value"
+    (comparison,) = compare({"": expected}, {"": actual}, number_type=str(expected.dtype))
+    return "" if comparison.passed else f"a rank's result is off by {comparison.relative:.1e} of its largest value"

@@ -1,4 +1,4 @@
-"""Forms as one model of tiny nodes that have nothing to do with each other, and how three ranks hold it."""
+"""Forms as one model of tiny, unconnected nodes, and how three ranks hold it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.origins import mark_origins
 from splitc.compiler.frontend.shapes import BoundShapes
-from splitc.compiler.lowering.size_rewriter import constant_sizes
+from splitc.compiler.lowering.size_rewriter import constant_sizes, local_attribute
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor
 from splitc.compiler.operators.operation import Axes, Operation, Sizes
@@ -31,11 +31,11 @@ from splitc.compiler.trials.made_up import made_up, made_up_sum, parts_of
 Array = npt.NDArray[Any]
 
 RANKS = 3
-# The units of each rank, for the first sharded axis of a form, the second, and so on: one rank has none.
+# The units of each rank, for the first sharded axis of a form, the second, and so on. One rank has none.
 UNITS = ((2, 0, 3), (0, 4, 3), (6, 5, 0), (3, 0, 10))
-# Where axes must be multiples of something.
+# For operators that demand multiples of 8.
 EVEN_UNITS = ((8, 0, 16), (0, 16, 8), (16, 8, 0), (8, 0, 16))
-# The shares of ranks that divide the partner of an axis of two units.
+# The ranks' shares of an axis of OUTER units together with its partner.
 SHARES, OUTER = (0.3, 0.2, 0.5), 2
 # The most elements of a value that is tried.
 MOST_ELEMENTS = 1 << 21
@@ -54,7 +54,7 @@ class Sizing:
     """How sizes are made up.
 
     `units` are those of sharded axes. Other axes have probe sizes, or the `planned` ones. Sizes over `largest` are
-    replaced. With `single`, there is one row of a batch.
+    replaced by small ones. With `single`, the first axis has size 1.
     """
 
     units: Sequence[tuple[int, ...]]
@@ -63,7 +63,7 @@ class Sizing:
     single: bool = False
 
 
-# In the order in which they are tried. Some operators take only some sizes.
+# In the order in which they are tried, until one suits the operator.
 SIZINGS = (
     *(Sizing(UNITS, planned, largest) for planned in (False, True) for largest in (LARGE, 256, 4, MOST_ELEMENTS)),
     *(Sizing(UNITS, planned, 256, single=True) for planned in (False, True)),
@@ -73,7 +73,7 @@ SIZINGS = (
 
 @dataclass(frozen=True)
 class TinyModel:
-    """One tiny node a form, its data by the name of the input, and its node in the model's graph."""
+    """One tiny node per form, in the forms' order. `feeds` are its data, `parts` each rank's part, by input name."""
 
     sharded: ShardedModel
     stage: Stage
@@ -83,7 +83,7 @@ class TinyModel:
 
 
 def tiny_model(forms: Sequence[Form], sizing: Sizing, versions: Mapping[str, int], bound: BoundShapes) -> TinyModel:
-    """The model of these forms. Raises CannotTryError for sizes that are too large, or a type without made-up data."""
+    """The model of these forms. Raises CannotTryError for inputs that are too large, or of unknown shape or type."""
     makers = [_Maker(form, sizing, number) for number, form in enumerate(forms)]
     nodes = [maker.build() for maker in makers]
     operations = {node: maker.made for node, maker in zip(nodes, makers, strict=True)}
@@ -95,10 +95,15 @@ def tiny_model(forms: Sequence[Form], sizing: Sizing, versions: Mapping[str, int
         axes.update(zip(node.outputs, maker.made.outputs, strict=True))
     graph = _graph(nodes, makers, versions)
     sums = Sums(
-        {value: frozenset() for form, node in zip(forms, nodes, strict=True) if form.adds for value in node.outputs},
+        {
+            value: frozenset()
+            for form, node in zip(forms, nodes, strict=True)
+            if form.gives_partial
+            for value in node.outputs
+        },
         (),
-        {node: form.once for form, node in zip(forms, nodes, strict=True) if form.once},
-        tuple(node for form, node in zip(forms, nodes, strict=True) if form.ranged),
+        {node: form.add_on_one_rank for form, node in zip(forms, nodes, strict=True) if form.add_on_one_rank},
+        tuple(node for form, node in zip(forms, nodes, strict=True) if form.needs_range),
     )
     empty = replace(bound, shapes={}, constants={})
     sharded = ShardedModel(graph, AxisMap(operations, axes, empty), ranges, RANKS, sums)
@@ -136,7 +141,7 @@ class _Maker:
         sizes = {atom: 5 + large.index(size) if size in large else size for atom, size in sizes.items()}
         if sizing.single and form.operation.inputs[0]:
             sizes.update(dict.fromkeys(ax.atoms(form.operation.inputs[0][0]), 1))
-        sizes |= {atom: max(each.stop for each in ranges) for atom, ranges in own.items()}
+        sizes |= {atom: max(run.stop for run in ranges) for atom, ranges in own.items()}
         # The tiny node is what a rank would run that has so many units of each axis.
         self._tiny = Shards({atom: Range(0, size) for atom, size in sizes.items()})
         self._factors = {atom: Factor(size, pinned=atom.pinned) for atom, size in sizes.items()}
@@ -145,12 +150,15 @@ class _Maker:
 
     def build(self) -> ir.Node:
         """The node, with its made-up inputs in `values`, `feeds` and `parts`."""
-        node = self._form.node
+        node, sizes = self._form.node, self._form.operation.attributes
         self.made.node = ir.Node(
             node.domain,
             node.op_type,
             [self._input(number) for number in range(len(node.inputs))],
-            [self._attribute(attribute) for attribute in node.attributes.values()],
+            [
+                local_attribute(self._tiny, node, name, sizes[name]) if name in sizes else attribute
+                for name, attribute in node.attributes.items()
+            ],
             outputs=[
                 ir.Value(name=f"{self._name}_o{n}" if value.name else "", type=value.type)
                 for n, value in enumerate(node.outputs)
@@ -187,16 +195,6 @@ class _Maker:
             self._factors[leaf] = Factor(sum(map(ax.size_of, sections)), sections=sections)
         return self._factors[leaf]
 
-    def _attribute(self, attribute: ir.Attr) -> ir.Attr:
-        sizes = self._form.operation.attributes.get(attribute.name)
-        if sizes is None:
-            return attribute
-        is_number = attribute.type == ir.AttributeType.INT
-        old = np.array([attribute.as_int()] if is_number else attribute.as_ints())
-        takes_places = not is_number and operator_of(self._form.node).takes_places
-        new = [int(each) for each in constant_sizes(self._tiny, old, sizes, takes_places)]
-        return ir.AttrInt64(attribute.name, new[0]) if is_number else ir.AttrInt64s(attribute.name, new)
-
     def _input(self, number: int) -> ir.Value | None:
         node, operation = self._form.node, self._form.operation
         value = node.inputs[number]
@@ -216,14 +214,13 @@ class _Maker:
                 else self._array(operation, number, shape, value.dtype)
             )
             name = f"{self._name}_i{number}"
-            made = ir.Value(name=name, shape=ir.Shape(array.shape), type=value.type)
+            self.values[key] = ir.Value(name=name, shape=ir.Shape(array.shape), type=value.type)
             if value.is_initializer():
-                made.const_value = ir.Tensor(array, value.dtype, name=name)
+                self.values[key].const_value = ir.Tensor(array, value.dtype, name=name)
             else:
                 self.feeds[name] = array
                 if is_sum:
                     self.parts[name] = parts_of(array, self._name)
-            self.values[key] = made
         return self.values[key]
 
     def _array(self, operation: Operation, number: int, shape: tuple[int, ...], dtype: ir.DataType) -> Array:
@@ -232,7 +229,7 @@ class _Maker:
             raise CannotTryError(self._number, f"its input {number} is too large to be tried")
         if sizes is not None and content is not None:
             flat = np.atleast_1d(content)
-            new = constant_sizes(self._tiny, flat, sizes, operator_of(operation.node).takes_places)
+            new = constant_sizes(self._tiny, flat, sizes, operator_of(operation.node).sizes_are_offsets)
             return np.asarray(new.reshape(content.shape))
         if sizes is not None:
             entries = [1 if axis is None else self._tiny.size(axis) for axis in sizes]
@@ -243,16 +240,16 @@ class _Maker:
 
 
 def _units(form: Form, units: Sequence[tuple[int, ...]]) -> dict[Factor, list[Range]]:
-    """The units of each rank of the form's sharded axes."""
-    found: dict[Factor, list[Range]] = {}
+    """Each rank's units of the form's sharded axes."""
+    ranges: dict[Factor, list[Range]] = {}
     place = 0
     for atom, role in form.atoms.items():
         if atom in form.inner:
             inner = sum(units[place % len(units)])
-            found[atom], found[form.inner[atom]] = divide_units(OUTER, inner, SHARES)
+            ranges[atom], ranges[form.inner[atom]] = divide_units(OUTER, inner, SHARES)
         elif role == SHARDED or (role == PARTNER and atom not in form.inner.values()):
-            found[atom] = ranges_of(units[place % len(units)])
+            ranges[atom] = ranges_of(units[place % len(units)])
         else:
             continue
         place += 1
-    return found
+    return ranges

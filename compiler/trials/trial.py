@@ -21,7 +21,7 @@ BROKEN = "its rule did not hold: "
 def find_broken(graph: Graph, axis_map: AxisMap, choice: Choice, planned: Mapping[str, Shape]) -> dict[ir.Node, str]:
     """The nodes that can't be sharded as chosen, since their operator's rule does not hold, each with the reason.
 
-    One node of each form is run in ONNX Runtime at tiny sizes, whole and in uneven shards, as the lowering writes them.
+    One node of each form is run in ONNX Runtime at tiny sizes, whole and in uneven shards, as the lowering makes them.
     `planned` are the shapes that were planned for, by name.
     """
     versions = graph.graph.opset_imports
@@ -40,12 +40,13 @@ def _reason(why: str) -> str:
 
 
 def broken_rules(broken: Mapping[ir.Node, str]) -> list[str]:
-    """A warning for each operator whose rule did not hold. One that could not be tried is whole with that reason."""
+    """A warning for each operator whose rule did not hold. For one that could not be tried there is none."""
     reasons: dict[str, list[str]] = {}
     for node, reason in broken.items():
         if reason.startswith(BROKEN):
             reasons.setdefault(operator_name(node), []).append(reason)
     return [
-        f"{name} stays whole in {len(each)} nodes: tried in shards, {each[0]}. Only memory is lost; please report it"
-        for name, each in reasons.items()
+        f"{name} stays whole in {len(own)} nodes: tried in shards, {own[0]}. Results are right, but ranks hold more "
+        "than they need to: please report it"
+        for name, own in reasons.items()
     ]

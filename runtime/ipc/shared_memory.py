@@ -275,6 +275,10 @@ class Borrower:
         lent = np.asarray(_Loan(self._buffers[shared.buffer][:size], shared.buffer, self._unused))
         return {at.name: view(lent, at) for at in shared.placed}
 
+    def close(self) -> None:
+        """Free the buffers, but for those that somebody still has arrays of."""
+        self._buffers.clear()
+
     def unused(self) -> list[int]:
         """The buffers that nobody has arrays of any more, to be given back."""
         return [self._unused.popleft() for _ in range(len(self._unused))]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import signal
 import sys
 import threading
+import weakref
 
 from splitc.runtime.mpi.messages import Leave, Left
 from splitc.runtime.mpi.world import World
@@ -18,10 +18,13 @@ _leaving: list[World] = []
 
 
 def leave_at_exit(world: World) -> None:
-    """Let the ranks' processes end when this program, that of the session, does."""
+    """Let the ranks' processes end when this program, that of the session, does.
+
+    After its sessions, which are closed then, and are younger: the youngest ends first.
+    """
     if not _leaving:
         _leaving.append(world)
-        atexit.register(_leave, world)
+        weakref.finalize(world, _leave, world)
 
 
 def leave_signals(world: World) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -48,22 +49,23 @@ class MpiWire:
 
     def order(self, order: Order, feeds: Arrays, initial: Arrays) -> None:
         self._own_due += 1
-        self._send(order, (dict(feeds), dict(initial)))
+        arrays = dict(feeds), dict(initial)
+        for rank in self._others:
+            try:
+                self._messenger.send(rank, (order, arrays))
+            except Exception as error:  # others have it
+                raise HandOverError(f"rank {rank} could not be given a request: {error!r}") from error
+        self._own.inbox.put((order, arrays))
 
     def send(self, message: Message | AllLoaded | Stop) -> None:
-        self._send(message, None)
+        for rank in self._others:
+            with contextlib.suppress(Exception):  # the others are told: a session that breaks could not end otherwise
+                self._messenger.send(rank, (message, None))
+        self._own.inbox.put((message, None))
 
-    def _send(self, message: Message | AllLoaded | Stop, arrays: Any) -> None:
-        for rank in self._alive:
-            if rank:
-                self._send_to(rank, message, arrays)
-        self._own.inbox.put((message, arrays))
-
-    def _send_to(self, rank: int, message: Message | AllLoaded | Stop, arrays: Any) -> None:
-        try:
-            self._messenger.send(rank, (message, arrays))
-        except Exception as error:  # others have it
-            raise HandOverError(f"rank {rank} could not be given a request: {error!r}") from error
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in self._alive if rank]
 
     def outputs(self, rank: int, shared: SharedArrays | None) -> dict[str, Array]:
         return dict(self._outputs.pop(rank, {}))

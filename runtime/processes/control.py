@@ -80,5 +80,6 @@ class SocketControl:
         return self._outputs.allocate
 
     def release(self) -> None:
-        """Free the memory of outputs, after all requests, in a process that goes on."""
+        """Free the memory of feeds and outputs, after all requests, in a process that goes on."""
         self._outputs.close()
+        self._feeds.close()

@@ -46,6 +46,8 @@ class RemoteRanks(ABC):
         self._broken = broken
         self._requests: dict[int, InFlightRequest] = {}
         self._count = 0
+        # The request that each rank answers next.
+        self._due = [0] * len(self._devices)
         # That the last answer took.
         self._seconds = 0.0
         # None was put, and the processes end by themselves; they were all ended.
@@ -184,7 +186,15 @@ class RemoteRanks(ABC):
             self._loaded[rank].set_exception(message.error)
 
     def _answered(self, rank: int, answer: Answer) -> None:
-        """Give a request its outputs of one rank."""
+        """Give a request its outputs of one rank.
+
+        Raises HandOverError for another request than is due: sums on GPUs have no numbers by which that would be seen.
+        """
+        if answer.number != self._due[rank]:
+            raise HandOverError(
+                f"{self._name(rank)} answers request {answer.number} before request {self._due[rank]}: it has missed it"
+            )
+        self._due[rank] += 1
         outputs: dict[str, Array] = self._wire.outputs(rank, answer.outputs)
         steps = self._manifest.ranks[rank].program
         spans = [Span(steps[number] if number >= 0 else Replay(), start, end) for number, start, end in answer.spans]

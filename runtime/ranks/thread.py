@@ -126,6 +126,7 @@ class Worker(threading.Thread):
         # does not walk the program, in which others are sent a failure in place of values.
         alone = not isinstance(ran, Failure) or (self._loaded.fail(runs) and not (replayed and self._replays_with))
         if replayed or self._finisher is None:
+            self._drain()  # also where the replay failed before it did so
             self._finish(request, runs, start, ran, alone)
         else:
             self._unfinished = self._finisher.submit(self._finish_elsewhere, request, runs, start, ran, alone)

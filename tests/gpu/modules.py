@@ -24,8 +24,8 @@ from models.llama import Size
 from models.llama_fused import build
 from models.writer import save
 from splitc.compiler import Request
-from splitc.compiler.pipelines.pipeline_writer import compile_pipeline
 from splitc.compiler.pipelines.placement import plan_pipeline
+from splitc.compiler.pipelines.writer import compile_pipeline
 from splitc.runtime import Pipeline, Session
 from splitc.runtime.cli.terminal import out, table
 from splitc.runtime.hardware.devices import parse_devices

@@ -20,5 +20,5 @@ def main(descriptor: int) -> None:
             raise EngineError("a replay failed on purpose")
         return play(self, request, drain)
 
-    RankReplays.play = fail  # type: ignore[method-assign]
+    RankReplays.play = fail  # type: ignore[assignment]
     fake_rank.main(descriptor)

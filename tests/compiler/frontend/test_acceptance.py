@@ -23,20 +23,20 @@ def decoder(folder: Path, layers: int) -> Path:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Path | bytes]:
     """What ONNX Runtime is asked to load."""
-    found: list[Path | bytes] = []
+    models: list[Path | bytes] = []
 
     def note(model: Path | bytes, *arguments: bool, **named: bool) -> object:
-        found.append(model)
+        models.append(model)
         return load_unoptimized(model, *arguments, **named)
 
     monkeypatch.setattr(acceptance, "load_unoptimized", note)
-    return found
+    return models
 
 
 def test_layers_that_repeat_are_asked_once(tmp_path: Path, asked: list[Path | bytes]) -> None:
     for layers in (3, 12):
         analyze(decoder(tmp_path, layers), AskedShapes(), 1)
-    few, many = (len(onnx.load_from_string(each).graph.node) for each in asked if isinstance(each, bytes))
+    few, many = (len(onnx.load_from_string(content).graph.node) for content in asked if isinstance(content, bytes))
     assert many - few < 9 * 6  # a layer has 70 nodes, and its cache makes outputs of the model
     assert len(asked) == 2
 

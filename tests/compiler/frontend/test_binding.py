@@ -63,7 +63,7 @@ def feeds(use_past: bool) -> Arrays:
 
 @pytest.mark.parametrize("mode", ["layer", "row", "tensor"])
 def test_refusal_names_the_option_and_the_input_that_decides(mode: str, merged: Path) -> None:
-    with pytest.raises(ModelError, match="the input 'use_past', so bind it to a constant, as in --set use_past=true"):
+    with pytest.raises(ModelError, match="the input 'use_past': bind it to a constant, as in --set use_past=true"):
         plan_model(merged, ["2xcpu"], Request(split_mode=mode))
 
 
@@ -111,7 +111,7 @@ def test_branch_that_is_taken_is_split_and_takes_what_it_reads(
             with pytest.raises(FeedError, match="'past' has shape 3 x 8, and the model takes n x 32"):
                 session.run({**whole, "past": whole["past"][:, :8]})
     manifest = read_manifest(tmp_path / "package")
-    values = {each.name: each.value for each in manifest.fixed}
+    values = {fixed.name: fixed.value for fixed in manifest.fixed}
     assert values == ({"use_past": [True]} if use_past else {"use_past": [False], "past": None})
     assert all(rank.weights_bytes >= 2 * 32 * 32 * 4 for rank in manifest.ranks)
 
@@ -158,7 +158,7 @@ def test_choices_and_arithmetic_that_follow_are_folded(write_model: WriteModel) 
     graph = read_graph(path, {"rate": 16000, "flag": True})
     assert [value.name for value in graph.graph.inputs] == ["x"]
     assert "Where" not in [node.op_type for node in graph.nodes]
-    assert {each.input.name for each in graph.fixed} == {"rate", "flag", "other"}
+    assert {fixed.input.name for fixed in graph.fixed} == {"rate", "flag", "other"}
 
 
 def test_choice_that_may_make_its_result_larger_stays(write_model: WriteModel) -> None:

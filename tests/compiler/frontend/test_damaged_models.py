@@ -68,14 +68,14 @@ def _agree(model: Path, package: Path) -> None:
                 expected, again = unsplit(feeds), unsplit(feeds)
         except (KeyError, SplitcError, ort.capi.onnxruntime_pybind11_state.InvalidArgument):
             return  # it takes something else
-        if not all(each.passed for each in compare(expected, again, number_type="float32")):
+        if not all(output.passed for output in compare(expected, again, number_type="float32")):
             return  # it reads what was never written
         try:
             outputs = session.run(feeds)
         except SplitcError:
             return
-    found = compare(expected, outputs, number_type="float32")
-    assert all(each.passed for each in found), [each for each in found if not each.passed]
+    compared = compare(expected, outputs, number_type="float32")
+    assert all(output.passed for output in compared), [output for output in compared if not output.passed]
 
 
 @pytest.mark.parametrize(

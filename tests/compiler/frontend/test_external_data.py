@@ -6,12 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnx.external_data_helper import set_external_data
 
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.errors import ModelError
+from splitc.compiler.frontend.folding import fold_shapes
 from splitc.compiler.frontend.loading import read_model
 from splitc.runtime import Session
 from tests.helpers.command import splitc
@@ -154,3 +156,17 @@ def test_files_of_a_cache_that_are_links(tmp_path: Path) -> None:
     assert files == {tmp_path / "blobs" / "90c2"}
     with pytest.raises(ModelError, match=r"m\.onnx_data is missing"):  # relative to the folder that was named
         read_model(tmp_path / "blobs" / "e5b1")
+
+
+def test_sizes_in_a_file_beside_the_model_are_folded(tmp_path: Path) -> None:
+    """ONNX Runtime gets them with the node that it runs alone, not the name of their file."""
+    (tmp_path / "sizes").write_bytes(np.array([2, 3], np.int64).tobytes())
+    tensor = ir.ExternalTensor("sizes", 0, 16, ir.DataType.INT64, shape=ir.Shape([2]), name="s", base_dir=tmp_path)
+    sizes = ir.Value(name="s", shape=ir.Shape([2]), type=ir.TensorType(ir.DataType.INT64), const_value=tensor)
+    node = ir.node("Concat", [sizes, sizes], {"axis": 0})
+    graph = ir.Graph([], node.outputs, nodes=[node], initializers=[sizes], opset_imports={"": 17})
+    assert fold_shapes(graph) == 1
+    folded = node.outputs[0].const_value
+    assert folded is not None
+    assert folded.numpy().tolist() == [2, 3, 2, 3]
+    assert tensor.name == "s"

@@ -125,7 +125,7 @@ def test_head_size_of_a_cache_is_that_of_the_queries(tmp_path: Path) -> None:
     count = block.op("ReduceSum", mask, block.ints(1), keepdims=0)
     total = block.op("Gather", block.op("Shape", mask), block.constant(1, np.int64))
     lengths = [
-        block.op("Cast", each, to=int(ir.DataType.INT32)) for each in (block.op("Sub", count, block.ints(1)), total)
+        block.op("Cast", value, to=int(ir.DataType.INT32)) for value in (block.op("Sub", count, block.ints(1)), total)
     ]
     made = block.ops(
         "com.microsoft.GroupQueryAttention", *queries, *past, *lengths, outputs=3, num_heads=4, kv_num_heads=2

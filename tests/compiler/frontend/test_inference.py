@@ -18,12 +18,12 @@ def inferred(path: Path) -> dict[str, tuple[Any, ...]]:
     """What inference sets of each value: its shape, its type, and its elements if they are known."""
     model = read_graph(path).model
     infer_shapes(model)
-    found = {}
+    facts = {}
     for value in (value for node in model.graph for value in node.outputs):
         tensor = value.const_value
         elements = None if tensor is None else tensor.numpy().tolist()
-        found[value.name or ""] = value.shape, value.type, elements, dict(value.metadata_props)
-    return found
+        facts[value.name or ""] = value.shape, value.type, elements, dict(value.metadata_props)
+    return facts
 
 
 def test_rules_in_order_set_what_the_library_sets(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

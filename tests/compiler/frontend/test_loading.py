@@ -123,7 +123,7 @@ def test_unknown_operator_of_a_known_domain(write_model: WriteModel) -> None:
 
 def test_external_data_of_which_the_model_gives_too_little(external: Path) -> None:
     proto = onnx.load(external, load_external_data=False)
-    next(each for each in proto.graph.initializer[0].external_data if each.key == "length").value = "16000"
+    next(entry for entry in proto.graph.initializer[0].external_data if entry.key == "length").value = "16000"
     external.write_bytes(proto.SerializeToString())
     with pytest.raises(ModelError, match=r"'weight' takes 16,384 bytes, and the model gives it 16,000 of model.onnx"):
         read_model(external)
@@ -154,11 +154,11 @@ def layers() -> onnx.ModelProto:
 
 
 def node(model: onnx.ModelProto, name: str) -> onnx.NodeProto:
-    return next(each for each in model.graph.node if each.name == name)
+    return next(node for node in model.graph.node if node.name == name)
 
 
 def weight(model: onnx.ModelProto, name: str) -> onnx.TensorProto:
-    return next(each for each in model.graph.initializer if each.name == name)
+    return next(tensor for tensor in model.graph.initializer if tensor.name == name)
 
 
 def future_opset(model: onnx.ModelProto) -> None:
@@ -267,9 +267,9 @@ def test_model_that_nothing_can_load_is_refused(
     break_it(model)
     (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
     arguments = ["compile", str(tmp_path / "model.onnx"), "-o", str(tmp_path / "package"), "-d", "2xcpu"]
-    found = CliRunner().invoke(app, [*arguments, "--split-mode", mode])
-    assert isinstance(found.exception, ModelError)
-    assert str(found.exception).startswith(f"ONNX Runtime can't load {tmp_path / 'model.onnx'}: ")
+    result = CliRunner().invoke(app, [*arguments, "--split-mode", mode])
+    assert isinstance(result.exception, ModelError)
+    assert str(result.exception).startswith(f"ONNX Runtime can't load {tmp_path / 'model.onnx'}: ")
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
 
 

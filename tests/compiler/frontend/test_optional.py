@@ -32,16 +32,16 @@ MODES = [
 def make_optional(source: Path, target: Path, but: Collection[ir.DataType] = ()) -> dict[str, np.ndarray]:
     """Write the model with its initializers as inputs, but those of some types. Returns their values."""
     model = ir.load(source)
-    found = {}
+    constants = {}
     for value in model.graph.initializers.values():
         assert value.const_value is not None
         if value.dtype not in but:
             value.shape = ir.Shape(value.const_value.shape.numpy())
             value.type = ir.TensorType(value.const_value.dtype)
             model.graph.inputs.append(value)
-            found[value.name or ""] = value.const_value.numpy()
+            constants[value.name or ""] = value.const_value.numpy()
     ir.save(model, target, external_data="weights")
-    return found
+    return constants
 
 
 def others(values: dict[str, np.ndarray], seed: int) -> Arrays:

@@ -51,12 +51,12 @@ def test_sum_that_only_branches_read(verify: bool, tmp_path: Path) -> None:
 
 def running_sum(b: Block, x: ir.Value) -> ir.Value:
     """By a Scan over the places of [5, 12], whose body needs the number of axes of what it is given."""
-    total, each = (ir.Value(name=name, type=ir.TensorType(FLOAT)) for name in ("total", "each"))
-    after = ir.node("Add", [total, each])
+    total, step = (ir.Value(name=name, type=ir.TensorType(FLOAT)) for name in ("total", "step"))
+    after = ir.node("Add", [total, step])
     given = ir.node("Tanh", [after.outputs[0]])
     for node, name in ((after, "after"), (given, "given")):
         node.outputs[0].name, node.outputs[0].type = name, ir.TensorType(FLOAT)
-    body = ir.Graph([total, each], [after.outputs[0], given.outputs[0]], nodes=[after, given], name="body")
+    body = ir.Graph([total, step], [after.outputs[0], given.outputs[0]], nodes=[after, given], name="body")
     return b.ops("Scan", b.op("ReduceMean", x, b.ints(0), keepdims=0), x, outputs=2, body=body, num_scan_inputs=1)[1]
 
 

@@ -25,7 +25,7 @@ from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.steps import Reduce
 from tests.conftest import DECODER, assert_close, decoder_feeds, run_whole
 from tests.helpers.app import app
-from tests.helpers.blocks import COMPLETE, RUNTIME, Block, sharded
+from tests.helpers.blocks import Block, sharded
 
 TENSOR = Request(split_mode="tensor")
 
@@ -167,18 +167,6 @@ def test_explain_shows_axes_and_what_pins_them(decoder: Path) -> None:
     assert "80,80" in result.output
     assert "(ReduceMean) needs 64 whole" in result.output
     assert f"{2 * DECODER.layers} collectives" in result.output
-
-
-@pytest.mark.skipif(RUNTIME < COMPLETE, reason="an older ONNX Runtime does not load IR version 11")
-def test_rank_graphs_of_a_new_enough_model_say_what_is_sharded(decoder: Path, tmp_path: Path) -> None:
-    model = ir.load(shutil.copytree(decoder.parent, tmp_path / "model") / decoder.name)
-    model.ir_version = 11
-    ir.save(model, tmp_path / "model" / "new.onnx")
-    compile_model(plan_model(tmp_path / "model" / "new.onnx", ["2xcpu"], TENSOR), tmp_path / "package")
-    piece = ir.load(tmp_path / "package" / "rank0" / "stage0.onnx")
-    (configuration,) = piece.device_configurations
-    assert configuration.num_devices == 2
-    assert any(node.device_configurations for node in piece.graph)
 
 
 def test_without_the_library_there_are_sums_between_engines(

@@ -80,7 +80,7 @@ def multi_head_attention(form: str) -> Block:
     q, k, v = (b.op("MatMul", x, b.w(name, HIDDEN, WIDTH)) for name in "qkv")
     if form == "heads":
         k, v = (
-            b.op("Transpose", b.op("Reshape", each, b.ints(0, 0, HEADS, HEAD)), perm=[0, 2, 1, 3]) for each in (k, v)
+            b.op("Transpose", b.op("Reshape", value, b.ints(0, 0, HEADS, HEAD)), perm=[0, 2, 1, 3]) for value in (k, v)
         )
     bias = [b.w("bias", 3 * WIDTH)] if form == "bias" else [None]
     mask = b.data("mask", (1, 1, 5, 5), [1, 1, "t", "t"])
@@ -211,7 +211,7 @@ def test_form(form: str, tmp_path: Path) -> None:
 def test_flops(name: str) -> None:
     """Queries times keys and scores times values, over what is new and what is in the cache."""
     domain, _, kind = name.rpartition(".")
-    values = [ir.Value(name=each) for each in ("q", "k", "v", "past")]
+    values = [ir.Value(name=part) for part in ("q", "k", "v", "past")]
     node = ir.node(kind, values, domain=domain, num_outputs=2)
     node.outputs[0].name, node.outputs[1].name = "y", "present"
     new, size = 5, HEADS * HEAD

@@ -137,7 +137,7 @@ def test_cache_is_split_by_head_and_runs_at_other_lengths(kv_heads: int, tmp_pat
         with Session(tmp_path / "package") as session:
             parts = [{part.name for part in rank.parts} for rank in session.manifest.ranks]
             uneven = any(rank.share > 8 for rank in plan.ranks)  # then one may have all heads
-            assert kv_heads == 2 or uneven or all(each == PAST_AND_PRESENT for each in parts)
+            assert kv_heads == 2 or uneven or all(part == PAST_AND_PRESENT for part in parts)
             assert_close(session.run(feeds), run_whole(tmp_path / "block.onnx", feeds), 2e-5)
 
 

@@ -49,9 +49,9 @@ def test_sections_that_are_cut_in_two_ways_are_cut_at_all_places() -> None:
     cut(axis, [16, 8])
     cut(other, [8, 16])
     relate(axis, other)
-    found = [atom.size for atom in atoms(axis)]
-    assert found == [8, 8, 8]
-    assert found == [atom.size for atom in atoms(other)]
+    cut_sizes = [atom.size for atom in atoms(axis)]
+    assert cut_sizes == [8, 8, 8]
+    assert cut_sizes == [atom.size for atom in atoms(other)]
 
 
 def test_rotated_halves_are_one() -> None:
@@ -74,7 +74,7 @@ def test_axis_that_is_rolled_is_whole(length: int, step: int) -> None:
     relate(first, end)
     relate(second, start)
     relate(axis, rolled)
-    assert all(atom.pinned for each in (axis, rolled) for atom in atoms(each))
+    assert all(atom.pinned for whole in (axis, rolled) for atom in atoms(whole))
 
 
 def test_heads_of_sections_are_found_after_they_were_cut() -> None:

@@ -114,7 +114,7 @@ def test_ranks_compute_with_the_same_random_numbers(name: str, shares: tuple[flo
     save(block.model(), tmp_path / "model.onnx")
     request = Request(split_mode="tensor", tensor_split=shares, memory=["1GiB"])
     plan = plan_model(tmp_path / "model.onnx", [f"{len(shares)}xcpu"], request)
-    assert {each.name for each in plan.weights if each.split} == set("ABCD")
+    assert {weight.name for weight in plan.weights if weight.split} == set("ABCD")
     compile_model(plan, tmp_path / "package", verify=False)
     with Session(tmp_path / "package", verify="never") as session:
         got, again = session.run(block.feeds), session.run(block.feeds)

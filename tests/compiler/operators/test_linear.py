@@ -317,7 +317,7 @@ def test_unit_that_a_rank_lacks_is_a_copy_that_does_not_count(tmp_path: Path) ->
         sandwich(through("Relu"), wide=2, narrow=2).build(), tmp_path, {"A", "B"}, [(1, 1, 1, 1)], sums=1
     )
     (ranges,) = sharded(plan).ranges.values()
-    assert [each.owned for each in ranges].count(True) == 2
+    assert [units.owned for units in ranges].count(True) == 2
 
 
 def test_columns_of_an_integer_product_to_floats_are_sliced(tmp_path: Path) -> None:

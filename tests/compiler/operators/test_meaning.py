@@ -17,7 +17,7 @@ from tests.helpers.operators import having, softmax
 # What the inputs of an operator are called where it is specified, in order.
 INPUTS: dict[str, str] = {
     **{
-        name: " ".join(each.name for each in onnx.defs.get_schema(name).inputs)
+        name: " ".join(parameter.name for parameter in onnx.defs.get_schema(name).inputs)
         for name in ("Gather", "GatherElements", "RotaryEmbedding", "ScatterElements", "ScatterND", "TensorScatter")
     },
     "Attention": "Q K V attn_mask past_key past_value",
@@ -67,7 +67,7 @@ def test_roles_of_inputs(name: str) -> None:
     assert roles_of(b) == expected
 
 
-@pytest.mark.parametrize("name", [*having("multiplies"), *having("normalizes"), "Relu"])
+@pytest.mark.parametrize("name", [*having("is_product"), *having("is_norm"), "Relu"])
 def test_what_is_added_to_a_product_or_a_norm_before_a_softmax_masks(name: str) -> None:
     b = Block()
     product = b.op(name, b.input("x", FLOAT, [4, 4]), b.w("w", 4, 4))
@@ -75,7 +75,7 @@ def test_what_is_added_to_a_product_or_a_norm_before_a_softmax_masks(name: str) 
     assert roles_of(b) == ({"m": "bias"} if name != "Relu" else {})
 
 
-@pytest.mark.parametrize("name", [*having("scales"), "Exp"])
+@pytest.mark.parametrize("name", [*having("may_precede_softmax"), "Exp"])
 def test_scores_may_be_scaled_on_their_way_to_a_softmax(name: str) -> None:
     b = Block()
     product = b.op("MatMul", b.input("x", FLOAT, [4, 4]), b.w("w", 4, 4))
@@ -85,7 +85,7 @@ def test_scores_may_be_scaled_on_their_way_to_a_softmax(name: str) -> None:
     assert roles_of(b) == ({"m": "bias"} if name != "Exp" else {})
 
 
-@pytest.mark.parametrize("name", [*having("rotates"), *having("rearranges"), "Relu"])
+@pytest.mark.parametrize("name", [*having("may_make_angles"), *having("rearranges"), "Relu"])
 def test_positions_may_be_turned_into_angles(name: str) -> None:
     b = Block()
     b.give(b.op("Cos", b.op(name, b.input("p", INT, [4, 4]), b.w("turns", 4))))

@@ -85,11 +85,11 @@ def summed_behind(middle: Middle, folder: Path) -> list[str]:
     b = Halves()
     b.give(softmax(b, middle(b, b.partial("B"))))
     weights = {name for name in ("B", "C", "D") if name in b._weights}
-    found = set()
+    summed = set()
     for plan in check_split(b, folder, weights | {"A"}, TWO):
         producers = [value.producer() for value in sharded(plan).sums.summed]
-        found.add(tuple(producer.op_type for producer in producers if producer is not None))
-    (operators,) = found
+        summed.add(tuple(producer.op_type for producer in producers if producer is not None))
+    (operators,) = summed
     return list(operators)
 
 

@@ -80,14 +80,14 @@ ATTRIBUTES: dict[str, Mapping[str, Any]] = {
 
 
 def test_each_operator_that_folds_is_tried() -> None:
-    assert FOLDED.keys() == set(having("folds"))
+    assert FOLDED.keys() == set(having("shape_arithmetic"))
 
 
 @pytest.mark.parametrize("name", FOLDED)
 def test_folds(name: str) -> None:
     """To what ONNX Runtime computes of the same numbers."""
     b = Block()
-    inputs = [b.weight(f"x{place}", ir.tensor(np.asarray(each))) for place, each in enumerate(FOLDED[name])]
+    inputs = [b.weight(f"x{place}", ir.tensor(np.asarray(content))) for place, content in enumerate(FOLDED[name])]
     made = b.ops(name, *inputs, outputs=2 if name == "Split" else 1, **ATTRIBUTES.get(name, {}))
     model = b.model()
     assert fold_shapes(model.graph) == 1
@@ -209,7 +209,7 @@ VIEWS: dict[str, Middle] = {
 }
 
 
-@pytest.mark.parametrize("name", [*having("view"), "Neg"])
+@pytest.mark.parametrize("name", [*having("is_view"), "Neg"])
 def test_view_takes_no_kernel(name: str, tmp_path: Path) -> None:
     b = Block()
     b.give(b.op("Relu", VIEWS[name](b, b.op("Tanh", b.data("x", (2, 1, HIDDEN))))), shape=None)
@@ -221,7 +221,7 @@ def test_view_takes_no_kernel(name: str, tmp_path: Path) -> None:
     assert (took < find_profile("cuda").kernel) == (name != "Neg")
 
 
-@pytest.mark.parametrize("name", having("unpacks"))
+@pytest.mark.parametrize("name", having("dequantizes"))
 def test_weight_that_is_unpacked_is_kept_as_it_is(name: str, tmp_path: Path) -> None:
     """It is computed from weights alone, and still in each run."""
     tiny = test_quantized.GRAPHS[name]
@@ -236,14 +236,14 @@ def test_weight_that_is_unpacked_is_kept_as_it_is(name: str, tmp_path: Path) -> 
 # Splits
 
 
-@pytest.mark.parametrize("name", [*having("in_place"), "com.microsoft.MultiHeadAttention"])
+@pytest.mark.parametrize("name", [*having("writes_in_place"), "com.microsoft.MultiHeadAttention"])
 def test_state_that_is_written_over(name: str, tmp_path: Path) -> None:
     b = Block()
     width, head = 4 * 16, 16
     query, key, value = (b.data(part, (1, 5, width), ["n", "t", width]) for part in ("query", "key", "value"))
     pasts = [b.data(f"past_{n}", (1, 4, 3, head), ["n", 4, "p", head]) for n in "kv"]
     inputs: list[ir.Value | None] = [query, key, value]
-    if name in having("in_place"):
+    if name in having("writes_in_place"):
         inputs += [*pasts, b.constant([7], np.int32), b.constant(8, np.int32)]
         heads = {"num_heads": 4, "kv_num_heads": 4}
     else:
@@ -258,10 +258,10 @@ def test_state_that_is_written_over(name: str, tmp_path: Path) -> None:
     infer_shapes(graph.model)
     states = find_states(graph)
     assert [state.input for state in states] == ["past_k", "past_v"]
-    assert [state.in_place for state in states] == [name in having("in_place")] * 2
+    assert [state.in_place for state in states] == [name in having("writes_in_place")] * 2
 
 
-@pytest.mark.parametrize("name", having("factors"))
+@pytest.mark.parametrize("name", having("scaling_attributes"))
 def test_factor_of_an_input_goes_with_it(name: str, tmp_path: Path) -> None:
     """One rank adds the bias times beta; the other has neither."""
     tiny = test_linear.GRAPHS[name]
@@ -290,6 +290,6 @@ def test_shapes(name: str, tmp_path: Path) -> None:
         assert dtype == ir.DataType.from_numpy(array.dtype)
         assert shape is not None
         assert len(shape) == array.ndim
-        known = [each if isinstance(each, int) else sizes.get(str(each)) for each in shape]
+        known = [size if isinstance(size, int) else sizes.get(str(size)) for size in shape]
         assert all(size in (None, n) for size, n in zip(known, array.shape)), (known, array.shape)
         assert None not in known or name == "Unique"

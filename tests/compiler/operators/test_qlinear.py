@@ -46,7 +46,7 @@ def between(kind: str, *names: str, before: Sequence[ir.Value] = (), **how: Any)
     """The operator of the value and of weights with a number for each column."""
 
     def middle(b: Block, v: ir.Value) -> ir.Value:
-        read = (*quantized(b, v), *(each for name in names for each in constants(b, name, INNER)))
+        read = (*quantized(b, v), *(constant for name in names for constant in constants(b, name, INNER)))
         made = scaled(b)
         return b.op("DequantizeLinear", b.op(kind, *before, *read, *made, **how), *made)
 

@@ -114,7 +114,7 @@ def embedded() -> Block:
     """Tables and norm in one operator, whole; what comes after is split."""
     b = Block()
     given = b.indices("ids", [[0, 29], [7, 15]], ["n", "t"]), b.indices("kinds", [[0, 1], [1, 1]], ["n", "t"])
-    ids = [b.op("Cast", each, to=ir.DataType.INT32) for each in given]
+    ids = [b.op("Cast", value, to=ir.DataType.INT32) for value in given]
     tables = b.w("words", 30, HIDDEN), b.w("places", 8, HIDDEN), b.w("segments", 2, HIDDEN)
     x = b.ops(
         "com.microsoft.EmbedLayerNormalization", *ids, *tables, b.w("scale", HIDDEN), b.w("shift", HIDDEN), outputs=2

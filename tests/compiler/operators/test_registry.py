@@ -22,7 +22,7 @@ def test_each_operator_of_a_family_has_one_graph(family: str) -> None:
     """In the table GRAPHS of its tests; one that runs nowhere on a CPU is in WITHOUT_KERNEL."""
     module = module_of(family)
     named = Counter([*module.GRAPHS, *getattr(module, "WITHOUT_KERNEL", ())])
-    entries = next(each for each in FAMILIES if each.__name__.endswith(f".{family}")).OPERATORS
+    entries = next(module for module in FAMILIES if module.__name__.endswith(f".{family}")).OPERATORS
     assert named == Counter(operator.name for operator in entries)
 
 

@@ -11,7 +11,7 @@ import onnx_ir as ir
 import pytest
 
 from splitc.compiler import Plan, Request, compile_model, plan_model
-from splitc.compiler.packaging.package_writer import HashedFile
+from splitc.compiler.packaging.writer import HashedFile
 from splitc.runtime import MisuseError, Session, SplitcError
 from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.package.manifest_file import read_manifest

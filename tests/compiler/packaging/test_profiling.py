@@ -17,7 +17,6 @@ from splitc.runtime.hardware.devices import parse_devices
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(profile, "_MEASURED", {})
     return tmp_path / "splitc" / "block_seconds.json"
 
 
@@ -51,9 +50,16 @@ def test_a_home_that_can_t_be_written_costs_time_only(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    measured: list[object] = []
+
+    def measure(analysis: object, stage: object, *_: object) -> float:
+        measured.append(stage)
+        return 0.001
+
+    monkeypatch.setattr(profile, "_measure", measure)
     request = Request(shapes={"input_ids": (1, 8)}, profile=True)
     assert len(plan_model(decoder, parse_devices(["2xcpu"]), request).ranks)
-    assert profile._MEASURED
+    assert len(measured) == 2 * 4  # one of each form on one device and on two, for all candidates
 
 
 def test_planner_goes_by_what_was_measured(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

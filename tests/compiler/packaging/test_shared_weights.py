@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,11 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
+from models.writer import save
+from splitc.compiler import compile_model, plan_model
 from splitc.compiler.packaging.shared_weights import is_left_alone
-from tests.conftest import Arrays
+from splitc.runtime.package.manifest_file import read_manifest
+from tests.conftest import LAYER, Arrays
 from tests.helpers.blocks import Block
 
 # All axes are of one size: where sizes differ, a weight in the wrong layout is an error and no wrong result.
@@ -169,3 +173,15 @@ def test_shared_weights_that_are_rewritten_give_wrong_results() -> None:
     blocks = {name: graph_of(middle) for name, middle in REWRITTEN.items()}
     errors = {name: error_if_shared(b.model(), b.feeds) for name, b in blocks.items()}
     assert [name for name, error in errors.items() if error < 0.1] == []
+
+
+def test_package_has_only_those_shared_that_may_be(tmp_path: Path) -> None:
+    b = Block(opset=17)
+    x = b.op("Transpose", b.data("x", (64, 64)), perm=[1, 0])
+    added = b.op("Add", b.op("MatMul", x, b.w("M", 64, 64)), b.w("W", 64, 64))
+    b.give(b.op("Transpose", added, perm=[1, 0]), shape=[64, 64])
+    save(b.model(), tmp_path / "model.onnx")
+    compile_model(plan_model(tmp_path / "model.onnx", ["cpu0"], LAYER), tmp_path / "package")
+    (engine,) = read_manifest(tmp_path / "package").ranks[0].engines
+    assert engine.weights is not None
+    assert [weight.name for weight in engine.weights] == ["M"]

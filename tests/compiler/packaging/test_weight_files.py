@@ -11,9 +11,10 @@ import onnx_ir as ir
 import pytest
 from blake3 import blake3
 
-from splitc.compiler.packaging import package_writer, weight_files
-from splitc.compiler.packaging.package_writer import PackageWriter
+from splitc.compiler.packaging import weight_files
+from splitc.compiler.packaging import writer as package_writer
 from splitc.compiler.packaging.weight_files import WeightFile, in_source_order, write_weight_files
+from splitc.compiler.packaging.writer import PackageWriter
 from splitc.compiler.sharding.cut_tensor import CutTensor
 
 FLOAT, HALF, INT4 = ir.DataType.FLOAT, ir.DataType.BFLOAT16, ir.DataType.INT4
@@ -22,7 +23,6 @@ FLOAT, HALF, INT4 = ir.DataType.FLOAT, ir.DataType.BFLOAT16, ir.DataType.INT4
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_files, "PIECE", 64)
-    monkeypatch.setattr(weight_files, "MOST", 96)
     monkeypatch.setattr(package_writer, "WRITE", 7)
 
 
@@ -97,14 +97,14 @@ def test_bytes_are_those_of_the_tensors(tmp_path: Path, jobs: int) -> None:
     assert told[-1] == (sum(file.path.stat().st_size for file in files),) * 2
 
 
-def test_model_file_that_became_shorter(tmp_path: Path) -> None:
+def test_model_file_that_was_truncated(tmp_path: Path) -> None:
     data = Data(tmp_path / "data")
     first, last = data.tensor(FLOAT, 1000), data.tensor(FLOAT, 1000)
     with (tmp_path / "data").open("r+b") as file:
         file.truncate(6000)
     files = [WeightFile(tmp_path / "0", (first,)), WeightFile(tmp_path / "1", (last,))]
     before = threading.active_count()
-    with pytest.raises(OSError, match="it has become shorter while it was read"):
+    with pytest.raises(OSError, match="the file was truncated while it was read"):
         write_weight_files(files, PackageWriter(tmp_path), 2)
     assert threading.active_count() == before
 
@@ -121,4 +121,5 @@ def test_interrupt_ends_all_threads(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         write_weight_files(files, PackageWriter(tmp_path), 2, interrupt)
-    assert len(done) == 1 and threading.active_count() == before
+    assert len(done) <= len(files), "a piece of each, since each ends"
+    assert threading.active_count() == before

@@ -157,7 +157,7 @@ def test_package_is_replaced_whole_or_not_at_all(folder: Path, tmp_path: Path, m
     splitc("compile", tmp_path / "decoders", "-d", "cpu0", "-o", target)
     before = files(target)
     assert "exists already" in said("compile", folder, "-d", "cpu0", "-o", target, code=2)
-    monkeypatch.setattr("splitc.compiler.pipelines.pipeline_writer.write_pipeline", fails)
+    monkeypatch.setattr("splitc.compiler.pipelines.writer.write_pipeline", fails)
     assert "no room" in said("compile", folder, "-d", "cpu0", "-o", target, "--force", code=1)
     monkeypatch.undo()
     assert files(target) == before

@@ -8,8 +8,8 @@ import pytest
 
 from models.writer import save
 from splitc.compiler import Request, plan_pipeline
-from splitc.compiler.pipelines.pipeline_plan import PipelinePlan
 from splitc.compiler.pipelines.placement import Planner
+from splitc.compiler.pipelines.plan import PipelinePlan
 from splitc.runtime.errors import DoesNotFitError, MisuseError
 from tests.helpers.folders import diffusers_folder, text_encoder, write_decoders
 
@@ -33,11 +33,11 @@ def test_large_modules_are_split_and_small_ones_stay_whole(folder: Path) -> None
     found = devices(plan)
     assert found["unet"] == ["cpu0", "cpu1", "cpu2"]
     assert len(found["text_encoder"]) == len(found["vae_decoder"]) == 1
-    assert found["text_encoder"] != found["vae_decoder"], "the smaller one goes where there is more room"
+    assert found["text_encoder"] != found["vae_decoder"], "the smaller one goes where more memory is free"
     assert [each.why for each in plan.modules] == [
-        "whole, on the device with most room",
-        "split, which relieves the fullest device",
-        "whole, on the device with most room",
+        "whole, on the device with the most free memory",
+        "split, to relieve the fullest device",
+        "whole, on the device with the most free memory",
     ]
 
 
@@ -100,7 +100,7 @@ def test_what_does_not_fit_one_device_is_split(tmp_path: Path, monkeypatch: pyte
         save(text_encoder(4).model(), tmp_path / name / "model.onnx")
     plan = plan_pipeline(tmp_path, ["cpu0", "cpu1"], Request(memory=["cpu0=300KiB", "cpu1=100KiB"]))
     assert devices(plan) == {"a": ["cpu0"], "b": ["cpu0", "cpu1"]}
-    assert plan.modules[1].why == "split, since it does not fit the device with most room"
+    assert plan.modules[1].why == "split, since it does not fit the device with the most free memory"
 
 
 def test_large_module_that_can_not_be_split_says_so(tmp_path: Path) -> None:

@@ -361,3 +361,20 @@ def found_on(host: str, machine: int, library: str = "onnxruntime 1.31", needed:
 def test_hosts_that_do_not_fit_are_named(second: Finding, why: str | None) -> None:
     found = find_contradiction([found_on("a", 0), second])
     assert found is None if why is None else found is not None and why in found
+
+
+# Something is to be done at its end before there is a session.
+OPEN = """
+import sys, tempfile
+folder = tempfile.TemporaryDirectory()
+from splitc.runtime import Session
+session = Session(sys.argv[1], threads=1)
+list(session.generate([1], max_new_tokens=1))
+print("leaving", flush=True)
+"""
+
+
+def test_program_ends_with_an_open_session(decoder: Path) -> None:
+    """It is closed before the ranks are told to leave: they left it, and waited to be told again."""
+    code, shown = ended(MPIS[0].start(3, sys.executable, "-c", OPEN, compile_mode(decoder, "layer")))
+    assert (code, shown) == (0, "leaving\n")

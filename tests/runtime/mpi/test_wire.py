@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from splitc.runtime.errors import HandOverError
-from splitc.runtime.mpi.messages import Left
+from splitc.runtime.mpi.messages import Left, Stop
 from splitc.runtime.mpi.messenger import Messenger
 from splitc.runtime.mpi.wire import MpiWire, OwnControl
 from splitc.runtime.processes.messages import Forget, Order
@@ -58,3 +58,11 @@ def test_ranks_are_told_when_that_of_the_session_has_left() -> None:
     assert wire.take(0.0) == [(0, LOST)]
     wire.send(message)
     assert post.sent == [(1, message), (2, message)]
+
+
+def test_others_are_told_that_the_session_ends_where_one_can_not_be() -> None:
+    """Requests in flight were never ended: it was what broke the session that raised the error."""
+    post, own = Noted(full=1), OwnControl()
+    MpiWire(cast("Messenger", post), [0, 0, 0], own, spin=0.0).send(Stop())
+    assert post.sent == [(2, Stop())]
+    assert own.inbox.get(timeout=5) == (Stop(), None)

@@ -25,7 +25,7 @@ from splitc.runtime.errors import EngineError, MisuseError, PackageError, Splitc
 from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.ipc.channel import MOST, Channel
 from splitc.runtime.ipc.mapped_files import NCCL, find_mapped, remove_files
-from splitc.runtime.processes.device_processes import DeviceProcess, kill, visible
+from splitc.runtime.processes.device_processes import DeviceProcess, visible
 from splitc.runtime.processes.messages import Loaded, Report, Start
 from splitc.runtime.processes.rank import RankProcess
 from splitc.runtime.processes.ranks import RankProcesses
@@ -396,32 +396,3 @@ def test_caller_that_ends_while_ranks_start() -> None:
         )
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (1, "")
-
-
-def test_rank_that_does_not_answer_a_question_has_no_notes(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_processes(compile_mode(decoder, "layer")) as session:
-        monkeypatch.setattr("splitc.runtime.processes.remote.PATIENCE", 0.2)
-        victim = processes(session)[1]
-        victim.send_signal(signal.SIGSTOP)
-        assert session.notes == []
-        victim.send_signal(signal.SIGCONT)
-        session.run(decoder_feeds())
-
-
-class Stuck:
-    """A process that its GPU keeps from ending."""
-
-    pid, poll, kill = -1, staticmethod(lambda: None), staticmethod(lambda: None)
-
-    def wait(self, timeout: float | None = None) -> None:
-        assert timeout is not None, "this would wait for ever"
-        raise subprocess.TimeoutExpired("rank", timeout)
-
-
-def test_process_that_does_not_end_is_not_waited_for() -> None:
-    process: Any = object.__new__(DeviceProcess)
-    process._process, process.pid, process._why, process._pulse = Stuck(), -1, None, np.zeros(1)
-    process._channel = SimpleNamespace(close=lambda: None)
-    assert process.how_it_ended() == "has closed its connection, and has not ended for 5 s"
-    kill([process], EngineError("its rank hangs"))
-    assert process.how_it_ended() == "has closed its connection, and has not ended for 5 s"

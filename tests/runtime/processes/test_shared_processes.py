@@ -16,6 +16,7 @@ from splitc.runtime.processes.ranks import RankProcesses
 from splitc.runtime.requests.rank_kinds import PROCESSES, THREADS, choose_ranks
 from tests.conftest import assert_close, decoder_feeds, run_whole, until
 from tests.helpers import fake_gpu_sessions
+from tests.helpers.maps import mapped
 from tests.helpers.packages import compile_mode, write_modules
 
 # Seconds within which a request ends with an error.
@@ -55,6 +56,17 @@ def test_each_device_has_one_process(pipeline: Path, decoder: Path) -> None:
             assert_close(opened[name].run(feeds), expected)
         until(lambda: own_children() - before == set(all_of[:2]))  # the third device has no ranks any more
     assert own_children() == before
+
+
+def test_memory_of_a_model_that_is_closed_is_freed(pipeline: Path) -> None:
+    """At once: the process, which goes on with the ranks of others, may have no work in which garbage is collected."""
+    with Pipeline(pipeline, threads=1, ranks="processes") as opened:
+        (pid,) = pids(opened["third"])
+        before, feeds = mapped(pid), decoder_feeds(batch=100)
+        opened["third"].run(feeds)
+        assert mapped(pid) - before > 2 * sum(feed.nbytes for feed in feeds.values())  # the caches come back longer
+        opened["third"].close()
+        until(lambda: mapped(pid) == before)
 
 
 def test_many_modules_take_few_descriptors_and_threads(decoder: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from pathlib import Path
 from queue import SimpleQueue
@@ -104,3 +105,34 @@ def test_answer_that_can_not_be_given_breaks_the_session(monkeypatch: pytest.Mon
     assert "Too many open files" in str(broken.get(timeout=20))
     worker.requests.put(None)
     worker.join(20)
+
+
+def test_requests_are_answered_in_order_though_a_replay_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session takes one that is answered too early for one of a rank that has missed others."""
+    came, answered = threading.Event(), SimpleQueue[int]()
+
+    def play(request: InFlightRequest, _: Any) -> None:
+        if request.number == 1:
+            came.set()
+            raise EngineError("there is no memory for its states")
+
+    def wait() -> dict[str, Any]:
+        assert came.wait(20)
+        time.sleep(0.1)
+        return {}
+
+    errors: list[BaseException] = []
+    computation = SimpleNamespace(sequences={}, run=lambda _: (wait, [], False))
+    monkeypatch.setattr(thread, "load_rank", lambda *_: LoadedRank(Program([], []), [], None, None, None))
+    monkeypatch.setattr(thread, "Computation", lambda *_: computation)
+    monkeypatch.setattr(thread, "RankReplays", lambda *_: SimpleNamespace(play=play, clear=lambda: None))
+    setup: Any = SimpleNamespace(number=0, rank=SimpleNamespace(device="cuda0"), manifest=None)
+    backend: Any = SimpleNamespace(asynchronous=True, notes=[], detach=lambda: None)
+    worker = thread.Worker(setup, backend, connect(1)[0], errors.append, replays_with=())
+    worker.start()
+    for number in range(2):
+        worker.requests.put(InFlightRequest({}, done=lambda request: answered.put(request.number), number=number))
+    assert [answered.get(timeout=20) for _ in range(2)] == [0, 1]
+    worker.requests.put(None)
+    worker.join(20)
+    assert errors == []

@@ -12,13 +12,14 @@ import pytest
 
 from splitc.runtime import Pipeline
 from splitc.runtime.engines import NEW
-from splitc.runtime.errors import MisuseError, SplitcError
+from splitc.runtime.errors import EngineError, MisuseError, SplitcError
 from splitc.runtime.gpu.device import GpuDevice
 from splitc.runtime.gpu.swapped_weights import SwappedWeights
 from splitc.runtime.gpu.weight_places import SwapBuffer, swappable_bytes
 from splitc.runtime.hardware.devices import Device, parse_devices
 from splitc.runtime.package.manifest import Weight
 from splitc.runtime.package.manifest_file import read_manifest
+from splitc.runtime.ranks.thread import Worker
 from splitc.runtime.requests.turns import Turn, Turns
 from splitc.runtime.session.shared_ranks import make_swap, need_turns
 from tests.conftest import assert_close, decoder_feeds, run_whole, until
@@ -193,6 +194,22 @@ def test_callback_submits_to_its_own_model_which_has_lost_its_turn(decoder: Path
 
         opened["first"].submit(feeds).add_done_callback(again)
         assert_close(answer.result(20).result(10), run_whole(decoder, feeds))
+
+
+def test_request_whose_model_can_not_come_in_takes_no_place(
+    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: Worker) -> None:
+        raise EngineError("the GPU has no room")
+
+    whole = compile_mode(decoder, "one device")
+    with Pipeline(two(decoder, tmp_path, whole, whole), swap=True, threads=1, in_flight=1) as opened:
+        with monkeypatch.context() as patch:
+            patch.setattr(Worker, "bring_in", full)
+            for _ in range(2):
+                with pytest.raises(EngineError, match="no room"):
+                    opened["first"].run(decoder_feeds())
+        assert_close(opened["first"].run(decoder_feeds()), run_whole(decoder, decoder_feeds()))
 
 
 def test_several_ranks_of_a_module_on_one_gpu_do_not_swap(decoder: Path) -> None:

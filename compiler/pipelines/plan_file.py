@@ -10,10 +10,9 @@ from msgspec import Struct
 
 from splitc.compiler.modes.replanning import replan
 from splitc.compiler.pipelines.common_weights import find_common
-from splitc.compiler.pipelines.ledger import DeviceSum
-from splitc.compiler.pipelines.model_facts import read_facts
-from splitc.compiler.pipelines.model_folder import FolderModule, LeftOut, ModelFolder
-from splitc.compiler.pipelines.pipeline_plan import ModulePlan, PipelinePlan, module_named, need_fit
+from splitc.compiler.pipelines.facts import read_facts
+from splitc.compiler.pipelines.folder import FolderModule, LeftOut, ModelFolder
+from splitc.compiler.pipelines.plan import ModulePlan, PipelinePlan, module_named, need_fit
 from splitc.compiler.planning.plan_file import PlanFile, read_json, to_file
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files.written import indented, written_whole
@@ -32,8 +31,8 @@ class ModuleEntry(Struct, frozen=True, forbid_unknown_fields=True):
 class DeviceEntry(Struct, frozen=True):
     """A device: its budget, which may be edited, and for reading what all modules hold of it together.
 
-    `common_bytes` are weights that several modules have and the device holds once. Of weights that modules swap, those
-    of the largest count, which are `swapped_bytes`.
+    `common_bytes` are weights that several modules have and the device holds once. Of weights that modules swap, only
+    those of the largest module count, which are `swapped_bytes`.
     """
 
     budget_bytes: int | None = None
@@ -66,23 +65,13 @@ def to_pipeline_file(plan: PipelinePlan) -> PipelinePlanFile:
     return PipelinePlanFile(
         schema=SCHEMA,
         modules={m.name: ModuleEntry(folder.source(m.module), m.why, to_file(m.plan)) for m in plan.modules},
-        devices={each.device: _device(each) for each in plan.devices},
-        files=[each.as_posix() for each in folder.files],
+        devices={
+            d.device: DeviceEntry(d.budget, d.weights, d.cache, d.engines, d.activations, d.total, d.common, d.swapped)
+            for d in plan.devices
+        },
+        files=[file.as_posix() for file in folder.files],
         left_out=list(folder.left_out),
         swap=plan.swap,
-    )
-
-
-def _device(each: DeviceSum) -> DeviceEntry:
-    return DeviceEntry(
-        budget_bytes=each.budget,
-        weights_bytes=each.weights,
-        cache_bytes=each.cache,
-        engine_bytes=each.engines,
-        activation_bytes=each.activations,
-        total_bytes=each.total,
-        common_bytes=each.common,
-        swapped_bytes=each.swapped,
     )
 
 
@@ -109,9 +98,9 @@ def plan_from_pipeline_file(folder: Path, path: Path, trusts_data: bool = False)
     need_paths(path, [*file.files, *(entry.source for entry in file.modules.values())])
     modules = [_read_module(folder, path, name, entry, trusts_data) for name, entry in file.modules.items()]
     files = tuple(map(PurePosixPath, file.files))
-    read = ModelFolder(folder, tuple(each.module for each in modules), files, tuple(file.left_out))
-    budgets = {name: each.budget_bytes for name, each in file.devices.items()}
-    common = find_common({each.name: each.plan for each in modules}, file.swap)
+    read = ModelFolder(folder, tuple(module.module for module in modules), files, tuple(file.left_out))
+    budgets = {name: device.budget_bytes for name, device in file.devices.items()}
+    common = find_common({module.name: module.plan for module in modules}, file.swap)
     plan = PipelinePlan(read, tuple(modules), budgets, common, file.swap)
     need_fit(plan)
     return plan

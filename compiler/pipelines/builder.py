@@ -9,7 +9,7 @@ import msgspec
 from splitc.compiler.packaging.builder import Building
 from splitc.compiler.packaging.building import copy_package, finish_package, read_sources
 from splitc.compiler.packaging.staging import full_disk_explained, written_aside
-from splitc.compiler.pipelines.pipeline_plan import module_named
+from splitc.compiler.pipelines.plan import module_named
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.package.manifest import Manifest
@@ -28,7 +28,9 @@ def build_pipeline(
 
     Arguments and errors are those of `build_package`.
     """
-    names = [each.name for each in pipeline.modules if find_kind(read_manifest(package / each.name).engine).is_built]
+    names = [
+        module.name for module in pipeline.modules if find_kind(read_manifest(package / module.name).engine).is_built
+    ]
     if not names:
         raise MisuseError(f"all modules of {package} have engines that are ONNX files: there is nothing to build")
     manifests = {}
@@ -38,7 +40,7 @@ def build_pipeline(
             with module_named(name):
                 manifest, settings = read_sources(package / name, timing_cache)
                 manifests[name] = finish_package(folder / name, manifest, settings, package, building, jobs)
-        modules = [msgspec.structs.replace(each, seal=read_seal(folder / each.name)) for each in pipeline.modules]
+        modules = [msgspec.structs.replace(module, seal=read_seal(folder / module.name)) for module in pipeline.modules]
         (folder / FILE_NAME).unlink()  # it may be a hard link to the one that it replaces
         write_pipeline(folder, msgspec.structs.replace(pipeline, modules=modules))
     return manifests

@@ -34,13 +34,13 @@ def names_of_uses(name: str) -> tuple[str, str]:
 
 def find_modules(name: str, modules: Collection[str]) -> list[str]:
     """The modules that a name means: itself, or those of an alias that are there. Empty if there are none."""
-    return [name] if name in modules else [each for each in ALIASES.get(name, ()) if each in modules]
+    return [name] if name in modules else [module for module in ALIASES.get(name, ()) if module in modules]
 
 
 def need_modules(name: str, modules: Sequence[str], option: str) -> list[str]:
     """As `find_modules`. Raises MisuseError, which names the option and the modules that there are, for none."""
-    if found := find_modules(name, modules):
-        return found
+    if meant := find_modules(name, modules):
+        return meant
     short = [f"{alias} ({', '.join(meant)})" for alias in ALIASES if (meant := find_modules(alias, modules))]
     names = ", ".join(modules) + (f"; and in short {', '.join(short)}" if short else "")
     raise MisuseError(f"{option} names the module '{name}', which is not there: there are {names}")

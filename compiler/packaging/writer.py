@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,20 +13,17 @@ from blake3 import blake3
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.files.written import try_link
 from splitc.runtime.package.manifest import File
-from splitc.runtime.threads.executor import Executor
 
-# The bytes that are written at a time. For more at once, Linux takes larger blocks of memory for its cache. In a
-# virtual machine these are often those that were given back to its host: to get them again takes two to four times as
-# long.
+# The bytes that are written at a time. For larger writes Linux takes larger blocks for its page cache, which a virtual
+# machine often has given back to its host: to get them again takes two to four times as long.
 WRITE = 1 << 17
 
 
 class HashedFile:
-    """A file that is only appended to, with its size and hash. `thread`, an executor of one thread, may do the work."""
+    """A file that is only appended to, with its size and hash."""
 
-    def __init__(self, file: BinaryIO, thread: Executor | None) -> None:
+    def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._thread = thread
         self._digest = blake3()
         self.size = 0
 
@@ -39,13 +35,6 @@ class HashedFile:
             self._file.write(view[start : start + WRITE])
         self.size += len(view)
         return len(view)
-
-    def append(self, content: bytes | memoryview) -> Future[int] | None:
-        """Hash and write the content, on the thread if there is one. Until that is done, it must not change."""
-        if self._thread is not None:
-            return self._thread.submit(self.write, content)
-        self.write(content)
-        return None
 
     @property
     def hash(self) -> str:
@@ -67,13 +56,12 @@ class PackageWriter:
         return [self._files[path] for path in sorted(self._files)]
 
     @contextmanager
-    def open(self, path: Path, threaded: bool = False) -> Iterator[HashedFile]:
-        """Open a new file for writing, on a thread of its own if it is `threaded`."""
+    def open(self, path: Path) -> Iterator[HashedFile]:
+        """Open a new file for writing."""
         with path.open("wb") as file:
-            with Executor(1, "splitc writes") if threaded else nullcontext() as thread:
-                hashed = HashedFile(file, thread)
-                yield hashed
-            self._files[path] = File(self._name(path), hashed.size, blake3=hashed.hash)
+            hashed = HashedFile(file)
+            yield hashed
+        self._files[path] = File(self._name(path), hashed.size, blake3=hashed.hash)
 
     def stop(self) -> None:
         """Let threads that write end soon."""
@@ -82,7 +70,7 @@ class PackageWriter:
     def check_stopped(self) -> None:
         """Raise SplitcError after `stop`."""
         if self._stopped:
-            raise SplitcError("the package was not written to the end")
+            raise SplitcError("writing the package was stopped")
 
     def write(self, path: Path, content: bytes) -> None:
         """Write a new file with this content."""

@@ -12,11 +12,11 @@ import msgspec
 from splitc.compiler.packaging.builder import Building
 from splitc.compiler.packaging.building import BuildSettings, timing_cache_beside
 from splitc.compiler.packaging.package import compile_model
-from splitc.compiler.packaging.package_writer import PackageWriter
 from splitc.compiler.packaging.staging import check_target, full_disk_explained, written_aside
 from splitc.compiler.packaging.weight_files import Progress
-from splitc.compiler.pipelines.module_requests import divide_by_input
-from splitc.compiler.pipelines.pipeline_plan import PipelinePlan, module_named
+from splitc.compiler.packaging.writer import PackageWriter
+from splitc.compiler.pipelines.plan import PipelinePlan, module_named
+from splitc.compiler.pipelines.requests import divide_by_input
 from splitc.runtime.engines.kinds import TENSORRT
 from splitc.runtime.errors import MisuseError, SplitcError, collected, raise_all
 from splitc.runtime.files.written import try_link
@@ -52,25 +52,25 @@ def compile_pipeline(
     target = Path(package)
     check_target(target, force)
     divided = divide_by_input(plan.folder.modules, fills, "--fill")
-    needed = sum(each.weights for each in plan.devices) if weights == "copy" else 0
+    needed = sum(device.weights for device in plan.devices) if weights == "copy" else 0
     manifests: dict[str, Manifest] = {}
     with full_disk_explained(target, needed), written_aside(target, force) as folder:
         errors: list[SplitcError] = []
-        for each in plan.modules:
-            with collected(errors), module_named(each.name):
-                manifests[each.name] = compile_model(
-                    each.plan,
-                    folder / each.name,
+        for module in plan.modules:
+            with collected(errors), module_named(module.name):
+                manifests[module.name] = compile_model(
+                    module.plan,
+                    folder / module.name,
                     weights=weights,
                     threads=threads,
                     verify=verify,
                     jobs=jobs,
-                    build=_build_settings(build, each.plan.engine, target),
-                    fills=divided[each.name],
+                    build=_build_settings(build, module.plan.engine, target),
+                    fills=divided[module.name],
                     progress=progress,
                     building=building,
-                    warn=lambda text, name=each.name: warn(f"{name}: {text}"),  # type: ignore[misc]
-                    say=lambda text, name=each.name: say(f"{name}: {text}"),  # type: ignore[misc]
+                    warn=lambda text, name=module.name: warn(f"{name}: {text}"),  # type: ignore[misc]
+                    say=lambda text, name=module.name: say(f"{name}: {text}"),  # type: ignore[misc]
                 )
         raise_all(errors)
         for name, keys in plan.common.keys.items():
@@ -92,29 +92,29 @@ def _build_settings(build: BuildSettings, engine: str, target: Path) -> BuildSet
 
 def _with_keys(manifest: Manifest, keys: Sequence[Mapping[str, str]]) -> Manifest:
     """The manifest with the keys of weights that other modules have too, by rank and name."""
-    ranks = list(manifest.ranks)
-    for number, own in enumerate(keys):
-        engines = [_engine_with_keys(each, own) for each in ranks[number].engines]
-        ranks[number] = msgspec.structs.replace(ranks[number], engines=engines)
+    ranks = [
+        msgspec.structs.replace(rank, engines=[_engine_with_keys(engine, own) for engine in rank.engines])
+        for rank, own in zip(manifest.ranks, keys, strict=True)
+    ]
     return msgspec.structs.replace(manifest, ranks=ranks)
 
 
 def _engine_with_keys(engine: EngineFile, keys: Mapping[str, str]) -> EngineFile:
     if engine.weights is None:
         return engine
-    weights = [msgspec.structs.replace(each, key=keys.get(each.name, "")) for each in engine.weights]
+    weights = [msgspec.structs.replace(weight, key=keys.get(weight.name, "")) for weight in engine.weights]
     return msgspec.structs.replace(engine, weights=weights)
 
 
 def _share_files(folder: Path, manifests: Mapping[str, Manifest]) -> None:
     """Make files of equal content in two modules one file, with hard links, where the disk has such."""
-    known: dict[tuple[int, str], Path] = {}
+    first_of: dict[tuple[int, str], Path] = {}
     for name, manifest in manifests.items():
         for file in manifest.files:
             if file.hash is None:
                 continue
             path = folder / name / file.path
-            first = known.setdefault((file.bytes, file.hash), path)
+            first = first_of.setdefault((file.bytes, file.hash), path)
             if first == path or first.is_relative_to(folder / name):
                 continue
             aside = path.with_name(f"{path.name}.link")

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from splitc.compiler.pipelines.common_weights import NONE, CommonWeights
+from splitc.compiler.pipelines.folder import FolderModule, ModelFolder
 from splitc.compiler.pipelines.ledger import DeviceSum, sum_devices
-from splitc.compiler.pipelines.model_folder import FolderModule, ModelFolder
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.resources import Budget
 from splitc.runtime.errors import DoesNotFitError, SplitcError
@@ -46,16 +46,16 @@ class PipelinePlan:
     @property
     def devices(self) -> list[DeviceSum]:
         """What all modules hold together on each device."""
-        return sum_devices([each.plan for each in self.modules], self.budgets, self.common.spared, self.swap)
+        return sum_devices([module.plan for module in self.modules], self.budgets, self.common.spared, self.swap)
 
 
 def need_fit(plan: PipelinePlan) -> None:
     """Raise DoesNotFitError, which names the device, if all modules together need more than its budget."""
-    for each in plan.devices:
-        if each.missing:
+    for device in plan.devices:
+        if device.missing:
             raise DoesNotFitError(
-                f"the modules need {format_bytes(each.total)} of {each.device} together, which may use "
-                f"{format_bytes(each.budget)}, {format_bytes(each.missing)} short: "
+                f"the modules need {format_bytes(device.total)} of {device.device} together, which may use "
+                f"{format_bytes(device.budget)}, {format_bytes(device.missing)} short: "
                 "plan again, or move blocks in the plan"
             )
 
@@ -67,9 +67,9 @@ def module_named(name: str, sums: Sequence[DeviceSum] = ()) -> Iterator[None]:
         yield
     except SplitcError as error:
         held = [
-            f"{format_bytes(each.resident)} of {each.device}, and {format_bytes(each.activations)} more as they run"
-            for each in sums
-            if each.resident
+            f"{format_bytes(there.resident)} of {there.device}, and {format_bytes(there.activations)} more as they run"
+            for there in sums
+            if there.resident
         ]
         is_memory = held and isinstance(error, DoesNotFitError)
         taken = f"\nThe modules planned before it hold {'; '.join(held)}." if is_memory else ""

@@ -11,9 +11,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from splitc.compiler.errors import ModelError
+from splitc.compiler.pipelines.facts import ModelFacts, read_facts
 from splitc.compiler.pipelines.folder_names import GENAI, files_of_folder, find_models, name_models
-from splitc.compiler.pipelines.model_facts import ModelFacts, read_facts
-from splitc.compiler.pipelines.module_names import names_of_uses, need_modules
+from splitc.compiler.pipelines.names import names_of_uses, need_modules
 from splitc.runtime.package.manifest_file import FILE_NAME as MANIFEST
 from splitc.runtime.package.pipeline_file import FILE_NAME as PIPELINE
 
@@ -74,13 +74,15 @@ def read_folder(
         raise ModelError(f"{path} is a package, made by 'splitc compile': name the folder of the ONNX models")
     files = list(files_of_folder(path))
     _check_names_readable(files)
-    models = {each: read_facts(path / each) for each in find_models(files)}
+    models = {model: read_facts(path / model) for model in find_models(files)}
     if not models:
         raise ModelError(f"{path} has no ONNX file in it (*.onnx), nor in its subfolders")
     named, unused = _name_models(path, models)
     spare = _find_spare(named)
     if wanted:
-        chosen = list(dict.fromkeys(each for name in wanted for each in need_modules(name, list(named), "--module")))
+        chosen = list(
+            dict.fromkeys(module for name in wanted for module in need_modules(name, list(named), "--module"))
+        )
         unused |= {named[name].path: "--module does not name it" for name in named if name not in chosen}
     else:
         chosen = [name for name in named if name not in spare]
@@ -88,11 +90,11 @@ def read_folder(
     modules = [use for name in chosen for use in _uses(name, named[name], bound)]
     _check_names([(module.name, module.facts.path) for module in modules])
     data = {file for facts in models.values() for file in facts.data_files}
-    left_out = [_leave_out(path, each.relative_to(path).as_posix(), why) for each, why in unused.items()]
-    others = [each for each in files if each not in models and Path(os.path.normpath(path / each)) not in data]
-    weights = [each for each in others if each.name.lower().endswith(OTHER_WEIGHTS)]
-    left_out += [_leave_out(path, each.as_posix(), "weights in another format") for each in weights]
-    travel = [each for each in others if each not in weights]
+    left_out = [_leave_out(path, model.relative_to(path).as_posix(), why) for model, why in unused.items()]
+    others = [file for file in files if file not in models and Path(os.path.normpath(path / file)) not in data]
+    weights = [file for file in others if file.name.lower().endswith(OTHER_WEIGHTS)]
+    left_out += [_leave_out(path, file.as_posix(), "weights in another format") for file in weights]
+    travel = [file for file in others if file not in weights]
     if not trusts_links:
         _check_inside(path, travel, models)
     return ModelFolder(path, tuple(modules), tuple(travel), tuple(left_out))
@@ -109,18 +111,18 @@ def _check_names_readable(files: Sequence[PurePosixPath]) -> None:
 
 
 def _check_inside(folder: Path, files: Sequence[PurePosixPath], models: Iterable[PurePosixPath]) -> None:
-    """Raise ModelError for a link to outside the folder: what a folder holds must not copy what it likes.
+    """Raise ModelError for a link to outside the folder: a folder must not copy any file of this machine.
 
     In caches that hold files by their hashes, all files are links to one folder, the models too.
     """
     roots = {folder.resolve(), *((folder / model).resolve().parent for model in models)}
     for file in files:
-        found = Path(os.path.realpath(folder / file))
-        if not found.is_file():
+        target = Path(os.path.realpath(folder / file))
+        if not target.is_file():
             raise ModelError(f"{folder / file} can't travel with the models: it is no file, or a link to nowhere")
-        if roots.isdisjoint(found.parents):
+        if roots.isdisjoint(target.parents):
             raise ModelError(
-                f"{folder / file} is a link to {found}, outside the models' folder: --trust-external-data permits "
+                f"{folder / file} is a link to {target}, outside the models' folder: --trust-external-data permits "
                 "that, for a folder whose maker you trust"
             )
 
@@ -147,7 +149,7 @@ def _find_spare(named: Mapping[str, ModelFacts]) -> dict[str, str]:
     """
     spare = {}
     for name, facts in named.items():
-        beside = [n for n, each in named.items() if n != name and each.path.parent == facts.path.parent]
+        beside = [n for n, other in named.items() if n != name and other.path.parent == facts.path.parent]
         for pair in combinations(beside, 2) if facts.switch else ():
             inputs, outputs = ({key for n in pair for key in getattr(named[n], of)} for of in ("inputs", "outputs"))
             if inputs == facts.inputs.keys() - {facts.switch} and outputs == facts.outputs:

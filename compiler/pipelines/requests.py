@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from splitc.compiler.pipelines.model_folder import FolderModule, ModelFolder
-from splitc.compiler.pipelines.module_names import ALIASES, find_modules, need_modules
+from splitc.compiler.pipelines.folder import FolderModule, ModelFolder
+from splitc.compiler.pipelines.names import ALIASES, find_modules, need_modules
 from splitc.compiler.request.request import Request, options_of_requests
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.devices import Device, parse_devices
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ModuleRequest:
-    """What is asked of a module. Without `devices` it goes where there is room. `own_mode`: its mode was named."""
+    """What is asked of a module. Without `devices` the planner chooses. `own_mode`: the mode was named for it."""
 
     module: FolderModule
     request: Request
@@ -57,11 +57,11 @@ def divide_request(folder: ModelFolder, devices: Sequence[str], request: Request
     for module in folder.modules:
         asked: dict[str, Any] = {key: divided[key][module.name] or getattr(Request(), key) for key in keys}
         asked["settings"] = {**module.settings, **divided["settings"][module.name]}
-        given = own.get(module.name)
+        named_devices = own.get(module.name)
         alone = replace(request, **asked).in_mode(modes.get(module.name, mode))
-        where = None if given is None else tuple(parse_devices(given))
+        where = None if named_devices is None else tuple(parse_devices(named_devices))
         modules.append(ModuleRequest(module, alone, where, module.name in modes))
-    _check_modes(request, {each.request.split_mode for each in modules})
+    _check_modes(request, {module.request.split_mode for module in modules})
     return PipelineRequest(tuple(modules), _distinct(shared), _distinct(sorted(named, key=_place)))
 
 
@@ -97,7 +97,7 @@ def _divide_devices(names: Sequence[str], texts: Sequence[str]) -> tuple[dict[st
                     f"&{devices} for all of them"
                 )
             own[module] = [devices]
-            twice = [each for each, count in Counter(map(str, parse_devices([devices]))).items() if count > 1]
+            twice = [device for device, count in Counter(map(str, parse_devices([devices]))).items() if count > 1]
             if twice:
                 raise MisuseError(f"-d {part} names {twice[0]} twice for {module}: leave out one")
     return own, shared
@@ -123,7 +123,7 @@ def divide_by_input(modules: Sequence[FolderModule], given: Mapping[str, T], fla
 
     Raises MisuseError for an input that is not there.
     """
-    found: dict[str, dict[str, T]] = {module.name: {} for module in modules}
+    plain: dict[str, dict[str, T]] = {module.name: {} for module in modules}
     prefixed: dict[str, dict[str, T]] = {module.name: {} for module in modules}
     for key, value in given.items():
         owners = _find_owners(modules, key)
@@ -133,8 +133,8 @@ def divide_by_input(modules: Sequence[FolderModule], given: Mapping[str, T], fla
         for module, name in owners:
             prefixed[module.name][name] = value
         for module in everyone if not owners else ():
-            found[module.name][key] = value
-    return {name: {**found[name], **prefixed[name]} for name in found}
+            plain[module.name][key] = value
+    return {name: {**plain[name], **prefixed[name]} for name in plain}
 
 
 def _find_owners(modules: Sequence[FolderModule], key: str) -> list[tuple[FolderModule, str]]:
