@@ -155,7 +155,7 @@ class _Flow:
             return False
         reader = next(iter(uses)).node
         others = (other for other in reader.inputs if other is not None and other is not value)
-        return operator_of(reader).adds and any(other in self.partial for other in others)
+        return operator_of(reader).is_addition and any(other in self.partial for other in others)
 
 
 def _is_handed_on(value: ir.Value, node: ir.Node) -> bool:
