@@ -13,7 +13,7 @@ import sys
 import tempfile
 
 TESTS = (
-    "tests/runtime/collectives/test_engine_meeting.py::test_engines_have_the_operator_inside",
+    "tests/runtime/collectives/test_meeting.py::test_engines_have_the_operator_inside",
     "tests/runtime/collectives/test_transfers.py::test_engines_send_and_receive",
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,15 @@ def test_imports_follow_the_order_of_the_rooms(half: str, order: tuple[str, ...]
 @halves
 def test_there_are_no_circles(half: str, order: tuple[str, ...]) -> None:
     assert find_circles(imports_of(ROOT / half)) == []
+
+
+def test_the_c_library_has_no_circles() -> None:
+    """A module is a source and its header."""
+    includes: dict[str, set[str]] = {}
+    for path in (ROOT / "runtime/collectives/native").glob("*.[ch]"):
+        others = set(re.findall(r'#include "(\w+)\.h"', path.read_text(encoding="utf-8")))
+        includes[path.stem] = includes.get(path.stem, set()) | others - {path.stem}
+    assert includes and find_circles(includes) == []
 
 
 @halves

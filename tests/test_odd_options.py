@@ -70,7 +70,7 @@ def test_odd_values_end_in_a_message(command: str, seed: int, decoder: Path, pac
         (["--shapes", "input_ids:1x" + "9" * 20], "--shapes gives 'input_ids' the size 99999999999999999999"),
         (["--shapes", "input_ids:1x" + "9" * 5000], "and the largest is"),
         (["--headroom", "9" * 5000], "more memory than there can be"),
-        (["-d", "100000xcpu"], "more devices than splitc plans for, which is 1024"),
+        (["-d", "100000xcpu"], "too many devices: splitc plans for at most 1024"),
         (["-d", "cpu" + "9" * 5000], "unknown device 'cpu999"),
     ],
 )

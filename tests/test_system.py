@@ -165,8 +165,8 @@ def test_what_the_system_raises_is_explained() -> None:
         ),
         (
             RuntimeError("can't start new thread"),
-            "the system lets this process start no more threads: raise the limit of processes (ulimit -u, or the "
-            "container's), or give devices fewer with --threads",
+            "this process may start no more threads: raise the limit of processes (ulimit -u, or the container's), or "
+            "give devices fewer threads with --threads",
         ),
         (KeyboardInterrupt(), "interrupted"),
         (MisuseError("as it is"), "as it is"),

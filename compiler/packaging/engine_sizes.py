@@ -16,7 +16,7 @@ from splitc.compiler.lowering.programs import names
 from splitc.compiler.lowering.rank_forms import COLLECTIVE
 from splitc.compiler.planning.split import RankProgram
 from splitc.compiler.request.shapes import Shape
-from splitc.runtime.collectives.host import connect
+from splitc.runtime.collectives.threads import connect
 from splitc.runtime.package.manifest import Sizes
 from splitc.runtime.package.parts import part_shape
 from splitc.runtime.ranks.loop import Program, execute

@@ -27,8 +27,7 @@ from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.packaging.onnx_files import write_model_files
 from splitc.compiler.packaging.writer import PackageWriter
 from splitc.compiler.remembered import remembered
-from splitc.runtime.engines.backends import make_backend
-from splitc.runtime.engines.kinds import ONNXRUNTIME
+from splitc.runtime.engines.kinds import ONNXRUNTIME, make_backend
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.feeds.fills import fill_array
 from splitc.runtime.files.cache import read_cache, write_cache

@@ -14,7 +14,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from splitc.compiler.errors import ModelError
 from splitc.compiler.packaging.block_check import compare_blocks
 from splitc.compiler.planning.plan import Plan
-from splitc.runtime.collectives.engine_meeting import EngineMeeting
+from splitc.runtime.collectives.meeting import Meeting
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS, open_session
 from splitc.runtime.engines.unoptimized import load_unoptimized
@@ -68,7 +68,7 @@ def check_loads(package: Path, manifest: Manifest) -> None:
 def _load_whole(path: Path, name: str, manifest: Manifest, uses_operators: bool) -> None:
     """Load an ONNX file with optimizations, which may replace an operator without a kernel by one with a kernel."""
     try:
-        open_session(path, 1, EngineMeeting(1).join(0) if uses_operators else None)
+        open_session(path, 1, Meeting(1).join(0) if uses_operators else None)
     except PackageError as error:
         reason = str(error.__cause__ or error)
         raise ModelError(

@@ -31,13 +31,13 @@ def load_arrays(path: Path) -> dict[str, Array]:
     elif _kind(path) == NPY:
         raise FeedError(
             f"can't read arrays from {path}: it is {NPY}, without a name: put it as NAME.npy into a folder, "
-            "and name that; or write it by np.savez(path, NAME=array)"
+            "and give the folder; or write it by np.savez(path, NAME=array)"
         )
     else:
         arrays = _read(path, NPZ)
     for name, array in arrays.items():
         if array.dtype.kind not in NUMBERS:
-            raise FeedError(f"{path} has no numbers for '{name}', but values of type {array.dtype}")
+            raise FeedError(f"{path} has values of type {array.dtype} for '{name}', which are no numbers")
     return arrays
 
 
@@ -68,8 +68,8 @@ def _load_json(path: Path) -> dict[str, Array]:
 
 def _read(path: Path, kind: str) -> dict[str, Array]:
     """The arrays of a numpy file of this kind; the name of a single one is empty. Raises FeedError for another file."""
-    if (found := _kind(path)) != kind:
-        raise FeedError(f"can't read arrays from {path}: it is {found}, and should be {kind}")
+    if (actual := _kind(path)) != kind:
+        raise FeedError(f"can't read arrays from {path}: it is {actual}, and should be {kind}")
     try:
         with path.open("rb") as file:
             content = np.load(file, allow_pickle=False)
@@ -94,7 +94,7 @@ def _check_file(path: Path) -> None:
     if not path.exists():
         raise FeedError(f"no such file: {path}")
     if not path.is_file():
-        raise FeedError(f"can't read arrays from {path}: it is a pipe or a device, and no file or folder")
+        raise FeedError(f"can't read arrays from {path}: it is a pipe or a device, not a file or folder")
 
 
 def save_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
@@ -114,7 +114,7 @@ def save_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
             _write_npz(file, arrays)
 
 
-# What numpy says of types that libraries add. Of its own types it says 1, and 0 once they were unpickled.
+# dtype.isbuiltin of types that libraries add. Of numpy's own types it is 1, and 0 once they were unpickled.
 USER_DEFINED = 2
 
 

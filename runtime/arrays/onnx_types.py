@@ -13,8 +13,8 @@ CODES = {
 }
 # The names of these by ONNX's codes.
 NAMES = {code: name for name, code in CODES.items()}
-# All types that ONNX Runtime's Python interface supports, by numpy's and ml_dtypes' names. It has no OrtValues of
-# strings, of complex numbers, or of numbers smaller than a byte.
+# All types that ONNX Runtime's Python interface supports, by numpy's and ml_dtypes' names: no strings, no complex
+# numbers, none smaller than a byte.
 KNOWN = (
     "bool",
     *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),

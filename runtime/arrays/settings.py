@@ -39,7 +39,7 @@ def setting_array(name: str, given: Any, dtype: str, shape: Sequence[int | str |
     """
     array = np.asarray(given)
     if array.dtype.kind not in "bif":
-        raise MisuseError(f"--set {name}={given}: the input takes {dtype}, so give a number, true or false")
+        raise MisuseError(f"--set {name}={given}: the input takes {dtype}: give a number, true or false")
     wanted = array.astype(number_type(dtype))
     if not np.array_equal(wanted.astype(array.dtype), array):
         raise MisuseError(f"--set {name}={given}: the input takes {dtype}, which has no such value")

@@ -9,9 +9,9 @@ from splitc.runtime.engines import Communicator
 from splitc.runtime.errors import HandOverError
 from splitc.runtime.package.steps import Reduce
 
-# What a value goes by: the number of its request, and its name, if it has one.
+# Identifies a value: the number of its request, and its name, if it has one.
 Label = tuple[int, str | None]
-# That of what ranks tell each other before all requests.
+# The label of values before all requests.
 LOADING: Label = (-1, None)
 
 
@@ -30,7 +30,7 @@ def _words(label: Label) -> str:
 
 
 class Exchange(Protocol):
-    """A rank's end of the channels to all other ranks, as its program needs it. Channels are first in, first out."""
+    """A rank's connections to all other ranks, as its program needs them. Values from one rank come in order."""
 
     def send(self, target: int, name: str, value: Any) -> None:
         """Send `value` to the rank `target`. Does not wait for it to be received."""
@@ -56,7 +56,7 @@ class Collectives(Exchange, Protocol):
     def begin(self, request: int) -> None:
         """What is exchanged from now on belongs to the request of this number, by which all ranks know it.
 
-        A rank that gets a value of another one raises HandOverError.
+        A rank that receives a value of another request raises HandOverError.
         """
 
     def all_gather(self, ranks: Sequence[int], value: Any) -> Any:

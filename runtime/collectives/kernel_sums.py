@@ -1,10 +1,11 @@
-"""Sums over GPUs of one machine by kernels of our own, where each GPU can write to the others' memory.
+"""All-reduces over GPUs of one machine by kernels of our own, where each GPU can write to the others' memory.
 
-Small sums are one exchange (`native/one_shot.cu`), large ones two, of shares (`native/two_shot.cu`), where NCCL's ring
-takes more. All ranks add in the same order, so they get the same bits.
+Small sums are one-shot (`native/one_shot.cu`): each rank sends its whole part to all others. Large ones are two-shot
+(`native/two_shot.cu`): a reduce-scatter and an all-gather. NCCL's ring takes more steps. All ranks add in the same
+order, so they get the same bits.
 
-A rank writes to two places in turn. It can't be two sums ahead: to end a sum it needs the data of all others, which
-they send when they have ended the one before.
+Buffers are double: a rank can't be two sums ahead, since to end a sum it needs the data of all others, which they send
+when they have ended the one before.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ MOST_RANKS = 8
 SMALL_THREADS, WIDTH = 128, 8
 # Large ones: blocks, their threads, the bytes of a word, and of a sum: larger ones are several.
 LARGE_BLOCKS, LARGE_THREADS, WORD, LARGE = 128, 512, 16, 8 << 20
-# The most bytes: NCCL does larger sums as fast.
+# The most bytes: NCCL is as fast for larger sums (see `small_bytes`).
 MOST = 16 << 20
-# Seconds that a GPU waits for the others in a sum, and in the first ones, which are a test.
+# Seconds that a GPU waits for the others in a sum, and in the sums that test the connection.
 PATIENCE, TEST_PATIENCE = 120.0, 10.0
-# Bytes of a small sum's place, a thread's data and flags; of the number of a sum.
-PLACE, TURN = 16, 4
+# Bytes of a small sum's place, a thread's data and flags; of an epoch, the number of a sum.
+PLACE, EPOCH = 16, 4
 # The kernels' number types, in the order that the C library has them, and ONNX's codes.
 TYPES = ("float", "half", "bfloat16")
 CODES = {"float32": 1, "float16": 10, "bfloat16": 16}
@@ -47,7 +48,7 @@ class _Group(ctypes.Structure):
 
     _fields_ = (
         ("places", ctypes.c_void_p * MOST_RANKS),
-        ("turns", ctypes.c_void_p),
+        ("epochs", ctypes.c_void_p),
         ("failed", ctypes.c_void_p),
         ("patience", ctypes.c_uint64),
         ("ranks", ctypes.c_int),
@@ -82,10 +83,10 @@ class _KernelSums(ctypes.Structure):
 
 
 def small_bytes(ranks: int) -> int:
-    """The bytes up to which a sum is one exchange: each rank sends its part to all others.
+    """The bytes up to which a sum is one-shot.
 
-    Measured on H200s (tests/gpu/sums.py), in microseconds, NCCL / one exchange: 8 KiB 6.6 / 2.6 on two and 9.7 / 4.0 on
-    four, 256 KiB 8.2 / 4.4 and 11.4 / 8.6, 1 MiB 13.9 / 9.7 and 17.8 / 22.7. NCCL / two exchanges, on two: 256 KiB
+    Measured on H200s (tests/gpu/sums.py), in microseconds, NCCL / one-shot: 8 KiB 6.6 / 2.6 on two and 9.7 / 4.0 on
+    four, 256 KiB 8.2 / 4.4 and 11.4 / 8.6, 1 MiB 13.9 / 9.7 and 17.8 / 22.7. NCCL / two-shot, on two: 256 KiB
     8.3 / 8, 1 MiB 13.9 / 10.3, 4 MiB 32 / 20, 8 MiB 46 / 32, 16 MiB 76 / 67, 32 MiB 136 / 133.
     """
     return (1 << 20) // (ranks - 1) // (SMALL_THREADS * WIDTH) * (SMALL_THREADS * WIDTH)
@@ -102,18 +103,18 @@ class KernelSums:
         small = small_bytes(ranks)
         words, share = small // WIDTH, -(-LARGE // WORD // ranks)
         # Parts and shares of two large sums; a flag for each exchange, rank and block.
-        places, flags = 2 * ranks * words * PLACE, 2 * ranks * LARGE_BLOCKS * TURN
+        places, flags = 2 * ranks * words * PLACE, 2 * ranks * LARGE_BLOCKS * EPOCH
         # Not of a pool: another process can only open a whole allocation.
         self._memory = gpu.cuda.Memory(places + 4 * ranks * share * WORD + flags)
         blocks = words // SMALL_THREADS
-        self._turns = gpu.cuda.Memory((blocks + LARGE_BLOCKS) * TURN)
-        for memory in (self._memory, self._turns):
+        self._epochs = gpu.cuda.Memory((blocks + LARGE_BLOCKS) * EPOCH)
+        for memory in (self._memory, self._epochs):
             gpu.cuda.runtime.memsetAsync(memory.ptr, 0, memory.size, gpu.stream.ptr)
-        self._failed = np.frombuffer(gpu.cuda.alloc_pinned_memory(TURN), np.int32, 1)
+        self._failed = np.frombuffer(gpu.cuda.alloc_pinned_memory(EPOCH), np.int32, 1)
         self._failed[0] = 0
         self._groups = [
-            _Group(turns=turns, failed=self._failed.ctypes.data, ranks=ranks, rank=rank, words=words, share=share)
-            for turns in (self._turns.ptr, self._turns.ptr + blocks * TURN)
+            _Group(epochs=epochs, failed=self._failed.ctypes.data, ranks=ranks, rank=rank, words=words, share=share)
+            for epochs in (self._epochs.ptr, self._epochs.ptr + blocks * EPOCH)
         ]
         self._set_patience(PATIENCE)
         source = "".join((NATIVE / name).read_text() for name in SOURCES)
@@ -164,10 +165,10 @@ class KernelSums:
             part = self._gpu.upload((numbers + rank).astype(np.float16))
             whole = self._gpu.empty(part.shape, part.dtype)
             self.sum(part, whole)
-            found = self._gpu.download({"": whole})[""]
+            summed = self._gpu.download({"": whole})[""]
             self.check()
-            if not np.array_equal(found, ranks * numbers + sum(range(ranks))):
-                raise EngineError(f"{self._gpu.name} gets wrong numbers from the other GPUs' memory")
+            if not np.array_equal(summed, ranks * numbers + sum(range(ranks))):
+                raise EngineError(f"{self._gpu.name} reads wrong numbers from the other GPUs' memory")
         self._set_patience(PATIENCE)
 
     def sum(self, part: GpuArray, whole: GpuArray) -> None:
@@ -180,7 +181,7 @@ class KernelSums:
     def check(self) -> None:
         """Raise EngineError if a rank did not come to a sum in time."""
         if late := int(self._failed[0]):
-            raise EngineError(f"{self._gpu.name} waited too long for rank {late - 1} of its group in a sum")
+            raise EngineError(f"{self._gpu.name} waited too long for rank {late - 1} of its group in an all-reduce")
 
 
 def connect_kernel_sums(
@@ -202,6 +203,6 @@ def connect_kernel_sums(
     opened = agree(lambda all_handles: made.open(all_handles), handles)
     tested = agree(lambda _: made.test(), opened)
     if isinstance(tested, Failure):
-        gpu.notes.append(f"NCCL does all sums over GPUs, which is slower: {tested.error}")
+        gpu.notes.append(f"all-reduces use NCCL only, which is slower for small ones: {tested.error}")
         return None
     return made  # type: ignore[no-any-return]

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from splitc.runtime.collectives.engine_meeting import PATIENCE, EngineMeeting, MeetingEnd, registered, release_with
 from splitc.runtime.collectives.kernel_sums import KernelSums, connect_kernel_sums
+from splitc.runtime.collectives.meeting import PATIENCE, Meeting, MeetingEnd, registered, release_with
 from splitc.runtime.engines.operator_library import load_library
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.gpu.array import GpuArray
@@ -41,14 +41,17 @@ _SUM, _MAX = 0, 2
 
 @dataclass(frozen=True)
 class Connected:
-    """A communicator of NCCL's, and the kernels that do sums inside engines, where GPUs reach each other's memory."""
+    """A communicator of NCCL's, and the kernels for all-reduces inside engines; None without peer access."""
 
     communicator: Any
     kernels: KernelSums | None = None
 
 
 class NcclCommunicator:
-    """One rank's end of a communicator, perhaps still connecting. GPUs that sum can't be told of a rank that failed."""
+    """One rank's end of a communicator, perhaps still connecting.
+
+    A rank that is blocked in an NCCL reduction can't be cancelled by a failing peer.
+    """
 
     capturable = True
 
@@ -71,8 +74,8 @@ class NcclCommunicator:
     def _communicator(self) -> Any:
         return self._connecting.result().communicator
 
-    def meet(self, meeting: EngineMeeting, place: int) -> None:
-        """Let engines send and receive too, which they agree on in this meeting, where the rank has this place."""
+    def meet(self, meeting: Meeting, place: int) -> None:
+        """Let engines send and receive too. They agree on each transfer in this meeting, where the rank has a place."""
         nccl, end = _load_nccl(), self._make_end()
         send, receive = _function(nccl.ncclSend), _function(nccl.ncclRecv)
         load_library().splitc_end_transfers(end, meeting.address, place, PATIENCE, send, receive)
@@ -151,7 +154,7 @@ class NcclCommunicators:
         return self._keep(group, made)
 
     def create_later(self, group: Sequence[int], gpu: GpuDevice, one_machine: bool) -> NcclCommunicator:
-        """As `create`, on another thread: engines are loaded meanwhile. With sums by kernels on one machine."""
+        """As `create`, on another thread, while engines are loaded. On one machine, kernels do the all-reduces."""
 
         def connect() -> Connected:
             gpu.attach()
@@ -172,7 +175,7 @@ class NcclCommunicators:
             nccl = find_nccl()
             return nccl.get_unique_id() if self._rank == group[0] else None
 
-        # NCCL waits for all ranks of a communicator, so no rank may begin if one of them can't.
+        # NCCL blocks until all ranks of a communicator have come, so no rank may begin if one of them can't.
         known = self._all_gather(group, attempt(name))
         if isinstance(known, Failure):
             raise known.error
@@ -185,8 +188,8 @@ class NcclCommunicators:
     def close(self) -> None:
         """Release the communicators in a process that goes on. All ranks must call this at the same time.
 
-        No memory is freed that another rank still writes to. NCCL would wait for the others too, whenever Python drops
-        a communicator.
+        The ranks wait for each other, so that no memory is freed that another rank still writes to, and NCCL does not
+        block when Python drops a communicator.
         """
         for group, made in self._made:
             self._all_gather(group, None)

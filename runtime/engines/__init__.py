@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from splitc.runtime.arrays.array import Allocate, Zeros
-from splitc.runtime.gpu.weight_places import SwapRoom
+from splitc.runtime.gpu.weight_places import SwapBuffer
 from splitc.runtime.package.manifest import Weight
 
-# The runs in which shapes are new to an engine. From the next one on it may prepare for them, and after it be captured.
+# In so many runs, shapes are new to an engine. In the next one it may prepare for them, and after it be captured.
 NEW = 2
 
 
@@ -68,7 +68,7 @@ class Communicator(Protocol):
         """
 
     def connect(self) -> None:
-        """Wait until the ranks are connected, which engines must be before they run. Raises the error of any rank."""
+        """Wait until the ranks are connected, before engines run. Raises the error of any rank."""
 
     def begin(self, request: int) -> int:
         """Begin the request of this number, by which all ranks know it. Later ones have larger numbers.
@@ -80,9 +80,9 @@ class Communicator(Protocol):
         """Raise EngineError if a collective went wrong on the device. To be called when a request has ended there."""
 
     def fail(self, run: int) -> bool:
-        """Take no further part in the run of this number. What fails before its collectives end says so at once.
+        """Take no further part in the run of this number. To be called as soon as this rank's part fails.
 
-        Returns whether the other ranks' collectives of that run then fail at once. If not, they would wait for ever.
+        Returns whether the other ranks' collectives of that run then fail at once. If not, they would block for ever.
         """
 
 
@@ -114,9 +114,9 @@ class Backend(Protocol):
     ) -> LoadedEngine:
         """Load the engine file at `path`, which was built from `source`. Raises PackageError if it can't be loaded.
 
-        The engine reads only the sizes of the inputs `sizes_only`. Its `weights` lie in files beside it. One that
-        `attends` has operators of attention, whose kernels may be chosen by shape. An engine with
-        collectives inside takes a communicator. All ranks of its group must load theirs at the same time.
+        The engine reads only the sizes of the inputs `sizes_only`. Its `weights` lie in files beside it. If it
+        `attends`, it has operators of attention, whose kernels may be chosen by shape. An engine with collectives
+        inside takes a communicator. All ranks of its group must load theirs at the same time.
         """
 
     def upload(self, array: npt.NDArray[Any]) -> Any:
@@ -154,11 +154,11 @@ class Backend(Protocol):
     def reserve(self, size: int) -> None:
         """Reserve this many bytes beside the engines' own."""
 
-    def take_turns(self, room: SwapRoom) -> None:
-        """Let weights of engines that are loaded from now on have this room, in turn with those of other models."""
+    def swap_weights(self, buffer: SwapBuffer) -> None:
+        """Let weights of engines that are loaded from now on have this buffer, in turn with those of other models."""
 
     def bring_in(self) -> None:
-        """Bring these weights in, if they are not there. Until then, engines must not run. Waits for that."""
+        """Bring these weights in, if they are not there, and wait for that. Before, engines must not run."""
 
     def stop(self) -> None:
         """Make running engines fail at once. They can't be run again."""

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 
-# The variables by which users choose themselves: cuDNN's attention, and XQA for single tokens.
+# Variables by which users choose kernels: cuDNN's attention, and XQA for single tokens.
 CUDNN, XQA = "ORT_ENABLE_CUDNN_FLASH_ATTENTION", "ORT_ENABLE_XQA"
 # Bits of the provider's option `sdpa_kernel`: flash, memory-efficient, TensorRT's, math, TensorRT's flash and cross;
 # and cuDNN's, which plans 25 to 40 ms for each new shape of an engine.
@@ -19,7 +19,7 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def attention_for(known_shapes: bool) -> Iterator[Mapping[str, str]]:
-    """The provider's options for attention: cuDNN's for shapes that come again, and none that has to plan for others.
+    """The provider's options for attention: cuDNN's for shapes that come again, kernels without planning for others.
 
     Sessions that are made meanwhile don't use XQA, which is slower than cuDNN's (8B decoder on H200s, replayed tokens
     on one and two GPUs: 4.98 and 3.66 ms beside 4.83 and 3.47), and only works on one GPU of a process.

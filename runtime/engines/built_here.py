@@ -15,12 +15,12 @@ from splitc.runtime.package.manifest import Manifest
 def check_host_code(package: Path, manifest: Manifest, allowed: bool) -> None:
     """Raise MisuseError if the package's engines bring code that runs on the host, and the caller has not allowed it.
 
-    Such code can do what the program can. TensorRT itself refuses engines that bring it and don't say so here.
+    Such code can do whatever the program can. TensorRT refuses engines that bring it without being built so.
     """
     if manifest.build is not None and manifest.build.options.version_compatible and not allowed:
         raise MisuseError(
-            f"{package} was built with --version-compatible: its engines bring code that runs in this program. If you "
-            "trust where the package comes from, allow that: --host-code, or host_code=True"
+            f"{package} was built with --version-compatible: its engines contain code that runs in this program. If "
+            "you trust the source of the package, allow that with --host-code, or host_code=True"
         )
 
 

@@ -1,4 +1,4 @@
-"""Where an engine of ONNX Runtime finds its inputs in a device's memory, and puts its outputs."""
+"""The IO binding of an ONNX Runtime session on a GPU, kept from run to run."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from splitc.runtime.gpu.array import GpuArray, Place
 
 
 class KeptBinding:
-    """The IO binding of a session on a `device` (a kind and an index), kept from run to run.
+    """The IO binding of a session on a `device` (a kind and an index).
 
-    What stays at its place is bound once: all of a decoder's hundred states take half a millisecond.
+    Arrays that stay at their addresses are bound once: to bind a decoder's hundred states takes half a millisecond.
     """
 
     def __init__(self, session: ort.InferenceSession, device: tuple[str, int]) -> None:
@@ -29,7 +29,7 @@ class KeptBinding:
         self._binding = self._session.io_binding()
         self._inputs: dict[str, Place] = {}
         self._outputs: dict[str, Place] = {}
-        self._bind_own(self._names)  # all: they are given in the order in which they were bound first
+        self._bind_own(self._names)  # all: outputs are returned in the order in which they were bound first
 
     def run(
         self,
@@ -54,7 +54,7 @@ class KeptBinding:
                     self._binding.bind_output(name, *self._device, *_described(value))
             self._session.run_with_iobinding(self._binding, options)
             values = self._binding.get_outputs_as_ortvaluevector()
-            # Only these: to make an object of each state's takes as long as to launch ten kernels.
+            # Only these: to make an object for each state takes as long as to launch ten kernels.
             own = {name: ort.OrtValue(values[at]) for at, name in enumerate(self._names) if name not in into}
             self._bind_own(own)
             return own

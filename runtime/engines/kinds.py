@@ -1,12 +1,15 @@
-"""The kinds of engines, and which one is the default."""
+"""The kinds of engines, which one is the default, and the backends that load them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pkgutil import resolve_name
 
-from splitc.runtime.engines.engine_kind import EngineKind
+from splitc.runtime.engines import Backend
+from splitc.runtime.engines.kind import BackendOptions, EngineKind
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.devices import Device
+from splitc.runtime.package.manifest import Build, BuildOptions
 
 ONNXRUNTIME, TENSORRT, TENSORRT_RTX = "onnxruntime", "tensorrt", "tensorrt-rtx"
 _TENSORRT_BUILDER = "splitc.compiler.packaging.tensorrt_builder"
@@ -51,9 +54,28 @@ _TABLE = (
     ),
 )
 KINDS = {kind.name: kind for kind in _TABLE}
-# The Python modules and pip packages of the kinds that are built.
-MODULES = {kind.name: kind.module for kind in _TABLE if kind.is_built}
+# The pip packages of the kinds that are built.
 PACKAGES = {kind.name: kind.package for kind in _TABLE if kind.is_built}
+
+
+def make_backend(
+    engine: str,
+    device: Device,
+    threads: int,
+    build: Build | None = None,
+    cuda_graphs: bool = True,
+    trusts_data: bool = False,
+) -> Backend:
+    """The backend for this kind of engine on the device. `threads` are those of a CPU device.
+
+    Raises PackageError if the GPU or a library is missing.
+    """
+    kind = find_kind(engine)
+    building = BuildOptions() if build is None else build.options
+    options = BackendOptions(kind, device, threads, building, cuda_graphs, trusts_data)
+    # Only now: a machine needs no libraries but those of the engines that it uses.
+    backend: Backend = resolve_name(kind.backends[device.kind]).create(options)
+    return backend
 
 
 def find_kind(name: str) -> EngineKind:
@@ -82,7 +104,7 @@ def choose_engine(asked: str | None, devices: Sequence[Device]) -> str:
 
 def has_gpu_each(devices: Sequence[Device]) -> bool:
     """Whether there are several ranks, each with a GPU of its own."""
-    return len(devices) > 1 and len(set(devices)) == len(devices) and all(each.kind == "cuda" for each in devices)
+    return len(devices) > 1 and len(set(devices)) == len(devices) and all(device.kind == "cuda" for device in devices)
 
 
 def _by_priority() -> list[EngineKind]:

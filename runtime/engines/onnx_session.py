@@ -1,4 +1,4 @@
-"""Open ONNX files in ONNX Runtime: how large they may be, and where their data may lie."""
+"""Open ONNX files in ONNX Runtime, whose size and external data are checked."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def open_onnx(
         raise RuntimeError(reason)
     source: str | bytes = _openable(path)
     if trusts_data and (content := _from_the_root(path)) is not None:
-        # ONNX Runtime reads data below a folder only: here it is the root of all, which it takes for models in memory.
+        # ONNX Runtime reads data below one folder only. For a model in memory, that may be the root of the file system.
         source = content
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", path.resolve().anchor)
     return ort.InferenceSession(source, options, providers=providers, enable_fallback=0)
@@ -40,7 +40,7 @@ def too_large(path: Path) -> str | None:
     if not path.is_file() or (size := path.stat().st_size) <= LARGEST:
         return None
     return (
-        f"it has {format_bytes(size)} ({size:,} bytes), and one file of ONNX's format, protobuf, has less than 2 GiB "
+        f"it has {format_bytes(size)} ({size:,} bytes), and an ONNX file, which is protobuf, must have less than 2 GiB "
         f"({LARGEST + 1:,} bytes): export it with its weights in a file beside it, as external data "
         "(onnx.save_model(model, path, save_as_external_data=True))"
     )
@@ -59,9 +59,9 @@ def has_data_outside(path: Path) -> bool:
 
 
 def _from_the_root(path: Path) -> bytes | None:
-    """The model with the places of its external data given from the root of the file system.
+    """The model with paths of its external data from the root of the file system.
 
-    None if all of them are below the model's folder, where ONNX Runtime finds them.
+    None if all data are below the model's folder, where ONNX Runtime finds them.
     """
     if find_spec("onnx") is None:
         raise MisuseError("--trust-external-data needs onnx, which is not installed here: pip install onnx")
@@ -82,11 +82,11 @@ def _external(message: Any) -> Iterator[Any]:
     for field, value in message.ListFields():
         if field.message_type is None:
             continue
-        for each in value if field.is_repeated else [value]:
-            if field.message_type.name == "TensorProto" and each.external_data:
-                yield each
+        for part in value if field.is_repeated else [value]:
+            if field.message_type.name == "TensorProto" and part.external_data:
+                yield part
             elif field.message_type.name != "TensorProto":
-                yield from _external(each)
+                yield from _external(part)
 
 
 def _openable(path: Path) -> str:
@@ -96,5 +96,5 @@ def _openable(path: Path) -> str:
         text.encode()
     except UnicodeEncodeError:
         shown = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-        raise PackageError(f"ONNX Runtime can't open {shown}, whose name is no UTF-8: give it another one") from None
+        raise PackageError(f"ONNX Runtime can't open {shown}: its name is not UTF-8, so rename it") from None
     return text

@@ -18,10 +18,10 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from splitc.runtime.arrays.array import Allocate, Zeros, accumulate_arrays, bytes_of, number_type
 from splitc.runtime.arrays.onnx_types import CODES, NAMES
 from splitc.runtime.engines import Communicator
-from splitc.runtime.engines.engine_kind import BackendOptions
+from splitc.runtime.engines.kind import BackendOptions
 from splitc.runtime.engines.onnx_session import open_onnx
 from splitc.runtime.errors import EngineError, FollowingError, HandOverError, PackageError
-from splitc.runtime.gpu.weight_places import SwapRoom
+from splitc.runtime.gpu.weight_places import SwapBuffer
 from splitc.runtime.hardware.devices import host_memory
 from splitc.runtime.package.manifest import Weight
 from splitc.runtime.units import format_bytes
@@ -31,13 +31,13 @@ from splitc.runtime.units import format_bytes
 ERRORS: tuple[type[Exception], ...] = (
     RuntimeError,
     UnicodeDecodeError,  # of a message with a name in it that is no UTF-8
-    *(each for each in vars(ort_errors).values() if isinstance(each, type) and issubclass(each, Exception)),
+    *(error for error in vars(ort_errors).values() if isinstance(error, type) and issubclass(error, Exception)),
 )
 
 
-# States from this many bytes on are compared with the memory that is free, which takes a while.
+# States from this many bytes on are compared with the free memory, whose look-up takes a while.
 LARGE = 1 << 26
-# What operators say that give up a collective since another rank has failed, or is in another request.
+# What operators say if another rank has failed, or is in another request.
 _GIVEN_UP, _APART = "was given up", "ranks were not given the same requests"
 
 
@@ -195,7 +195,7 @@ class OnnxRuntimeBackend:
     def reserve(self, size: int) -> None:
         pass
 
-    def take_turns(self, room: SwapRoom) -> None:
+    def swap_weights(self, buffer: SwapBuffer) -> None:
         """See Backend. Weights in mapped files need no moving: the system drops and reads their pages as it must."""
         self._stays_mapped = True
 
@@ -209,8 +209,8 @@ class OnnxRuntimeBackend:
         return host_value(array)
 
     def zeros(self, wanted: Mapping[str, Zeros]) -> dict[str, ort.OrtValue]:
-        check_free(sum(bytes_of(each.shape, each.dtype) for each in wanted.values()))
-        return {name: host_value(np.zeros(each.shape, number_type(each.dtype))) for name, each in wanted.items()}
+        check_free(sum(bytes_of(zeros.shape, zeros.dtype) for zeros in wanted.values()))
+        return {name: host_value(np.zeros(zeros.shape, number_type(zeros.dtype))) for name, zeros in wanted.items()}
 
     def copy_front(self, value: ort.OrtValue, longer: ort.OrtValue, axis: int) -> None:
         front = host_array(value)
@@ -224,7 +224,7 @@ class OnnxRuntimeBackend:
 
 
 def check_free(size: int) -> None:
-    """Raise EngineError if this machine has not so many bytes for states: memory is only taken when it is used."""
+    """Raise EngineError if this machine lacks so many bytes for states. An allocation would succeed, and fail later."""
     if size >= LARGE and size > (free := host_memory()[1]):
         raise EngineError(f"the states of a sequence need {format_bytes(size)}, and {format_bytes(free)} is free")
 

@@ -22,8 +22,8 @@ from splitc.runtime.arrays.array import number_type
 from splitc.runtime.arrays.onnx_types import CODES, read_type
 from splitc.runtime.engines import NEW, Communicator
 from splitc.runtime.engines.attention_kernels import attention_for
-from splitc.runtime.engines.engine_kind import BackendOptions
 from splitc.runtime.engines.kept_binding import KeptBinding
+from splitc.runtime.engines.kind import BackendOptions
 from splitc.runtime.engines.onnx_session import open_onnx
 from splitc.runtime.engines.onnxruntime_cpu import (
     ERRORS,
@@ -37,7 +37,7 @@ from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.gpu.array import GpuArray
 from splitc.runtime.gpu.device import GpuDevice
 from splitc.runtime.gpu.swapped_weights import SwappedWeights
-from splitc.runtime.gpu.weight_places import SwapRoom, can_share
+from splitc.runtime.gpu.weight_places import SwapBuffer, can_share
 from splitc.runtime.gpu.weights import place_weights
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.package.manifest import Weight
@@ -54,8 +54,7 @@ WORKSPACE = ":4096:1"
 class OnnxRuntimeGpuEngine:
     """One ONNX file, which launches work on the GPU's stream and does not wait for it.
 
-    Of its `sessions` the first runs new shapes, and the last those that come again, which may be captured. `weights`
-    are what they share.
+    The first of its `sessions` runs new shapes, the last one known shapes, which may be captured. They share `weights`.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class OnnxRuntimeGpuEngine:
         self._gpu = gpu
         self._options = options
         self._weights = weights
-        self._bindings = [KeptBinding(each, ("cuda", gpu.index)) for each in sessions]
+        self._bindings = [KeptBinding(opened, ("cuda", gpu.index)) for opened in sessions]
         self.inputs = [value.name for value in session.get_inputs()]
         self.optional = frozenset(value.name for value in session.get_overridable_initializers())
         self.outputs = [value.name for value in session.get_outputs()]
@@ -94,7 +93,7 @@ class OnnxRuntimeGpuEngine:
         shapes = tuple(values[name].shape for name in self.inputs)
         seen = self._seen.get(shapes, _NEW)
         if self._gpu.tape is not None:
-            into = {**into, **self._room(seen, into)}
+            into = {**into, **self._allocate_outputs(seen, into)}
         # ONNX Runtime would copy these to the host itself, but hold Python's global lock while it waits for the stream.
         # The stream may wait for another rank, whose thread needs the lock.
         on_host = self._gpu.download({name: values[name] for name in self._on_host})
@@ -118,13 +117,13 @@ class OnnxRuntimeGpuEngine:
     def _run_overridden(self, values: Mapping[str, GpuArray], into: Mapping[str, GpuArray]) -> dict[str, GpuArray]:
         """Run on values of which some replace weights. They go through the host, as an IO binding can't take them."""
         fed = {name: host_value(array) for name, array in self._gpu.download(values).items()}
-        found = run_overridden(f"{self._name} on {self._gpu.name}", self._session, fed)
-        made = {name: self._gpu.upload(host_array(value)) for name, value in found.items()}
+        outputs = run_overridden(f"{self._name} on {self._gpu.name}", self._session, fed)
+        made = {name: self._gpu.upload(host_array(value)) for name, value in outputs.items()}
         for name, value in into.items():
             self._gpu.copy_over(value, made[name])
         return {**made, **into}
 
-    def _room(self, seen: _Seen, into: Collection[str]) -> dict[str, GpuArray]:
+    def _allocate_outputs(self, seen: _Seen, into: Collection[str]) -> dict[str, GpuArray]:
         """Our own memory for outputs that are not in `into`: the arena's memory may be reused after the run."""
         if seen.runs <= NEW:
             raise EngineError(f"{self._name} has not run with these shapes often enough to be captured")
@@ -164,7 +163,9 @@ class OnnxRuntimeGpuBackend(GpuDevice):
         super().__init__(device)
         self._cuda_graphs = cuda_graphs
         self._trusts_data = trusts_data
-        self._room: SwapRoom | None = None
+        self._swap_buffer: SwapBuffer | None = None
+        # The weights that are only on the GPU while their model is at work.
+        self.swapped: SwappedWeights | None = None
         self._options = ort.RunOptions()
         # Later work on the stream waits on the GPU, so the host need not wait.
         self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
@@ -196,26 +197,29 @@ class OnnxRuntimeGpuBackend(GpuDevice):
             capture_blocker = f"{path.name} waits for other ranks while it runs"
         if PROVIDER not in sessions[0].get_providers():  # it was dropped silently
             raise PackageError(
-                f"ONNX Runtime dropped its {PROVIDER}, and would have run on the CPU: it wants CUDA and cuDNN of the "
-                "versions that it was built for (pip install 'onnxruntime-gpu[cuda,cudnn]'), and onnxruntime and "
+                f"ONNX Runtime dropped its {PROVIDER}, and would have run on the CPU: it needs the versions of CUDA "
+                "and cuDNN that it was built for (pip install 'onnxruntime-gpu[cuda,cudnn]'), and onnxruntime and "
                 "onnxruntime-gpu must not both be installed"
             )
         return OnnxRuntimeGpuEngine(path.name, sessions, self, self._options, sizes_only, capture_blocker, shared or {})
 
     def _place(self, path: Path, weights: Sequence[Weight] | None) -> Mapping[str, ort.OrtValue] | None:
-        """The weights that the engine's sessions share with each other, or with other engines; None if they do not."""
-        if self._room is not None and weights and can_share(weights):
-            self.free_unused()
-            self.swapped = made = SwappedWeights(self, self._room, path.parent, weights)
-            return made.values
-        if self._room is not None:
+        """The weights that the engine's sessions share with each other or with other engines; None if they do not."""
+        if self._swap_buffer is not None and weights and can_share(weights):
+            self.swapped = SwappedWeights(self, self._swap_buffer, path.parent, weights)
+            return self.swapped.values
+        if self._swap_buffer is not None:
             self.notes.append(f"{path.name}: its weights stay on {self.name} while other modules work")
-        if weights is not None and can_share(weights) and (self._cuda_graphs or any(each.key for each in weights)):
+        if weights is not None and can_share(weights) and (self._cuda_graphs or any(weight.key for weight in weights)):
             return place_weights(self, path.parent, weights)
         return None
 
-    def take_turns(self, room: SwapRoom) -> None:
-        self._room = room
+    def swap_weights(self, buffer: SwapBuffer) -> None:
+        self._swap_buffer = buffer
+
+    def bring_in(self) -> None:
+        if self.swapped is not None:
+            self.swapped.bring_in()
 
     def _open_sessions(
         self, name: str, opened: Callable[[bool, bool], ort.InferenceSession], shares: bool

@@ -10,10 +10,10 @@ from pathlib import Path
 from splitc.runtime.errors import EngineError, PackageError
 
 MODULE = "splitc.runtime.collectives._operators"
-# That of native/operators.h. An editable install may have a library of older sources than its Python code.
+# That of native/library.c. An editable install may have a library of older sources than its Python code.
 INTERFACE = 7
 _POINTER, _INT, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
-# The types of its functions, which are defined in native/operators.c.
+# The types of its functions, which are defined in native/library.c.
 _FUNCTIONS = {
     "splitc_interface": (_INT, []),
     "splitc_meeting_bytes": (_SIZE, [_INT, _SIZE]),
@@ -49,9 +49,9 @@ def _find_library() -> Path:
     spec = find_spec(MODULE)
     if spec is None or spec.origin is None:
         raise PackageError(
-            "these engines exchange values with other ranks while they run, for which they need splitc's C library, "
-            "and this machine has none: install a C compiler (gcc or clang), then install splitc again. Or compile the "
-            "model on this machine: without the library, engines are cut at their collectives."
+            "these engines have collectives inside, for which they need splitc's C library, and this machine has none: "
+            "install a C compiler (gcc or clang), then install splitc again. Or compile the model on this machine: "
+            "without the library, engines are cut at their collectives."
         )
     return Path(spec.origin)
 
@@ -64,7 +64,7 @@ def load_library() -> ctypes.CDLL:
     interface = library.splitc_interface() if hasattr(library, "splitc_interface") else 0
     if interface != INTERFACE:
         raise PackageError(
-            f"splitc's C library is of interface {interface}, and its Python code wants {INTERFACE}: the sources have "
+            f"splitc's C library has interface {interface}, and its Python code needs {INTERFACE}: the sources have "
             f"changed since {path} was built. Install splitc again, as it was installed (pip install --editable .)"
         )
     for name, (result, arguments) in _FUNCTIONS.items():
@@ -76,7 +76,7 @@ def load_library() -> ctypes.CDLL:
 
 
 def _need_memory(made: int | None, function: object, arguments: object) -> int:
-    """What a function has made. Raises EngineError if it had no memory for that: NULL is no end of anything."""
+    """What a function has made. Raises EngineError if it had no memory for that."""
     if made is None:
-        raise EngineError("this machine has no memory left for what ranks meet by")
+        raise EngineError("this machine has no memory left for the collectives inside engines")
     return made

@@ -13,15 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from splitc.runtime.engines import Communicator
-from splitc.runtime.engines.engine_kind import BackendOptions, EngineKind
+from splitc.runtime.engines.kind import BackendOptions, EngineKind
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.gpu.array import GpuArray
 from splitc.runtime.gpu.device import GpuDevice
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.package.manifest import BuildOptions, Weight
 
-# The most CUDA graphs that an engine keeps.
-MOST_GRAPHS = 32
+# The most CUDA graphs that an engine keeps, and the most input shapes whose output shapes it remembers.
+MOST_GRAPHS, MOST_SHAPES = 32, 64
 # TensorRT's names of number types that are not numpy's in upper case.
 TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "FP8": "float8_e4m3fn"}
 
@@ -37,13 +37,13 @@ class TensorrtEngine:
         self._backend = backend
         trt = backend.trt
         names = [engine.get_tensor_name(number) for number in range(engine.num_io_tensors)]
-        self.inputs = [each for each in names if engine.get_tensor_mode(each) == trt.TensorIOMode.INPUT]
-        self.outputs = [each for each in names if each not in self.inputs]
-        self._types = {each: _type_name(engine.get_tensor_dtype(each)) for each in names}
-        self._on_host = {each for each in names if engine.get_tensor_location(each) == trt.TensorLocation.HOST}
-        if given := [each for each in self.outputs if each in self._on_host]:
+        self.inputs = [tensor for tensor in names if engine.get_tensor_mode(tensor) == trt.TensorIOMode.INPUT]
+        self.outputs = [tensor for tensor in names if tensor not in self.inputs]
+        self._types = {tensor: _type_name(engine.get_tensor_dtype(tensor)) for tensor in names}
+        self._on_host = {tensor for tensor in names if engine.get_tensor_location(tensor) == trt.TensorLocation.HOST}
+        if given := [tensor for tensor in self.outputs if tensor in self._on_host]:
             raise PackageError(
-                f"{name} gives '{given[0]}', a list of sizes, on the host, where no other engine takes it"
+                f"{name} outputs '{given[0]}', a list of sizes, on the host, where no other engine reads it"
             )
         self.capture_blocker: str | None = f"{name} takes a list of sizes on the host" if self._on_host else None
         self.context = _make_context(trt, engine)
@@ -76,6 +76,8 @@ class TensorrtEngine:
         key = (*(value.shape for value in given.values()), *(array.tobytes() for array in arrays.values()))
         if key not in self._shapes:
             self._bind(given, arrays)
+            if len(self._shapes) == MOST_SHAPES:
+                del self._shapes[next(iter(self._shapes))]
             self._shapes[key] = self._infer()
         shapes = self._shapes[key]
         made = {n: into[n] if n in into else self._backend.empty(shapes[n], self._types[n]) for n in self.outputs}
@@ -99,7 +101,7 @@ class TensorrtEngine:
             raise EngineError(f"{self._name} lacks the sizes of {', '.join(missing)}")
         shapes = {name: tuple(self.context.get_tensor_shape(name)) for name in self.outputs}
         if unknown := [name for name, shape in shapes.items() if min(shape, default=0) < 0]:
-            raise EngineError(f"the size of '{unknown[0]}' depends on data, which splitc's TensorRT engines can't give")
+            raise EngineError(f"the size of '{unknown[0]}' depends on data, which splitc does not support in TensorRT")
         return shapes
 
     def _launch(self, key: Any, bind: Callable[[], None]) -> None:

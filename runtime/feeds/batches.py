@@ -22,8 +22,8 @@ def cut_batches(feeds: Mapping[str, npt.NDArray[Any]], axes: Mapping[str, int] |
         raise MisuseError(f"micro_batch={rows}: a micro-batch has one row or more")
     if axes is None:
         raise MisuseError(
-            "micro_batch: the rows of a batch may depend on each other in this model: the compiler found no axis that "
-            "goes through the whole model from its inputs to all outputs"
+            "micro_batch: rows of a batch may depend on each other in this model: the compiler found no batch axis "
+            "that goes from the inputs to all outputs"
         )
     lengths = {name: array.shape[axes[name]] for name, array in feeds.items() if name in axes}
     if len(set(lengths.values())) > 1:

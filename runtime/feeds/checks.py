@@ -23,9 +23,9 @@ def check_feeds(
 ) -> dict[str, Array]:
     """The feeds as arrays on the host; with `copy` as new ones, which the caller can't change.
 
-    Feeds for `optional` inputs may be missing. Those for `fixed` ones, which the package has not, are left out: users
-    of the model always give them. Raises FeedError if a name, a number type or a shape does not fit the inputs, or a
-    value is not the one that its input was bound to.
+    Feeds for `optional` inputs may be missing. Those for `fixed` inputs, which the package does not have, are checked
+    and left out. Raises FeedError if a name, a number type or a shape does not fit the inputs, or if a value differs
+    from the one that its input was bound to.
     """
     taken = take_feeds(feeds, inputs, optional, fixed, copy)
     return {name: on_host(feed) for name, feed in taken.items()}
@@ -42,10 +42,10 @@ def take_feeds(
     """As `check_feeds`, but arrays on GPUs stay there if they are for one of the inputs `on_gpus`."""
     if not isinstance(feeds, Mapping):
         raise FeedError(f"feeds are arrays by the names of inputs, as in a dict, not {type(feeds).__name__}")
-    if given := [each for each in fixed if each.name in feeds]:
-        for each in given:
-            _check_fixed(feeds[each.name], each)
-        left_out = {each.name for each in given}
+    if bound := [tensor for tensor in fixed if tensor.name in feeds]:
+        for tensor in bound:
+            _check_fixed(feeds[tensor.name], tensor)
+        left_out = {tensor.name for tensor in bound}
         feeds = {name: feed for name, feed in feeds.items() if name not in left_out}
     known = {tensor.name: tensor for tensor in (*optional, *inputs)}
     if missing := [tensor.name for tensor in inputs if tensor.name not in feeds]:
@@ -60,7 +60,7 @@ def take_feeds(
         _check_array(feed, known[name])
     if not copy:
         return taken
-    # Here, when all have been checked. One on a GPU is complete then: what made it goes on behind its caller's back.
+    # Here, when all have been checked. A copy on a GPU is complete: whoever made the feed may write to it afterwards.
     return {name: feed.copy() for name, feed in taken.items()}
 
 
@@ -68,11 +68,11 @@ def _read(feed: npt.ArrayLike, tensor: Tensor, on_gpu: bool) -> Feed:
     """The feed as an array. Raw bytes, as numpy's files have for types that numpy lacks, get the input's type."""
     try:
         if is_on_gpu(feed):
-            found = read_gpu_feed(feed)
-            return found if on_gpu else found.on_host()
+            on_its_gpu = read_gpu_feed(feed)
+            return on_its_gpu if on_gpu else on_its_gpu.on_host()
         array = np.asarray(feed)
     except Exception as error:  # whatever the object's own conversion raises
-        raise FeedError(f"the feed of '{tensor.name}' can't be made an array: {error}") from error
+        raise FeedError(f"the feed of '{tensor.name}' can't be converted to an array: {error}") from error
     if array.dtype.type is np.void and array.dtype.itemsize == number_type(tensor.dtype).itemsize:
         return array.view(number_type(tensor.dtype))
     return array
@@ -109,23 +109,23 @@ def _check_array(array: Feed, tensor: Tensor) -> None:
 
 
 def two_sizes(arrays: Mapping[str, Feed], inputs: Sequence[Tensor], symbols: Collection[str] | None = None) -> str:
-    """How the arrays contradict the names that the model gives to sizes; empty if they don't.
+    """How the arrays contradict the model's symbolic sizes; empty if they don't.
 
-    Looks at these symbols only, or at all. To have two sizes of one name need not be wrong: exporters give one name to
-    sizes that a model does not compare.
+    Checks these `symbols` only; all if None. Two sizes for one symbol need not be wrong: exporters give one name to
+    sizes that a model never compares.
     """
-    found: dict[str, tuple[int, str]] = {}
+    sizes_of: dict[str, tuple[int, str]] = {}
     for tensor in inputs:
         sizes = arrays[tensor.name].shape if tensor.name in arrays else ()
         for symbol, size in zip(tensor.shape or (), sizes, strict=False):
             if isinstance(symbol, str) and (symbols is None or symbol in symbols):
-                known, other = found.setdefault(symbol, (size, tensor.name))
+                known, other = sizes_of.setdefault(symbol, (size, tensor.name))
                 if known != size:
                     return f"'{symbol}' is {known} in the input '{other}' and {size} in '{tensor.name}'"
-    for symbol, (size, name) in found.items():
+    for symbol, (size, name) in sizes_of.items():
         terms = symbol.split(" + ")
-        total = sum(found[term][0] for term in terms if term in found)
-        if len(terms) > 1 and all(term in found for term in terms) and total != size:
+        total = sum(sizes_of[term][0] for term in terms if term in sizes_of)
+        if len(terms) > 1 and all(term in sizes_of for term in terms) and total != size:
             return f"'{symbol}' is {total} by the other inputs and {size} in '{name}'"
     return ""
 
@@ -133,7 +133,7 @@ def two_sizes(arrays: Mapping[str, Feed], inputs: Sequence[Tensor], symbols: Col
 def check_sizes(arrays: Mapping[str, Feed], manifest: Manifest) -> None:
     """Raise FeedError if a size that ranks read off any input which has it is not the same in all of them."""
     if manifest.shared_sizes and (said := two_sizes(arrays, manifest.inputs, manifest.shared_sizes)):
-        raise FeedError(f"{said}: this package takes them for one size, as the model's file names them")
+        raise FeedError(f"{said}: this package treats them as one size, since the model gives them one name")
 
 
 def explain_failure(error: BaseException, arrays: Mapping[str, Feed], inputs: Sequence[Tensor]) -> BaseException:

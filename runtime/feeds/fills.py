@@ -1,4 +1,4 @@
-"""Make up arrays for a package's inputs: by their roles, or as a user says (`--fill`)."""
+"""Generate arrays for a package's inputs: by their roles, or as a user says (`--fill`)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def parse_fills(texts: Sequence[str]) -> dict[str, Fill]:
         name, _, how = text.rpartition("=")
         word, *ends = how.split(":")
         if name in fills:
-            raise MisuseError(f"--fill says twice how to make up '{name}', the second time by {text}")
+            raise MisuseError(f"--fill gives '{name}' twice, the second time by {text}: leave out one of them")
         if name and how in FILLS:
             fills[name] = FILLS[how]
         elif name and word == "randint" and len(ends) == 2 and all(map(_NUMBER.fullmatch, ends)):
@@ -41,9 +41,9 @@ def parse_fills(texts: Sequence[str]) -> dict[str, Fill]:
         else:
             raise MisuseError(f"can't read --fill {text}: write NAME= and {', '.join(FILLS)}, or randint:LOW:HIGH")
         if fills[name].kind == "randint" and fills[name].low >= fills[name].high:
-            raise MisuseError(f"--fill {text}: there is no number from {ends[0]} to before {ends[1]}")
+            raise MisuseError(f"--fill {text}: LOW ({ends[0]}) must be less than HIGH ({ends[1]})")
         if fills[name].kind == "randint" and not -MOST <= fills[name].low < fills[name].high <= MOST:
-            raise MisuseError(f"--fill {shortened(text)}: the numbers go from -2^63 to 2^63, at most")
+            raise MisuseError(f"--fill {shortened(text)}: numbers must be from -2^63 to 2^63")
     return fills
 
 

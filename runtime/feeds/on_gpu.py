@@ -17,10 +17,7 @@ CUDA_MEMORY = (2, 13)
 
 @dataclass(frozen=True, eq=False)
 class GpuFeed:
-    """An array of CuPy, its elements in order, on the GPU `device` of this process.
-
-    It has its numbers when the event `ready` has happened.
-    """
+    """A contiguous array of CuPy on the GPU `device` of this process, which is complete after the event `ready`."""
 
     array: Any
     device: int
@@ -79,10 +76,10 @@ def is_on_gpu(feed: object) -> bool:
 
 
 def read_gpu_feed(feed: Any) -> GpuFeed:
-    """The array as a feed, without a copy unless its elements are not in order.
+    """The array as a feed, without a copy if it is contiguous.
 
-    To be called by the thread that made the array: its library knows by that what the array must wait for. Raises what
-    the library raises.
+    To be called by the thread that made the array: its library knows by the thread's current stream what the array must
+    wait for. Raises what the library raises.
     """
     cupy = need_cupy()
     by_dlpack = hasattr(feed, "__dlpack_device__")
@@ -105,7 +102,7 @@ def _record(stream: Any) -> Any:
 
 @cache
 def _arrivals(device: int) -> Any:
-    """The stream of this process that arrays arrive on: it waits for who made them, so that ranks' streams need not."""
+    """The stream on which this process takes arrays: it waits for their makers, so that ranks' streams need not."""
     cupy = need_cupy()
     with cupy.cuda.Device(device):
         return cupy.cuda.Stream(non_blocking=True)

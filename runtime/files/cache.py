@@ -18,7 +18,7 @@ def cache_file(name: str) -> Path:
     except RuntimeError as error:
         raise MisuseError(str(error)) from error
     if not path.is_absolute():  # by earlier versions of the library: it would be a folder named ~ wherever we are
-        raise MisuseError(f"there is no home to write {path} to")
+        raise MisuseError(f"there is no home folder to write {path} to")
     return path
 
 
@@ -43,5 +43,5 @@ def write_cache(name: str, content: bytes) -> None:
             file.write(content)
     except MisuseError as error:
         raise MisuseError(
-            f"measurements can't be kept for later: {error} (XDG_CACHE_HOME names a folder for them)"
+            f"measurements can't be kept for later: {error} (set XDG_CACHE_HOME to a folder for them)"
         ) from error

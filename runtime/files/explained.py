@@ -1,4 +1,4 @@
-"""What the system raises, as errors for users."""
+"""Errors of the system, as errors for users."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def explained(error: BaseException) -> SplitcError | None:
     """The error for users; None if it is a bug of ours."""
     if isinstance(error, SplitcError):
         return error
-    if any(isinstance(each, KeyboardInterrupt) for each in _chain(error)):  # libraries make other errors of it
+    if any(isinstance(cause, KeyboardInterrupt) for cause in _chain(error)):  # libraries make other errors of it
         return Interrupted("interrupted")
     if isinstance(error, OSError):
         if error.errno in FULL and error.filename is None:
             folder = tempfile.gettempdir()
             free = format_bytes(shutil.disk_usage(folder).free)
-            return SplitcError(f"{error.strerror} where it was written to (temporary files: {folder}, {free} free)")
+            return SplitcError(f"{error.strerror} (temporary files are written to {folder}, {free} free)")
         if error.errno == errno.EMFILE:
             return SplitcError("this process may have no more open files: raise their limit (ulimit -n)")
         places = [str(name) for name in (error.filename, error.filename2) if name is not None]
         return SplitcError(": ".join([*places, error.strerror or str(error) or type(error).__name__]))
     if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
         return SplitcError(
-            "the system lets this process start no more threads: raise the limit of processes (ulimit -u, or the "
-            "container's), or give devices fewer with --threads"
+            "this process may start no more threads: raise the limit of processes (ulimit -u, or the container's), or "
+            "give devices fewer threads with --threads"
         )
     if isinstance(error, MemoryError):
         return SplitcError(f"there is not enough memory on this machine: {error or 'an allocation failed'}")

@@ -1,8 +1,8 @@
-"""Text without power over a terminal or a page: names in models and files may have any characters."""
+"""Text without characters that control a terminal or a page: names in models and files may have any."""
 
 from __future__ import annotations
 
-# What is shown of characters that control a terminal, or that turn the order of others around: not newlines and tabs.
+# What is shown for control characters, except newlines and tabs, and for those that change the direction of text.
 VISIBLE = {
     **{code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"},
     127: 0x2421,
@@ -11,5 +11,5 @@ VISIBLE = {
 
 
 def visible(text: str) -> str:
-    """The text with signs in place of such characters."""
+    """The text with symbols in place of such characters."""
     return text.translate(VISIBLE)

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and never over what is read. Files of others that are read."""
+"""Files that are written whole or not at all, and never over what is read; checks of files that are read."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from splitc.runtime.units import format_bytes
 
 # The most bytes of a file that is read whole.
 MOST_BYTES = 1 << 30
-# What it says where a hard link can't be: to another file system, on one without them, or one too many.
+# Errors where a hard link is impossible: to another file system, on one without links, or one link too many.
 NO_LINK = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
-# What the system says of a full disk and of a full quota.
+# The errors of a full disk and of a full quota.
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def check_regular(path: Path) -> None:
     """Raise MisuseError unless the path leads to a regular file of at most MOST_BYTES: a pipe may never end."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError as error:
         raise MisuseError(f"can't read {path}: {error.strerror}") from error
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise MisuseError(f"can't read {path}: it is {'a folder' if path.is_dir() else 'no regular file'}")
-    if found.st_size > MOST_BYTES:
-        size, most = format_bytes(found.st_size), format_bytes(MOST_BYTES)
+    if status.st_size > MOST_BYTES:
+        size, most = format_bytes(status.st_size), format_bytes(MOST_BYTES)
         raise MisuseError(f"can't read {path}: it has {size}, and such files have {most} at most")
 
 
@@ -81,11 +81,11 @@ def check_output(path: Path, read: Iterable[Path]) -> None:
             raise MisuseError(f"can't write {path}: it is a folder")
     except PermissionError as error:  # a folder on the way that may not be looked into
         raise MisuseError(f"can't write {path}: {error.strerror}") from error
-    place = Path(os.path.realpath(path))  # unlike resolve(), it takes links in a circle
-    for each in read:
-        if place == (other := Path(os.path.realpath(each))) or (other.is_dir() and other in place.parents):
-            what = "which is read" if other == place else f"in {each}, which is read"
-            raise MisuseError(f"{path} would be written over, {what}: choose another name")
+    place = Path(os.path.realpath(path))  # unlike resolve(), it accepts circular links
+    for source in read:
+        if place == (other := Path(os.path.realpath(source))) or (other.is_dir() and other in place.parents):
+            what = "which is read" if other == place else f"in {source}, which is read"
+            raise MisuseError(f"{path} would be overwritten, {what}: choose another name")
 
 
 @contextmanager

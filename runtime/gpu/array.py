@@ -38,10 +38,9 @@ class GpuArray:
 class Tape:
     """A rank's buffers for a recorded request.
 
-    `inputs` is pinned memory, by name, that a replay copies to the GPU at its begin, or for feeds that are on a GPU
-    already, what they are copied to before. `owned` is pinned memory with numbers of the engines, which a replay copies
-    too. Objects in `kept` must stay alive until the capture ends. All other memory of a graph comes from the GPU's
-    private pool, which nobody else uses.
+    `inputs` has, by name, pinned memory that a replay first copies to the GPU, or memory on the GPU for feeds that are
+    on one already. `owned` is pinned memory with numbers of the engines, which a replay copies too. Objects in `kept`
+    must stay alive until the capture ends. All other memory of a graph comes from the GPU's private pool.
     """
 
     inputs: dict[str, npt.NDArray[Any] | GpuArray] = field(default_factory=dict)

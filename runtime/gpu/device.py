@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,7 @@ from splitc.runtime.feeds.on_gpu import GpuFeed
 from splitc.runtime.gpu.array import GpuArray, Tape
 from splitc.runtime.gpu.kernels import copy
 from splitc.runtime.gpu.pinned_memory import Pins
-from splitc.runtime.gpu.weight_places import ALIGNED, SwapRoom
+from splitc.runtime.gpu.weight_places import SwapBuffer, lay_out
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.hardware.gpus import need_cupy
 from splitc.runtime.hardware.profiles import find_profile
@@ -37,7 +36,7 @@ EARLY, LATE = 0.5, 2.0
 LEAST_SLEEP = 5e-4
 # Seconds that a rank waits for its GPU when it ends.
 CLOSING = 5.0
-# GPUs whose streams did not finish. They are kept for ever, since their memory may still be in use.
+# GPUs whose streams did not finish, kept for ever, since their memory may still be in use.
 _STUCK: list[GpuDevice] = []
 # cudaErrorNotReady.
 NOT_READY = 600
@@ -45,24 +44,12 @@ NOT_READY = 600
 LARGE = 1 << 20
 
 
-class Swapped(Protocol):
-    """Weights that have the memory of a GPU in turn with others."""
-
-    @property
-    def is_in(self) -> bool:
-        """Whether they are there."""
-
-    def bring_in(self) -> None:
-        """Bring them in, and wait for that."""
-
-
 class GpuDevice:
     """A rank's GPU. It may be created on any thread, and is then used by one thread, which calls `attach` first.
 
     `name` is the user's, `index` CUDA's number of it in this process. `profile` describes its kind. `notes` are
     messages for the user. While a request is recorded as a CUDA graph, `tape` has this rank's buffers; `recorded` says
-    that a request was ever recorded. `interrupted` returns an error if the thread should stop waiting. Raises
-    PackageError if there is no such GPU.
+    whether a request was ever recorded. Raises PackageError if there is no such GPU.
     """
 
     asynchronous = True
@@ -82,8 +69,6 @@ class GpuDevice:
             raise PackageError(f"{self.name} can't be used: {error}") from error
         if index >= count:
             raise PackageError(f"there is no {self.name}: this machine has {count} GPUs (see 'splitc devices')")
-        # The weights that are only there while their model is at work.
-        self.swapped: Swapped | None = None
         # Whether its rank was ended, which then waits for nothing any more.
         self._stopped = False
         self.notes: list[str] = []
@@ -146,12 +131,11 @@ class GpuDevice:
 
     def zeros(self, wanted: Mapping[str, Zeros]) -> dict[str, GpuArray]:
         """Zeros by name, side by side in one piece of memory: a decoder has a hundred states, and is waited for."""
-        sizes = [bytes_of(each.shape, each.dtype) for each in wanted.values()]
-        ends = list(itertools.accumulate(-(-size // ALIGNED) * ALIGNED for size in sizes))
-        whole = self.empty((ends[-1] if ends else 0,), "uint8")
+        starts, size = lay_out(bytes_of(state.shape, state.dtype) for state in wanted.values())
+        whole = self.empty((size,), "uint8")
         made = {
-            name: GpuArray(whole.pointer + start, each.shape, each.dtype, whole.owner)
-            for (name, each), start in zip(wanted.items(), [0, *ends], strict=False)
+            name: GpuArray(whole.pointer + start, state.shape, state.dtype, whole.owner)
+            for (name, state), start in zip(wanted.items(), starts, strict=True)
         }
         self.clear(made.values())
         return made
@@ -162,8 +146,8 @@ class GpuDevice:
         for state in states:
             pieces.setdefault(id(state.owner), []).append(state)
         for piece in pieces.values():
-            start = min(each.pointer for each in piece)
-            if size := max(each.pointer + each.nbytes for each in piece) - start:
+            start = min(state.pointer for state in piece)
+            if size := max(state.pointer + state.nbytes for state in piece) - start:
                 self.cuda.runtime.memsetAsync(start, 0, size, self.stream.ptr)
 
     def stage(self, array: npt.NDArray[Any]) -> tuple[GpuArray, npt.NDArray[Any]]:
@@ -188,7 +172,7 @@ class GpuDevice:
         if not values:
             return dict
         if self.tape is not None:
-            raise EngineError(f"{', '.join(values)}: the host reads that while the request runs")
+            raise EngineError(f"{', '.join(values)}: the host reads this while the request runs")
         copied, made = self.copy_to_pinned(values, allocate), self.record()
 
         def wait() -> dict[str, npt.NDArray[np.generic]]:
@@ -202,7 +186,7 @@ class GpuDevice:
     ) -> dict[str, npt.NDArray[np.generic]]:
         """Pinned memory that the arrays are copied to on the stream, by name: that of `allocate`, or new one."""
         shapes = {name: (value.shape, number_type(value.dtype)) for name, value in values.items()}
-        give = allocate or (lambda wanted: {name: self.pinned(*each) for name, each in wanted.items()})
+        give = allocate or (lambda wanted: {name: self.pinned(*shape) for name, shape in wanted.items()})
         copied = give(shapes)
         for name, value in values.items():
             self._copy(copied[name].ctypes.data, value.pointer, value.nbytes, self.cuda.runtime.memcpyDeviceToHost)
@@ -210,7 +194,7 @@ class GpuDevice:
         return copied
 
     def take(self, feed: GpuFeed, target: GpuArray | None = None) -> GpuArray:
-        """A copy of a feed that is on a GPU, when that is ready: in `target`, which has its size, or in new memory."""
+        """A copy of a feed that is on a GPU, once that is ready: in `target`, of the same size, or in new memory."""
         made = target or self.empty(feed.shape, str(feed.dtype))
         self.stream.wait_event(feed.ready)
         if size := made.nbytes:
@@ -279,18 +263,15 @@ class GpuDevice:
         """
         self.cuda.alloc(max(1, size))
 
-    def take_turns(self, room: SwapRoom) -> None:
+    def swap_weights(self, buffer: SwapBuffer) -> None:
         """See Backend. Here no engine's weights can be moved."""
         self.notes.append(f"weights stay on {self.name} while other modules work: these engines hold them inside")
 
     def bring_in(self) -> None:
-        """See Backend."""
-        if self.swapped is not None and not self.swapped.is_in:
-            self.free_unused()
-            self.swapped.bring_in()
+        """See Backend. Here they are always there."""
 
     def free_unused(self) -> None:
-        """Give memory of the pool that nobody has back to the GPU."""
+        """Return the pool's unused memory to the GPU."""
         with self.device:
             self.cupy.get_default_memory_pool().free_all_blocks()
 
@@ -355,7 +336,7 @@ class GpuDevice:
         self._stopped = True
 
     def pin(self, memory: npt.NDArray[np.uint8]) -> None:
-        """Make memory on the host one that the GPU copies from and to directly, until it is freed."""
+        """Pin memory of the host, until it is freed."""
         self._pins.add(memory)
 
     def pinned(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:

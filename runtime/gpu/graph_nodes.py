@@ -1,4 +1,4 @@
-"""What a captured CUDA graph copies from the host's memory. CuPy does not tell, and CUDA's driver does.
+"""What a captured CUDA graph copies from the host's memory, which CUDA's driver tells, and CuPy does not.
 
 The structures and the numbers are those of cuda.h (CUDA_MEMCPY3D_v2, CUgraphNodeType, CUmemorytype).
 """
@@ -61,15 +61,15 @@ def _driver() -> Any:
 
 
 def own_what_is_copied(graph: Any, known: Sequence[npt.NDArray[Any]], pinned: Callable[[int], Bytes]) -> list[Bytes]:
-    """Let a graph copy from memory of its own, in the place of pinned memory of the host that an engine gave it.
+    """Replace pinned memory of engines, which a graph copies from, by memory of its own.
 
-    Engines use theirs again for something else once they have run. Returns the memory, which must live as long as the
-    graph. `known` is what may stay, `pinned` makes new memory.
+    Engines reuse theirs once they have run. Returns the new memory, which must live as long as the graph. `known` is
+    memory that may stay, `pinned` makes new memory.
 
-    Raises EngineError if the graph copies from other memory of the host, which may be gone already, or copies to it.
+    Raises EngineError if the graph copies from unpinned memory of the host, which may be freed already, or to the host.
     """
     owned = []
-    places = [range(each.ctypes.data, each.ctypes.data + each.nbytes) for each in known]
+    places = [range(memory.ctypes.data, memory.ctypes.data + memory.nbytes) for memory in known]
     for node, copy, is_inside in _copies(graph.graph):
         source, target = (_address(end, places) for end in (copy.source, copy.target))
         if source is None and target is None:

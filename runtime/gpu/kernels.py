@@ -1,4 +1,4 @@
-"""A small CUDA kernel that copies: in a captured graph it begins sooner than a copy of CUDA's own."""
+"""A small CUDA kernel that copies: in a captured graph it starts sooner than CUDA's own copy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _compile() -> Any:
         kernel.compile()
     except Exception as error:  # CuPy has several kinds of errors, none of which says what to do
         raise EngineError(
-            "CuPy can't compile the kernel that copies on GPUs; its compiler is NVRTC, pip install "
+            "CuPy can't compile the kernel that copies on GPUs; it needs NVRTC: pip install "
             f"nvidia-cuda-nvrtc-cu12 (or nvidia-cuda-nvrtc with a driver of CUDA 13): {error}"
         ) from error
     return kernel

@@ -14,9 +14,9 @@ from splitc.runtime.units import format_bytes
 def hand_over(gpu: GpuDevice, values: Mapping[str, GpuArray]) -> Callable[[], dict[str, Any]]:
     """Begin to copy arrays to CuPy's own. Returns a function that waits, on any thread, and gives these by name.
 
-    Their memory is that of the default stream, as of arrays that a caller makes. The memory of the rank's stream would
-    be used again as soon as the caller drops them, while work that the caller has begun may still read them. Raises
-    EngineError if there is not enough memory.
+    Their memory belongs to the default stream, as that of arrays that a caller makes. Memory of the rank's stream would
+    be reused as soon as the caller drops the arrays, while work that the caller has launched may still read them.
+    Raises EngineError if there is not enough memory.
     """
     if not values:
         return dict
@@ -24,7 +24,7 @@ def hand_over(gpu: GpuDevice, values: Mapping[str, GpuArray]) -> Callable[[], di
         own, default = gpu.cuda.get_current_stream(), gpu.cuda.Stream.null
         default.use()
         try:
-            made = _make_room(gpu, values)
+            made = _allocate(gpu, values)
             free = gpu.cuda.Event(disable_timing=True)
             free.record(default)
         finally:  # as a context manager, the default stream would stay the current one, for captures too
@@ -42,13 +42,13 @@ def hand_over(gpu: GpuDevice, values: Mapping[str, GpuArray]) -> Callable[[], di
     return wait
 
 
-def _make_room(gpu: GpuDevice, values: Mapping[str, GpuArray]) -> dict[str, Any]:
+def _allocate(gpu: GpuDevice, values: Mapping[str, GpuArray]) -> dict[str, Any]:
     """CuPy's own arrays of these sizes, of the current stream."""
     try:
         return {name: gpu.cupy.empty(value.shape, value.dtype) for name, value in values.items()}
     except MemoryError as error:  # CuPy's derives from it
         size = format_bytes(sum(value.nbytes for value in values.values()))
         raise EngineError(
-            f"{gpu.name} has no room for outputs of {size} that are to stay there: drop outputs of earlier requests, "
-            "or run without on_device"
+            f"{gpu.name} has no memory left for {size} of outputs that are to stay there: drop outputs of earlier "
+            "requests, or run without on_device"
         ) from error

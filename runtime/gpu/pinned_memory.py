@@ -13,9 +13,9 @@ from splitc.runtime.ipc.demand import Demand
 
 
 class Pins:
-    """The memory that is registered with a GPU, until it is freed: CUDA must know of that before the system does.
+    """Memory that is registered with a GPU, and unregistered before it is freed; and pinned memory of CuPy's pool.
 
-    And memory of CuPy's pool, which keeps what was freed for later.
+    The pool keeps what was freed for later.
     """
 
     def __init__(self, cupy: Any, index: int) -> None:
@@ -31,10 +31,10 @@ class Pins:
         address = memory.ctypes.data
         with self._cuda.Device(self._index):
             self._cuda.runtime.hostRegister(address, memory.nbytes, 0)
-        # With the end of the array, which is before that of what it was made from: a map tells of its end afterwards.
+        # When the array is freed, which is before its map is: CUDA must not have memory that is unmapped.
         end = weakref.finalize(memory, _unregister, self._cuda, self._index, address)
-        end.atexit = False  # the system does that, and does not wait for a GPU that hangs
-        self._ends = [each for each in self._ends if each.alive] + [end]
+        end.atexit = False  # the system does so, without waiting for a GPU that hangs
+        self._ends = [end for end in self._ends if end.alive] + [end]
 
     def take(self, size: int, trims: bool) -> Any:
         """Pinned memory of the pool. With `trims`, the pool first frees what is many times larger than is needed."""
@@ -47,7 +47,7 @@ class Pins:
 
     def keep(self) -> None:
         """Keep the memory for ever: the GPU may still copy."""
-        self._kept += [each.detach() for each in self._ends]
+        self._kept += [end.detach() for end in self._ends]
 
 
 def _unregister(cuda: Any, index: int, address: int) -> None:

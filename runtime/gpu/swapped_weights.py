@@ -1,4 +1,4 @@
-"""Weights of models that work in turn: each model's wait in pinned memory of the host, and have the same room on a GPU.
+"""Weights of models that work in turn: each model's wait in pinned memory of the host, and share one buffer on a GPU.
 
 Addresses never change, so that sessions and recorded CUDA graphs go on as they are.
 """
@@ -14,14 +14,14 @@ import numpy as np
 import onnxruntime as ort
 
 from splitc.runtime.gpu.device import GpuDevice
-from splitc.runtime.gpu.weight_places import SwapRoom, lay_out, size_of
+from splitc.runtime.gpu.weight_places import SwapBuffer, lay_out, size_of
 from splitc.runtime.gpu.weights import COPYING, make_value
 from splitc.runtime.package.manifest import Weight
 from splitc.runtime.threads.executor import Executor
 
 
-class _Memory:
-    """The room on a GPU, and whose weights are in it."""
+class _Buffer:
+    """The memory on a GPU, and whose weights are in it."""
 
     def __init__(self, gpu: GpuDevice, size: int) -> None:
         self.chunk = gpu.allocate(size)
@@ -30,7 +30,7 @@ class _Memory:
 
 
 # By the GPU's number and the pipeline's, as long as a model has weights in it.
-_rooms: WeakValueDictionary[tuple[int, int], _Memory] = WeakValueDictionary()
+_buffers: WeakValueDictionary[tuple[int, int], _Buffer] = WeakValueDictionary()
 _making = threading.Lock()
 
 
@@ -40,14 +40,15 @@ class SwappedWeights:
     Their files lie in `folder`. They are there when this is made. Raises EngineError if there is not enough memory.
     """
 
-    def __init__(self, gpu: GpuDevice, room: SwapRoom, folder: Path, weights: Sequence[Weight]) -> None:
-        starts, size = lay_out(weights)
+    def __init__(self, gpu: GpuDevice, buffer: SwapBuffer, folder: Path, weights: Sequence[Weight]) -> None:
+        starts, size = lay_out(map(size_of, weights))
+        gpu.free_unused()
         with _making:
-            key = gpu.index, room.pipeline
-            memory = _rooms.get(key) or _Memory(gpu, max(room.bytes, size))
-            _rooms[key] = memory
-        assert size <= memory.size, "the room is that of the largest model"
-        self._gpu, self._memory = gpu, memory
+            key = gpu.index, buffer.pipeline
+            shared = _buffers.get(key) or _Buffer(gpu, max(buffer.bytes, size))
+            _buffers[key] = shared
+        assert size <= shared.size, "the buffer is as large as the largest model's weights"
+        self._gpu, self._buffer = gpu, shared
         self._pinned = gpu.pinned_alone(size)
         files = {name: np.memmap(folder / name, np.uint8, "r") for name in {weight.file for weight in weights}}
 
@@ -58,7 +59,7 @@ class SwappedWeights:
         with Executor(COPYING) as pool:
             list(pool.map(read, weights, starts))
         with gpu.device:
-            places = [gpu.cuda.MemoryPointer(memory.chunk, start) for start in starts]
+            places = [gpu.cuda.MemoryPointer(shared.chunk, start) for start in starts]
             self.values: Mapping[str, ort.OrtValue] = {
                 weight.name: make_value(gpu, weight, place) for weight, place in zip(weights, places, strict=True)
             }
@@ -66,21 +67,22 @@ class SwappedWeights:
 
     @property
     def is_in(self) -> bool:
-        """Whether the weights are in the room."""
-        return self._memory.holds is not None and self._memory.holds() is self
+        """Whether the weights are in the buffer."""
+        return self._buffer.holds is not None and self._buffer.holds() is self
 
     def bring_in(self) -> None:
         """Copy the weights in, when those that were there before have done all their work. Waits for the copy."""
-        gpu, memory = self._gpu, self._memory
+        gpu, buffer = self._gpu, self._buffer
         if self.is_in:
             return
-        before = None if memory.holds is None else memory.holds()
+        gpu.free_unused()
+        before = None if buffer.holds is None else buffer.holds()
         if before is not None:
-            before._gpu.wait(before._gpu.record())
-        memory.holds = None  # if the copy fails
+            before._gpu.wait_all()
+        buffer.holds = None  # if the copy fails
         runtime = gpu.cuda.runtime
         runtime.memcpyAsync(
-            memory.chunk.ptr, self._pinned.ctypes.data, self._pinned.nbytes, runtime.memcpyHostToDevice, gpu.stream.ptr
+            buffer.chunk.ptr, self._pinned.ctypes.data, self._pinned.nbytes, runtime.memcpyHostToDevice, gpu.stream.ptr
         )
         gpu.wait_all()
-        memory.holds = ref(self)
+        buffer.holds = ref(self)

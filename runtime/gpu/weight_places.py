@@ -1,8 +1,8 @@
-"""Where the weights of an engine lie in a GPU's memory, when sessions do not place them themselves."""
+"""The layout of an engine's weights in a GPU's memory, where sessions do not allocate them themselves."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from msgspec import Struct
@@ -31,7 +31,7 @@ PASSED_ON = frozenset(
 )
 
 
-class SwapRoom(Struct, frozen=True, array_like=True):
+class SwapBuffer(Struct, frozen=True, array_like=True):
     """Memory of a device, of so many bytes, for the weights of whichever model of a pipeline is at work.
 
     `pipeline` is the pipeline's number in the caller's process.
@@ -51,13 +51,13 @@ def size_of(weight: Weight) -> int:
     return bytes_of(tuple(weight.shape), weight.dtype)
 
 
-def lay_out(weights: Sequence[Weight]) -> tuple[list[int], int]:
-    """Where each weight begins in one piece of memory, and the bytes of that."""
-    ends = list(accumulate((-(-size_of(weight) // ALIGNED) * ALIGNED for weight in weights), initial=0))
+def lay_out(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Where arrays of these bytes begin in one piece of memory, and the bytes of that."""
+    ends = list(accumulate((-(-size // ALIGNED) * ALIGNED for size in sizes), initial=0))
     return ends[:-1], max(ALIGNED, ends[-1])
 
 
 def swappable_bytes(rank: Rank) -> int:
-    """The bytes of a rank's weights that can be moved in and out: those of a single engine; 0 if they can't be."""
+    """The bytes of a rank's weights that can be swapped: those of a single engine; 0 if they can't be."""
     weights = rank.engines[0].weights if len(rank.engines) == 1 else None
-    return lay_out(weights)[1] if weights and can_share(weights) else 0
+    return lay_out(map(size_of, weights))[1] if weights and can_share(weights) else 0

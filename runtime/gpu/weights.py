@@ -26,8 +26,8 @@ Bytes = npt.NDArray[np.uint8]
 BFLOAT, BITS = 4, "uint16"
 # Where the code of the number type is in DLPack's DLManagedTensor (dlpack.h: after a pointer and three int32).
 CODE_AT = 20
-# Threads that copy weights to the GPU, and the most bytes of a copy. The driver copies ordinary memory on one core, at
-# 9 GB/s on an H200's host; four threads that copy it to pinned memory themselves reach 32.
+# Threads that copy weights to the GPU, and the most bytes of a copy. The driver copies pageable memory on one core, at
+# 9 GB/s on an H200's host; four threads that copy it to pinned memory themselves reach 32 GB/s.
 COPYING, PIECE = 4, 8 << 20
 
 
@@ -59,7 +59,7 @@ def _place(gpu: GpuDevice, folder: Path, weights: Sequence[Weight]) -> Mapping[s
     if not weights:
         return {}
     sizes = list(map(size_of, weights))
-    starts, whole = lay_out(weights)
+    starts, whole = lay_out(sizes)
     memory = gpu.allocate(whole)
     places = [gpu.cuda.MemoryPointer(memory, start) for start in starts]
     files = {name: np.memmap(folder / name, np.uint8, "r") for name in {weight.file for weight in weights}}

@@ -1,4 +1,4 @@
-"""The limits of this process's control groups, such as a container's --cpus and --memory. Linux has such."""
+"""The limits of this process's control groups on Linux, such as a container's --cpus and --memory."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path, PurePosixPath
 
-# A group's files of memory, in the second version of control groups and in the first: its limit, what it has, and what
-# the names of its statistics begin with.
+# A group's memory files, in version 2 of control groups and in version 1: its limit, its usage, and the prefix of its
+# statistics.
 _MEMORY = (("memory.max", "memory.current", ""), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"))
 
 
 @cache
 def cpu_limit(root: Path = Path("/")) -> float:
-    """How many cores' time this process may take together with the others of its groups; infinity without a limit."""
+    """The cores that this process may use, together with the others of its groups; infinity without a limit."""
     return min(map(_cores_of, _groups("cpu", root)), default=math.inf)
 
 
 def memory_limit(root: Path = Path("/")) -> tuple[float, float]:
-    """The bytes that this process may have together with the others of its groups, and how many of them are free.
+    """The bytes that this process may use, together with the others of its groups, and how many of them are free.
 
     Infinity without a limit.
     """
@@ -40,12 +40,12 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
         mounted = root / "sys/fs/cgroup" / (controller if controllers else "")
         # Each group is limited by those that it is in. A container may see its own as the outermost.
         group = PurePosixPath(name)
-        for each in (group, *group.parents):
-            yield mounted / str(each).lstrip("/")
+        for folder in (group, *group.parents):
+            yield mounted / str(folder).lstrip("/")
 
 
 def _cores_of(folder: Path) -> float:
-    """The limit of one group, of the second version of control groups or the first."""
+    """The limit of one group, of either version of control groups."""
     try:
         if (file := folder / "cpu.max").exists():
             quota, period = file.read_text().split()
@@ -57,7 +57,7 @@ def _cores_of(folder: Path) -> float:
 
 
 def _memory_of(folder: Path) -> tuple[float, float]:
-    """The limit of one group, and what is free of it. The system drops what files have of it when it is needed."""
+    """The limit of one group, and what is free of it: the system drops cached files when memory is needed."""
     for limited, used, prefix in _MEMORY:
         try:
             if (limit := (folder / limited).read_text().strip()) == "max":

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import psutil
@@ -83,14 +83,16 @@ def parse_devices(texts: Sequence[str]) -> list[Device]:
         for name in re.split(r"[&,]", text):
             devices += _parse_one(name.strip())
     if not devices:
-        raise MisuseError("no device given: name them with -d, as in -d cpu0 -d cpu1 or -d 2xcpu")
+        raise MisuseError("no device given: name devices with -d, as in -d cpu0 -d cpu1 or -d 2xcpu")
     if len({device.host is None for device in devices}) > 1:
-        placed, homeless = (next(each for each in devices if (each.host is None) is bare) for bare in (False, True))
+        placed, homeless = (
+            next(device for device in devices if (device.host is None) is bare) for bare in (False, True)
+        )
         raise MisuseError(f"{placed} names its host and {homeless} does not: name the host of every device, or of none")
     return devices
 
 
-@cache  # a page asks for every step of every request
+@lru_cache(MOST)  # a page asks for every step of every request
 def device_named(name: str) -> Device:
     """The one device of this name, as packages have it. Raises MisuseError for an unknown name."""
     (device,) = parse_devices([name])
@@ -106,11 +108,11 @@ def parse_hosts(text: str) -> list[Device]:
     if not match or not int(match["hosts"]):
         raise MisuseError(
             f"can't read --hosts '{shortened(text)}': write 2x4xcuda for two hosts with four GPUs each. For hosts that "
-            "are not alike, name the devices: -d host0/4xcuda -d host1/2xcuda"
+            "differ, name the devices: -d host0/4xcuda -d host1/2xcuda"
         )
     hosts, devices = int(match["hosts"]), _parse_one(match["devices"])
     if hosts * len(devices) > MOST:
-        raise MisuseError(f"'{shortened(text)}' are more devices than splitc plans for, which is {MOST}")
+        raise MisuseError(f"'{shortened(text)}' are too many devices: splitc plans for at most {MOST}")
     return [replace(device, host=host) for host in range(hosts) for device in devices]
 
 
@@ -124,7 +126,7 @@ def _parse_one(name: str) -> list[Device]:
     many = _COUNT.fullmatch(lowered)
     if many and many["kind"] in KINDS and int(many["count"]) > 0:
         if int(many["count"]) > MOST:
-            raise MisuseError(f"'{name}' are more devices than splitc plans for, which is {MOST}")
+            raise MisuseError(f"'{name}' are too many devices: splitc plans for at most {MOST}")
         return [Device(many["kind"], index, host=_host(many)) for index in range(int(many["count"]))]
     one = _NAME.fullmatch(lowered)
     if one and one["kind"] in KINDS:
@@ -141,17 +143,17 @@ def _host(match: re.Match[str]) -> int | None:
 
 def list_devices() -> list[DeviceStatus]:
     """The devices of this machine. All CPU devices are one entry, since they share one memory."""
-    found = [DeviceStatus("cpu0, cpu1, ...", f"{cores()} cores", *host_memory())]
+    devices = [DeviceStatus("cpu0, cpu1, ...", f"{cores()} cores", *host_memory())]
     for gpu in list_gpus():
         peers = {f"cuda{other}": "peer" if direct else "host" for other, direct in gpu.peers.items()}
-        found.append(
+        devices.append(
             DeviceStatus(f"cuda{gpu.index}", gpu.name, gpu.total_bytes, gpu.free_bytes, gpu.compute_capability, peers)
         )
-    return found
+    return devices
 
 
 def host_memory() -> tuple[int, int]:
-    """The bytes of this machine's memory that this process's control groups let it have, and those that are free."""
+    """The bytes of memory that this process may use on this machine, and those that are free."""
     memory, (most, free) = psutil.virtual_memory(), memory_limit()
     return int(min(memory.total, most)), max(0, int(min(memory.available, free)))
 
@@ -162,7 +164,7 @@ def cores() -> int:
 
 
 def within_limit(count: int) -> int:
-    """So many cores, or as many as this process's control groups let it use."""
+    """So many cores, or as many as this process's control groups allow."""
     return max(1, int(min(count, cpu_limit())))
 
 
@@ -180,7 +182,7 @@ def cache_bytes() -> int:
     return max((parse_bytes(f"{size}iB") for size in sizes), default=0)  # files have text such as 32768K
 
 
-# The most threads of a CPU device: no machine has as many cores, and a system may refuse to start more.
+# The most threads of a CPU device: more than cores of any machine, and a system may refuse to start more.
 MOST_THREADS = 1024
 
 
@@ -198,7 +200,7 @@ def threads_for(devices: Sequence[Device], threads: int | None) -> int:
 def free_bytes(devices: Sequence[Device]) -> list[int | None]:
     """Free bytes for each rank. Ranks that share a memory get equal shares of it. None for a GPU that is absent.
 
-    Every host is taken to be as this machine is, since it is not known which of them this is.
+    All hosts are assumed to be like this machine.
     """
     places = [memory_of(device.local) for device in devices]
     memory: dict[str, int | None] = {"cpu": host_memory()[1]}

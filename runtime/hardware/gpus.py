@@ -30,7 +30,7 @@ class GpuInfo:
 
 @dataclass(frozen=True)
 class GpuIdentity:
-    """One GPU, by its place on the bus of its machine, which is the same in every process; its memory in bytes."""
+    """One GPU by its PCI bus number, which is the same in every process; its memory in bytes."""
 
     bus: str
     name: str
@@ -49,7 +49,7 @@ def find_cupy() -> ModuleType | None:
 
 
 def _find_cache() -> None:
-    """Have CuPy keep the kernels that it compiles in memory, where it can't in the user's home and would fail."""
+    """Have CuPy cache compiled kernels in memory if the user's home can't be written, where it would fail."""
     try:
         folder = Path(os.environ.get("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")).expanduser()
         folder.mkdir(parents=True, exist_ok=True)

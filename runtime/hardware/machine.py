@@ -39,7 +39,7 @@ class Machine(Struct, frozen=True):
     """Measurements of pairs of devices, named `cpu-cpu` or `cuda0-cuda1`, and of devices, named `cpu` or `cuda0`.
 
     `copies` and `sums` are lines fitted to `measured`. `interconnect` is a link between two devices of different hosts.
-    Devices of all hosts are taken to be as those of this machine.
+    Devices of all hosts are assumed to be like those of this machine.
     """
 
     copies: dict[str, Link] = {}

@@ -1,4 +1,4 @@
-"""The memory that a rank was measured to use, beside what was predicted."""
+"""A rank's measured memory, and the prediction."""
 
 from __future__ import annotations
 

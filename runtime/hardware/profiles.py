@@ -1,4 +1,4 @@
-"""Typical speeds and costs of kinds of devices, for what was not measured on this machine."""
+"""Typical speeds and costs of kinds of devices, used where nothing was measured on this machine."""
 
 from __future__ import annotations
 
@@ -150,6 +150,6 @@ HOST = HostCosts()
 def find_profile(kind: str, name: str = "", compute_capability: str | None = None) -> DeviceProfile:
     """The profile of a device of kind `cpu` or `cuda`: by its name, its compute capability, or else the first one."""
     alike = [profile for profile in PROFILES if profile.kind == kind]
-    named = [profile for profile in alike if any(each in name for each in profile.names)]
+    named = [profile for profile in alike if any(part in name for part in profile.names)]
     capable = [profile for profile in alike if compute_capability in profile.compute_capabilities]
     return (named or capable or alike)[0]

@@ -19,8 +19,8 @@ from splitc.runtime.errors import SplitcError
 
 # Bytes of a message's length, which comes before it, and the least that is read at once.
 LENGTH, LEAST = 8, 1 << 16
-# Bytes of a descriptor, and the most of them that the system lets come with one message.
-DESCRIPTOR, MOST = 4, 253
+# The most descriptors that the system lets come with one message.
+MOST = 253
 # In place of descriptors that this process could not have.
 LACKING = -1
 
@@ -28,7 +28,7 @@ LACKING = -1
 class Channel:
     """One end of a socket for messages between two processes. Any thread may send, one at a time receives.
 
-    A receiver looks for a message for `spin` seconds before it sleeps. `encode` makes bytes of a message, `decode` a
+    A receiver polls for a message for `spin` seconds before it sleeps. `encode` makes bytes of a message, `decode` a
     message of bytes.
     """
 
@@ -47,7 +47,7 @@ class Channel:
         self._arrived = bytearray()
         self._messages: deque[Any] = deque()
         self._descriptors: deque[int] = deque()
-        # What `post` found no room for: bytes, and copies of the descriptors that go with the first of them.
+        # What did not fit into the socket yet: bytes, and copies of the descriptors that go with the first of them.
         self._unsent: deque[tuple[bytes, list[int]]] = deque()
 
     def fileno(self) -> int:
@@ -63,20 +63,20 @@ class Channel:
             if sent < LENGTH + len(packed):
                 self._socket.sendall(memoryview(length + packed)[sent:])
 
-    def post(self, message: Any, *descriptors: int) -> None:
-        """As `send`, but does not wait for room in the socket: what finds none goes with the next `post` or `flush`.
+    def send_nowait(self, message: Any, *descriptors: int) -> None:
+        """As `send`, but does not wait while the socket is full: what is left goes with the next one, or with `flush`.
 
-        Whoever reads from the other end waits for nothing, then, that waits for this one's room.
+        So two processes that send to each other never wait for each other.
         """
         packed = self._encode(message)
         with self._lock:
             self._unsent.append(
-                (len(packed).to_bytes(LENGTH, "little") + packed, [os.dup(each) for each in descriptors])
+                (len(packed).to_bytes(LENGTH, "little") + packed, [os.dup(descriptor) for descriptor in descriptors])
             )
             self._send_unsent()
 
     def flush(self) -> None:
-        """Send what was posted, as far as there is room. Raises OSError if the other end is gone."""
+        """Send what is left of `send_nowait`, as far as it fits. Raises OSError if the other end is gone."""
         if self._unsent:
             with self._lock:
                 self._send_unsent()
@@ -86,8 +86,8 @@ class Channel:
             while self._unsent:
                 data, descriptors = self._unsent[0]
                 sent = self._socket.sendmsg([data], _rights(descriptors), socket.MSG_DONTWAIT)
-                for each in descriptors:
-                    os.close(each)
+                for descriptor in descriptors:
+                    os.close(descriptor)
                 self._unsent[0] = data[sent:], []
                 if sent == len(data):
                     self._unsent.popleft()
@@ -106,11 +106,10 @@ class Channel:
     def take(self) -> list[Any]:
         """Wait until something arrives, and take the messages that are complete. Raises as `receive` does."""
         missing = LENGTH + self._length() - len(self._arrived)
-        data, ancillary, flags, _ = self._socket.recvmsg(max(LEAST, missing), socket.CMSG_SPACE(MOST * DESCRIPTOR))
+        data, descriptors, flags, _ = socket.recv_fds(self._socket, max(LEAST, missing), MOST)
         if not data:
             raise EOFError
-        for _, _, rights in ancillary:
-            self._descriptors.extend(array.array("i", rights))
+        self._descriptors.extend(descriptors)
         if flags & socket.MSG_CTRUNC:  # descriptors came that this process can't have; the message is there
             self._descriptors.append(LACKING)
         self._arrived += data
@@ -150,7 +149,7 @@ class Channel:
 
 
 def _rights(descriptors: Sequence[int]) -> list[tuple[int, int, array.array[int]]]:
-    """What lets descriptors come with a message."""
+    """What lets descriptors come with a message. socket.send_fds does the same, and ignores flags."""
     return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
 
 

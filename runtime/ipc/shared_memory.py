@@ -16,7 +16,9 @@ import weakref
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -99,8 +101,8 @@ def view(memory: Array, placed: Placed) -> Array:
     return array
 
 
-class Sent(Struct, frozen=True, array_like=True):
-    """Arrays in a buffer of a Lender. `size` is that of a new buffer, whose descriptor comes with the message.
+class SharedArrays(Struct, frozen=True, array_like=True):
+    """What a Lender tells of arrays in one of its buffers. `size` is that of a new one, whose descriptor comes with it.
 
     `dropped` are buffers that are never used again.
     """
@@ -111,120 +113,136 @@ class Sent(Struct, frozen=True, array_like=True):
     dropped: tuple[int, ...] = ()
 
 
+@dataclass(eq=False)
+class _Buffer:
+    """A buffer of a Lender. `descriptor` is that of its memory, until it is sent.
+
+    It may have arrays of `allocate`, which were not sent yet: `placed`, if anybody still has the `first` of them.
+    """
+
+    number: int
+    memory: Array
+    descriptor: int | None
+    placed: Sequence[Placed] = ()
+    first: Callable[[], Array | None] = lambda: None
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Its bytes, and its number: buffers of one size are told apart."""
+        return self.memory.nbytes, self.number
+
+
 class Lender:
     """Buffers for arrays that another process gets, and gives back when it has no more use for them.
 
     There are as many as are in use at a time, and those that are many times larger than what is needed lately are
-    dropped. `pin` is called with the memory of each new buffer. Any thread may use it: a GPU's rank takes room for the
-    next request while another thread sends the outputs of the one before.
+    dropped. `pin` is called with the memory of each new buffer. Any thread may use it: a GPU's rank allocates the
+    outputs of the next request while another thread sends those of the one before.
     """
 
     def __init__(self, pin: Callable[[Array], None] | None = None) -> None:
         self._pin = pin
         self._lock = threading.Lock()
         self._numbers = itertools.count()
-        self._buffers: dict[int, Array] = {}
-        self._free: list[tuple[int, int]] = []  # their bytes and numbers, in order
-        self._unsent: dict[int, int] = {}
+        self._buffers: dict[int, _Buffer] = {}
+        self._free: list[_Buffer] = []  # in the order of their sizes
         self._dropped: list[int] = []
         self._demand = Demand()
-        # The first of the arrays of `room`, as long as they are wanted and not sent; their buffer, and their places.
-        self._placed: list[tuple[weakref.ref[Array], int, list[Placed]]] = []
+        self._allocated: list[_Buffer] = []
 
-    def room(self, shapes: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]) -> dict[str, Array]:
+    def allocate(self, shapes: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]) -> dict[str, Array]:
         """Arrays in a free buffer, to be written to and then sent."""
         if not shapes:
             return {}
-        placed, size = place((name, *each) for name, each in shapes.items())
+        placed, size = place((name, shape, dtype) for name, (shape, dtype) in shapes.items())
         with self._lock:
-            number = self._take(size)
-            arrays = {each.name: view(self._buffers[number], each) for each in placed}
-            self._placed.append((weakref.ref(next(iter(arrays.values()))), number, placed))
+            buffer = self._take(size)
+            arrays = {at.name: view(buffer.memory, at) for at in placed}
+            buffer.placed, buffer.first = placed, weakref.ref(next(iter(arrays.values())))
+            self._allocated.append(buffer)
         return arrays
 
-    def send(self, arrays: Sequence[tuple[str, Array]]) -> tuple[Sent | None, list[int]]:
+    def send(self, arrays: Sequence[tuple[str, Array]]) -> tuple[SharedArrays | None, list[int]]:
         """What to tell the other process of the arrays, and the descriptor of a buffer that it does not know.
 
-        Arrays that are not from `room` are copied to a buffer. The caller closes the descriptor.
+        Arrays that are not from `allocate` are copied to a buffer. The caller closes the descriptor.
         """
         if not arrays:
             return None, []
         with self._lock:
-            number, placed = self._find(arrays[0][1]) or self._copy(arrays)
-            new = [self._unsent.pop(number)] if number in self._unsent else []
+            buffer = next((known for known in self._allocated if known.first() is arrays[0][1]), None)
+            if buffer is None:
+                buffer = self._copy(arrays)
+            else:
+                self._allocated.remove(buffer)
+            new = [] if buffer.descriptor is None else [buffer.descriptor]
+            buffer.descriptor = None
             dropped, self._dropped = tuple(self._dropped), []
-            return Sent(number, tuple(placed), self._buffers[number].nbytes if new else 0, dropped), new
+            return SharedArrays(buffer.number, tuple(buffer.placed), buffer.memory.nbytes if new else 0, dropped), new
 
-    def _find(self, first: Array) -> tuple[int, list[Placed]] | None:
-        """The buffer and the places of arrays of `room` that begin with this one. They are not awaited any more."""
-        for place, (known, number, placed) in enumerate(self._placed):
-            if known() is first:
-                del self._placed[place]
-                return number, placed
-        return None
-
-    def _copy(self, arrays: Sequence[tuple[str, Array]]) -> tuple[int, list[Placed]]:
+    def _copy(self, arrays: Sequence[tuple[str, Array]]) -> _Buffer:
         placed, size = place((name, array.shape, array.dtype) for name, array in arrays)
-        number = self._take(size)
+        buffer = self._take(size)
+        buffer.placed = placed
         try:
-            for each, (_, array) in zip(placed, arrays, strict=True):
-                view(self._buffers[number], each)[...] = array
+            for at, (_, array) in zip(placed, arrays, strict=True):
+                view(buffer.memory, at)[...] = array
         except BaseException:
-            self._add_free([number])
+            insort(self._free, buffer, key=_size)
             raise
-        return number, placed
+        return buffer
 
-    def give_back(self, buffers: Iterable[int]) -> None:
-        """The other process has no more use for these."""
+    def give_back(self, numbers: Iterable[int]) -> None:
+        """The other process has no more use for these buffers."""
         with self._lock:
-            self._add_free(buffers)
-
-    def _add_free(self, buffers: Iterable[int]) -> None:
-        for number in buffers:
-            insort(self._free, (self._buffers[number].nbytes, number))
+            for number in numbers:
+                insort(self._free, self._buffers[number], key=_size)
 
     def close(self) -> None:
         """Free the buffers, but for those that somebody still has arrays of."""
         with self._lock:
-            for number in list(self._buffers):
-                self._drop(number)
-            self._placed, self._free = [], []
+            for buffer in list(self._buffers.values()):
+                self._drop(buffer)
+            self._allocated, self._free = [], []
 
-    def _take(self, size: int) -> int:
+    def _take(self, size: int) -> _Buffer:
         """The smallest free buffer that is large enough, or a new one."""
-        if self._placed:
-            # Arrays of a request that failed are never sent: whoever wrote to them has dropped them.
-            self._add_free(number for known, number, _ in self._placed if known() is None)
-            self._placed = [each for each in self._placed if each[0]() is not None]
+        # Arrays of a request that failed are never sent: whoever wrote to them has dropped them.
+        for buffer in [known for known in self._allocated if known.first() is None]:
+            self._allocated.remove(buffer)
+            insort(self._free, buffer, key=_size)
         free, most = self._free, self._demand.most(size)
-        while free and free[-1][0] > most:
-            self._drop(free.pop()[1])
-        if (smallest := bisect_left(free, (size, 0))) < len(free):
-            return free.pop(smallest)[1]
+        while free and free[-1].memory.nbytes > most:
+            self._drop(free.pop())
+        if (smallest := bisect_left(free, (size, 0), key=_size)) < len(free):
+            return free.pop(smallest)
         if free:  # a new one takes the place of one that is too small
-            self._drop(free.pop()[1])
+            self._drop(free.pop())
         return self._make(size)
 
-    def _make(self, size: int) -> int:
+    def _make(self, size: int) -> _Buffer:
         """A new buffer."""
-        number, descriptor = next(self._numbers), create_memory(max(LEAST, 1 << (size - 1).bit_length()))
+        descriptor = create_memory(max(LEAST, 1 << (size - 1).bit_length()))
         try:
-            memory = map_memory(os.dup(descriptor))
+            buffer = _Buffer(next(self._numbers), map_memory(os.dup(descriptor)), descriptor)
             if self._pin is not None:
-                self._pin(memory)
+                self._pin(buffer.memory)
         except BaseException:
             os.close(descriptor)
             raise
-        self._buffers[number], self._unsent[number] = memory, descriptor
-        return number
+        self._buffers[buffer.number] = buffer
+        return buffer
 
-    def _drop(self, number: int) -> None:
+    def _drop(self, buffer: _Buffer) -> None:
         """Free a buffer, and have the other process do so with what it is sent next."""
-        del self._buffers[number]
-        if number in self._unsent:
-            os.close(self._unsent.pop(number))
+        del self._buffers[buffer.number]
+        if buffer.descriptor is None:
+            self._dropped.append(buffer.number)
         else:
-            self._dropped.append(number)
+            os.close(buffer.descriptor)
+
+
+_size = attrgetter("size")
 
 
 class Borrower:
@@ -235,27 +253,27 @@ class Borrower:
         self._buffers: dict[int, Array] = {}
         self._unused: deque[int] = deque()
 
-    def look(self, sent: Sent | None) -> list[tuple[str, Array]]:
+    def look(self, shared: SharedArrays | None) -> list[tuple[str, Array]]:
         """The arrays that were sent, where they are: valid until the other process uses their buffer again."""
-        if sent is None:
+        if shared is None:
             return []
-        for number in sent.dropped:
+        for number in shared.dropped:
             del self._buffers[number]
-        if sent.size:
-            self._buffers[sent.buffer] = map_memory(self._descriptor())
-        return [(each.name, view(self._buffers[sent.buffer], each)) for each in sent.placed]
+        if shared.size:
+            self._buffers[shared.buffer] = map_memory(self._descriptor())
+        return [(at.name, view(self._buffers[shared.buffer], at)) for at in shared.placed]
 
-    def receive(self, sent: Sent | None) -> dict[str, Array]:
+    def receive(self, shared: SharedArrays | None) -> dict[str, Array]:
         """The arrays that were sent. They stay valid as long as anybody has them, then their buffer goes back."""
-        arrays = self.look(sent)
-        if sent is None:
+        arrays = self.look(shared)
+        if shared is None:
             return {}
-        size = sent.placed[-1].offset + arrays[-1][1].nbytes
+        size = shared.placed[-1].offset + arrays[-1][1].nbytes
         if size < SMALL:
-            self._unused.append(sent.buffer)
+            self._unused.append(shared.buffer)
             return {name: array.copy() for name, array in arrays}
-        lent = np.asarray(_Loan(self._buffers[sent.buffer][:size], sent.buffer, self._unused))
-        return {each.name: view(lent, each) for each in sent.placed}
+        lent = np.asarray(_Loan(self._buffers[shared.buffer][:size], shared.buffer, self._unused))
+        return {at.name: view(lent, at) for at in shared.placed}
 
     def close(self) -> None:
         """Free the buffers, but for those that somebody still has arrays of."""

@@ -1,18 +1,18 @@
-"""How all processes end at once."""
+"""End all processes of an MPI job at once."""
 
 from __future__ import annotations
 
 import sys
 import time
 
-# Seconds in which mpirun passes on what was printed. What it has not read when all are ended is lost, errors too.
+# Seconds that mpirun gets to forward what was printed: what it has not read when the processes end is lost.
 PRINTING = 0.3
 
 
 def abort_all() -> None:
     """End all processes of all hosts, also those that hang. Does not return.
 
-    MPI may end those of a communicator alone, and MPICH does: of a copy it waits for those on other hosts.
+    It aborts COMM_WORLD: for a copied communicator, MPICH waits for the processes on other hosts.
     """
     from mpi4py import MPI
 

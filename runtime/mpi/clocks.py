@@ -1,4 +1,4 @@
-"""When other machines did something, by this machine's clock: each has its own, which began at another time."""
+"""Times of other machines by this machine's clock: each machine's clock began at another time."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import msgspec
 
 from splitc.runtime.processes.messages import Answer
 
-# Answers of a machine that count: clocks drift, and an old answer says little of how they are now.
+# The recent answers of a machine that count: clocks drift, so old answers say little.
 RECENT = 64
 
 
 class Clocks:
     """The clocks of the machines that ranks run on: `machines` has the number of each rank's, the caller's first.
 
-    An answer arrives after its end. Of a machine's recent answers, that which arrived soonest shows how far the clocks
-    are apart: times are too late by what this one took on its way.
+    An answer arrives after its end. Of a machine's recent answers, the one with the shortest way gives the clocks'
+    offset: converted times are too late by the time that it took.
     """
 
     def __init__(self, machines: Sequence[int]) -> None:

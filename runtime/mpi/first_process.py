@@ -1,4 +1,4 @@
-"""Where MPI may have started several processes of one program: process 0 goes on, the others are its ranks."""
+"""If MPI has started several processes of one program, process 0 goes on, and the others become its ranks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def begin() -> World | None:
     """
     if not started_by_mpi():
         return None
-    with later_interrupts():  # one that is gone is waited for in MPI for good, and what that has opened stays
+    with later_interrupts():  # MPI would wait for ever for a process that ends now, and leave its shared memory behind
         world = _meet()
     if world is not None and world.rank:
-        from splitc.runtime.mpi.mpi_rank import serve
+        from splitc.runtime.mpi.rank import serve
 
         serve(world)
     return world

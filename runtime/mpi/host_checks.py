@@ -15,7 +15,7 @@ from splitc.runtime.units import format_bytes
 
 
 @dataclass(frozen=True)
-class Found:
+class Finding:
     """What a rank has found on its host, the machine of this number. `gpu` is None on CPU devices."""
 
     host: str
@@ -35,18 +35,19 @@ def why_not_placed(devices: Sequence[Device], machines: Sequence[int], hosts: Se
         if device.host is not None:
             other = first.setdefault(device.host, rank)
             if machines[other] != machines[rank]:
+                count = sum(planned.host == device.host for planned in devices)
+                actual = ",".join(f"host{on}/{planned.local}" for on, planned in zip(machines, devices, strict=True))
                 return (
                     f"the package was planned with ranks {other} and {rank} on one host (host{device.host}), and MPI "
-                    f"started rank {other} on {hosts[other]} and rank {rank} on {hosts[rank]}: start "
-                    f"{sum(each.host == device.host for each in devices)} processes there, in the order of the ranks "
-                    "(mpirun -hosts node1:4,node2:4, for Open MPI --host), or name the devices as they are: -d "
-                    + ",".join(f"host{machine}/{each.local}" for machine, each in zip(machines, devices, strict=True))
+                    f"started rank {other} on {hosts[other]} and rank {rank} on {hosts[rank]}: start {count} processes "
+                    "there, in the order of the ranks (mpirun -hosts node1:4,node2:4, for Open MPI --host), or name "
+                    f"the devices as they are: -d {actual}"
                 )
     return None
 
 
 def why_lacking(package: Path, manifest: Manifest | None, rank: int) -> str | None:
-    """Which file of a rank is missing on this host. Without a manifest it is that."""
+    """Which file of a rank is missing on this host; None if none is. Without `manifest`, looks for its file alone."""
     names = [FILE_NAME] if manifest is None else [file.path for file in files_of(manifest, rank)]
     lacking = next((name for name in names if not (package / name).exists()), None)
     if lacking is None:
@@ -54,20 +55,21 @@ def why_lacking(package: Path, manifest: Manifest | None, rank: int) -> str | No
     return f"this host lacks {package / lacking}: copy the package's {FILE_NAME} and rank{rank} to {package} there"
 
 
-def find_contradiction(found: Sequence[Found]) -> str | None:
+def find_contradiction(findings: Sequence[Finding]) -> str | None:
     """Why ranks with these findings, in order, can't run together."""
     users: dict[tuple[int, str], int] = {}
-    for rank, each in enumerate(found):
-        name, first = f"rank {rank} on {each.host}", found[0]
-        if each.library != first.library:
-            return f"{name} has {each.library}, and rank 0 on {first.host} {first.library}: install the same everywhere"
-        if each.gpu is None:
+    first = findings[0]
+    for rank, own in enumerate(findings):
+        name = f"rank {rank} on {own.host}"
+        if own.library != first.library:
+            return f"{name} has {own.library}, and rank 0 on {first.host} {first.library}: install the same everywhere"
+        if own.gpu is None:
             continue
-        if each.gpu.total_bytes < each.needed_bytes:
+        if own.gpu.total_bytes < own.needed_bytes:
             return (
-                f"{name} needs {format_bytes(each.needed_bytes)}, and its GPU ({each.gpu.name}) has "
-                f"{format_bytes(each.gpu.total_bytes)}: compile the model again for such GPUs"
+                f"{name} needs {format_bytes(own.needed_bytes)}, and its GPU ({own.gpu.name}) has "
+                f"{format_bytes(own.gpu.total_bytes)}: compile the model again for such GPUs"
             )
-        if (other := users.setdefault((each.machine, each.gpu.bus), rank)) != rank:
-            return f"ranks {other} and {rank} on {each.host} have the same GPU ({each.gpu.bus}): each needs its own"
+        if (other := users.setdefault((own.machine, own.gpu.bus), rank)) != rank:
+            return f"ranks {other} and {rank} on {own.host} have the same GPU ({own.gpu.bus}): each needs its own"
     return None

@@ -7,12 +7,12 @@ import sys
 import threading
 import weakref
 
-from splitc.runtime.mpi.joining import Leave, Left
+from splitc.runtime.mpi.messages import Leave, Left
 from splitc.runtime.mpi.world import World
 from splitc.runtime.processes.awake import AwakeClock
 from splitc.runtime.threads.interrupts import later_interrupts
 
-# Seconds in which the others must have ended, of those in which this process is awake, and between two looks.
+# Seconds (of this process being awake) within which the others must have ended, and between two checks.
 PATIENCE, LOOK = 8.0, 0.5
 _leaving: list[World] = []
 
@@ -28,7 +28,7 @@ def leave_at_exit(world: World) -> None:
 
 
 def leave_signals(world: World) -> None:
-    """Leave signals to process 0: mpirun gives them to all, and that one ends the others."""
+    """Leave signals to process 0: mpirun sends them to all processes, and process 0 ends the others."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda *_: world.life.end_soon())
@@ -53,6 +53,6 @@ def _leave_together(world: World) -> None:
         if arrived is not None:
             left += isinstance(arrived[1][0], Left)
         elif clock.read() > PATIENCE:
-            print("error: a rank does not end, so all are ended", file=sys.stderr, flush=True)
+            print("error: a rank does not end: all processes are aborted", file=sys.stderr, flush=True)
             world.abort()
     world.end()

@@ -1,4 +1,4 @@
-"""Signs of life between the process of the session and those of the ranks."""
+"""Heartbeats between the session's process and those of the ranks."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from splitc.runtime.mpi.abort import abort_all
 from splitc.runtime.mpi.sending import sleep_after
 from splitc.runtime.processes.awake import AwakeClock
 
-# Seconds between two signs of life.
+# Seconds between two heartbeats.
 BEAT = 0.5
-# Seconds of silence after which the session breaks, and ends all processes, which may take MPI a second or two. Those
-# in which this process was not awake do not count, here as below.
+# Seconds without a heartbeat after which the session breaks and aborts all processes, which may take MPI a second or
+# two; an error is promised within 10. Only seconds in which this process was awake count.
 SILENCE = 7.0
-# Seconds of silence after which a rank ends all processes: it has lost the session.
+# Seconds without a heartbeat of the session's process after which a rank aborts all processes.
 PATIENCE = 8.0
 
 
 class Life(threading.Thread):
-    """Says again and again that this process is alive: to the session's, number 0, or from that one to all others."""
+    """Sends heartbeats: of a rank to process 0, the session's, or of that one to all ranks."""
 
     def __init__(self, communicator: Any) -> None:
         super().__init__(name="splitc life", daemon=True)
@@ -42,8 +42,8 @@ class Life(threading.Thread):
         sending: list[Any] = []
         told: float | None = None
         while not self._ended.wait(BEAT):
-            sending = [each for each in sending if not each.Test()]
-            sending += [self._communicator.Isend(b"", each) for each in self._others]
+            sending = [message for message in sending if not message.Test()]
+            sending += [self._communicator.Isend(b"", process) for process in self._others]
             self._listen()
             if self._rank and self.silent(0) > PATIENCE:
                 message = f"the session's process (0) gave no sign of life to rank {self._rank} for"
@@ -62,9 +62,9 @@ class Life(threading.Thread):
                 self._silent[other] = 0.0
 
     def end_soon(self) -> None:
-        """A rank was told to end: it goes on until the session's process, which was told too, has ended the session.
+        """This rank got SIGTERM. It goes on until process 0, which got it too, has ended the session.
 
-        If that was not, this one ends them all after PATIENCE. For a handler of signals.
+        If process 0 does not end it within PATIENCE, this rank aborts all processes. For a signal handler.
         """
         self._told = True  # no lock: it may come again meanwhile
 
@@ -73,7 +73,7 @@ class Life(threading.Thread):
         return self._silent[process]
 
     def end(self) -> None:
-        """Say no more, before this process ends: all do, and receive what was said last."""
+        """Send no more, before this process ends, and receive the last heartbeats. All processes must call this."""
         self._ended.set()
         self.join()
         begin, all_ended = time.monotonic(), self._communicator.Ibarrier()

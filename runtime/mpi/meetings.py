@@ -1,4 +1,4 @@
-"""Where the engines of a group of processes meet: in memory that they share, or by MPI's messages."""
+"""The meetings of engines of MPI's processes: in memory that they share, or by MPI's messages."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from splitc.runtime.arrays.array import Array
-from splitc.runtime.collectives.engine_meeting import LINE, EngineMeeting, shared_bytes
-from splitc.runtime.collectives.message_post import MessagePost
+from splitc.runtime.collectives.meeting import LINE, Meeting, shared_bytes
 from splitc.runtime.hardware.devices import bound_cores, within_limit
 from splitc.runtime.ipc.shared_memory import create_memory, map_memory
-from splitc.runtime.mpi.group_messages import GroupMessages
+from splitc.runtime.mpi.post import MpiPost
 from splitc.runtime.mpi.world import World
 
 
@@ -21,10 +20,10 @@ class Meetings:
 
     def __init__(self, world: World, groups: Iterable[tuple[int, ...]]) -> None:
         self._world = world
-        self._messages: list[GroupMessages] = []
+        self._posts: list[MpiPost] = []
         self.ends = {group: self._make(group) for group in sorted(groups) if world.rank in group}
 
-    def _make(self, group: tuple[int, ...]) -> EngineMeeting:
+    def _make(self, group: tuple[int, ...]) -> Meeting:
         everyone = self._world.communicator.Get_group()
         communicator = self._world.communicator.Create_group(everyone.Incl(group))
         one_machine = len({self._world.machines[rank] for rank in group}) == 1
@@ -32,21 +31,21 @@ class Meetings:
         if memory is not None:
             together = set().union(*communicator.allgather(bound_cores()))  # MPI may have bound each rank to its own
             communicator.Free()
-            return EngineMeeting(len(group), memory, together=within_limit(len(together)))
-        self._messages.append(GroupMessages(self._world, communicator))
-        return EngineMeeting(len(group), post=MessagePost(len(group), communicator.rank, self._messages[-1]))
+            return Meeting(len(group), memory, together=within_limit(len(together)))
+        self._posts.append(MpiPost(self._world, communicator))
+        return Meeting(len(group), post=self._posts[-1])
 
     def close(self) -> None:
         """End all meetings. All processes must call this."""
         self.ends = {}
-        while self._messages:
-            self._messages.pop().close()
+        while self._posts:
+            self._posts.pop().close()
 
 
 def _share_memory(communicator: Any, size: int) -> Array | None:
-    """Memory of zeros that all processes share; None if one of them can't open the first one's, as in a container.
+    """Zeroed memory that all processes share; None if one of them can't open it, as in different containers.
 
-    It is a file without a name, which the others open by the first process's number: however they end, nothing is left.
+    It is a file without a name, which the others open in the first process's /proc: however they end, nothing is left.
     """
     key, descriptor = uuid.uuid4().bytes, -1
     if communicator.rank == 0:
@@ -63,7 +62,7 @@ def _share_memory(communicator: Any, size: int) -> Array | None:
 
 
 def _open(path: str, key: bytes, size: int) -> int:
-    """A descriptor of the file, if it has this key at its end; -1 if not, as another process has this number here."""
+    """A descriptor of the file if it ends with this key; -1 if not: another process may have this number here."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except OSError:

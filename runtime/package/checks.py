@@ -1,4 +1,4 @@
-"""Whether a manifest makes sense: what it says is checked before anything is loaded, so that no rank waits for ever.
+"""Checks of a manifest before anything is loaded, so that no rank waits for ever.
 
 Each check is a generator of what is wrong.
 """
@@ -41,7 +41,7 @@ def _files(manifest: Manifest) -> Iterator[str]:
             yield f"the file '{path}' is there {count} times"
     listed = {file.path for file in manifest.files}
     is_built = manifest.build is None or manifest.build.built is not None
-    for number, engine in ((number, each) for number, rank in enumerate(manifest.ranks) for each in rank.engines):
+    for number, engine in ((number, engine) for number, rank in enumerate(manifest.ranks) for engine in rank.engines):
         if not is_inside(engine.path):
             yield f"the engine '{engine.path}' lies outside the package"
         elif PurePosixPath(engine.path).parts[0] != f"rank{number}":  # another rank's would wait for this one
@@ -55,7 +55,7 @@ def _files(manifest: Manifest) -> Iterator[str]:
 def _weights(manifest: Manifest) -> Iterator[str]:
     """Weights lie in files of the package, and end before these do."""
     sizes = {file.path: file.bytes for file in manifest.files}
-    for engine in (each for rank in manifest.ranks for each in rank.engines):
+    for engine in (engine for rank in manifest.ranks for engine in rank.engines):
         for weight in engine.weights or ():
             path = (PurePosixPath(engine.path).parent / weight.file).as_posix()
             if path not in sizes:
@@ -85,7 +85,7 @@ def _names(manifest: Manifest) -> Iterator[str]:
             if count > 1:
                 yield f"the {kind} '{name}' is there {count} times"
     for number, rank in enumerate(manifest.ranks):
-        for name in (*rank.inputs, *(each.input for each in rank.overrides)):
+        for name in (*rank.inputs, *(override.input for override in rank.overrides)):
             if name not in inputs:
                 yield f"rank {number} takes '{name}', which is no input"
         for name in rank.outputs:
@@ -93,14 +93,14 @@ def _names(manifest: Manifest) -> Iterator[str]:
                 yield f"rank {number} gives '{name}', which is no output"
     for tensor in (*manifest.inputs, *manifest.optional, *manifest.outputs):
         if tensor.dtype not in KNOWN:
-            yield f"'{tensor.name}' has the type '{tensor.dtype}', which there is not"
+            yield f"'{tensor.name}' has the unknown type '{tensor.dtype}'"
     given = {*inputs, *chain.from_iterable(rank.outputs for rank in manifest.ranks)}
     for name in outputs:
         if name not in given:
             yield f"no rank gives the output '{name}'"
     for state in manifest.states:
         if state.input not in inputs or state.output not in outputs:
-            yield f"the state from '{state.output}' to '{state.input}' is none of an output and an input"
+            yield f"the state from '{state.output}' to '{state.input}' is not from an output to an input"
     shapes = {tensor.name: tensor.shape for tensor in manifest.inputs}
     for state in manifest.states:
         shape = shapes.get(state.input)
@@ -112,7 +112,7 @@ def _names(manifest: Manifest) -> Iterator[str]:
 
 
 def _groups(manifest: Manifest) -> Iterator[str]:
-    """All ranks of a group have as many engines that meet."""
+    """All ranks of a group have equally many engines with its collectives."""
     counts = Counter(
         (number, tuple(engine.group)) for number, rank in enumerate(manifest.ranks) for engine in rank.engines
     )
@@ -120,9 +120,10 @@ def _groups(manifest: Manifest) -> Iterator[str]:
         if not group:
             continue
         if number not in group or not _are_ranks(group, manifest):
-            yield f"an engine of rank {number} meets those of the ranks {list(group)}"
+            yield f"an engine of rank {number} has collectives with the ranks {list(group)}"
         elif unlike := [other for other in group if counts[other, group] != count]:
-            yield f"rank {number} has {count} engines that meet in {list(group)}, and rank {unlike[0]} another number"
+            who = f"the ranks {list(group)}, and rank {unlike[0]} another number"
+            yield f"rank {number} has {count} engines with collectives of {who}"
 
 
 def _are_ranks(group: Sequence[int], manifest: Manifest) -> bool:
@@ -162,15 +163,15 @@ def _passes(step: Step, rank: Rank) -> tuple[Sequence[str], Sequence[str]]:
 
 
 @dataclass(frozen=True)
-class _Meeting:
-    """A step that ends when all of these ranks have come to theirs: a reduction, or a run of engines that meet."""
+class _Collective:
+    """A step that ends when all of these ranks have come to it: a reduction, or a run of engines with collectives."""
 
     what: str
     ranks: tuple[int, ...]
 
 
 def _exchanges(manifest: Manifest) -> Iterator[str]:
-    """The ranks' programs come to their ends: they are walked, without what happens in the engines."""
+    """The ranks' programs end: they are walked, engines aside."""
     left = [deque(_waits(rank)) for rank in manifest.ranks]
     sent: dict[tuple[int, int], deque[str]] = {}
     while any(left):
@@ -184,23 +185,23 @@ def _exchanges(manifest: Manifest) -> Iterator[str]:
             yield f"rank {source} sends '{values[0]}' to rank {target}, which does not receive it"
 
 
-def _waits(rank: Rank) -> Iterator[Send | Receive | _Meeting]:
-    """The steps of a rank in which it may wait for others, or others for it."""
+def _waits(rank: Rank) -> Iterator[Send | Receive | _Collective]:
+    """The steps in which a rank may wait for others, or others for it."""
     for step in rank.program:
         if isinstance(step, Reduce):
-            yield _Meeting(f"the {step.operation} of {', '.join(step.wholes)}", tuple(step.ranks))
+            yield _Collective(f"the {step.operation} of {', '.join(step.wholes)}", tuple(step.ranks))
         elif not isinstance(step, Run):
             yield step
         elif group := rank.engines[step.engine].group:
-            yield _Meeting("the run of engines that meet", tuple(group))
+            yield _Collective("the run of engines with collectives", tuple(group))
 
 
 def _walk(
-    number: int, left: Sequence[deque[Send | Receive | _Meeting]], sent: dict[tuple[int, int], deque[str]]
+    number: int, left: Sequence[deque[Send | Receive | _Collective]], sent: dict[tuple[int, int], deque[str]]
 ) -> bool:
     """Take the next step of a rank, unless it has to wait. Returns whether it was taken."""
     step = left[number][0]
-    if isinstance(step, _Meeting):
+    if isinstance(step, _Collective):
         if any(not left[rank] or left[rank][0] != step for rank in step.ranks):
             return False
         for rank in step.ranks:
@@ -217,15 +218,15 @@ def _walk(
     return True
 
 
-def _describe(step: Send | Receive | _Meeting) -> str:
+def _describe(step: Send | Receive | _Collective) -> str:
     if isinstance(step, Receive):
         return f"rank {step.source} does not send it '{step.value}'"
-    assert isinstance(step, _Meeting)
+    assert isinstance(step, _Collective)
     return f"not all of the ranks {list(step.ranks)} come to {step.what}"
 
 
 def _parts(manifest: Manifest) -> Iterator[str]:
-    """Shards of an array are cut alike, and those of an output are all of it."""
+    """Shards of an array are cut alike, and those of an output cover it."""
     tensors = {tensor.name: tensor for tensor in (*manifest.outputs, *manifest.inputs, *manifest.optional)}
     for number, rank in enumerate(manifest.ranks):
         for name, count in Counter(part.name for part in rank.parts).items():
@@ -243,7 +244,7 @@ def _parts(manifest: Manifest) -> Iterator[str]:
         givers = [rank for rank in manifest.ranks if tensor.name in rank.outputs]
         parts = [part for rank in givers for part in rank.parts if part.name == tensor.name]
         if parts and (len(parts) != len(givers) or not _cover(parts)):
-            yield f"the ranks' shards of the output '{tensor.name}' are not all of it"
+            yield f"the ranks' shards of the output '{tensor.name}' do not cover it"
 
 
 def _is_cut(axis: AxisPart, tensor: Tensor) -> bool:
@@ -260,8 +261,8 @@ def _is_cut(axis: AxisPart, tensor: Tensor) -> bool:
         and axis.sizes.count(-1) <= 1
         and all(size > 0 or size == -1 for size in axis.sizes)
         and all(
-            each is None or (size != -1 and 0 <= each[0] < each[1] <= size)
-            for size, each in zip(axis.sizes, axis.ranges, strict=True)
+            part is None or (size != -1 and 0 <= part[0] < part[1] <= size)
+            for size, part in zip(axis.sizes, axis.ranges, strict=True)
         )
     )
 
@@ -274,7 +275,7 @@ def _cover(parts: Sequence[Part]) -> bool:
     ranges = [_ranges(part, sizes) for part in parts]
     # Cells between the places where some shard begins or ends, along each factor of each axis.
     ends = [sorted({0, size, *chain.from_iterable(own[n] for own in ranges)}) for n, size in enumerate(sizes)]
-    covered = np.zeros([len(each) - 1 for each in ends], bool)
+    covered = np.zeros([len(places) - 1 for places in ends], bool)
     for own in ranges:
         covered[tuple(slice(ends[n].index(a), ends[n].index(b)) for n, (a, b) in enumerate(own))] = True
     return bool(covered.all())
@@ -283,4 +284,4 @@ def _cover(parts: Sequence[Part]) -> bool:
 def _ranges(part: Part, sizes: Sequence[int]) -> list[tuple[int, int]]:
     """A shard's first and last place along each factor of its axes, which have these sizes."""
     given = chain.from_iterable(axis.ranges for axis in part.axes)
-    return [each or (0, size) for each, size in zip(given, sizes, strict=True)]
+    return [part or (0, size) for part, size in zip(given, sizes, strict=True)]

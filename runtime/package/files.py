@@ -12,7 +12,7 @@ from blake3 import blake3
 
 from splitc.runtime.package.manifest import File, Manifest
 
-# The bytes that are hashed at a time: on several threads, if they are so many.
+# The bytes that are hashed at a time, by BLAKE3 on several threads.
 PIECE = 64 << 20
 
 
@@ -35,7 +35,7 @@ def _hash(path: Path, digest: Any, check: Callable[[int], None]) -> str:
     for start in range(0, size, PIECE):
         length = min(PIECE, size - start)
         check(length)
-        # Each piece has a map of its own: pages that were touched count as memory of the process until it goes.
+        # Each piece has its own map: touched pages count as memory of the process until the map is closed.
         digest.update(np.memmap(path, np.uint8, "r", start, (length,)))
     return str(digest.hexdigest())
 

@@ -74,7 +74,7 @@ class State(Struct, frozen=True):
     """An input that is fed with an output of the run before (a past and its present).
 
     A sequence begins with zeros. A state that grows has length 0 along the axis `grows` then. With `in_place` the
-    engine can write the output over the input, which may have room for later tokens.
+    engine can write the output over the input, which may have the capacity for later tokens.
     """
 
     input: str
@@ -184,7 +184,7 @@ class Rank(Struct, frozen=True):
 def is_fed(rank: Rank) -> bool:
     """Whether a rank takes inputs, or values from other ranks between its engines' runs.
 
-    One that does not only takes what the first rank of its group sends it inside their engines.
+    Otherwise it only takes what the first rank of its group sends it inside their engines.
     """
     return bool(rank.inputs) or any(not isinstance(step, Run) for step in rank.program)
 
@@ -296,7 +296,17 @@ class Manifest(Struct, frozen=True):
         return {
             "input": self.inputs,
             "optional input": self.optional,
-            "bound input": [each for each in self.fixed if each.value is not None],
-            "ignored input": [each for each in self.fixed if each.value is None],
+            "bound input": [tensor for tensor in self.fixed if tensor.value is not None],
+            "ignored input": [tensor for tensor in self.fixed if tensor.value is None],
             "output": self.outputs,
         }
+
+    @property
+    def resident_states(self) -> list[State]:
+        """The states that stay on the ranks in a sequence: those that each rank that takes them also makes."""
+        resident = []
+        for state in self.states:
+            takers = [rank for rank in self.ranks if state.input in rank.inputs]
+            if takers and all(state.output in (*rank.outputs, *rank.keeps) for rank in takers):
+                resident.append(state)
+        return resident

@@ -26,7 +26,7 @@ class _Version(Struct, frozen=True):
     schema: int
 
 
-# Made with the module, here and elsewhere: threads that have msgspec look into a type for the first time crash it.
+# Made on import, here and elsewhere: msgspec crashes if several threads inspect a type for the first time at once.
 _VERSIONS = Decoder(_Version)
 _MANIFESTS = Decoder(Manifest)
 # The beginning of a manifest: the SHA-256 of the file as it would be with zeros here.
@@ -51,12 +51,12 @@ def read_seal(package: Path) -> str:
     try:
         _need_regular(package / FILE_NAME)
         with (package / FILE_NAME).open("rb") as file:
-            found = _SEAL.match(file.read(200))
+            match = _SEAL.match(file.read(200))
     except OSError as error:
         raise PackageError(f"can't read {package / FILE_NAME}: {error.strerror}") from error
-    if found is None:
+    if match is None:
         raise PackageError(f"{package / FILE_NAME} does not begin with its own hash: compile the model again")
-    return found[1].decode()
+    return match[1].decode()
 
 
 def _need_regular(path: Path) -> None:
@@ -67,11 +67,11 @@ def _need_regular(path: Path) -> None:
 
 def _is_sealed(text: bytes) -> bool:
     """Whether a manifest is as it was written."""
-    found = _SEAL.match(text)
-    if found is None:
+    match = _SEAL.match(text)
+    if match is None:
         return False
-    unsealed = text[: found.start(1)] + _UNSEALED.encode() + text[found.end(1) :]
-    return hashlib.sha256(unsealed).hexdigest().encode() == found[1]
+    unsealed = text[: match.start(1)] + _UNSEALED.encode() + text[match.end(1) :]
+    return hashlib.sha256(unsealed).hexdigest().encode() == match[1]
 
 
 def read_manifest(package: Path) -> Manifest:
@@ -107,12 +107,12 @@ def read_sealed(path: Path, decoder: Decoder[Sealed], versions: Sequence[int]) -
                 f"{path} has schema version {schema}, and this splitc reads {_spoken(versions)}: "
                 + ("upgrade splitc" if schema > versions[-1] else "compile the model again")
             )
-        found = decoder.decode(text)
+        content = decoder.decode(text)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise PackageError(f"{path} is damaged ({error}): compile the model again") from error
     if not _is_sealed(text):
         raise PackageError(f"{path} was changed since it was compiled (its SHA-256 differs): compile the model again")
-    return found
+    return content
 
 
 def _spoken(versions: Sequence[int]) -> str:

@@ -36,5 +36,5 @@ def words_of(split_mode: str) -> ModeWords:
 
 
 def mode_in_words(mode: str, ranks: int) -> str:
-    """How a model is split, which one on a single device is not."""
+    """How a model is split; on a single device it is not."""
     return mode if ranks > 1 else "none, on one device"

@@ -19,7 +19,7 @@ def cut_part(array: Array, part: Part) -> Array:
         cut = array.reshape(_factors(array.shape, part))[_places(array.ndim, part)]
     except ValueError as error:
         raise PackageError(
-            f"an array of shape {format_shape(array.shape)} has no shard of '{part.name}' as the package has it"
+            f"an array of shape {format_shape(array.shape)} can't be sharded as the package shards '{part.name}'"
         ) from error
     return np.ascontiguousarray(cut).reshape(part_shape(array.shape, part))
 
@@ -27,7 +27,7 @@ def cut_part(array: Array, part: Part) -> Array:
 def cut_places(array: Array, places: Mapping[int, Sequence[tuple[int, int]]]) -> Array:
     """Keep these runs of an array along each axis. Runs go from the first element to before the last."""
     for axis, runs in places.items():
-        array = array.take(np.concatenate([np.arange(*each) for each in runs]), axis)
+        array = array.take(np.concatenate([np.arange(*run) for run in runs]), axis)
     return np.ascontiguousarray(array)
 
 
@@ -81,8 +81,8 @@ def _factors(shape: Sequence[int], part: Part) -> list[int]:
         if number not in cut:
             factors.append(size)
             continue
-        known = math.prod(each for each in cut[number].sizes if each != -1)
-        factors += [size // known if each == -1 else each for each in cut[number].sizes]
+        known = math.prod(factor for factor in cut[number].sizes if factor != -1)
+        factors += [size // known if factor == -1 else factor for factor in cut[number].sizes]
     return factors
 
 
@@ -91,5 +91,5 @@ def _places(rank: int, part: Part) -> tuple[slice, ...]:
     places: list[slice] = []
     for number in range(rank):
         ranges = cut[number].ranges if number in cut else [None]
-        places += [slice(None) if each is None else slice(*each) for each in ranges]
+        places += [slice(None) if part is None else slice(*part) for part in ranges]
     return tuple(places)

@@ -1,7 +1,7 @@
-"""The file of a pipeline: a package of several models, its modules, and of what else their program needs.
+"""The file of a pipeline: a package of several models, its modules, and of other files that their program needs.
 
-Each module is a package of its own, in a folder with the module's name. Files are beside them, at the places that they
-had in the models' folder: tokenizers, configs, schedulers.
+Each module is a package of its own, in a folder with the module's name. Other files (tokenizers, configs, schedulers)
+have the paths that they had in the models' folder.
 """
 
 from __future__ import annotations
@@ -78,17 +78,19 @@ def find_module(package: Path, module: str | None) -> Path:
     if pipeline is None:
         if module is not None:
             read_manifest(package)
-            raise MisuseError(f"{package} is the package of one model, and has no modules: '{module}' is not there")
+            raise MisuseError(
+                f"{package} is the package of one model, and has no module '{module}': leave --module out"
+            )
         return package
-    names = ", ".join(each.name for each in pipeline.modules)
+    names = ", ".join(known.name for known in pipeline.modules)
     if module is None and len(pipeline.modules) == 1:
         module = pipeline.modules[0].name
     if module is None:
         raise MisuseError(f"{package} has several models: say which, with --module ({names})")
-    found = pipeline.find(module)
-    if found is None:
+    known = pipeline.find(module)
+    if known is None:
         raise MisuseError(f"{package} has no module '{module}': there are {names}")
-    folder = package / found.name
-    if read_seal(folder) != found.seal:
+    folder = package / known.name
+    if read_seal(folder) != known.seal:
         raise PackageError(f"{folder} is not the module that {package} was compiled with: compile the models again")
     return folder

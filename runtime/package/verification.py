@@ -1,8 +1,8 @@
 """Compare a package's files with its manifest before they are used.
 
-What was compared once is not read again while its size and times are the same. That is kept in the package's folder,
-so that it holds for whatever machine or container has the folder next, or in the user's cache if nothing can be written
-there. Files that are copied have new times (nobody can set when a file last changed, which is its ctime).
+A file that was compared is not read again while its size and times are the same. That is noted in the package's folder,
+so that other machines and containers with this folder know it, or in the user's cache if the folder can't be written.
+Files that are copied have new times (nobody can set a file's ctime).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from splitc.runtime.threads.progress import Bytes, counting
 ALWAYS, ONCE, NEVER = WORDS = ("always", "once", "never")
 # The file of what was compared, in the package's folder.
 STAMP = "verified.json"
-# A file's path in the package, its size and times in nanoseconds, and its hash. Not its inode and device, which are
-# others where a volume is mounted again.
+# A file's path in the package, its size and times in nanoseconds, and its hash. Not its inode and device, which change
+# when a volume is mounted again.
 Known = tuple[str, int, int, int, str]
 
 _writing = threading.Lock()
@@ -91,7 +91,7 @@ class Verification:
         self.stop()
 
     def stop(self) -> None:
-        """End it, wherever it is. What has been compared by then is remembered."""
+        """End it early, or after `finish`. What has been compared by then is remembered."""
         self._stopped = True
         self._pool.shutdown()
         if self._remembers and self._found:
@@ -115,13 +115,13 @@ class Verification:
         return self._describe(file, expected) in self._known
 
     def _describe(self, file: File, expected: str) -> Known:
-        found = (self._package / file.path).stat()
-        return file.path, found.st_size, found.st_mtime_ns, found.st_ctime_ns, expected
+        status = (self._package / file.path).stat()
+        return file.path, status.st_size, status.st_mtime_ns, status.st_ctime_ns, expected
 
     def _check_stopped(self, count: int) -> None:
         self._count(count)
         if self._stopped:
-            raise SplitcError("the files' hashes were not compared to the end")
+            raise SplitcError("comparing the files' hashes was interrupted")
 
 
 def _read_stamp(package: Path) -> list[Known]:
@@ -149,17 +149,17 @@ def _decode(content: bytes) -> list[Known]:
         return []
 
 
-def _remember(package: Path, found: Sequence[Known]) -> None:
+def _remember(package: Path, compared: Sequence[Known]) -> None:
     """Add to what is known, which another process may have added to meanwhile."""
-    paths = {path for path, *_ in found}
+    paths = {path for path, *_ in compared}
 
     def with_found(known: Iterable[Known]) -> bytes:
-        return msgspec.json.encode([*(each for each in known if each[0] not in paths), *found])
+        return msgspec.json.encode([*(entry for entry in known if entry[0] not in paths), *compared])
 
     with _writing:
         try:
             if not is_replaced(package / STAMP):
-                raise MisuseError(f"{package / STAMP} is a link or a pipe, to whatever else")
+                raise MisuseError(f"{package / STAMP} is a link or a pipe")
             with written_whole(package / STAMP) as file:
                 file.write(with_found(_read_stamp(package)))
         except (OSError, SplitcError):

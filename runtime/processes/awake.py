@@ -1,6 +1,6 @@
 """Time in which this process was awake: not stopped by Ctrl-Z, nor frozen with its container or its machine.
 
-Only such time says that another process is silent: whoever was stopped itself has heard nobody.
+Only in such time can another process be found silent.
 """
 
 from __future__ import annotations

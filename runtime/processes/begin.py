@@ -1,4 +1,4 @@
-"""The beginning of a process of ranks: signs of life, and CUDA starts, while Python imports the rest.
+"""The start of a process of ranks: its heartbeat and CUDA's start, while Python imports the rest.
 
 This imports almost nothing itself.
 """
@@ -16,34 +16,33 @@ import threading
 import time
 from typing import NoReturn
 
-from splitc.runtime.ipc.mapped_files import remove_files
-from splitc.runtime.processes.nccl_files import find_nccl_files
+from splitc.runtime.ipc.mapped_files import NCCL, find_mapped, remove_files
 
-# Seconds between two signs of life.
+# Seconds between two heartbeats.
 BEAT = 0.5
 
 
 def begin(control: int, pulse: int, parent: int, starts_cuda: bool) -> None:
-    """Begin the process of a device's ranks, which goes on on this thread.
+    """Begin the process of a device's ranks, whose main program follows on this thread.
 
-    `control` is the descriptor of the socket to the caller's process, which is `parent`, `pulse` that of memory for the
-    time of the last sign of life, by time.monotonic.
+    `control` is the descriptor of the socket to the caller's process, `parent` the caller's number, `pulse` the
+    descriptor of memory for the time of the last heartbeat, by time.monotonic.
     """
     print_to_stderr()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal gives it to all, and the caller ends this one if it ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all: the caller handles it
     threading.Thread(target=_show_life, args=(control, pulse, parent), name="splitc pulse", daemon=True).start()
     if starts_cuda:
         threading.Thread(target=_make_context, name="splitc starts CUDA", daemon=True).start()
 
 
 def print_to_stderr() -> None:
-    """Let what this process's libraries print go to stderr, as NCCL's messages do: stdout is the caller's results."""
+    """Redirect to stderr what libraries print, such as NCCL's messages: stdout is for the caller's results."""
     with contextlib.suppress(OSError):  # the caller has no stderr
         os.dup2(2, 1)
 
 
 def _show_life(control: int, pulse: int, parent: int) -> None:
-    """Say again and again that the process is alive, and end it when the caller's process has ended."""
+    """Write the heartbeat, and end this process when the caller's has ended."""
     times = mmap.mmap(pulse, os.fstat(pulse).st_size)
     os.close(pulse)
     hangup = select.poll()
@@ -58,13 +57,13 @@ def _show_life(control: int, pulse: int, parent: int) -> None:
 
 
 def end_at_once() -> NoReturn:
-    """End this process without a word, since the caller's process has ended. Nothing of NCCL's is left behind."""
-    remove_files(find_nccl_files(os.getpid()))
+    """End this process silently, since the caller's has ended, and remove NCCL's files."""
+    remove_files(find_mapped(os.getpid(), NCCL))
     os._exit(1)
 
 
 def _make_context() -> None:
-    """Make the context of the first GPU. Without a driver or a GPU, whoever needs one says so later."""
+    """Make the context of the first GPU. A missing driver or GPU is reported later, by who needs it."""
     with contextlib.suppress(OSError):
         driver = ctypes.CDLL("libcuda.so.1")
         if driver.cuInit(0) == 0:

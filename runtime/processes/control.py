@@ -20,7 +20,7 @@ class Control(Protocol):
     """Requests come in, answers go out."""
 
     def receive(self, spins: bool) -> Message:
-        """Wait for the next message; with `spins`, perhaps by looking for it without a pause.
+        """Wait for the next message; with `spins`, a control may busy-wait.
 
         Raises EOFError or OSError if the session is gone.
         """
@@ -39,7 +39,7 @@ class Control(Protocol):
 
 
 class SocketControl:
-    """A control by a channel. Arrays are in shared memory. A rank looks for work for `spin` seconds, if it may.
+    """A control by a channel. Arrays are in shared memory. A rank busy-waits for `spin` seconds, if it may.
 
     `closed` says whether the session was closed, after all requests.
     """
@@ -77,7 +77,7 @@ class SocketControl:
         if not isinstance(backend, GpuDevice):
             return None
         self._outputs = Lender(backend.pin)
-        return self._outputs.room
+        return self._outputs.allocate
 
     def release(self) -> None:
         """Free the memory of feeds and outputs, after all requests, in a process that goes on."""

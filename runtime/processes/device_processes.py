@@ -18,14 +18,13 @@ from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.ipc.channel import Channel
 from splitc.runtime.ipc.child_python import python_command
-from splitc.runtime.ipc.mapped_files import remove_files
+from splitc.runtime.ipc.mapped_files import NCCL, find_mapped, remove_files
 from splitc.runtime.ipc.shared_memory import create_memory, map_memory
 from splitc.runtime.processes.messages import Start, pack, unpack
-from splitc.runtime.processes.nccl_files import find_nccl_files
 
-# What a process of ranks runs, the beginning first.
+# The modules that a process of ranks runs, in order.
 BEGIN, MAIN = "splitc.runtime.processes.begin", "splitc.runtime.processes.rank"
-# numpy's library of linear algebra has a thread for each core, whatever a container allows. Ranks have no use for it.
+# OpenBLAS, numpy's, would start a thread for each core, whatever a container allows. Ranks do not use it.
 THREADLESS = {"OPENBLAS_NUM_THREADS": "1"}
 # Seconds that processes get to end which were killed, or have closed their connections.
 ENDING = 5.0
@@ -65,8 +64,8 @@ class DeviceProcess:
     def host(self, start: Start, descriptors: Sequence[int]) -> Channel:
         """Start a rank, which begins to load its engines. Returns the channel to it.
 
-        If the process is gone, so is the channel's other end. Raises EngineError if the rank can't be told to start for
-        another reason, such as too many descriptors on their way.
+        If the process is gone, the channel's other end is closed. Raises EngineError if the rank can't be told to start
+        for another reason, such as too many descriptors in flight.
         """
         ours, theirs = socket.socketpair()
         made = Channel(ours.detach(), pack, unpack)
@@ -94,15 +93,15 @@ class DeviceProcess:
                 self._channel.send(None)
 
     @property
-    def last_sign(self) -> tuple[float, bool]:
-        """When it gave the last sign of life, by time.monotonic, or when it was started; whether it ever gave one."""
+    def last_beat(self) -> tuple[float, bool]:
+        """When its last heartbeat was, by time.monotonic, or when it was started; whether there ever was one."""
         return float(self._pulse[0]) or self._began, bool(self._pulse[0])
 
     def kill(self, why: BaseException) -> set[str]:
         """End it at once. Returns the files that NCCL leaves behind."""
         if self._process.poll() is not None:
             return set()
-        files = find_nccl_files(self.pid)
+        files = find_mapped(self.pid, NCCL)
         self._why = self._why or why
         self._process.kill()
         return files
@@ -125,18 +124,18 @@ class DeviceProcess:
         return True
 
     def _close(self) -> None:
-        """Release what connects this process with it. Its last sign of life is kept."""
+        """Release what connects this process with it. The time of its last heartbeat is kept."""
         self._channel.close()
         self._pulse = self._pulse.copy()
 
     def how_it_ended(self) -> str:
-        """How it ended, which it is about to."""
+        """How it ended. Waits for that."""
         try:
             code = self._process.wait(ENDING)
         except subprocess.TimeoutExpired:
             return f"has closed its connection, and has not ended for {ENDING:.0f} s"
         if self._why is not None:
-            return f"was ended, since another model's ranks in it broke: {self._why}"
+            return f"was ended because ranks of another model in it broke: {self._why}"
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
@@ -187,7 +186,7 @@ def kill(processes: Iterable[DeviceProcess], why: BaseException, files: Iterable
 
 
 def visible(device: Device, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that let a process see this GPU alone. Raises PackageError if it is none that this one sees."""
+    """Variables with which a process sees this GPU alone. Raises PackageError if this process does not see it."""
     if device.kind == "cpu":
         return {}
     seen = environment.get("CUDA_VISIBLE_DEVICES")

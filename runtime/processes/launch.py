@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from pathlib import Path
 
-from splitc.runtime.collectives.engine_meeting import shared_bytes
+from splitc.runtime.collectives.meeting import shared_bytes
 from splitc.runtime.engines.kinds import find_kind, has_gpu_each
-from splitc.runtime.gpu.weight_places import SwapRoom
+from splitc.runtime.gpu.weight_places import SwapBuffer
 from splitc.runtime.hardware.devices import Device, cores
 from splitc.runtime.ipc.channel import Channel
 from splitc.runtime.ipc.shared_memory import create_memory
-from splitc.runtime.package.manifest import Manifest, State
+from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.package.steps import Reduce, Send
 from splitc.runtime.processes.device_processes import DeviceProcess, DeviceProcesses, kill
 from splitc.runtime.processes.messages import Start
+from splitc.runtime.ranks.deployment import Deployment
 
-# Seconds that a rank looks for its next request before it sleeps, where it may.
+# Seconds that a rank busy-waits for its next request before it sleeps, where it may.
 SPIN = 2e-3
 
 
@@ -37,21 +37,13 @@ class Launched:
     channels: list[Channel] = field(default_factory=list)
 
 
-def launch(
-    package: Path,
-    manifest: Manifest,
-    devices: Sequence[Device],
-    states: Sequence[State],
-    threads: int,
-    cuda_graphs: bool,
-    processes: DeviceProcesses,
-    turns: Sequence[SwapRoom | None],
-) -> Launched:
-    """Start each rank in the process of its device, where it begins to load its engines. For `turns` see Setup.
+def launch(deployment: Deployment, processes: DeviceProcesses, swap: Mapping[Device, SwapBuffer]) -> Launched:
+    """Start each rank in the process of its device, where it begins to load its engines. For `swap` see Setup.
 
     Raises PackageError for a GPU that this process can't see, EngineError for a rank that can't be told to start. Then
     none of these processes is left.
     """
+    manifest, devices = deployment.manifest, deployment.devices
     made, session = Launched(has_spare_cores(devices)), next(processes.sessions)
     with ExitStack() as ours:
         meetings = {group: _memory(ours, shared_bytes(len(group))) for group in find_groups(manifest)}
@@ -60,27 +52,26 @@ def launch(
             hosts = [process.number for process in made.processes]
             sockets = _Sockets(processes.connect_anew(_between(hosts, find_pairs(manifest, devices))), ours)
             for rank, process in enumerate(made.processes):
-                channels = sockets.open(process.number)
+                peers = sockets.open(process.number)
                 own = {group: memory for group, memory in meetings.items() if rank in group}
                 start = Start(
                     session=session,
-                    package=package.absolute(),
+                    package=deployment.package.absolute(),
                     number=rank,
                     hosts=tuple(hosts),
                     devices=tuple(map(_seen_alone, devices)),
-                    states=tuple(states),
-                    threads=threads,
-                    cuda_graphs=cuda_graphs,
-                    channels=tuple(channels),
+                    threads=deployment.threads,
+                    cuda_graphs=deployment.cuda_graphs,
+                    peers=tuple(peers),
                     meetings=tuple(own),
                     by_nccl=has_gpu_each(devices),
                     spin=SPIN if made.spins else 0.0,
-                    turns=turns[rank],
+                    swap=swap.get(devices[rank]),
                 )
-                handed = [*(each.fileno() for each in channels.values()), *own.values()]
-                made.channels.append(process.host(start, handed))
-                for each in channels.values():
-                    each.close()
+                descriptors = [*(peer.fileno() for peer in peers.values()), *own.values()]
+                made.channels.append(process.host(start, descriptors))
+                for peer in peers.values():
+                    peer.close()
         except BaseException as error:
             kill(processes.running(devices), error)
             for channel in made.channels:
@@ -91,12 +82,12 @@ def launch(
 
 def _between(hosts: Sequence[int], pairs: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
     """The pairs of processes, the lower number first, that these pairs of ranks are in."""
-    found = {(hosts[one], hosts[other]) for one, other in pairs}
-    return {(min(pair), max(pair)) for pair in found if len(set(pair)) > 1}
+    processes = {(hosts[one], hosts[other]) for one, other in pairs}
+    return {(min(pair), max(pair)) for pair in processes if len(set(pair)) > 1}
 
 
 class _Sockets:
-    """A socket for each pair of processes, from when one of them gets its rank: this process can't have all at once.
+    """A socket for each pair of processes, made when the first of them gets its rank: all at once may be too many.
 
     The stack closes those that are left.
     """
@@ -127,12 +118,12 @@ def _memory(stack: ExitStack, size: int) -> int:
 
 
 def has_spare_cores(devices: Sequence[Device]) -> bool:
-    """Whether a process may look for messages without a pause. The threads of CPU devices take all cores."""
+    """Whether processes may busy-wait for messages. The threads of CPU devices take all cores."""
     return all(device.kind == "cuda" for device in devices) and cores() > len(devices)
 
 
 def find_groups(manifest: Manifest) -> set[tuple[int, ...]]:
-    """The groups of ranks whose engines meet: to exchange values or, on GPUs, to agree on what NCCL does."""
+    """The groups of ranks whose engines meet: to exchange values, or to agree on what NCCL does."""
     if not find_kind(manifest.engine).uses_operators:
         return set()
     files = [file for rank in manifest.ranks for file in rank.engines if file.group]
@@ -140,9 +131,9 @@ def find_groups(manifest: Manifest) -> set[tuple[int, ...]]:
 
 
 def find_pairs(manifest: Manifest, devices: Sequence[Device]) -> set[tuple[int, int]]:
-    """The pairs of ranks that tell each other anything, the lower number first.
+    """The pairs of ranks that are connected, the lower number first.
 
-    All agree with rank 0 while they load. Where there are GPUs, all agree with all on what is captured, too.
+    While they load, all agree with rank 0. If there are GPUs, all agree with all on what is captured.
     """
     ranks = range(len(devices))
     if any(device.kind != "cpu" for device in devices):

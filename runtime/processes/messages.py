@@ -1,4 +1,4 @@
-"""What a session and the processes of its ranks tell each other."""
+"""The messages between a session and the processes of its ranks."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from msgspec import Struct
 from msgspec.msgpack import Decoder, Encoder
 
 from splitc.runtime.arrays.array import Zeros
-from splitc.runtime.gpu.weight_places import SwapRoom
+from splitc.runtime.gpu.weight_places import SwapBuffer
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.hardware.memory_use import RankMemory
-from splitc.runtime.ipc.shared_memory import Sent
-from splitc.runtime.package.manifest import State
+from splitc.runtime.ipc.shared_memory import SharedArrays
 
 
 class Start(Struct, frozen=True, array_like=True, tag=True):
     """What a rank needs to know. With it come descriptors: that of the socket to the session, and then as below.
 
-    `hosts` are the numbers of all ranks' processes, `channels` those that its own is not yet connected with, with a
-    socket to each, `meetings` the groups whose engines meet, with the memory where they do. With `by_nccl`, each rank
-    has a GPU of its own. A rank looks for work for `spin` seconds before it sleeps. For `turns` see Setup.
+    `hosts` are the numbers of all ranks' processes, `peers` those that its own is not yet connected with, with a socket
+    to each, `meetings` the groups whose engines meet, with the memory where they do. With `by_nccl`, each rank has a
+    GPU of its own. A rank polls for work for `spin` seconds before it sleeps. For `swap` see Setup.
     """
 
     session: int
@@ -31,29 +30,28 @@ class Start(Struct, frozen=True, array_like=True, tag=True):
     number: int
     hosts: tuple[int, ...]
     devices: tuple[Device, ...]
-    states: tuple[State, ...]
     threads: int
     cuda_graphs: bool
-    channels: tuple[int, ...]
+    peers: tuple[int, ...]
     meetings: tuple[tuple[int, ...], ...]
     by_nccl: bool
     spin: float
-    turns: SwapRoom | None
+    swap: SwapBuffer | None
 
 
 class Order(Struct, frozen=True, array_like=True, tag=True):
     """A request. The first `fed` arrays are its feeds, the others initial states that are not zeros.
 
-    For `sequence`, `room`, `after` and `growth` see InFlightRequest. `unused` are the buffers of each rank that it may
-    use again.
+    For `sequence`, `in_place`, `after` and `growth` see InFlightRequest. `unused` are the buffers of each rank that it
+    may use again.
     """
 
     number: int
-    arrays: Sent | None
+    arrays: SharedArrays | None
     fed: int
     zeros: dict[str, Zeros]
     sequence: int | None
-    room: bool
+    in_place: bool
     after: int | None
     growth: int
     unused: tuple[tuple[int, ...], ...]
@@ -67,7 +65,7 @@ class Forget(Struct, frozen=True, array_like=True, tag=True):
 
 
 class BringIn(Struct, frozen=True, array_like=True, tag=True):
-    """Bring the weights in, which other models had the memory of."""
+    """Bring the weights in, whose memory other models had."""
 
 
 class Ask(Struct, frozen=True, array_like=True, tag=True):
@@ -92,11 +90,11 @@ class Answer(Struct, frozen=True, array_like=True, tag=True):
     """A rank has finished a request.
 
     `spans` has, for each step that ran, its number in the rank's program (-1 for a replay) and when it ran. For `grew`
-    see Served.
+    see Execution.
     """
 
     number: int
-    outputs: Sent | None
+    outputs: SharedArrays | None
     start: float
     end: float
     spans: tuple[tuple[int, float, float], ...]
@@ -112,7 +110,7 @@ class Broken(Struct, frozen=True, array_like=True, tag=True):
 
 
 def _flatten(value: Any) -> Any:
-    """What msgspec knows, for a value of a message."""
+    """A value of a message as a type that msgspec encodes."""
     return pickle.dumps(value) if isinstance(value, BaseException) else os.fsencode(value)
 
 
@@ -121,7 +119,7 @@ def _restore(kind: Any, value: Any) -> Any:
 
 
 class Ended(Struct, frozen=True, array_like=True, tag=True):
-    """A rank has ended, and freed what it held. Its process goes on if it has other ranks."""
+    """A rank has ended, and freed its memory. Its process goes on if it has other ranks."""
 
 
 # None says that there are no more.

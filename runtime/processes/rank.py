@@ -1,4 +1,4 @@
-"""The process of a device's ranks, after its beginning: each runs the same loop as elsewhere, on its own thread."""
+"""The main program of a device's process: each of its ranks runs the same loop as elsewhere, on its own thread."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 
 from splitc.runtime.arrays.array import Array, Zeros
-from splitc.runtime.collectives.channel_mail import ChannelMail, ProcessMail
-from splitc.runtime.collectives.engine_meeting import EngineMeeting
-from splitc.runtime.collectives.process_collectives import ProcessCollectives
+from splitc.runtime.collectives.mail import ChannelMail, ProcessMail
+from splitc.runtime.collectives.meeting import Meeting
+from splitc.runtime.collectives.processes import ProcessCollectives
 from splitc.runtime.engines import Backend
-from splitc.runtime.engines.backends import make_backend
+from splitc.runtime.engines.kinds import make_backend
 from splitc.runtime.ipc.channel import Channel, portable
+from splitc.runtime.ipc.mapped_files import NCCL, find_mapped
 from splitc.runtime.ipc.shared_memory import map_memory
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.package.manifest_file import read_manifest
@@ -38,15 +39,13 @@ from splitc.runtime.processes.messages import (
     pack,
     unpack,
 )
-from splitc.runtime.processes.nccl_files import find_nccl_files
 from splitc.runtime.ranks.loaded import Setup
 from splitc.runtime.ranks.loop import Span
-from splitc.runtime.ranks.replays import RankReplays
 from splitc.runtime.ranks.request import InFlightRequest
-from splitc.runtime.ranks.thread import Worker
+from splitc.runtime.ranks.thread import Work, Worker
 from splitc.runtime.threads.failures import Failure, attempt
 
-# Why ranks without a GPU each capture nothing.
+# Why ranks that do not have a GPU each capture nothing.
 OVER_HOST = "ranks that have no GPU each exchange values over the host"
 
 
@@ -69,14 +68,14 @@ class RankProcess:
         ranks = setup.manifest.ranks
         self._steps: dict[int, int] = {id(step): place for place, step in enumerate(setup.rank.program)}
         self._exchanges = _exchanges(setup.manifest)
-        # Those that wait for each other in engines must go the same way too: all replay a request, or none.
+        # Ranks whose engines wait for each other must all replay a request, or none.
         self._everyone = range(len(ranks) if len(ranks) > 1 else 0)
         # The last request that failed, and its error.
         self._failed: tuple[int, BaseException] | None = None
-        replays = None
-        if cuda_graphs and backend.asynchronous:
-            replays = RankReplays(setup.manifest, self._everyone)
-        self.worker = Worker(setup, backend, collectives, self._broken, replays, self, control.allocator(backend))
+        replays_with = self._everyone if cuda_graphs and backend.asynchronous else None
+        self.worker = Worker(
+            setup, backend, collectives, self._broken, replays_with, self._next, control.allocator(backend)
+        )
         self.worker.ready.add_done_callback(self._announce)
 
     def _broken(self, error: BaseException) -> None:
@@ -85,7 +84,7 @@ class RankProcess:
         self._control.send(Broken(portable(error), failed))
 
     def _announce(self, ready: Future[None]) -> None:
-        """Tell the session that the engines are loaded, or why not: it waits for that, whatever happens here."""
+        """Tell the session that the engines are loaded, or why not. It waits for that message."""
         told = attempt(partial(self._announce_loaded, ready))
         if isinstance(told, Failure):
             with contextlib.suppress(OSError):  # the session is gone, which the rank's loop sees
@@ -95,7 +94,7 @@ class RankProcess:
         ready.result()
         if self._everyone:
             self._connect()
-        self._control.send(Loaded(None, tuple(find_nccl_files(os.getpid()))))
+        self._control.send(Loaded(None, tuple(find_mapped(os.getpid(), NCCL))))
 
     def _connect(self) -> None:
         """Connect the ranks, and agree on whether their work can be captured."""
@@ -107,9 +106,9 @@ class RankProcess:
             raise blockers.error
         self.worker.capture_blocker = next((why for why in blockers if why), None)
 
-    def get(self) -> InFlightRequest | Callable[[], None] | None:
-        """The next request for the rank's loop: see Requests."""
-        # While another thread waits for outputs, this one must not keep Python's lock from it.
+    def _next(self) -> Work:
+        """Wait for the next request of the rank's loop."""
+        # Busy-waiting would keep Python's lock from the thread that waits for outputs.
         message = self._control.receive(spins=not self.worker.has_unfinished)
         if isinstance(message, Order):
             return self._read(message)
@@ -124,18 +123,19 @@ class RankProcess:
     def _read(self, order: Order) -> InFlightRequest:
         feeds, loaded = self._control.arrays(order)
         initial: dict[str, Array | Zeros] = {**order.zeros, **loaded}
-        how = order.sequence, initial, order.room, order.after, order.growth
-        return InFlightRequest(feeds, 1, self._answer, *how, number=order.number)
+        how = order.sequence, initial, order.in_place, order.after, order.growth
+        return InFlightRequest(feeds, *how, done=self._answer, number=order.number)
 
     def _answer(self, request: InFlightRequest) -> None:
         """Give the session the outputs of a request, or its error."""
-        ((rank, served),) = request.served.items()
-        spans = tuple((self._number_of(span), span.start, span.end) for span in served.spans)
+        ((rank, execution),) = request.executions.items()
+        spans = tuple((self._number_of(span), span.start, span.end) for span in execution.spans)
         error = None if request.error is None else portable(request.error)
         if request.error is not None:
             self._failed = request.number, request.error
         self._control.answer(
-            Answer(request.number, None, served.start, served.end, spans, served.grew, error), request.outputs[rank]
+            Answer(request.number, None, execution.start, execution.end, spans, execution.grew, error),
+            request.outputs[rank],
         )
 
     def _number_of(self, span: Span) -> int:
@@ -158,9 +158,9 @@ def _make(
     manifest, device = read_manifest(start.package), start.devices[start.number]
     backend = make_backend(manifest.engine, device, start.threads, manifest.build, start.cuda_graphs)
     memories = zip(start.meetings, map(map_memory, meetings), strict=True)
-    met = {group: EngineMeeting(len(group), memory) for group, memory in memories}
+    met = {group: Meeting(len(group), memory) for group, memory in memories}
     collectives = ProcessCollectives(start.number, len(start.devices), mail, met, backend, start.by_nccl)
-    setup = Setup(start.number, start.package, manifest, start.states, start.turns)
+    setup = Setup(start.number, start.package, manifest, start.swap)
     return RankProcess(setup, backend, control, collectives, start.cuda_graphs), collectives
 
 
@@ -204,8 +204,8 @@ def main(descriptor: int) -> None:
         while (start := home.receive()) is not None:
             name = f"splitc rank {start.number} ({start.devices[start.number]}) of {start.package.name}"
             try:
-                own, *others = [home.receive_descriptor() for _ in (None, *start.channels, *start.meetings)]
-                for process in start.channels:
+                own, *others = [home.receive_descriptor() for _ in (None, *start.peers, *start.meetings)]
+                for process in start.peers:
                     mails.connect(process, Channel(others.pop(0)))
                 ranks.append(threading.Thread(target=_host, args=(start, own, others, mails), name=name))
                 ranks[-1].start()

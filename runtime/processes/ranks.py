@@ -1,4 +1,4 @@
-"""The ranks of a session in processes that were started for their devices, and may have ranks of other sessions too.
+"""The ranks of a session in the processes of their devices, which may have ranks of other sessions too.
 
 The session's process has no CUDA context. A rank that dies, hangs or can't go on ends the session with an error that
 names it; the other ranks' processes are ended too, since they may wait for it.
@@ -7,52 +7,45 @@ names it; the other ranks' processes are ended too, since they may wait for it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 
 from splitc.runtime.errors import EngineError, PackageError
-from splitc.runtime.gpu.weight_places import SwapRoom
+from splitc.runtime.gpu.weight_places import SwapBuffer
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.ipc.mapped_files import remove_files
-from splitc.runtime.package.manifest import Manifest, State
 from splitc.runtime.processes.device_processes import DeviceProcesses, kill
 from splitc.runtime.processes.launch import launch
 from splitc.runtime.processes.messages import Loaded
 from splitc.runtime.processes.reader import Reader
 from splitc.runtime.processes.remote import FIRST_PATIENCE, PATIENCE, RemoteRanks
 from splitc.runtime.processes.wire import SocketWire
+from splitc.runtime.ranks.deployment import Deployment
 
 
 class RankProcesses(RemoteRanks):
-    """The ranks of a package in `processes`, once they are started. `states` are those that stay on the ranks.
+    """The ranks of a package in `processes`, once they are started.
 
-    `processes` are shared with other sessions' ranks; without, these have their own. For `turns` see Setup.
+    `processes` are shared with other sessions' ranks; without, these have their own. For `swap` see Setup.
     """
 
     _wire: SocketWire
 
     def __init__(
         self,
-        package: Path,
-        manifest: Manifest,
-        states: Sequence[State],
-        devices: Sequence[Device],
-        threads: int,
-        cuda_graphs: bool,
+        deployment: Deployment,
         in_flight: int,
         broken: Callable[[BaseException], None],
         processes: DeviceProcesses | None,
-        turns: Sequence[SwapRoom | None],
+        swap: Mapping[Device, SwapBuffer],
     ) -> None:
-        super().__init__(manifest, devices, broken)
+        super().__init__(deployment, broken)
         self._files: set[str] = set()
         self._in_flight = in_flight
         # Whether there will be no ranks of others in them.
         self._alone = processes is None
         self._shared = processes or DeviceProcesses()
-        args = package, manifest, devices, states, threads, cuda_graphs, self._shared, turns
-        self._launch = partial(launch, *args)
+        self._launch = partial(launch, deployment, self._shared, swap)
 
     def start(self) -> None:
         """See RemoteRanks. Raises as `launch` does."""
@@ -60,7 +53,7 @@ class RankProcesses(RemoteRanks):
         self._channels, self._processes = made.channels, made.processes
         self._wire = SocketWire(self._channels, self._in_flight)
         try:
-            self._reader = Reader(self._wire, self, made.spins)
+            self._reader = Reader(self._wire, self._receive, self._is_waiting, made.spins)
         except BaseException:  # there may be too many threads
             self.stop()
             self._wire.close()
@@ -73,10 +66,10 @@ class RankProcesses(RemoteRanks):
         super()._rank_loaded(rank, message)
 
     def _silent(self, rank: int) -> tuple[float, float]:
-        sign, lived = self._processes[rank].last_sign
-        return time.monotonic() - sign, PATIENCE if lived else FIRST_PATIENCE
+        beat, lived = self._processes[rank].last_beat
+        return time.monotonic() - beat, PATIENCE if lived else FIRST_PATIENCE
 
-    def lost(self, rank: int) -> None:
+    def _lost(self, rank: int) -> None:
         process = self._processes[rank]
         process.leave(self._channels[rank])
         if self._stopped or (self._closing and rank in self._ended):

@@ -1,7 +1,8 @@
-"""Ranks that are processes, as the session speaks with them: it orders requests, and gets answers and reports."""
+"""Ranks that are processes, from the session's side: it sends orders, and receives answers and reports."""
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -11,24 +12,21 @@ from typing import Any
 from splitc.runtime.arrays.array import Array, Zeros
 from splitc.runtime.errors import EngineError, HandOverError, PackageError
 from splitc.runtime.feeds.on_gpu import on_host
-from splitc.runtime.hardware.devices import Device
 from splitc.runtime.hardware.memory_use import RankMemory
-from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.processes.awake import AwakeClock
 from splitc.runtime.processes.messages import Answer, Ask, BringIn, Broken, Ended, Forget, Loaded, Order, Report
-from splitc.runtime.processes.reader import Reader
-from splitc.runtime.processes.wire import Wire
+from splitc.runtime.processes.reader import LOOK, Reader
+from splitc.runtime.processes.wire import LOST, Wire
+from splitc.runtime.ranks.deployment import Deployment
 from splitc.runtime.ranks.loop import Replay, Span
-from splitc.runtime.ranks.request import InFlightRequest, Served
+from splitc.runtime.ranks.request import Execution, InFlightRequest
 from splitc.runtime.threads.futures import Answer as Awaited
 from splitc.runtime.threads.futures import first_error
 from splitc.runtime.threads.interrupts import later_interrupts
 
-# Seconds without a sign of life after which a process counts as hanging. These and the others are seconds in which the
-# session's process was awake.
-PATIENCE = 8.0
-# The same, until the first one.
-FIRST_PATIENCE = 20.0
+# Seconds without a heartbeat after which a process counts as hanging, so that an error comes within 10; and before its
+# first one, while Python starts. As below, only seconds in which the session's process was awake count.
+PATIENCE, FIRST_PATIENCE = 8.0, 20.0
 # Seconds that the other ranks get to fail in the same request as a rank whose collectives they may wait for.
 GRACE = 2.0
 
@@ -42,30 +40,30 @@ class RemoteRanks(ABC):
     _wire: Wire
     _reader: Reader
 
-    def __init__(self, manifest: Manifest, devices: Sequence[Device], broken: Callable[[BaseException], None]) -> None:
-        self._manifest = manifest
-        self._devices = devices
+    def __init__(self, deployment: Deployment, broken: Callable[[BaseException], None]) -> None:
+        self._manifest = deployment.manifest
+        self._devices = deployment.devices
         self._broken = broken
         self._requests: dict[int, InFlightRequest] = {}
         self._count = 0
         # The request that each rank answers next.
-        self._due = [0] * len(devices)
+        self._due = [0] * len(self._devices)
         # That the last answer took.
         self._seconds = 0.0
         # None was put, and the processes end by themselves; they were all ended.
         self._closing = self._stopped = False
         self._clock = AwakeClock()
-        # When the ranks were last looked at, by this clock, and how long each had then been silent.
-        self._looked = 0.0
-        self._silences = [0.0] * len(devices)
+        # When the ranks were last looked at, by the system's clock and by this one, and how long each had been silent.
+        self._last_look = self._looked = 0.0
+        self._silences = [0.0] * len(self._devices)
         # When a rank said that it can't go on, the request that others may fail in too, and the error.
         self._suspect: tuple[float, int | None, BaseException] | None = None
         # Why all ranks are ended, when they are.
         self._why: BaseException = EngineError("its session was closed while a request ran")
-        self._loaded: list[Future[None]] = [Future() for _ in devices]
+        self._loaded: list[Future[None]] = [Future() for _ in self._devices]
         self._ended: set[int] = set()
         # The reports that each rank owes, in the order in which it was asked: every thread that asks gets its own.
-        self._owed: list[deque[Future[Report]]] = [deque() for _ in devices]
+        self._owed: list[deque[Future[Report]]] = [deque() for _ in self._devices]
 
     def __len__(self) -> int:
         return len(self._devices)
@@ -91,9 +89,9 @@ class RemoteRanks(ABC):
         if not request.begin():
             return
         number = self._count
-        zeros = {name: each for name, each in request.initial.items() if isinstance(each, Zeros)}
-        loaded = [(name, each) for name, each in request.initial.items() if not isinstance(each, Zeros)]
-        how = request.sequence, request.room, request.after, request.growth
+        zeros = {name: value for name, value in request.initial.items() if isinstance(value, Zeros)}
+        loaded = [(name, value) for name, value in request.initial.items() if not isinstance(value, Zeros)]
+        how = request.sequence, request.in_place, request.after, request.growth
         order = Order(number, None, 0, zeros, *how, ())
         self._requests[number] = request  # before its answer may come
         try:
@@ -110,7 +108,7 @@ class RemoteRanks(ABC):
         self._wire.send(Forget(sequence, reusable))
 
     def bring_in(self) -> None:
-        """Let all ranks bring their weights in, which other models had the memory of, before later requests."""
+        """Let all ranks bring their weights in, whose memory other models had, before later requests."""
         self._wire.send(BringIn())
 
     @property
@@ -137,20 +135,34 @@ class RemoteRanks(ABC):
         except (EngineError, TimeoutError):
             return []
 
-    def read_until(self, future: Future[InFlightRequest]) -> None:
-        """Help a caller who waits for a request: read what the ranks send, unless another thread does."""
-        self._reader.read_until(future, self._seconds)
+    def watch(self, future: Future[InFlightRequest] | None) -> None:
+        """Read what the ranks send until a request is done, unless another thread does; None: have it read."""
+        if future is None:
+            self._reader.wake()
+        else:
+            self._reader.read_until(future, self._seconds)
 
-    def watch(self) -> None:
-        """Read what the ranks send of requests that no caller waits for yet."""
-        self._reader.wake()
-
-    def is_waiting(self) -> bool:
-        """See Receiver."""
+    def _is_waiting(self) -> bool:
+        """Whether messages of the ranks are awaited."""
         busy = bool(self._requests or self._suspect or self._closing) or any(self._owed)
-        return busy or not all(each.done() for each in self._loaded)
+        return busy or not all(loaded.done() for loaded in self._loaded)
 
-    def take(self, rank: int, message: Any) -> None:
+    def _receive(self, patience: float) -> None:
+        """Take what has arrived, or arrives within so many seconds, and look after the ranks every LOOK seconds."""
+        try:
+            for rank, message in self._wire.take(patience):
+                if message is LOST:
+                    self._lost(rank)
+                else:
+                    self._take(rank, message)
+            now = time.monotonic()
+            if now - self._last_look > LOOK:
+                self._last_look = now
+                self._look(self._wire.alive)
+        except Exception as error:  # all who wait for an answer would wait for ever
+            self._break(EngineError(f"what a rank sent can't be taken: {error}"))
+
+    def _take(self, rank: int, message: Any) -> None:
         """Take one message of a rank. Those of ranks that were ended come too late: all waits for them have ended."""
         if self._stopped:
             return
@@ -190,9 +202,9 @@ class RemoteRanks(ABC):
         self._seconds = answer.end - request.submitted
         if request.waiting == 1:
             del self._requests[answer.number]
-        request.finish(rank, outputs, Served(answer.start, answer.end, spans, answer.grew), answer.error)
+        request.finish(rank, outputs, Execution(answer.start, answer.end, spans, answer.grew), answer.error)
 
-    def look(self, alive: Sequence[int]) -> None:
+    def _look(self, alive: Sequence[int]) -> None:
         """Break the session if a rank hangs, or has failed in a request that others go on with."""
         now = self._clock.read()
         awake, self._looked = now - self._looked, now
@@ -211,10 +223,7 @@ class RemoteRanks(ABC):
 
     @abstractmethod
     def _silent(self, rank: int) -> tuple[float, float]:
-        """The seconds since a rank's last sign of life, and those that it may be silent for.
-
-        Of the former, those in which this process was not awake may be among them.
-        """
+        """The seconds since a rank's last heartbeat, awake or not, and the most that there may be."""
 
     def _break(self, error: BaseException) -> None:
         """End all ranks, and the session with this error."""
@@ -225,10 +234,6 @@ class RemoteRanks(ABC):
             for future in self._loaded:
                 if not future.done():
                     future.set_exception(PackageError(str(error)))
-
-    def garbled(self, error: Exception) -> None:
-        """See Receiver."""
-        self._break(EngineError(f"what a rank sent can't be taken: {error}"))
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} ({self._devices[rank]})"
@@ -242,7 +247,7 @@ class RemoteRanks(ABC):
                 owed.popleft().set_exception(EngineError(str(error)))
 
     @abstractmethod
-    def lost(self, rank: int) -> None:
+    def _lost(self, rank: int) -> None:
         """The process of a rank has ended."""
 
     @abstractmethod

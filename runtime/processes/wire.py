@@ -1,4 +1,4 @@
-"""The session's end of the messages to and from the processes of all ranks."""
+"""The session's end of the messages to and from all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.errors import HandOverError
 from splitc.runtime.ipc.channel import Channel
-from splitc.runtime.ipc.shared_memory import Borrower, Lender, Sent
+from splitc.runtime.ipc.shared_memory import Borrower, Lender, SharedArrays
 from splitc.runtime.processes.messages import Message, Order, pack
 
 # Named arrays, in order.
@@ -30,9 +30,9 @@ class Wire(Protocol):
         """Give all ranks a request, with these feeds and initial states."""
 
     def send(self, message: Message) -> None:
-        """Send all ranks a message. A rank that is gone is left out: whoever reads from it notices that."""
+        """Send all ranks a message. A rank that is gone is left out: the reader notices that."""
 
-    def outputs(self, rank: int, sent: Sent | None) -> dict[str, Array]:
+    def outputs(self, rank: int, shared: SharedArrays | None) -> dict[str, Array]:
         """The arrays that came with the answer of a rank that was taken last."""
 
     def is_ready(self) -> bool:
@@ -67,28 +67,29 @@ class SocketWire:
         sent, descriptors = self._feeds.send([*feeds, *initial])
         self._fed.popleft()
         self._fed.append(None if sent is None else sent.buffer)
-        unused = tuple(tuple(each.unused()) for each in self._outputs)  # only now: what is not sent never goes back
+        # Only now: what is not sent never goes back.
+        unused = tuple(tuple(borrower.unused()) for borrower in self._outputs)
         try:
             packed = pack(replace(order, arrays=sent, fed=len(feeds), unused=unused))
             for rank, channel in enumerate(self._channels):
                 try:
-                    channel.post(packed, *descriptors)
+                    channel.send_nowait(packed, *descriptors)
                 except (BrokenPipeError, ConnectionResetError):
-                    pass  # the rank is gone, which its reader says
+                    pass  # the rank is gone, which the reader notices
                 except BaseException as error:
                     raise HandOverError(f"rank {rank} could not be given a request: {error!r}") from error
         finally:
-            for each in descriptors:
-                os.close(each)
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     def send(self, message: Message) -> None:
         packed = pack(message)
         for channel in self._channels:
             with contextlib.suppress(OSError):
-                channel.post(packed)
+                channel.send_nowait(packed)
 
-    def outputs(self, rank: int, sent: Sent | None) -> dict[str, Array]:
-        return self._outputs[rank].receive(sent)
+    def outputs(self, rank: int, shared: SharedArrays | None) -> dict[str, Array]:
+        return self._outputs[rank].receive(shared)
 
     def is_ready(self) -> bool:
         return bool(self._poll.poll(0))
@@ -113,10 +114,7 @@ class SocketWire:
         return list(self._ranks.values())
 
     def close(self) -> None:
-        """Close the channels, and release the memory of arrays, but of those that somebody still has.
-
-        Each memory has a descriptor. Only the garbage collector would close it, and may be late.
-        """
+        """Close the channels, and release the memory of arrays, except of those that somebody still has."""
         for channel in self._channels:
             channel.close()
         self._feeds.close()

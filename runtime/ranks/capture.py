@@ -10,7 +10,7 @@ import numpy as np
 from splitc.runtime.gpu.array import GpuArray, Tape
 from splitc.runtime.gpu.device import GpuDevice
 from splitc.runtime.gpu.graph_nodes import own_what_is_copied
-from splitc.runtime.threads.failures import Failure, attempt
+from splitc.runtime.threads.failures import attempt, first_failure
 
 T = TypeVar("T")
 
@@ -28,9 +28,8 @@ def capture(gpu: GpuDevice, tape: Tape, give: Callable[[], T]) -> tuple[Any, T]:
     given = attempt(give)
     gpu.tape = None
     graph = attempt(gpu.stream.end_capture)  # even if it failed: no stream is left capturing
-    for each in (given, graph):
-        if isinstance(each, Failure):
-            raise each.error
-    staged = [each for each in tape.inputs.values() if not isinstance(each, GpuArray)]
+    if failure := first_failure((given, graph)):
+        raise failure.error
+    staged = [buffer for buffer in tape.inputs.values() if not isinstance(buffer, GpuArray)]
     tape.owned = own_what_is_copied(graph, staged, lambda size: gpu.pinned((size,), np.uint8))
     return graph, given

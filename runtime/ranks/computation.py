@@ -17,15 +17,15 @@ from splitc.runtime.ranks.loaded import LoadedRank, Setup
 from splitc.runtime.ranks.loop import Span, execute
 from splitc.runtime.ranks.request import InFlightRequest
 
-# A function that waits for a request's outputs, when each step ran, and whether a state of the sequence grew.
+# A function that waits for a request's outputs and returns them; when each step ran; whether a state grew.
 Ran = tuple[Callable[[], dict[str, Array]], list[Span], bool]
 
 
 class Computation:
     """A rank's part of requests, on the thread of its `backend`.
 
-    `resident` maps each input that is a state to its output. `sequences` hold the states. A GPU puts the outputs in
-    what `allocate` gives, if that matters.
+    `resident` maps each input that is a state to its output. `sequences` hold the states. A GPU writes outputs to the
+    arrays of `allocate`, if given.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Computation:
         self.collectives = collectives
         self.allocate = allocate
         self._program = loaded.program
-        stays = [state for state in setup.states if state.input in self.rank.inputs]
+        stays = [state for state in setup.manifest.resident_states if state.input in self.rank.inputs]
         self.resident = {state.input: state.output for state in stays}
         self._in_place = {state.input: state for state in stays if state.in_place}
         self._parts = {part.name: part for part in self.rank.parts}
@@ -66,9 +66,9 @@ class Computation:
         return self._fetch(request, given, self.allocate), spans, grew
 
     def run_aside(self, request: InFlightRequest, states: Mapping[str, Any]) -> dict[str, Array]:
-        """The outputs of the request, which its sequence knows nothing of: its states stay as they are.
+        """The outputs of the request, without a change of its sequence's states.
 
-        But for those that are written in place, where running the request again writes the same.
+        Those that are written in place are written, with what the request will write again.
         """
         values, _ = self.execute(request, states, partial(self._upload, request))
         return self._fetch(request, {name: values[name] for name in self.given(request)}, None)()
@@ -81,7 +81,7 @@ class Computation:
     def hold_states(self, request: InFlightRequest, states: Mapping[str, Any]) -> dict[str, Any]:
         """Copies of a sequence's states, but for those that are written in place."""
         assert isinstance(self.backend, GpuDevice), "others record nothing"
-        held = states.keys() & self.resident.keys() - (self._in_place.keys() if request.room else set())
+        held = states.keys() & self.resident.keys() - (self._in_place.keys() if request.in_place else set())
         return {name: self.backend.copy_of(states[name]) for name in sorted(held)}
 
     def hand_over(self, values: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
@@ -90,21 +90,21 @@ class Computation:
         return hand_over(self.backend, values)
 
     def _begin_states(self, request: InFlightRequest) -> dict[str, Any]:
-        """What a sequence begins with on this rank: states that are zeros, and feeds that it holds.
+        """What a sequence begins with on this rank: states that are zeros, and constant feeds.
 
-        Or what the one has that it goes on from.
+        Or the states of the sequence that it goes on from, in longer ones.
         """
         made = self.backend.zeros(self._zeros_of(request))
         if request.after is None:
             held = [n for n in self.rank.inputs if n in request.initial and n not in self.resident]
             # A copy, since the memory of a request's arrays may be another one's later.
             return {**made, **{name: self.backend.upload(self._cut_feed(name, request).copy()) for name in held}}
-        known = self.sequences.get(request.after, {})
+        before = self.sequences.get(request.after, {})
         for name, longer in made.items():
             axis = self._in_place[name].grows
             assert axis is not None
-            self.backend.copy_front(known[name], longer, axis)
-        return {**known, **made}
+            self.backend.copy_front(before[name], longer, axis)
+        return {**before, **made}
 
     def execute(
         self, request: InFlightRequest, states: Mapping[str, Any], upload: Callable[[str], Any]
@@ -114,8 +114,10 @@ class Computation:
 
         def feeds() -> dict[str, Any]:
             fed = {name: states[name] if name in states else upload(name) for name in self.rank.inputs}
-            fed.update({value: upload(value) for value, each in self._overrides.items() if each.input in request.feeds})
-            if request.room:
+            fed.update(
+                {value: upload(value) for value, override in self._overrides.items() if override.input in request.feeds}
+            )
+            if request.in_place:
                 into.update({state.output: fed[name] for name, state in self._in_place.items()})
             return fed
 
@@ -136,7 +138,7 @@ class Computation:
 
     def _zeros_of(self, request: InFlightRequest) -> dict[str, Zeros]:
         """This rank's shards of the states that begin as zeros, by the names of their inputs."""
-        zeros = {name: each for name, each in request.initial.items() if isinstance(each, Zeros)}
+        zeros = {name: state for name, state in request.initial.items() if isinstance(state, Zeros)}
         parts = {name: self._parts.get(name) for name in self.rank.inputs if name in zeros}
         return {
             name: zeros[name] if part is None else Zeros(part_shape(zeros[name].shape, part), zeros[name].dtype)
@@ -144,7 +146,7 @@ class Computation:
         }
 
     def feed_of(self, name: str, request: InFlightRequest) -> Feed:
-        """As `_cut_feed`, but a feed that is on a GPU as it is: no rank takes a shard of it, and no weight's place."""
+        """As `_cut_feed`. A feed on a GPU is returned as it is: it is never sharded, and replaces no weight."""
         feed = request.feeds.get(name)
         return feed if isinstance(feed, GpuFeed) else self._cut_feed(name, request)
 

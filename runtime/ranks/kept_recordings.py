@@ -1,4 +1,4 @@
-"""Which recordings are kept, for which kinds of requests others are made, and which states wait for a new sequence."""
+"""Which recordings are kept, which requests are worth recording, and which states wait for a new sequence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from splitc.runtime.ranks.request import InFlightRequest
 States = dict[str, Any]
 # The kind of a request: what is equal for requests with the same work.
 Kind = tuple[Any, ...]
-# The most recordings that are kept, and the most kinds of requests that are remembered as seen.
+# The most recordings that are kept, each with buffers on the GPU, and the most kinds of requests that are counted, or
+# remembered as refused.
 MOST, REMEMBERED = 8, 64
 # The most ended sequences whose states are kept for new ones.
 MOST_SPARE = 2
@@ -28,8 +29,8 @@ IDLE = 64
 class Home:
     """Where a sequence has its states on the ranks: in the memory that the sequence of this number began with.
 
-    `sizes` are the names, shapes and types of what that was. States that began as zeros (`is_zeros`) may be those of
-    another sequence next. `growth` counts the requests in which states grew: they are in other memory since.
+    `sizes` are the names, shapes and types of what it began with. If that was zeros (`is_zeros`), another sequence may
+    reuse the memory. `growth` counts the requests in which states grew: they are in other memory since.
     """
 
     number: int
@@ -62,7 +63,7 @@ class KeptRecordings:
                 self._spare.pop(oldest, None)
 
     def is_worth(self, kind: Kind) -> bool:
-        """Whether to record a request of this kind: engines know its shapes well, and there is room.
+        """Whether to record a request of this kind: engines know its shapes well, and it may be kept.
 
         Recordings in use are not dropped for others. Otherwise, with more sequences than recordings, each request would
         make a new one.
@@ -73,8 +74,8 @@ class KeptRecordings:
         if len(self._seen) > REMEMBERED:
             self._seen.popitem(last=False)
         oldest = next(iter(self._kept.values()), None)
-        has_room = len(self._kept) < MOST or oldest is None or self.requests - oldest.last > IDLE
-        return count > NEW and has_room
+        may_be_kept = len(self._kept) < MOST or oldest is None or self.requests - oldest.last > IDLE
+        return count > NEW and may_be_kept
 
     def spare(self, home: Home, states: States) -> None:
         """Keep the states of an ended sequence for another one, if there are recordings for them."""
@@ -85,8 +86,8 @@ class KeptRecordings:
 
     def take_spare(self, wanted: Home) -> tuple[Home, States] | None:
         """The home and the states of an ended sequence, for a new one that wants such. None if there are none."""
-        found = next((home for home in self._spare if wanted.is_zeros and home.sizes == wanted.sizes), None)
-        return None if found is None else (found, self._spare.pop(found))
+        fitting = next((home for home in self._spare if wanted.is_zeros and home.sizes == wanted.sizes), None)
+        return None if fitting is None else (fitting, self._spare.pop(fitting))
 
     def drop(self, home: Home) -> None:
         """Drop all recordings for these states, which are about to be freed."""
@@ -106,8 +107,8 @@ class KeptRecordings:
 def home_of(request: InFlightRequest) -> Home:
     """The home of the sequence that begins with this request."""
     assert request.sequence is not None, "only sequences begin with something"
-    sizes = tuple((name, each.shape, str(each.dtype)) for name, each in request.initial.items())
-    is_zeros = request.after is None and all(isinstance(each, Zeros) for each in request.initial.values())
+    sizes = tuple((name, state.shape, str(state.dtype)) for name, state in request.initial.items())
+    is_zeros = request.after is None and all(isinstance(state, Zeros) for state in request.initial.values())
     return Home(request.sequence, sizes, is_zeros)
 
 
@@ -115,5 +116,5 @@ def kind_of(request: InFlightRequest, home: Home) -> Kind:
     """The request's kind: its shapes, and those of its sequence's states; which of its feeds are on GPUs."""
     shapes = tuple((name, array.shape) for name, array in request.feeds.items())
     on_gpus = tuple(name for name, feed in request.feeds.items() if isinstance(feed, GpuFeed))
-    how = request.sequence is None, request.room, request.on_device
+    how = request.sequence is None, request.in_place, request.on_device
     return *how, on_gpus, shapes, home.sizes, home.growth

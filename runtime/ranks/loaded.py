@@ -8,24 +8,20 @@ from pathlib import Path
 
 from splitc.runtime.collectives import Collectives
 from splitc.runtime.engines import Backend, Communicator, LoadedEngine
-from splitc.runtime.gpu.weight_places import SwapRoom
+from splitc.runtime.gpu.weight_places import SwapBuffer
 from splitc.runtime.hardware.memory_use import RankMemory
-from splitc.runtime.package.manifest import Manifest, Rank, State
+from splitc.runtime.package.manifest import Manifest, Rank
 from splitc.runtime.ranks.loop import Program
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Which rank of a package it is. `states` are those that stay on the ranks.
-
-    `turns` is the room that its weights have in turn with those of other models, if they do.
-    """
+    """Which rank of a package it is. Its weights have the buffer `swap` in turn with other models', if there is one."""
 
     number: int
     package: Path
     manifest: Manifest
-    states: Sequence[State]
-    turns: SwapRoom | None = None
+    swap: SwapBuffer | None = None
 
     @property
     def rank(self) -> Rank:
@@ -57,9 +53,9 @@ class LoadedRank:
             communicator.check()
 
     def fail(self, runs: Sequence[int]) -> bool:
-        """Fail a request, by what `begin` gave, on the ranks whose engines would wait for this one's.
+        """Fail a request, by what `begin` returned, on the ranks whose engines would wait for this one's.
 
-        Returns whether all of them were told.
+        Returns whether all of them could be told.
         """
         told = [communicator.fail(run) for communicator, run in zip(self.communicators, runs, strict=True)]
         return all(told)
@@ -82,8 +78,8 @@ def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> Loade
     """
     rank = setup.rank
     backend.attach()
-    if setup.turns is not None:
-        backend.take_turns(setup.turns)
+    if setup.swap is not None:
+        backend.swap_weights(setup.swap)
     before = backend.used_bytes()
     communicators: dict[tuple[int, ...], Communicator] = {}
     engines: list[LoadedEngine] = []
@@ -108,5 +104,5 @@ def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> Loade
 
 
 def reserve(setup: Setup, backend: Backend) -> None:
-    """Reserve the memory that the rank needs beside its engines'."""
+    """Reserve the memory that the rank needs besides its engines'."""
     backend.reserve(setup.rank.activation_bytes + 2 * setup.rank.cache_bytes)

@@ -73,7 +73,7 @@ def execute(
     written to those values.
 
     After a failure, the rest of the program is walked without computing: values from other ranks are received, and a
-    Failure is sent instead of values for them. So a failed request leaves all channels empty. The first error is
+    Failure is sent instead of values for them. So a failed request leaves no values on their way. The first error is
     raised at the end.
     """
     values: dict[str, Any] = {}

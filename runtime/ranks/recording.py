@@ -14,7 +14,7 @@ from splitc.runtime.ranks.computation import Computation
 from splitc.runtime.ranks.loop import Replay, Span
 from splitc.runtime.ranks.request import InFlightRequest
 
-# What a rank gives in a replay, and when its GPU worked.
+# The outputs of a replay, and when the GPU worked.
 Played = tuple[dict[str, Array], Span]
 
 
@@ -48,7 +48,7 @@ class Recording:
                 staged[...] = feed
         self.begin.record(gpu.stream)
         self.graph.launch(gpu.stream)
-        # For the caller to keep: the next replay writes to what the graph wrote to.
+        # Copies, since the next replay writes to the same memory.
         if request.on_device:
             outputs = computation.hand_over(self.outputs)()
         else:

@@ -4,8 +4,8 @@ Eager work takes the host about ten microseconds per launch, which in a step of 
 graph is launched at once. The same shapes must have run eagerly before, so that engines know their output shapes, and
 all memory is allocated and all kernels are loaded.
 
-The ranks decide alike, without a word: what they go by are the requests, which all of them get whole and in the same
-order, whatever a rank itself is fed and whichever states it has.
+All ranks make the same decisions without communication: these depend only on the requests, which all ranks get whole
+and in the same order, not on what a rank is fed or which states it has.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from splitc.runtime.gpu.device import GpuDevice
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.ranks.capture import capture
 from splitc.runtime.ranks.computation import Computation
-from splitc.runtime.ranks.kept_recordings import Home, KeptRecordings, Kind, home_of, kind_of
-from splitc.runtime.ranks.loop import Span
+from splitc.runtime.ranks.kept_recordings import REMEMBERED, Home, KeptRecordings, Kind, home_of, kind_of
 from splitc.runtime.ranks.recording import Played, Recording
 from splitc.runtime.ranks.request import InFlightRequest
-from splitc.runtime.threads.failures import Failure, attempt
+from splitc.runtime.threads.failures import Failure, attempt, first_failure
 
-# How far off a replay may be of an eager run, relative to the largest value: the same kernels run, but sums of some
-# come in any order, and libraries may choose others for a graph.
+# The most that a replay may differ from an eager run, relative to the largest value: kernels may sum in any order, and
+# libraries may choose others for a graph.
 CLOSE = 2e-2
 # The states of requests that belong to no sequence, and where these are.
 STATELESS: dict[str, Any] = {}
@@ -45,14 +44,16 @@ def not_replayed(reason: str) -> str:
 
 
 class RankReplays:
-    """The recordings of one rank. Requests with any optional input of the model are never replayed.
+    """The recordings of one rank, which computes requests by `computation`, on a GPU.
 
-    `everyone` are all ranks of the session, if there are several. They agree on whether a request could be recorded:
-    all replay it, or none.
+    Requests with any optional input of the model are never replayed. `everyone` are all ranks of the session, if there
+    are several. They agree on whether a request could be recorded: all replay it, or none.
     """
 
-    def __init__(self, manifest: Manifest, everyone: Sequence[int] = ()) -> None:
+    def __init__(self, manifest: Manifest, computation: Computation, everyone: Sequence[int]) -> None:
+        assert isinstance(computation.backend, GpuDevice), "others record nothing"
         self._optional = frozenset(tensor.name for tensor in manifest.optional)
+        self._computation, self._gpu = computation, computation.backend
         self._everyone = everyone
         self._refused: dict[Kind, str] = {}
         self._kept = KeptRecordings()
@@ -60,27 +61,18 @@ class RankReplays:
         self._homes: dict[int | None, Home] = {}
 
     @property
-    def is_joint(self) -> bool:
-        """Whether other ranks go the same way, and may wait for this one."""
-        return bool(self._everyone)
-
-    @property
     def notes(self) -> list[str]:
         """Why requests are not replayed, for the user."""
         return list(map(not_replayed, dict.fromkeys(self._refused.values())))
 
-    def play(
-        self, computation: Computation, request: InFlightRequest, drain: Callable[[], None]
-    ) -> tuple[dict[str, Array], Span] | None:
+    def play(self, request: InFlightRequest, drain: Callable[[], None]) -> Played | None:
         """Replay the request: its outputs, and when the GPU worked. None if it has to run eagerly.
 
         `drain` waits for all earlier requests.
         """
-        gpu = computation.backend
-        assert isinstance(gpu, GpuDevice)
         self._kept.requests += 1
         if request.initial:
-            self._begin(computation, gpu, request)
+            self._begin(request)
         if request.initial or not self._optional.isdisjoint(request.feeds):
             return None
         home = self._home(request)
@@ -89,72 +81,80 @@ class RankReplays:
         if recording is None and (not self._kept.is_worth(kind) or kind in self._refused):
             return None
         drain()  # so that requests end in order
-        if recording is not None:
-            self._kept.keep(home, kind, recording)
-            return recording.launch(computation, gpu, request)
-        states = computation.sequences.get(request.sequence, STATELESS)
-        first = self._record(computation, gpu, request, kind, states)
-        if first is None:
-            return None
-        self._kept.keep(home, kind, first[0])
-        return first[1]
+        if recording is None:
+            return self._record(request, home, kind)
+        self._kept.keep(home, kind, recording)
+        return recording.launch(self._computation, self._gpu, request)
 
-    def _record(
-        self,
-        computation: Computation,
-        gpu: GpuDevice,
-        request: InFlightRequest,
-        kind: Kind,
-        states: dict[str, Any],
-    ) -> tuple[Recording, Played] | None:
+    def _record(self, request: InFlightRequest, home: Home, kind: Kind) -> Played | None:
         """Record the rank's work for the request, and replay it: this must give what an eager run of it gives.
 
-        None if it can't be captured, or gives something else. Then no such request is ever recorded again, and this one
-        has to run eagerly. It has to as well if it fails, on whichever rank.
+        None if it can't be captured, or gives something else, on whichever rank. Then no such request is recorded
+        again, and this one has to run eagerly. It has to as well if it fails.
         """
-        ran = attempt(partial(computation.run_aside, request, states))
-        if self._agree(computation, "it failed" if isinstance(ran, Failure) else ""):
+        computation = self._computation
+        states = computation.sequences.get(request.sequence, STATELESS)
+        eager = attempt(partial(computation.run_aside, request, states))
+        if self._why_not(eager):
             return None
-        tape = Tape()
-        made = attempt(partial(capture, gpu, tape, partial(_give, computation, gpu, request, tape)))
-        tape.kept.clear()
+        recording = attempt(partial(self._capture, request, states))
         held = attempt(partial(computation.hold_states, request, states))
-        failed = [str(each.error) for each in (made, held) if isinstance(each, Failure)]
-        if why := self._agree(computation, failed[0] if failed else ""):  # of an engine, CuPy or CUDA
-            self._refused[kind] = why
+        if why := self._why_not(recording, held):  # of an engine, CuPy or CUDA
+            self._refuse(kind, why)
             return None
-        assert not isinstance(ran, Failure) and not isinstance(made, Failure) and not isinstance(held, Failure)
-        gpu.recorded = True
-        graph, outputs = made
-        graph.upload(gpu.stream)
-        recording = Recording(graph, tape, outputs, states, gpu.cuda.Event(), gpu.cuda.Event())
-        played = attempt(partial(recording.launch, computation, gpu, request))
-        wrong = str(played.error) if isinstance(played, Failure) else find_difference(ran, played[0])
-        if why := self._agree(computation, wrong):
-            self._refused[kind] = why
+        played = attempt(partial(self._replay_first, recording, request, eager))
+        if why := self._why_not(played):
+            self._refuse(kind, why)
             for name, before in held.items():
-                gpu.copy_over(states[name], before)
+                self._gpu.copy_over(states[name], before)
             return None
-        assert not isinstance(played, Failure)
-        return recording, played
+        self._kept.keep(home, kind, recording)
+        return played  # type: ignore[no-any-return]
 
-    def _agree(self, computation: Computation, why: str) -> str:
-        """Why any of the ranks can't go on; nothing if all can. All must go the same way: they wait for each other."""
-        told = computation.collectives.all_gather(self._everyone, why) if self._everyone else [why]
-        if isinstance(told, Failure):
-            raise told.error
-        return next(filter(None, told), "")
+    def _refuse(self, kind: Kind, why: str) -> None:
+        self._refused[kind] = why
+        if len(self._refused) > REMEMBERED:
+            del self._refused[next(iter(self._refused))]
 
-    def _begin(self, computation: Computation, gpu: GpuDevice, request: InFlightRequest) -> None:
+    def _capture(self, request: InFlightRequest, states: dict[str, Any]) -> Recording:
+        gpu, tape = self._gpu, Tape()
+        try:
+            graph, outputs = capture(gpu, tape, partial(_give, self._computation, gpu, request, tape))
+        finally:
+            tape.kept.clear()
+        return Recording(graph, tape, outputs, states, gpu.cuda.Event(), gpu.cuda.Event())
+
+    def _replay_first(self, recording: Recording, request: InFlightRequest, eager: Mapping[str, Any]) -> Played:
+        """Replay what was just recorded. Raises EngineError if it gives something else than the eager run."""
+        self._gpu.recorded = True
+        recording.graph.upload(self._gpu.stream)
+        played = recording.launch(self._computation, self._gpu, request)
+        if difference := find_difference(eager, played[0]):
+            raise EngineError(difference)
+        return played
+
+    def _why_not(self, *done: Any) -> str:
+        """Why any of the ranks can't go on: a Failure in what it has done. Nothing if all can.
+
+        All must go the same way, since they wait for each other.
+        """
+        failure = first_failure(done)
+        why = "" if failure is None else str(failure.error) or type(failure.error).__name__
+        answers = self._computation.collectives.all_gather(self._everyone, why) if self._everyone else [why]
+        if isinstance(answers, Failure):
+            raise answers.error
+        return next(filter(None, answers), "")
+
+    def _begin(self, request: InFlightRequest) -> None:
         """Note where a new sequence has its states: in those of an ended one, if they fit, which recordings know."""
         new = home_of(request)
-        found = self._kept.take_spare(new)
-        if found is None:
+        spare = self._kept.take_spare(new)
+        if spare is None:
             self._homes[request.sequence] = new
             return
-        self._homes[request.sequence], states = found
-        gpu.clear(states.values())
-        computation.sequences[request.sequence] = states
+        self._homes[request.sequence], states = spare
+        self._gpu.clear(states.values())
+        self._computation.sequences[request.sequence] = states
         request.initial = {}
 
     def _home(self, request: InFlightRequest) -> Home:
@@ -165,12 +165,12 @@ class RankReplays:
             home = self._homes[request.sequence] = replace(home, growth=request.growth)
         return home
 
-    def forget(self, computation: Computation, sequence: int, reusable: bool) -> None:
+    def forget(self, sequence: int, reusable: bool) -> None:
         """The sequence has ended. If there are recordings for its `reusable` states, these are for another one."""
         if (home := self._homes.pop(sequence, None)) is None:
             return
         if reusable and home.is_zeros:
-            self._kept.spare(home, computation.sequences[sequence])
+            self._kept.spare(home, self._computation.sequences[sequence])
         else:
             self._kept.drop(home)
 
@@ -180,16 +180,21 @@ class RankReplays:
 
 
 def find_difference(ran: Mapping[str, Any], played: Mapping[str, Any]) -> str:
-    """What is wrong with a replay's outputs, beside those of an eager run; nothing if they agree."""
+    """How a replay's outputs differ from those of an eager run; empty if they agree."""
     for name in ran:
-        eager, replayed = (each[name].get() if hasattr(each[name], "get") else each[name] for each in (ran, played))
+        eager, replayed = (_on_host(outputs[name]) for outputs in (ran, played))
         if eager.shape != replayed.shape:
-            return f"the first replay gave '{name}' in another shape than an eager run"
+            return f"the first replay gave '{name}' another shape than an eager run"
         one, other = eager.astype(np.float64), replayed.astype(np.float64)
         largest = np.abs(one[np.isfinite(one)]).max(initial=0.0)
         if not np.allclose(one, other, rtol=0.0, atol=CLOSE * largest, equal_nan=True):
             return f"the first replay gave another '{name}' than an eager run"
     return ""
+
+
+def _on_host(array: Any) -> Array:
+    """The array, which may be CuPy's, as one of numpy."""
+    return array.get() if hasattr(array, "get") else array  # type: ignore[no-any-return]
 
 
 def _give(computation: Computation, gpu: GpuDevice, request: InFlightRequest, tape: Tape) -> dict[str, GpuArray]:

@@ -14,7 +14,7 @@ from splitc.runtime.ranks.loop import Span
 
 
 @dataclass(frozen=True)
-class Served:
+class Execution:
     """A request on one rank: when it began and ended there, in seconds of time.perf_counter, and when its steps ran.
 
     `grew` says that a state of its sequence has another size than before.
@@ -26,7 +26,7 @@ class Served:
     grew: bool = False
 
 
-NEVER = Served(0.0, 0.0, ())
+NEVER = Execution(0.0, 0.0, ())
 
 
 def closed_before() -> SplitcError:
@@ -34,30 +34,36 @@ def closed_before() -> SplitcError:
     return SplitcError("the session was closed before this request ran")
 
 
+def _nothing(request: InFlightRequest) -> None:
+    pass
+
+
 @dataclass(eq=False)
 class InFlightRequest:
     """A request in flight. Each rank adds its outputs, and the last one calls `done`.
 
-    `number` is what all ranks know it by. `sequence` is the number of the request's sequence, `initial` what the
-    sequence begins with on the ranks: the states that stay there, and feeds that are the same in all its requests. With
-    `room`, the states have room for all later tokens, and are written in place. With `after`, the sequence goes on from
-    that one: its states are copied into the beginning of `initial`, which are longer. `growth` counts the requests of
-    the sequence in which states grew on any rank. With `on_device`, outputs are arrays of CuPy on the ranks' GPUs.
-    `waiting` is the number of ranks that have not finished. `outputs` and `served` are by rank.
+    `sequence` is the number of the request's sequence, `initial` what the sequence begins with on the ranks: the states
+    that stay there, and feeds that are the same in all its requests. With `in_place`, the states have their full
+    capacity, and are written in place. With `after`, the sequence goes on from that one: its states are copied into the
+    beginning of `initial`, which are longer. `growth` counts the requests of the sequence in which states grew on any
+    rank. With `on_device`, outputs are arrays of CuPy on the ranks' GPUs.
+
+    `waiting` is the number of ranks that have not finished, `number` what all ranks know the request by. `outputs` and
+    `executions` are by rank.
     """
 
     feeds: Mapping[str, Feed]
-    waiting: int
-    done: Callable[[InFlightRequest], None]
     sequence: int | None = None
     initial: Mapping[str, Array | Zeros] = field(default_factory=dict)
-    room: bool = False
+    in_place: bool = False
     after: int | None = None
     growth: int = 0
     on_device: bool = False
+    waiting: int = 1
+    done: Callable[[InFlightRequest], None] = _nothing
     number: int = 0
     outputs: dict[int, dict[str, Array]] = field(default_factory=dict)
-    served: dict[int, Served] = field(default_factory=dict)
+    executions: dict[int, Execution] = field(default_factory=dict)
     error: BaseException | None = None
     submitted: float = field(default_factory=time.perf_counter)
     started: bool = False
@@ -75,13 +81,15 @@ class InFlightRequest:
         with self.lock:
             self.cancelled = True
 
-    def finish(self, rank: int, outputs: Mapping[str, Array], served: Served, error: BaseException | None) -> None:
+    def finish(
+        self, rank: int, outputs: Mapping[str, Array], execution: Execution, error: BaseException | None
+    ) -> None:
         """Record one rank's outputs or error. Later calls for the same rank are ignored."""
         with self.lock:
             if rank in self.outputs:
                 return
             self.outputs[rank] = dict(outputs)
-            self.served[rank] = served
+            self.executions[rank] = execution
             if self.error is None or (error is not None and isinstance(self.error, FollowingError)):
                 self.error = error
             self.waiting -= 1

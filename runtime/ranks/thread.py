@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 from splitc.runtime.arrays.array import Allocate, Array
 from splitc.runtime.collectives import Collectives
@@ -18,25 +18,22 @@ from splitc.runtime.ranks.computation import Computation, Ran
 from splitc.runtime.ranks.loaded import Setup, load_rank, reserve
 from splitc.runtime.ranks.loop import Span
 from splitc.runtime.ranks.replays import RankReplays, not_replayed
-from splitc.runtime.ranks.request import NEVER, InFlightRequest, Served, closed_before
+from splitc.runtime.ranks.request import NEVER, Execution, InFlightRequest, closed_before
 from splitc.runtime.threads.executor import Executor
 from splitc.runtime.threads.failures import Failure, attempt, clear_frames
 
-
-class Requests(Protocol):
-    """Where a rank gets its requests from."""
-
-    def get(self) -> InFlightRequest | Callable[[], None] | None:
-        """Wait for the next request, function to call, or None at the end."""
+# A request, a function to call, or None at the end.
+Work = InFlightRequest | Callable[[], None] | None
 
 
 class Worker(threading.Thread):
     """The thread of one rank of a session.
 
     The queue `requests` has requests, functions to call on the thread, and None to end it, which are taken in order.
-    `inbox` replaces it. `broken` is called if the thread itself fails, not just a request. `replays` are the rank's
-    recordings of requests as CUDA graphs. A GPU puts the outputs in what `allocate` gives, if that matters.
-    `capture_blocker`, set after loading, says why the rank's work can't be captured, or is None.
+    `next_request` replaces it. `broken` is called if the thread itself fails, not just a request. Requests are replayed
+    as CUDA graphs if `replays_with` is not None: all ranks, which must agree on that, or none if there is one rank. A
+    GPU puts the outputs in what `allocate` gives, if that matters. `capture_blocker`, set after loading, says why the
+    rank's work can't be captured, or is None.
     """
 
     def __init__(
@@ -45,17 +42,19 @@ class Worker(threading.Thread):
         backend: Backend,
         collectives: Collectives,
         broken: Callable[[BaseException], None],
-        replays: RankReplays | None = None,
-        inbox: Requests | None = None,
+        replays_with: Sequence[int] | None = None,
+        next_request: Callable[[], Work] | None = None,
         allocate: Allocate | None = None,
     ) -> None:
         super().__init__(name=f"splitc rank {setup.number} ({setup.rank.device})", daemon=True)
-        self.requests: SimpleQueue[InFlightRequest | Callable[[], None] | None] = SimpleQueue()
-        self._inbox: Requests = inbox or self.requests
+        self.requests: SimpleQueue[Work] = SimpleQueue()
+        self._next_request = next_request or self.requests.get
         self._setup, self._collectives, self._allocate = setup, collectives, allocate
         self.backend = backend
         self._broken = broken
-        self.replays = replays
+        self._replays_with = replays_with
+        # Recordings of requests as CUDA graphs, once the engines are loaded.
+        self.replays: RankReplays | None = None
         self.ready: Future[None] = Future()
         self.capture_blocker: str | None = None
         # Waits for results of an asynchronous device on another thread, so that this one can launch the next request.
@@ -67,6 +66,8 @@ class Worker(threading.Thread):
             self._loaded = load_rank(self._setup, self.backend, self._collectives)
             self.capture_blocker = self._loaded.capture_blocker
             self.computation = Computation(self._setup, self._loaded, self.backend, self._collectives, self._allocate)
+            if self._replays_with is not None:
+                self.replays = RankReplays(self._setup.manifest, self.computation, self._replays_with)
         except BaseException as error:  # the session waits for this
             attempt(self._leave)  # a GPU that has failed may fail again, of which the session knows enough
             clear_frames(error)  # with the engines that were loaded
@@ -81,10 +82,11 @@ class Worker(threading.Thread):
         finally:
             self.computation.sequences.clear()
             self._leave()
+            self.replays = None
             del self.computation, self._loaded
 
     def _leave(self) -> None:
-        """Free memory here rather than in the garbage collector, since this thread is on the right device."""
+        """Free memory here rather than by the garbage collector: this thread has the device."""
         if self.replays is not None:
             self.replays.clear()
         if self._finisher is not None:
@@ -93,7 +95,7 @@ class Worker(threading.Thread):
 
     def _serve_next(self) -> bool:
         """Run the next request. Returns False at the end. No reference to the request is kept."""
-        request = self._inbox.get()
+        request = self._next_request()
         if isinstance(request, InFlightRequest):
             if request.begin():
                 self._serve(request)
@@ -104,7 +106,7 @@ class Worker(threading.Thread):
         return request is not None
 
     def bring_in(self) -> None:
-        """Bring the weights in, which other models had the memory of. They may have taken more."""
+        """Bring the weights in, whose memory other models had, and reserve again what those may have taken."""
         self.backend.bring_in()
         reserve(self._setup, self.backend)
 
@@ -120,24 +122,20 @@ class Worker(threading.Thread):
         replayed = ran is not None
         if ran is None:
             ran = attempt(partial(self.computation.run, request))
-        # At once: this thread goes on with the next request, and others may wait for it in this one. Who replays does
-        # not walk the program, in which others are sent a failure in place of values.
-        alone = not isinstance(ran, Failure) or (self._loaded.fail(runs) and not (replayed and self._replays_together))
+        # At once: this thread goes on with the next request, while others may still wait for it in this one. A replay
+        # does not walk the program, in which others are sent a failure in place of values.
+        alone = not isinstance(ran, Failure) or (self._loaded.fail(runs) and not (replayed and self._replays_with))
         if replayed or self._finisher is None:
             self._drain()  # also where the replay failed before it did so
             self._finish(request, runs, start, ran, alone)
         else:
             self._unfinished = self._finisher.submit(self._finish_elsewhere, request, runs, start, ran, alone)
 
-    @property
-    def _replays_together(self) -> bool:
-        return self.replays is not None and self.replays.is_joint
-
     def _replay(self, request: InFlightRequest) -> Ran | None:
         """Replay the request, if it can be."""
         if self.replays is None or self.capture_blocker is not None:
             return None
-        played = self.replays.play(self.computation, request, self._drain)
+        played = self.replays.play(request, self._drain)
         return None if played is None else (lambda: played[0], [played[1]], False)
 
     def _finish(
@@ -145,7 +143,7 @@ class Worker(threading.Thread):
     ) -> None:
         """Give the request its outputs or its error. `runs` are its numbers in the collectives.
 
-        It may have failed already: `alone`, or the session is broken.
+        If it has failed already, it must have failed `alone`, or the session is broken.
         """
         made: Any = ran
         spans: Sequence[Span] = ()
@@ -153,11 +151,11 @@ class Worker(threading.Thread):
         if not isinstance(ran, Failure):
             wait, spans, grew = ran
             made = attempt(partial(self._take, wait))
-        served = Served(start, time.perf_counter(), spans, grew)
+        execution = Execution(start, time.perf_counter(), spans, grew)
         if not isinstance(made, Failure):
-            request.finish(self._setup.number, made, served, None)
+            request.finish(self._setup.number, made, execution, None)
             return
-        request.finish(self._setup.number, {}, served, made.error)
+        request.finish(self._setup.number, {}, execution, made.error)
         if not (alone and self._loaded.fail(runs)):
             self._broken(made.error)
 
@@ -196,5 +194,5 @@ class Worker(threading.Thread):
     def forget(self, sequence: int, reusable: bool) -> None:
         """Free the states of a sequence, or let another one begin in their memory, if that can be."""
         if self.replays is not None:
-            self.replays.forget(self.computation, sequence, reusable)
+            self.replays.forget(sequence, reusable)
         self.computation.sequences.pop(sequence, None)

@@ -9,25 +9,24 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 
-from splitc.runtime.collectives.host import connect
+from splitc.runtime.collectives.threads import connect
 from splitc.runtime.engines import Backend
 from splitc.runtime.errors import EngineError
 from splitc.runtime.hardware.memory_use import RankMemory
 from splitc.runtime.ranks.loaded import Setup
-from splitc.runtime.ranks.replays import RankReplays
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.ranks.thread import Worker
 from splitc.runtime.threads.failures import Failure, attempt
 from splitc.runtime.threads.futures import first_error
 
-# Seconds that ranks get to end if not all of them can start.
+# Seconds that ranks get to end if not all can start.
 PATIENCE = 10.0
 
 
 class Workers:
     """The ranks of a package, on CPU devices or a single GPU, once they are started.
 
-    `broken` is called if a rank's thread fails. `replays` are those of the single GPU's rank.
+    `broken` is called if a rank's thread fails. With `replays`, the single GPU's rank replays requests.
     """
 
     def __init__(
@@ -35,12 +34,12 @@ class Workers:
         setups: Sequence[Setup],
         backends: Sequence[Backend],
         broken: Callable[[BaseException], None],
-        replays: RankReplays | None = None,
+        replays: bool = False,
     ) -> None:
         self._collectives = connect(len(backends))
         self._numbers = itertools.count()
         ends = zip(setups, backends, self._collectives, strict=True)
-        self._workers = [Worker(setup, backend, collectives, broken, replays) for setup, backend, collectives in ends]
+        self._workers = [Worker(*end, broken, () if replays else None) for end in ends]
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -86,10 +85,10 @@ class Workers:
             worker.requests.put(request)
 
     def bring_in(self) -> None:
-        """Bring the weights in, which other models had the memory of. Waits for that, since a replay would not.
+        """Bring the weights in, whose memory other models had. Waits for that, since a replay would not.
 
         A rank's own thread, in a callback of a request, does its part itself: it takes nothing else meanwhile. Raises
-        the error of a rank that can't.
+        the error of a rank that fails.
         """
         brought: list[Future[None]] = []
         for worker in self._workers:
@@ -105,11 +104,8 @@ class Workers:
         if (error := first_error(brought)) is not None:
             raise error
 
-    def read_until(self, future: Future[InFlightRequest]) -> None:
+    def watch(self, future: Future[InFlightRequest] | None) -> None:
         """Threads give their answers without help."""
-
-    def watch(self) -> None:
-        """As `read_until`."""
 
     def forget(self, sequence: int, reusable: bool) -> None:
         """Free the states of a sequence, or let another one begin in their memory, if that can be."""

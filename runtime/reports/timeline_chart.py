@@ -8,7 +8,7 @@ from typing import Any
 from splitc.runtime.package.manifest import Rank
 from splitc.runtime.package.steps import Receive, Reduce, Send
 from splitc.runtime.ranks.loop import Replay
-from splitc.runtime.ranks.request import Served
+from splitc.runtime.ranks.request import Execution
 from splitc.runtime.reports.contents import Section
 from splitc.runtime.reports.strips import COLOURS
 from splitc.runtime.reports.theme import SECONDS, altair, finished, unit_for
@@ -75,7 +75,7 @@ def _bars(ranks: Sequence[Rank], requests: Timeline) -> list[Bar]:
     ]
 
 
-def _joined(served: Served, rank: Rank, gap: float) -> list[tuple[str, str, float, float]]:
+def _joined(served: Execution, rank: Rank, gap: float) -> list[tuple[str, str, float, float]]:
     """The kind, name, start and end of steps, those of one kind that follow within the gap as one.
 
     Steps that only told a GPU what to do are followed by the wait for what it does.

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import nullcontext
 from functools import partial
 
-from splitc.runtime.arrays.array import Array, Zeros
 from splitc.runtime.errors import EngineError, HandOverError, MisuseError, SplitcError
 from splitc.runtime.feeds.checks import explain_failure
-from splitc.runtime.feeds.on_gpu import Feed
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.processes.remote import RemoteRanks
 from splitc.runtime.ranks.request import NEVER, InFlightRequest
 from splitc.runtime.ranks.workers import Workers
-from splitc.runtime.requests.turns import Turn, Turns
+from splitc.runtime.requests.callbacks import Callbacks
+from splitc.runtime.requests.turns import CHECK_EVERY, Turn, Turns
 from splitc.runtime.threads.futures import Answer
 from splitc.runtime.threads.interrupts import later_interrupts
 
-# Seconds between two checks whether a session is broken or closed.
-CHECK_EVERY = 0.1
 # Seconds that a closing session waits for requests in flight before it stops their engines.
 PATIENCE = 10.0
 
@@ -34,7 +31,7 @@ class _SignalCame(Exception):
 class Admission:
     """Gives requests to the ranks, at most `in_flight` at a time.
 
-    In a pipeline whose models work in turn, requests wait for that.
+    In a pipeline whose models work in turn, requests wait for their model's turn.
     """
 
     def __init__(
@@ -57,37 +54,23 @@ class Admission:
         # All ranks must get requests in the same order, since values of different requests have the same names.
         self._order = threading.Lock()
         self._owner = os.getpid()
-        # Whether a thread gives a request its result, which calls what the caller has asked to be called then.
-        self._delivering = threading.local()
+        self._callbacks = Callbacks()
 
-    def submit(
-        self,
-        arrays: Mapping[str, Feed],
-        sequence: int | None,
-        initial: Mapping[str, Array | Zeros],
-        room: bool,
-        after: int | None,
-        growth: int,
-        here: bool,
-        on_device: bool,
-    ) -> Future[InFlightRequest]:
-        """Start a request; see `Session.submit_request`. Waits while `in_flight` requests are in flight.
+    def submit(self, request: InFlightRequest, here: bool) -> Future[InFlightRequest]:
+        """Start a request, whose `waiting` and `done` are set here. Waits while `in_flight` requests are in flight.
 
-        Raises SplitcError if the session is broken or closed, or is another process's; MisuseError for a callback of a
-        request that waits for another one.
+        With `here`, this thread reads the answers of processes until the request is done. Raises SplitcError if the
+        session is broken or closed, or is another process's; MisuseError for a callback of a request that waits for
+        another one.
         """
         if os.getpid() != self._owner:
-            raise EngineError("this session belongs to the process that opened it: a copy of that one can't use it")
-        if self._in_callback and here:
-            raise MisuseError("a callback of a request can't wait for another one: submit() it, or run() it elsewhere")
-        ranks, done = len(self._workers), self._done
-        request = InFlightRequest(arrays, ranks, done, sequence, initial, room, after, growth, on_device)
+            raise EngineError("a forked process can't use the session of its parent: open one of its own")
+        if self._callbacks.active and here:
+            raise MisuseError("a callback of a request can't wait for another one: use submit(), or another thread")
+        request.waiting, request.done = len(self._workers), self._done
         future: Future[InFlightRequest] = Answer()
         self._hand_over(request, future)
-        if here:
-            self._workers.read_until(future)
-        else:
-            self._workers.watch()
+        self._workers.watch(future if here else None)
         return future
 
     def _hand_over(self, request: InFlightRequest, future: Future[InFlightRequest]) -> None:
@@ -114,14 +97,24 @@ class Admission:
             raise _SignalCame
 
     def _admit(self, request: InFlightRequest, future: Future[InFlightRequest], check: Callable[[], None]) -> None:
-        """Take a place for a request, and give it to the ranks. Whatever is raised, the place is free again."""
-        while not self._places.acquire(timeout=0 if self._in_callback else CHECK_EVERY):
-            if self._in_callback:
+        """Wait for a place for a request and for its model's turn, and give it to the ranks.
+
+        Whatever is raised, neither is taken any more.
+        """
+        in_callback = self._callbacks.active
+        while not self._places.acquire(timeout=0 if in_callback else CHECK_EVERY):
+            if in_callback:
                 raise MisuseError(
                     "too many requests are in flight for a callback to submit another one: raise in_flight"
                 )
             check()
-        self._begin(check)
+        if self._turn is not None:
+            try:
+                self.check_usable()
+                self._turn.turns.begin(self._turn, check)
+            except BaseException:
+                self._places.release()
+                raise
         with self._order:
             try:
                 self.check_usable()
@@ -132,17 +125,6 @@ class Admission:
                 self._leave()
                 raise
 
-    def _begin(self, check: Callable[[], None]) -> None:
-        """Wait for this model's turn, if models have turns. Frees the place if that raises."""
-        if self._turn is None:
-            return
-        try:
-            self.check_usable()
-            self._turn.turns.begin(self._turn, check)
-        except BaseException:
-            self._places.release()
-            raise
-
     def _leave(self) -> None:
         """A request has ended."""
         if self._turn is not None:
@@ -150,33 +132,14 @@ class Admission:
         self._places.release()
 
     def _done(self, request: InFlightRequest) -> None:
+        """Give a request its result, once all ranks have finished it."""
         future = self._under_way.pop(request)
         self._leave()
-        with self._in_callbacks():
+        with self._callbacks.entered(), self._turn.turns.callbacks.entered() if self._turn else nullcontext():
             if request.error is not None:
                 future.set_exception(explain_failure(request.error, request.feeds, self._inputs))
             else:
                 future.set_result(request)
-
-    @contextmanager
-    def _in_callbacks(self) -> Iterator[None]:
-        """Meanwhile, this thread may be in what was to be called when a request ends."""
-        turns = None if self._turn is None else self._turn.turns
-        before, self._delivering.now = self._in_callback, True
-        before_any = turns is not None and turns.in_callback
-        if turns is not None:
-            turns.in_callback = True
-        try:
-            yield
-        finally:
-            self._delivering.now = before
-            if turns is not None:
-                turns.in_callback = before_any
-
-    @property
-    def _in_callback(self) -> bool:
-        """Whether this thread gives a request its result, and so may be in a function that was to be called then."""
-        return getattr(self._delivering, "now", False)
 
     def check_usable(self) -> None:
         """Raise SplitcError if the session is broken or closed."""
@@ -218,7 +181,7 @@ class Admission:
         """
         if os.getpid() != self._owner:
             return
-        if self._in_callback:
+        if self._callbacks.active:
             threading.Thread(target=self.close, name="splitc closes").start()
             return
         with later_interrupts():  # or else some of it would be left

@@ -1,4 +1,4 @@
-"""Which feeds and outputs of a session may be on a GPU without a way through the host."""
+"""Which feeds and outputs of a session may stay on a GPU."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from splitc.runtime.requests.rank_kinds import THREADS
 
 
 class DeviceArrays:
-    """What may stay on a GPU: something only where the rank is a thread, on a GPU that this process sees.
+    """What may stay on a GPU: nothing unless the rank is a thread of this process.
 
-    A process of its own has other addresses. CUDA passes memory on between processes by handles of whole allocations,
-    but not what came by such a handle itself, as a server's tensors do, and each costs more to open than a copy.
+    CUDA shares memory between processes by handles of whole allocations. A handle costs more to open than a copy, and
+    there is none for memory that came by a handle itself, as a server's tensors do.
     """
 
     def __init__(self, manifest: Manifest, devices: Sequence[Device], ranks: str) -> None:
@@ -24,14 +24,14 @@ class DeviceArrays:
         given = {tensor.name for tensor in manifest.outputs}
         whole = {tensor.name for tensor in manifest.inputs} - cut - given
         self.feeds = frozenset(whole if self.possible else ())
-        self._odd = [each for each in manifest.outputs if number_type(each.dtype).isbuiltin != 1]
+        self._odd = [tensor for tensor in manifest.outputs if number_type(tensor.dtype).isbuiltin != 1]
 
     def check_outputs(self) -> None:
         """Raise MisuseError if outputs can't stay on a GPU."""
         if not self.possible:
             raise MisuseError(
-                "on_device: outputs stay on a GPU where it has all of the model, as a thread of this process; here "
-                "ranks are on CPUs, or processes of their own, whose memory no other one sees: leave it out"
+                "on_device: outputs can stay on a GPU if it has the whole model, in a thread of this process. Here "
+                "ranks are on CPUs, or in processes of their own, whose memory this one does not see: leave it out"
             )
         if self._odd:
             name, dtype = self._odd[0].name, self._odd[0].dtype

@@ -17,7 +17,7 @@ from splitc.runtime.ranks.request import InFlightRequest
 class OutputJoiner:
     """Joins the ranks' outputs: whole ones, sharded ones, and outputs that are inputs.
 
-    If they are to be on GPUs, what is joined goes to that of the first rank.
+    Outputs that are to stay on GPUs are joined on the first rank's.
     """
 
     def __init__(self, manifest: Manifest, devices: Sequence[Device]) -> None:
@@ -36,7 +36,7 @@ class OutputJoiner:
                     parts.setdefault(name, []).append((own[name], array))
                 else:
                     joined[name] = array
-        joined.update({name: self._join(each, request.on_device) for name, each in parts.items()})
+        joined.update({name: self._join(own_parts, request.on_device) for name, own_parts in parts.items()})
         joined.update({name: self._pass_on(request, name) for name in self._passed})
         return {
             # TensorRT before version 10 gives int32 for outputs that are int64 in the model.

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Integral
-from types import TracebackType
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,48 +14,13 @@ import numpy.typing as npt
 from splitc.runtime.arrays.array import Array, Zeros, number_type
 from splitc.runtime.errors import MisuseError, SplitcError
 from splitc.runtime.feeds.checks import check_feeds
-from splitc.runtime.package.manifest import Manifest, State, Tensor
+from splitc.runtime.package.manifest import State, Tensor
 from splitc.runtime.ranks.request import InFlightRequest
+from splitc.runtime.requests.requests import Requests
 from splitc.runtime.threads.interrupts import later_interrupts
 
 # The largest capacity of a sequence, in tokens.
 MOST_CAPACITY = (1 << 31) - 1
-
-
-class SequenceRunner(Protocol):
-    """The session's interface for a sequence."""
-
-    @property
-    def manifest(self) -> Manifest:
-        """The package's manifest."""
-
-    @property
-    def resident_states(self) -> Sequence[State]:
-        """The states that stay on the ranks from request to request."""
-
-    def submit_request(
-        self,
-        arrays: Mapping[str, Array],
-        sequence: int | None = None,
-        initial: Mapping[str, Array | Zeros] | None = None,
-        room: bool = False,
-        after: int | None = None,
-        growth: int = 0,
-        here: bool = False,
-    ) -> Future[InFlightRequest]:
-        """Start a request of this sequence, with checked feeds."""
-
-    def number_sequence(self) -> int:
-        """The number of another sequence on the ranks."""
-
-    def join(self, request: InFlightRequest) -> dict[str, Array]:
-        """The outputs of a request that all ranks have finished."""
-
-    def forget(self, sequence: int, reusable: bool) -> None:
-        """Free the states of a sequence. They are `reusable` by another one if none failed or grew."""
-
-    def forget_later(self, sequence: int) -> None:
-        """As `forget`, with the next request. May be called at any time."""
 
 
 class StateSequence:
@@ -75,29 +37,32 @@ class StateSequence:
     MisuseError, and `close` frees the states when the request has ended.
     """
 
-    def __init__(self, session: SequenceRunner, capacity: int | None) -> None:
+    def __init__(self, session: Requests, capacity: int | None) -> None:
         self._session = session
         self._capacity = None if capacity is None else _check_capacity(capacity)
-        self._number = session.number_sequence()
-        resident = {state.input for state in session.resident_states}
-        self._carries = [state for state in session.manifest.states if state.input not in resident]
-        inputs = {state.input for state in session.manifest.states}
-        self._fed = [tensor for tensor in session.manifest.inputs if tensor.name not in inputs]
-        self._states = [tensor for tensor in session.manifest.inputs if tensor.name in inputs]
-        self._outputs = {state.output for state in session.manifest.states}
+        manifest = session.manifest
+        resident = {state.input for state in manifest.resident_states}
+        self._carries = [state for state in manifest.states if state.input not in resident]
+        inputs = {state.input for state in manifest.states}
+        self._fed = [tensor for tensor in manifest.inputs if tensor.name not in inputs]
+        self._states = [tensor for tensor in manifest.inputs if tensor.name in inputs]
+        self._outputs = {state.output for state in manifest.states}
         self._carried: dict[str, Array] = {}
         self._loaded: dict[str, Array] = {}
-        self._given: dict[str, Array] = {}
-        self._begun = False
-        # The number that the ranks know the sequence by, if a request has begun, and the one before it grew.
-        self._held: list[int] = []
+        # Feeds that are the same in all requests.
+        self._constant: dict[str, Array] = {}
+        # The numbers that the ranks know the sequence by, the latest last: none before its first request, and two while
+        # it grows.
+        self._numbers: list[int] = []
+        # The capacity that its states have on the ranks.
+        self._allocated: int | None = None
         # The requests in which its states grew on the ranks.
         self._growth = 0
         # A sequence that is dropped without being closed: its session frees the states.
-        self._end = weakref.finalize(self, _drop, weakref.ref(session), self._held)
+        self._end = weakref.finalize(self, _drop, weakref.ref(session), self._numbers)
         self._end.atexit = False
         self._busy = threading.Lock()
-        self._grows = self._failed = self._closed = False
+        self._failed = self._closed = False
 
     def run(self, feeds: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
         """Run the model on the feeds, which have no states. Returns the outputs that are not states.
@@ -110,23 +75,36 @@ class StateSequence:
                 raise SplitcError("a run of this sequence failed, so its states are lost: start another one")
             arrays = check_feeds(feeds, self._fed, self._session.manifest.optional, self._session.manifest.fixed)
             self._failed = True  # until the end: whatever comes between may leave states that nobody knows
-            initial: Mapping[str, Array | Zeros] = {} if self._begun else self._begin(arrays)
-            before = None
-            if self._grows and (initial := self._lengthen(self._zeros(arrays))):
-                # To the ranks, this is another sequence: a failure leaves the one before as it was.
-                before, self._number = self._number, self._session.number_sequence()
-            if self._number not in self._held:
-                self._held.append(self._number)
-            self._begun = True
-            request = self._submit({**arrays, **self._carried}, initial, before).result()
+            request = self._next_request(arrays)
+            self._session.submit_request(request, here=True).result()
             outputs = self._session.join(request)
-            self._growth += any(served.grew for served in request.served.values())
-            if before is not None:
-                self._held.remove(before)
-                self._session.forget(before, reusable=not self._growth)
+            self._growth += any(execution.grew for execution in request.executions.values())
+            if request.after is not None:
+                self._numbers.remove(request.after)
+                self._session.forget(request.after, reusable=not self._growth)
             self._carried = {state.input: outputs[state.output] for state in self._carries}
             self._failed = False
             return {name: array for name, array in outputs.items() if name not in self._outputs}
+
+    def _next_request(self, arrays: Mapping[str, Array]) -> InFlightRequest:
+        """The request that begins the sequence, moves it to larger states, or goes on in those that it has."""
+        initial: Mapping[str, Array | Zeros] = {}
+        after = None
+        if not self._numbers:
+            initial = self._begin(arrays)
+        elif self._allocated != self._capacity and (initial := self._lengthen(arrays)):
+            after = self._numbers[-1]
+        if not self._numbers or after is not None:
+            # One that has grown is another sequence to the ranks: a failure leaves the one before as it was.
+            self._numbers.append(self._session.number_sequence())
+        return InFlightRequest(
+            {**arrays, **self._carried},
+            sequence=self._numbers[-1],
+            initial=initial,
+            in_place=self._capacity is not None,
+            after=after,
+            growth=self._growth,
+        )
 
     def load(self, states: Mapping[str, npt.ArrayLike]) -> None:
         """Begin with these states instead of zeros, by the names of their inputs. Only before the first run.
@@ -135,7 +113,7 @@ class StateSequence:
         uses the sequence, SplitcError after a run or after `close`.
         """
         with self._alone():
-            if self._begun or self._capacity is not None:
+            if self._numbers or self._capacity is not None:
                 raise SplitcError("states can be loaded before the first run only, into a sequence without a capacity")
             self._loaded = check_feeds(states, self._states, copy=True)
 
@@ -147,14 +125,14 @@ class StateSequence:
         after `close`.
         """
         with self._alone():
-            if self._begun:
+            if self._numbers:
                 raise SplitcError("what a sequence holds is given before its first run")
             held = [tensor for tensor in self._fed if tensor.name in feeds]
-            self._given.update(check_feeds(feeds, held))
+            self._constant.update(check_feeds(feeds, held))
             self._fed = [tensor for tensor in self._fed if tensor.name not in feeds]
 
     def grow(self, capacity: int) -> None:
-        """Give the caches room for so many tokens, with the next run, which copies them once.
+        """Give the caches a capacity of so many tokens, with the next run, which copies them once.
 
         Raises MisuseError unless the sequence was started with a capacity, which is smaller, and while another thread
         uses it; SplitcError after `close`.
@@ -162,26 +140,27 @@ class StateSequence:
         with self._alone():
             if self._capacity is None or _check_capacity(capacity) < self._capacity:
                 raise MisuseError(f"a sequence with a capacity of {self._capacity} can't grow to {capacity}")
-            self._grows = self._begun and (self._grows or capacity > self._capacity)
             self._capacity = capacity
 
-    def _lengthen(self, zeros: Mapping[str, Zeros]) -> Mapping[str, Zeros]:
+    def _lengthen(self, feeds: Mapping[str, Array]) -> Mapping[str, Zeros]:
         """What the ranks copy their states to. The states that are carried are lengthened here."""
-        self._grows = False
+        zeros, self._allocated = self._zeros(feeds), self._capacity
         longer = {state.input: zeros[state.input] for state in self._session.manifest.states if state.in_place}
         self._carried = {n: _lengthened(a, longer[n]) if n in longer else a for n, a in self._carried.items()}
-        return {name: each for name, each in longer.items() if name not in self._carried}
+        return {name: state for name, state in longer.items() if name not in self._carried}
 
     def _begin(self, feeds: Mapping[str, Array]) -> dict[str, Array | Zeros]:
         """What the sequence begins with on the ranks. States that are carried begin here."""
-        begun: Mapping[str, Array | Zeros] = self._loaded or self._zeros({**feeds, **self._given})
+        begun: Mapping[str, Array | Zeros] = self._loaded or self._zeros({**feeds, **self._constant})
         for state in self._carries:
             first = begun[state.input]
             self._carried[state.input] = (
                 np.zeros(first.shape, number_type(first.dtype)) if isinstance(first, Zeros) else first
             )
-        given, self._given, self._loaded = self._given, {}, {}
-        return {**{name: each for name, each in begun.items() if name not in self._carried}, **given}
+        resident = {name: state for name, state in begun.items() if name not in self._carried}
+        constant, self._constant, self._loaded = self._constant, {}, {}
+        self._allocated = self._capacity
+        return {**resident, **constant}
 
     def _zeros(self, feeds: Mapping[str, Array]) -> dict[str, Zeros]:
         """Zeros for each state. Sizes of symbols are those in the feeds."""
@@ -193,17 +172,11 @@ class StateSequence:
             if isinstance(symbol, str)
         }
         batch = max((array.shape[0] for array in feeds.values() if array.ndim), default=1)
-        room = self._capacity or 0
+        capacity = self._capacity or 0
         return {
-            state.input: _zeros(state, inputs[state.input], sizes, batch, room if state.in_place else 0)
+            state.input: _zeros(state, inputs[state.input], sizes, batch, capacity if state.in_place else 0)
             for state in self._session.manifest.states
         }
-
-    def _submit(
-        self, feeds: Mapping[str, Array], initial: Mapping[str, Array | Zeros], before: int | None = None
-    ) -> Future[InFlightRequest]:
-        room = self._capacity is not None
-        return self._session.submit_request(feeds, self._number, initial, room, before, self._growth, here=True)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -232,26 +205,24 @@ class StateSequence:
     def _free_if_closed(self) -> None:
         with later_interrupts():  # the ranks free all, or none
             if self._closed and self._busy.acquire(blocking=False):
-                self._carried, self._loaded, self._given = {}, {}, {}
+                self._carried, self._loaded, self._constant = {}, {}, {}
                 try:
-                    while self._held:
-                        self._session.forget(self._held.pop(), reusable=not self._failed and not self._growth)
+                    while self._numbers:
+                        self._session.forget(self._numbers.pop(), reusable=not self._failed and not self._growth)
                 finally:
                     self._busy.release()
 
     def __enter__(self) -> StateSequence:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def _drop(session: weakref.ref[SequenceRunner], held: list[int]) -> None:
-    if (runner := session()) is not None:
-        for number in held:
-            runner.forget_later(number)
+def _drop(reference: weakref.ref[Requests], numbers: list[int]) -> None:
+    if (session := reference()) is not None:
+        for number in numbers:
+            session.forget_later(number)
 
 
 def _check_capacity(capacity: int) -> int:
@@ -266,12 +237,12 @@ def _lengthened(array: Array, longer: Zeros) -> Array:
     return np.pad(array, [(0, after - before) for before, after in zip(array.shape, longer.shape, strict=True)])
 
 
-def _zeros(state: State, tensor: Tensor, sizes: Mapping[str, int], batch: int, room: int) -> Zeros:
+def _zeros(state: State, tensor: Tensor, sizes: Mapping[str, int], batch: int, capacity: int) -> Zeros:
     """A state before the first run. A symbol has its size in the feeds; any other first axis is the batch."""
     shape = []
     for axis, size in enumerate([None] * len(tensor.sample_shape or ()) if tensor.shape is None else tensor.shape):
         if axis == state.grows:
-            shape.append(room)
+            shape.append(capacity)
         elif isinstance(size, int):
             shape.append(size)
         elif size is not None and size in sizes:
@@ -280,13 +251,3 @@ def _zeros(state: State, tensor: Tensor, sizes: Mapping[str, int], batch: int, r
             planned = tensor.sample_shape[axis] if tensor.sample_shape else 1
             shape.append(batch if axis == 0 else planned)
     return Zeros(tuple(shape), tensor.dtype)
-
-
-def find_resident(manifest: Manifest) -> list[State]:
-    """The states that stay on the ranks in a sequence: those that each rank that takes them also makes."""
-    resident = []
-    for state in manifest.states:
-        takers = [rank for rank in manifest.ranks if state.input in rank.inputs]
-        if takers and all(state.output in (*rank.outputs, *rank.keeps) for rank in takers):
-            resident.append(state)
-    return resident

@@ -7,8 +7,9 @@ from collections import deque
 from collections.abc import Callable
 
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.requests.callbacks import Callbacks
 
-# Seconds between two checks whether a session that waits for its turn is broken or closed.
+# Seconds between two checks whether a session that waits is broken or closed, or a signal has come.
 CHECK_EVERY = 0.1
 
 
@@ -21,8 +22,8 @@ class Turns:
         self._owner: Turn | None = None
         # Whether the owner is being brought in.
         self._comes_in = False
-        # Whether a thread is in a callback of a request: requests in flight may wait for it to return.
-        self._callbacks = threading.local()
+        # Of requests of any of these models: requests in flight may wait for them to return.
+        self.callbacks = Callbacks()
 
     def begin(self, turn: Turn, check: Callable[[], None]) -> None:
         """Count a request of a model, once it has the turn. `check` raises an error if it needs no turn any more."""
@@ -31,20 +32,21 @@ class Turns:
             self._waiting.append(ticket)
             try:
                 while not self._may_begin(turn, ticket):
-                    if self.in_callback:
+                    if self.callbacks.active:
                         raise MisuseError(
-                            "in a callback of a request, no request of another module can begin as long as some are in "
-                            "flight, since these modules work in turn: submit it elsewhere"
+                            "in a callback of a request, no request of another module can begin while some are in "
+                            "flight, since these modules work in turn: submit it from another thread"
                         )
                     self._changed.wait(CHECK_EVERY)
                     check()
                 turn.requests += 1
-                known, self._owner = self._owner is turn, turn
-                self._comes_in = not known
+                had_turn = self._owner is turn
+                self._owner = turn
+                self._comes_in = not had_turn
             finally:
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
-        if not known:
+        if not had_turn:
             self._bring_in(turn)
 
     def _bring_in(self, turn: Turn) -> None:
@@ -65,22 +67,13 @@ class Turns:
         """Whether nobody else is at work or comes in, and nobody asked before, for whom a callback does not wait."""
         if self._comes_in or (self._owner is not turn and self._owner is not None and self._owner.requests):
             return False
-        return self.in_callback or self._waiting[0] is ticket
+        return self.callbacks.active or self._waiting[0] is ticket
 
     def end(self, turn: Turn) -> None:
         """A request of a model has ended."""
         with self._changed:
             turn.requests -= 1
             self._changed.notify_all()
-
-    @property
-    def in_callback(self) -> bool:
-        """Whether this thread is in a callback of a request."""
-        return getattr(self._callbacks, "now", False)
-
-    @in_callback.setter
-    def in_callback(self, now: bool) -> None:
-        self._callbacks.now = now
 
 
 class Turn:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any
 
 from splitc.runtime.errors import MisuseError
@@ -32,7 +33,7 @@ class Pipeline(Mapping[str, Session]):
     With `swap`, modules work in turn: those that are not at work give the memory of their weights to the one that is,
     and its requests wait until those of others have ended. Default: as the package was planned.
 
-    Modules that are split over the same GPUs work in turn too, since their sums would wait for each other.
+    Modules that are split over the same GPUs work in turn too: their all-reduces could deadlock.
 
     Where ranks are processes, a device has one process, with the ranks of all modules. If it dies, the sessions of all
     modules in it break, with an error that says why.
@@ -58,11 +59,11 @@ class Pipeline(Mapping[str, Session]):
         folders = {name: find_module(self.package, name) for name in names}
         manifests = {name: read_manifest(folder) for name, folder in folders.items()}
         devices = {name: choose_devices(manifests[name], asked[name].get("devices")) for name in names}
-        processes = DeviceProcesses(each for of_module in devices.values() for each in of_module)
+        processes = DeviceProcesses(itertools.chain.from_iterable(devices.values()))
         self.swap = read.swap if swap is None else swap
-        swapped = make_swap({name: (manifests[name], devices[name]) for name in names}) if self.swap else None
+        swap_buffers = make_swap({name: (manifests[name], devices[name]) for name in names}) if self.swap else {}
         in_turn = self.swap or need_turns(devices)
-        shared = SharedRanks(processes, swapped, Turns() if in_turn else None)
+        shared = SharedRanks(processes, swap_buffers, Turns() if in_turn else None)
         self._stack = ExitStack()
         self._sessions: dict[str, Session] = {}
         try:
@@ -91,9 +92,7 @@ class Pipeline(Mapping[str, Session]):
     def __enter__(self) -> Pipeline:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -2,47 +2,42 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy.typing as npt
 
-from splitc.runtime.arrays.array import Array, Zeros
-from splitc.runtime.engines.backends import make_backend
+from splitc.runtime.arrays.array import Array
 from splitc.runtime.engines.built_here import check_built_here, check_host_code
-from splitc.runtime.engines.kinds import choose_engine
+from splitc.runtime.engines.kinds import choose_engine, make_backend
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.feeds.batches import cut_batches, join_batches
-from splitc.runtime.feeds.checks import check_feeds, check_sizes, take_feeds
+from splitc.runtime.feeds.checks import check_feeds, take_feeds
 from splitc.runtime.feeds.on_gpu import Feed
 from splitc.runtime.generate.tokens import generate
+from splitc.runtime.gpu.weight_places import SwapBuffer
 from splitc.runtime.hardware.devices import Device, parse_devices, threads_for
 from splitc.runtime.hardware.memory_use import RankMemory
 from splitc.runtime.mpi.first_process import begin
-from splitc.runtime.mpi.mpi_ranks import MpiRanks
-from splitc.runtime.mpi.world import World
+from splitc.runtime.mpi.ranks import MpiRanks
 from splitc.runtime.package.manifest import Manifest, Tensor
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.pipeline_file import find_module
 from splitc.runtime.package.verification import NEVER, ONCE, Verification, check_word, engine_files
 from splitc.runtime.processes.ranks import RankProcesses
 from splitc.runtime.processes.remote import RemoteRanks
+from splitc.runtime.ranks.deployment import Deployment
 from splitc.runtime.ranks.loaded import Setup
-from splitc.runtime.ranks.replays import RankReplays
-from splitc.runtime.ranks.request import InFlightRequest, Served
+from splitc.runtime.ranks.request import Execution, InFlightRequest
 from splitc.runtime.ranks.workers import Workers
 from splitc.runtime.requests.admission import Admission
-from splitc.runtime.requests.device_arrays import DeviceArrays
-from splitc.runtime.requests.outputs import OutputJoiner
 from splitc.runtime.requests.rank_kinds import MPI, PROCESSES, choose_ranks
-from splitc.runtime.requests.sequence import StateSequence, find_resident
+from splitc.runtime.requests.requests import Requests
+from splitc.runtime.requests.sequence import StateSequence
 from splitc.runtime.session.shared_ranks import SharedRanks
 from splitc.runtime.threads.futures import in_order, then
 from splitc.runtime.threads.interrupts import later_interrupts
@@ -51,7 +46,7 @@ from splitc.runtime.threads.interrupts import later_interrupts
 MOST_IN_FLIGHT = 10_000
 
 
-class Session:
+class Session(Requests):
     """A package, loaded on its devices and ready to run.
 
         with Session("package") as session:
@@ -91,31 +86,33 @@ class Session:
         self.package = find_module(Path(package), module)
         if in_flight is not None and (not isinstance(in_flight, int) or not 1 <= in_flight <= MOST_IN_FLIGHT):
             raise MisuseError(f"in_flight={in_flight}: it is a number from 1 to {MOST_IN_FLIGHT:,}")
-        world = begin() if ranks in (None, MPI) else None
-        self.manifest: Manifest = read_manifest(self.package)
-        self.devices = choose_devices(self.manifest, devices)
-        check_host_code(self.package, self.manifest, host_code)
-        kind = choose_ranks(ranks, self.devices, world, shared.processes.devices if shared else ())
         check_word(verify)
+        world = begin() if ranks in (None, MPI) else None
+        manifest = read_manifest(self.package)
+        own = choose_devices(manifest, devices)
+        check_host_code(self.package, manifest, host_code)
+        kind = choose_ranks(ranks, own, world, shared.processes.devices if shared else ())
+        super().__init__(manifest, own, kind)
         if kind != MPI:  # where each rank does so for itself
-            check_built_here(self.package, self.manifest, self.devices)
-        verifies = NEVER if kind == MPI else verify
-        verification = Verification(self.package, self.manifest.files, verifies, engine_files(self.manifest))
-        self.threads = threads_for(self.devices, threads or self.manifest.threads)
-        self.in_flight = in_flight or 2 * len(self.devices)
-        self.resident_states = find_resident(self.manifest)
-        self._sequences = itertools.count()
-        self._joiner = OutputJoiner(self.manifest, self.devices)
-        self.device_arrays = DeviceArrays(self.manifest, self.devices, kind)
+            check_built_here(self.package, manifest, own)
+        hashes = NEVER if kind == MPI else verify
+        verification = Verification(self.package, manifest.files, hashes, engine_files(manifest))
+        self.threads = threads_for(own, threads or manifest.threads)
+        self.in_flight = in_flight or 2 * len(own)
         self._cuda_graphs = cuda_graphs
+        own_threads = (threads or 0) if kind == MPI else self.threads
+        deployment = Deployment(self.package, manifest, own, own_threads, cuda_graphs)
+        broken = partial(_fail, weakref.ref(self))
+        swap = shared.swap if shared else {}
+        self._workers: Workers | RemoteRanks
         if world is not None and kind == MPI:
-            self._workers: Workers | RemoteRanks = self._join(world, threads, verify, cuda_graphs)
+            self._workers = MpiRanks(world, deployment, verify, broken)
+        elif kind == PROCESSES:
+            own_processes = shared.processes if shared else None
+            self._workers = RankProcesses(deployment, self.in_flight, broken, own_processes, swap)
         else:
-            self._workers = self._make(cuda_graphs, kind == PROCESSES, shared)
-        turns = shared.turns if shared else None
-        self._admission = Admission(self._workers, self.manifest, self.in_flight, turns)
-        # Of sequences that were dropped without being closed.
-        self._dropped: deque[int] = deque()
+            self._workers = _make_threads(deployment, broken, swap)
+        self._admission = Admission(self._workers, manifest, self.in_flight, shared.turns if shared else None)
         self._start(verification)
 
     def _start(self, verification: Verification) -> None:
@@ -142,26 +139,6 @@ class Session:
     def replays(self) -> bool:
         """Whether requests of previously seen shapes are replayed as CUDA graphs."""
         return self._cuda_graphs and all(device.kind == "cuda" for device in self.devices)
-
-    def _make(self, cuda_graphs: bool, as_processes: bool, shared: SharedRanks | None) -> Workers | RankProcesses:
-        """The ranks, which are not started."""
-        package, manifest, states, devices = self.package, self.manifest, self.resident_states, self.devices
-        broken = partial(_fail, weakref.ref(self))
-        rooms = shared.swap.rooms if shared and shared.swap else {}
-        turns = [rooms.get(device) for device in devices]
-        if as_processes:
-            own, threads, limit = shared.processes if shared else None, self.threads, self.in_flight
-            return RankProcesses(package, manifest, states, devices, threads, cuda_graphs, limit, broken, own, turns)
-        backends = [make_backend(manifest.engine, each, self.threads, manifest.build, cuda_graphs) for each in devices]
-        replays = RankReplays(manifest) if cuda_graphs and backends[0].asynchronous else None
-        setups = [Setup(number, package, manifest, states, turn) for number, turn in enumerate(turns)]
-        return Workers(setups, backends, broken, replays)
-
-    def _join(self, world: World, threads: int | None, verify: str, cuda_graphs: bool) -> MpiRanks:
-        """The processes that MPI has started, as ranks, which are not started."""
-        broken = partial(_fail, weakref.ref(self))
-        states = self.resident_states
-        return MpiRanks(world, self.package, self.manifest, states, self.devices, threads, verify, cuda_graphs, broken)
 
     @property
     def notes(self) -> list[str]:
@@ -209,10 +186,10 @@ class Session:
 
     def run_timed(
         self, feeds: Mapping[str, npt.ArrayLike], on_device: bool = False
-    ) -> tuple[dict[str, Array], dict[int, Served]]:
+    ) -> tuple[dict[str, Array], dict[int, Execution]]:
         """As `run`, and also returns when each rank ran its steps."""
-        request = self.submit_request(self._take(feeds), here=True, on_device=on_device).result()
-        return self.join(request), request.served
+        request = self.submit_request(InFlightRequest(self._take(feeds), on_device=on_device), here=True).result()
+        return self.join(request), request.executions
 
     def submit(self, feeds: Mapping[str, npt.ArrayLike], *, on_device: bool = False) -> Future[dict[str, Array]]:
         """Start a request and return a future of its outputs. Requests run in the order of submission.
@@ -227,7 +204,7 @@ class Session:
 
     def _submit(self, arrays: Mapping[str, Feed], on_device: bool = False) -> Future[dict[str, Array]]:
         """As `submit`, for arrays that nobody changes while the request is in flight."""
-        return then(self.submit_request(arrays, on_device=on_device), self.join)
+        return then(self.submit_request(InFlightRequest(arrays, on_device=on_device)), self.join)
 
     def map(
         self, feeds: Iterable[Mapping[str, npt.ArrayLike]], *, in_flight: int | None = None
@@ -241,9 +218,9 @@ class Session:
     def start(self, capacity: int | None = None) -> StateSequence:
         """Open a sequence: its states (caches, recurrent states) stay on the ranks from request to request.
 
-        With `capacity`, caches that an engine can write in place get room for this many tokens. Without it, and for
-        other caches, each request allocates new, longer ones. Raises MisuseError if the model has no states, and for a
-        capacity that is no number of tokens.
+        With `capacity`, caches that an engine can write in place are allocated for this many tokens. Without it, and
+        for other caches, each request allocates new, longer ones. Raises MisuseError if the model has no states, and
+        for a capacity that is no number of tokens.
         """
         if not self.manifest.states:
             raise MisuseError(
@@ -251,56 +228,9 @@ class Session:
             )
         return StateSequence(self, capacity)
 
-    def number_sequence(self) -> int:
-        """The number of another sequence on the ranks."""
-        return next(self._sequences)
-
     def generate(self, prompt: npt.ArrayLike, **options: Any) -> Iterator[int]:
         """Generate tokens after the prompt, one by one. For the options see `generate.tokens.generate`."""
         return generate(self, prompt, **options)
-
-    def submit_request(
-        self,
-        arrays: Mapping[str, Feed],
-        sequence: int | None = None,
-        initial: Mapping[str, Array | Zeros] | None = None,
-        room: bool = False,
-        after: int | None = None,
-        growth: int = 0,
-        here: bool = False,
-        on_device: bool = False,
-    ) -> Future[InFlightRequest]:
-        """Start a request with checked feeds. With `sequence`, it belongs to that one, which begins with `initial`.
-
-        `room` says that the initial states have room for later tokens, `after` that they continue those of another
-        sequence, which are shorter, and `growth` how often its states grew. With `here`, the calling thread reads the
-        answers of processes, which is faster if it waits for the result anyway.
-        """
-        if on_device:
-            self.device_arrays.check_outputs()
-        check_sizes(arrays, self.manifest)
-        self._forget_dropped()
-        return self._admission.submit(arrays, sequence, initial or {}, room, after, growth, here, on_device)
-
-    def _forget_dropped(self) -> None:
-        while True:
-            try:
-                sequence = self._dropped.popleft()
-            except IndexError:  # another thread may have taken the last one
-                return
-            self._admission.forget(sequence, reusable=False)
-
-    def forget(self, sequence: int, reusable: bool) -> None:
-        """Free the states of a sequence. They are `reusable` by another one if none failed or grew."""
-        self._admission.forget(sequence, reusable)
-
-    def forget_later(self, sequence: int) -> None:
-        """As `forget`, with the next request. May be called at any time, also by the garbage collector."""
-        self._dropped.append(sequence)
-
-    def join(self, request: InFlightRequest) -> dict[str, Array]:
-        """Join the ranks' outputs of a request: whole ones, sharded ones, and outputs that are inputs."""
-        return self._joiner.join(request)
 
     @property
     def usable(self) -> bool:
@@ -323,16 +253,24 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def _fail(session: weakref.ref[Session], error: BaseException) -> None:
+def _fail(reference: weakref.ref[Session], error: BaseException) -> None:
     """End a session whose ranks can't go on. These live as long as the session, and not the other way round."""
-    if (found := session()) is not None:
-        found._admission.fail(error)
+    if (session := reference()) is not None:
+        session._admission.fail(error)
+
+
+def _make_threads(
+    deployment: Deployment, broken: Callable[[BaseException], None], swap: Mapping[Device, SwapBuffer]
+) -> Workers:
+    """Ranks that are threads, which are not started. For `swap` see Setup."""
+    manifest, devices, graphs = deployment.manifest, deployment.devices, deployment.cuda_graphs
+    backends = [make_backend(manifest.engine, device, deployment.threads, manifest.build, graphs) for device in devices]
+    setups = [Setup(rank, deployment.package, manifest, swap.get(device)) for rank, device in enumerate(devices)]
+    return Workers(setups, backends, broken, replays=graphs and backends[0].asynchronous)
 
 
 def choose_devices(manifest: Manifest, asked: Sequence[str] | None) -> list[Device]:

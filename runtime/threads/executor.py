@@ -15,8 +15,8 @@ T = TypeVar("T")
 class Executor(ThreadPoolExecutor):
     """A pool that no signal interrupts while it starts a thread.
 
-    The pool would not know of that thread, which waits for work, and Python would wait for it at its exit, for ever. So
-    it would for one whose future is locked, so the futures are Answers.
+    The pool would not know of that thread, and Python's exit would wait for it for ever. It would also wait for a
+    thread whose future was left locked, so the futures are Answers.
     """
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:

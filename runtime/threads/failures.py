@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ class Failure:
 def attempt(work: Callable[[], Any]) -> Any:
     """The result of the work, or a Failure if it raises an error.
 
-    Raises HandOverError: what ranks were given is wrong, so it is not for one request to fail alone.
+    Raises HandOverError: ranks have different requests, so no request can fail alone.
     """
     try:
         return work()
@@ -29,6 +29,11 @@ def attempt(work: Callable[[], Any]) -> Any:
     except Exception as error:  # any error belongs to the request
         clear_frames(error)
         return Failure(error)
+
+
+def first_failure(values: Iterable[Any]) -> Failure | None:
+    """The first Failure among values; None if there is none."""
+    return next((value for value in values if isinstance(value, Failure)), None)
 
 
 def clear_frames(error: BaseException | None) -> None:

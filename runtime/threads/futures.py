@@ -22,10 +22,10 @@ LOOK = 0.1
 
 
 class Answer(Future[T]):
-    """The future of a request. Signals end a wait for it, within LOOK seconds, and never come in its midst.
+    """The future of a request. Signals end a wait for it, within LOOK seconds, and never come while its lock is held.
 
-    They would leave the future's lock locked, since Python may run their handlers between its locking and the block
-    that unlocks it: the rank that has the result would then wait for ever.
+    Python may run a handler between the locking and the block that unlocks. An exception there would leave the lock
+    locked, and the rank that has the result would wait for ever.
     """
 
     def result(self, timeout: float | None = None) -> T:
@@ -68,8 +68,8 @@ def in_order(futures: Iterable[Future[T]], most: int) -> Iterator[T]:
     """Yield the futures' results in order. At most `most` futures are pending at a time."""
     pending: deque[Future[T]] = deque()
     try:
-        for each in futures:
-            pending.append(each)
+        for future in futures:
+            pending.append(future)
             if len(pending) >= most:
                 yield pending.popleft().result()
         while pending:

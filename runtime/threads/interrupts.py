@@ -1,8 +1,8 @@
-"""Ctrl-C and SIGTERM: at a time when they can do no harm, and not at one when they get lost."""
+"""Ctrl-C and SIGTERM, deferred while they could leave something half done, or get lost."""
 
 from __future__ import annotations
 
-# What the module signal is made of: its own functions look for enums, which takes six times as long.
+# The C module beneath signal, whose own functions convert to enums, which takes six times as long.
 import _signal  # type: ignore[import-not-found]
 import _thread
 import os
@@ -23,8 +23,8 @@ Handler = Callable[[int, FrameType | None], Any]
 def later_interrupts() -> AbstractContextManager[Callable[[], bool]]:
     """Let signals that raise (SIGINT, and SIGTERM where it has a handler) come at the end of the block.
 
-    The function that it gives says whether one has come since the block began. Python runs its handlers on the main
-    thread, so on others nothing is to be done; nor inside of another such block, at whose end they come.
+    The function that it yields says whether one has come since the block began. Python runs handlers on the main
+    thread, so on other threads this does nothing; nor does it inside of another such block, at whose end signals come.
     """
     if threading.current_thread() is not threading.main_thread():
         return _NEVER
@@ -39,7 +39,7 @@ _NEVER: AbstractContextManager[Callable[[], bool]] = nullcontext(lambda: False)
 
 
 class _Gate:
-    """A handler of signals that keeps them for their own handlers until the end of its block, when it is open."""
+    """A handler that defers signals for their own handlers until the end of its block, when it is open."""
 
     def __init__(self) -> None:
         self.is_open = False
@@ -88,7 +88,7 @@ class _Gate:
         return len(self._waiting) > count
 
     def _let_in(self) -> None:
-        """Call what handles those that came by now. The first one may raise, so another one comes again."""
+        """Call the handlers of deferred signals. The first one may raise, so other signals are raised again."""
         if self._waiting:
             (number, frame), *others = self._waiting
             for other in {other for other, _ in others} - {number}:
@@ -97,16 +97,16 @@ class _Gate:
                 handler(number, frame)
 
 
-# Seconds after which a signal comes again that could not be handled.
+# Seconds after which a signal is raised again that could not be handled.
 AGAIN = 0.01
 
 
 def handle_signals() -> None:
     """Let SIGINT raise KeyboardInterrupt and SIGTERM SystemExit, so that both are cleaned up after alike.
 
-    A signal that comes while a module is imported comes again until the import has ended, since the C++ of some modules
-    crashes if something is raised in it. So does one that comes while an object is freed: Python drops what is raised
-    there. From now on, for the whole process. SIGINT is still ignored where it was, as in a shell's background.
+    A signal during an import is raised again until the import has ended: the C++ of some modules crashes on an
+    exception. So is one that comes while an object is freed, where Python drops exceptions. This is for the whole
+    process, for good. SIGINT is still ignored where it was, as in a shell's background.
     """
     signal.signal(signal.SIGTERM, _after_imports(lambda *_: sys.exit(128 + signal.SIGTERM)))
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -1,4 +1,4 @@
-"""Long work says how far it is, to whoever listens: the command line's bars."""
+"""Progress of long work, for a listener: the command line's bars."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
 def counted(what: str, items: Sequence[T]) -> Iterator[T]:
-    """The items, of each of which the listener hears as it is done. `what` names them: `candidates`."""
+    """The items; the listener is told as each one is done. `what` names them: `candidates`."""
     tell = _listener.get() or (lambda *_: None)
     tell(what, 0, len(items))
     for number, item in enumerate(items):
@@ -30,7 +30,7 @@ def counted(what: str, items: Sequence[T]) -> Iterator[T]:
 
 
 def counting(what: str, total: int) -> Callable[[int], None]:
-    """A function that is told how much more of `total` is done, by any threads. The listener is this thread's."""
+    """A function for any thread to say how much more of `total` is done. The listener is this thread's."""
     listener, lock, done = _listener.get(), Lock(), 0
 
     def add(more: int) -> None:
@@ -47,7 +47,7 @@ def counting(what: str, total: int) -> Callable[[int], None]:
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Have a listener hear of what is counted inside, in this thread and by those that it gives work to."""
+    """Tell a listener what is counted inside, by this thread and by threads that it gives work to."""
     token = _listener.set(listener)
     try:
         yield

@@ -15,7 +15,7 @@ from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.feeds.checks import check_feeds
 from splitc.runtime.package.steps import Receive, Reduce, Run
 from splitc.runtime.ranks.loop import Replay
-from splitc.runtime.ranks.request import Served
+from splitc.runtime.ranks.request import Execution, InFlightRequest
 from splitc.runtime.session.session import Session
 from splitc.runtime.threads.futures import in_order
 from splitc.runtime.threads.progress import counted
@@ -74,8 +74,8 @@ class BenchResult:
     threads: int
     ranks: list[RankTimes]
     baselines: list[Baseline]
-    timeline: list[dict[int, Served]]
-    alone: dict[int, Served]
+    timeline: list[dict[int, Execution]]
+    alone: dict[int, Execution]
 
 
 # Requests in a round, for each request in flight. Package and unsplit model take turns by rounds.
@@ -137,7 +137,7 @@ class _Stream:
 
     seconds: float
     latencies: list[float]
-    timeline: list[dict[int, Served]]
+    timeline: list[dict[int, Execution]]
 
 
 def _stream(session: Session, feeds: Mapping[str, npt.NDArray[Any]], count: int, in_flight: int) -> _Stream:
@@ -146,11 +146,13 @@ def _stream(session: Session, feeds: Mapping[str, npt.NDArray[Any]], count: int,
     latencies, timeline = [], []
     first = time.perf_counter()
     alone = in_flight == 1
-    for request in in_order((session.submit_request(arrays, here=alone) for _ in range(count)), in_flight):
-        done, joining = max(served.end for served in request.served.values()), time.perf_counter()
+    for request in in_order(
+        (session.submit_request(InFlightRequest(arrays), here=alone) for _ in range(count)), in_flight
+    ):
+        done, joining = max(served.end for served in request.executions.values()), time.perf_counter()
         session.join(request)
         latencies.append(done - request.submitted + time.perf_counter() - joining)
-        timeline.append(request.served)
+        timeline.append(request.executions)
     return _Stream(time.perf_counter() - first, latencies, timeline)
 
 

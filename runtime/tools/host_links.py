@@ -10,16 +10,15 @@ from typing import Any
 import numpy as np
 
 from splitc.runtime.collectives import Label
-from splitc.runtime.collectives.channel_mail import Mail, all_gather
-from splitc.runtime.collectives.process_collectives import ProcessCollectives
+from splitc.runtime.collectives.mail import Mail, all_gather
+from splitc.runtime.collectives.processes import ProcessCollectives
 from splitc.runtime.engines import Backend
-from splitc.runtime.engines.backends import make_backend
-from splitc.runtime.engines.kinds import ONNXRUNTIME
+from splitc.runtime.engines.kinds import ONNXRUNTIME, make_backend
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.hardware.gpus import count_gpus
 from splitc.runtime.hardware.profiles import Link
-from splitc.runtime.mpi.joining import Call
-from splitc.runtime.mpi.mpi_wire import MpiMail
+from splitc.runtime.mpi.messages import Call
+from splitc.runtime.mpi.wire import MpiMail
 from splitc.runtime.mpi.world import World
 from splitc.runtime.threads.failures import Failure, attempt
 from splitc.runtime.tools.link_times import MESSAGE_BYTES, RUNS, SHORTEST, WARMUP, be_busy, bounce, fit

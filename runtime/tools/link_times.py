@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 
 from splitc.runtime.collectives import Collectives
-from splitc.runtime.collectives.channel_mail import ChannelMail, ProcessMail
-from splitc.runtime.collectives.host import connect
-from splitc.runtime.collectives.process_collectives import ProcessCollectives
+from splitc.runtime.collectives.mail import ChannelMail, ProcessMail
+from splitc.runtime.collectives.processes import ProcessCollectives
+from splitc.runtime.collectives.threads import connect
 from splitc.runtime.engines import Backend
-from splitc.runtime.engines.backends import make_backend
-from splitc.runtime.engines.kinds import ONNXRUNTIME, has_gpu_each
+from splitc.runtime.engines.kinds import ONNXRUNTIME, has_gpu_each, make_backend
 from splitc.runtime.gpu.array import Tape
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.hardware.machine import Machine, MeasuredLink, pair_name

@@ -22,8 +22,8 @@ import msgspec
 import numpy.typing as npt
 import psutil
 
-from splitc.runtime.collectives.engine_meeting import EngineMeeting, MeetingEnd, shared_bytes
-from splitc.runtime.collectives.host import connect
+from splitc.runtime.collectives.meeting import Meeting, MeetingEnd, shared_bytes
+from splitc.runtime.collectives.threads import connect
 from splitc.runtime.engines import Backend, Communicator, LoadedEngine
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.errors import SplitcError
@@ -212,7 +212,7 @@ def main() -> None:
     package, number, threads, inputs, outputs, memory = sys.argv[1:]
     rank = read_manifest(Path(package)).ranks[int(number)]
     group = _group(rank) or [int(number)]
-    meeting = EngineMeeting(len(group), map_memory(int(memory)) if int(memory) >= 0 else None)
+    meeting = Meeting(len(group), map_memory(int(memory)) if int(memory) >= 0 else None)
     end = meeting.join(group.index(int(number)))
     try:
         found = _measure_rank(rank, end, Path(package), int(threads), Path(inputs), Path(outputs))

@@ -12,10 +12,10 @@ from splitc.runtime.files.written import written_whole
 from splitc.runtime.package.manifest import Rank
 from splitc.runtime.package.steps import Receive, Reduce, Run
 from splitc.runtime.ranks.loop import Replay, Span
-from splitc.runtime.ranks.request import Served
+from splitc.runtime.ranks.request import Execution
 
 # For each request, when each rank ran its steps.
-Timeline = Sequence[Mapping[int, Served]]
+Timeline = Sequence[Mapping[int, Execution]]
 
 # The characters of the text timeline, by the least share of a column's time that the rank's engines ran.
 SHADES = ((0.75, "█"), (0.5, "▓"), (0.25, "▒"), (0.02, "░"), (0.0, " "))

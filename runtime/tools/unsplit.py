@@ -15,8 +15,7 @@ import numpy.typing as npt
 from splitc.runtime.arrays.array import number_type
 from splitc.runtime.arrays.settings import setting_array
 from splitc.runtime.engines import Backend, LoadedEngine
-from splitc.runtime.engines.backends import make_backend
-from splitc.runtime.engines.kinds import ONNXRUNTIME
+from splitc.runtime.engines.kinds import ONNXRUNTIME, make_backend
 from splitc.runtime.engines.onnx_session import has_data_outside
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 from splitc.runtime.engines.unoptimized import load_unoptimized

@@ -33,7 +33,7 @@ from splitc.compiler.errors import CannotSplitError, ModelError
 from splitc.runtime import Session
 from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.ranks.loop import Replay
-from splitc.runtime.ranks.request import Served
+from splitc.runtime.ranks.request import Execution
 from splitc.runtime.tools.compare import compare
 from splitc.runtime.tools.unsplit import CPU, all_feeds, open_unsplit
 
@@ -111,7 +111,7 @@ def _try(folder: Path, way: str, devices: Sequence[str]) -> str:
     return f"{verdict} {mode:6} replayed {replayed} {errors}  {notes[0][:90] if notes else ''}"
 
 
-def _is_replayed(served: Mapping[int, Served]) -> bool:
+def _is_replayed(served: Mapping[int, Execution]) -> bool:
     return all(isinstance(span.step, Replay) for each in served.values() for span in each.spans)
 
 

@@ -21,10 +21,10 @@ import numpy as np
 
 from splitc.runtime.cli.terminal import out, table
 from splitc.runtime.collectives import kernel_sums
-from splitc.runtime.collectives.channel_mail import ChannelMail, ProcessMail
-from splitc.runtime.collectives.engine_meeting import EngineMeeting, shared_bytes
+from splitc.runtime.collectives.mail import ChannelMail, ProcessMail
+from splitc.runtime.collectives.meeting import Meeting, shared_bytes
 from splitc.runtime.collectives.nccl import NcclCommunicator
-from splitc.runtime.collectives.process_collectives import ProcessCollectives
+from splitc.runtime.collectives.processes import ProcessCollectives
 from splitc.runtime.engines.onnxruntime_gpu import OnnxRuntimeGpuBackend
 from splitc.runtime.gpu.device import GpuDevice
 from splitc.runtime.hardware.devices import Device
@@ -64,7 +64,7 @@ def _rank(rank: int, ends: Mapping[int, int], meeting: int) -> None:
     gpu = OnnxRuntimeGpuBackend(Device("cuda", rank, 0))
     gpu.attach()
     group = tuple(range(len(ends) + 1))
-    meetings = {group: EngineMeeting(len(group), map_memory(meeting))}
+    meetings = {group: Meeting(len(group), map_memory(meeting))}
     mail = ProcessMail()
     for other, end in ends.items():
         mail.connect(other, Channel(end))

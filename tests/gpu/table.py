@@ -255,10 +255,11 @@ class _Steps:
         for _ in range(self._options.tokens):
             feeds = self._next()
             start = time.perf_counter()
-            request = self.sequence._submit(feeds, {}).result()
+            request = self.sequence._next_request(feeds)
+            self.session.submit_request(request, here=True).result()
             self.session.join(request)
             whole = time.perf_counter() - start
-            spans = [span for span in request.served[0].spans if isinstance(span.step, Replay)]
+            spans = [span for span in request.executions[0].spans if isinstance(span.step, Replay)]
             shares.append(1 - (spans[0].end - spans[0].start) / whole if spans else float("nan"))
         return median(shares)
 

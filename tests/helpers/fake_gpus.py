@@ -23,7 +23,7 @@ from splitc.runtime.errors import EngineError
 from splitc.runtime.gpu.array import GpuArray
 from splitc.runtime.gpu.device import GpuDevice
 from splitc.runtime.gpu.swapped_weights import SwappedWeights
-from splitc.runtime.gpu.weight_places import SwapRoom, size_of
+from splitc.runtime.gpu.weight_places import SwapBuffer, size_of
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.package.manifest import Weight
 from tests.helpers import fake_cupy, fake_gpu_arrays
@@ -104,10 +104,15 @@ class FakeBackend(GpuDevice):
     The variable FAILING has the name of an engine's file, and the number of the run in which it fails.
     """
 
-    _room: SwapRoom | None = None
+    _swap_buffer: SwapBuffer | None = None
+    _swapped: SwappedWeights | None = None
 
-    def take_turns(self, room: SwapRoom) -> None:
-        self._room = room
+    def swap_weights(self, buffer: SwapBuffer) -> None:
+        self._swap_buffer = buffer
+
+    def bring_in(self) -> None:
+        if self._swapped is not None:
+            self._swapped.bring_in()
 
     def load(
         self,
@@ -119,9 +124,9 @@ class FakeBackend(GpuDevice):
         attends: bool = True,
     ) -> HostEngine:
         engine = HostEngine(self, path)
-        if self._room is not None and weights:
-            self.swapped = SwappedWeights(self, self._room, path.parent, weights)
-            engine.needed = [(self.swapped.values[each.name], path.parent, each) for each in weights]
+        if self._swap_buffer is not None and weights:
+            self._swapped = SwappedWeights(self, self._swap_buffer, path.parent, weights)
+            engine.needed = [(self._swapped.values[weight.name], path.parent, weight) for weight in weights]
         name, _, number = os.environ.get(FAILING, "").partition(" ")
         if path.match(name or "no engine"):
             _fail_in(engine, int(number))
@@ -140,7 +145,7 @@ def _fail_in(engine: HostEngine, number: int) -> None:
 
 
 def make_backend(engine: str, device: Device, threads: int, build: object, cuda_graphs: bool) -> object:
-    """In the place of `splitc.runtime.engines.backends.make_backend`."""
+    """In the place of `splitc.runtime.engines.kinds.make_backend`."""
     return FakeBackend(device) if device.kind == "cuda" else OnnxRuntimeBackend(threads)
 
 

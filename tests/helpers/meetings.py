@@ -5,8 +5,8 @@ from __future__ import annotations
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from splitc.runtime.collectives.engine_meeting import EngineMeeting, MeetingEnd, shared_bytes
-from splitc.runtime.collectives.message_post import MessagePost
+from splitc.runtime.collectives.meeting import Meeting, MeetingEnd, shared_bytes
+from splitc.runtime.collectives.post import Post
 from splitc.runtime.ipc.shared_memory import create_memory, map_memory
 
 # Ranks read each other's arrays, copy them to memory that processes share, or send each other messages.
@@ -14,19 +14,20 @@ KINDS = ("arrays", "memory", "messages")
 Arrived = list["SimpleQueue[tuple[int, Any]]"]
 
 
-class QueuedMessages:
+class QueuedPost(Post):
     """Messages by queues, one for what arrives at each rank."""
 
     def __init__(self, place: int, arrived: Arrived) -> None:
+        super().__init__(len(arrived), place)
         self._place = place
-        self._arrived = arrived
+        self._queues = arrived
 
     def send(self, peer: int, message: Any) -> None:
-        self._arrived[peer].put((self._place, message))
+        self._queues[peer].put((self._place, message))
 
     def receive(self, seconds: float) -> tuple[int, Any] | None:
         try:
-            return self._arrived[self._place].get(bool(seconds), seconds)
+            return self._queues[self._place].get(bool(seconds), seconds)
         except Empty:
             return None
 
@@ -38,10 +39,10 @@ def meet(ranks: int, patience: float = 20.0, kind: str = "arrays") -> list[Meeti
     """The ends of so many ranks that wait for each other for `patience` seconds."""
     if kind == "messages":
         arrived: Arrived = [SimpleQueue() for _ in range(ranks)]
-        posts = [MessagePost(ranks, place, QueuedMessages(place, arrived)) for place in range(ranks)]
-        return [EngineMeeting(ranks, post=post).join(place, patience) for place, post in enumerate(posts)]
+        posts = [QueuedPost(place, arrived) for place in range(ranks)]
+        return [Meeting(ranks, post=post).join(place, patience) for place, post in enumerate(posts)]
     memory = None
     if kind == "memory":
         memory = map_memory(create_memory(shared_bytes(ranks)))
-    meeting = EngineMeeting(ranks, memory)
+    meeting = Meeting(ranks, memory)
     return [meeting.join(rank, patience) for rank in range(ranks)]

@@ -40,8 +40,8 @@ def shared() -> Iterator[Path]:
 
 def main(package: str, written: str) -> None:
     install_cupy(for_good)
-    for_good("splitc.runtime.mpi.mpi_rank.make_backend", make_backend)
-    for_good("splitc.runtime.mpi.mpi_rank.identify_gpu", lambda gpu: GpuIdentity(str(gpu), "fake", 1 << 40))
+    for_good("splitc.runtime.mpi.rank.make_backend", make_backend)
+    for_good("splitc.runtime.mpi.rank.identify_gpu", lambda gpu: GpuIdentity(str(gpu), "fake", 1 << 40))
     for_good("splitc.runtime.collectives.nccl.find_nccl", lambda: fake_nccl)
     with shared() as file:
         for number in range(SESSIONS):

@@ -1,5 +1,5 @@
-/* Where ranks on CPU devices meet: threads of one process, processes that share memory, or processes of several machines,
- * which send each other messages.
+/* Where the engines of a group of ranks meet: threads of one process, processes that share memory, or processes of several
+ * machines, which send each other messages. What they do there is in transfers.h and all_reduce.h.
  *
  * All ranks take part in the same collectives in the same order. Each begins a run by `meeting_begin`; a rank that fails
  * during a run, or can't begin it, says so by `meeting_fail` before it begins another one, and the others' collectives of
@@ -8,21 +8,16 @@
 #ifndef SPLITC_MEETING_H
 #define SPLITC_MEETING_H
 
+#include <stdalign.h>
 #include <stddef.h>
 #include <stdint.h>
 
+#include "waiting.h"
+
+/* That of meeting.py, which refuses larger meetings. */
+#define MOST_RANKS 1024
+
 enum { MEETING_OK = 0, MEETING_FAILED = 1, MEETING_LATE = 2, MEETING_DIFFERENT = 3, MEETING_APART = 4 };
-
-typedef struct Meeting Meeting;
-
-/* Bytes of a meeting. Ranks that are processes need `staging` bytes each, to which they copy what others read; ranks that
- * are threads read each other's arrays where they are, and need none. */
-size_t meeting_bytes(int ranks, size_t staging);
-/* Make zeroed memory a meeting. To be called once, before any rank uses it. */
-void meeting_init(Meeting* meeting, int ranks, size_t staging);
-
-/* Say how many cores the ranks have together: where they are more than those, none looks for long for what others do. */
-void meeting_set_cores(Meeting* meeting, int cores);
 
 /* Messages between ranks that share no memory. Those of one rank to another arrive in order. All belong to a run. */
 typedef struct Post {
@@ -37,10 +32,17 @@ typedef struct Post {
     void (*fail)(uint64_t run);
 } Post;
 
-/* Make zeroed memory the meeting of a rank that shares none: `meeting_bytes(0, 0)` bytes, which nobody else uses. */
-void meeting_init_post(Meeting* meeting, int ranks, const Post* post);
-/* How ranks that share no memory reach each other; NULL where they share it. */
-const Post* meeting_post(const Meeting* meeting);
+/* To be made of zeroed memory, before any rank uses it. */
+typedef struct Meeting {
+    int ranks;
+    /* Ranks that are processes copy what others read to so many bytes each; threads read each other's arrays where they are,
+     * and need none. */
+    size_t staging;
+    const Post* post; /* how ranks that share no memory reach each other; NULL where they share it */
+    alignas(LINE) _Atomic uint64_t failed; /* the last run that failed */
+    Bell bell;
+    alignas(LINE) char memory[]; /* that of transfers, then that of all-reduces; none with a post */
+} Meeting;
 
 /* One rank's end. It waits for the others for `patience` seconds at most. */
 typedef struct Member {
@@ -56,10 +58,5 @@ void meeting_begin(Member* member, uint64_t run);
 void meeting_fail(Member* member, uint64_t run);
 /* No rank may wait any more, now or later. */
 void meeting_abort(Meeting* meeting);
-
-/* Combine what all ranks have; `out` may be `in`. Returns MEETING_OK, MEETING_FAILED where another rank has failed or the
- * meeting was aborted, MEETING_LATE where a rank did not come in time, MEETING_DIFFERENT where the ranks' arrays differ in
- * type or length, MEETING_APART. `who` becomes the rank that is late or different. */
-int meeting_all_reduce(Member* member, int operation, int type, const void* in, void* out, size_t count, int* who);
 
 #endif

@@ -4,7 +4,7 @@
 
 struct Group {
     char* places[MOST_RANKS];       // each rank's memory, for all that others write to it
-    unsigned* turns;                // the number of each block's last sum
+    unsigned* epochs;                // the number of each block's last sum
     int* failed;                    // on the host: 1 and the rank that did not come, or 0
     unsigned long long patience;    // in nanoseconds
     int ranks, rank;

@@ -1,13 +1,9 @@
-/* The operators by which engines of ranks send values to each other: splitc.Send, splitc.Receive and splitc.After.
- *
- * A rank's transfers are chained by tokens: each takes the token of the one before it. A Send gives its value on, so that
- * what reads it there comes after it. After gives a token once all of its inputs are computed.
- * Values in half precision have operators of their own, SendHalf and ReceiveHalf. */
+#include "transfer_operators.h"
+
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "operators.h"
 #include "transfers.h"
 
 enum { NCCL_UINT8 = 1 };
@@ -63,7 +59,7 @@ static OrtStatus* check_end(const Kernel* kernel) {
     if (!end) return fail(kernel->api, "this engine was loaded without the ranks that it sends to and receives from");
     int fits = end->member.meeting && (kernel->on_gpu ? end->copy || end->nccl : !end->nccl);
     if (!fits) return fail(kernel->api, "this transfer between ranks is for another kind of device");
-    int known = kernel->number >= 0 && kernel->number < meeting_channels(end->member.meeting).ranks;
+    int known = kernel->number >= 0 && kernel->number < end->member.meeting->ranks;
     return known ? NULL : fail(kernel->api, "this transfer is with a rank that is not there");
 }
 
@@ -94,7 +90,7 @@ static OrtStatus* receive_by_nccl(Kernel* kernel, const Head* head, void* value,
 static OrtStatus* send_by_host(Kernel* kernel, const Head* head, const void* value, void* stream) {
     End* end = kernel->end;
     size_t bytes = bytes_of(head);
-    TRY(make_room(kernel->api, end, bytes));
+    TRY(reserve_staging(kernel->api, end, bytes));
     if (bytes && (end->copy(end->staged, value, bytes, COPY_DEFAULT, stream) || end->synchronize(stream)))
         return fail(kernel->api, "the GPU failed before a value was sent");
     return check(kernel, transfer_send(&end->member, (int)kernel->number, head, end->staged, bytes), "receive");
@@ -103,7 +99,7 @@ static OrtStatus* send_by_host(Kernel* kernel, const Head* head, const void* val
 static OrtStatus* receive_by_host(Kernel* kernel, const Head* head, void* value, void* stream) {
     End* end = kernel->end;
     size_t bytes = bytes_of(head);
-    TRY(make_room(kernel->api, end, bytes));
+    TRY(reserve_staging(kernel->api, end, bytes));
     TRY(check(kernel, transfer_take(&end->member, (int)kernel->number, end->staged, bytes), "send"));
     if (bytes && (end->copy(value, end->staged, bytes, COPY_DEFAULT, stream) || end->synchronize(stream)))
         return fail(kernel->api, "the GPU failed after a value was received");

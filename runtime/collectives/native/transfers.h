@@ -1,17 +1,11 @@
-/* Values that ranks which meet send to each other: threads of one process, processes that share memory, or that send each
- * other messages.
+/* Values that the ranks of a meeting send to each other.
  *
- * In memory each pair of ranks has a channel in each direction, first in, first out. A sender goes on as long as there is room in
- * the channel; what does not fit goes in pieces, while the receiver takes them. */
+ * In shared memory each pair of ranks has a queue in each direction. A sender goes on as long as the queue is not full; a
+ * larger value goes in pieces, while the receiver takes them. */
 #ifndef SPLITC_TRANSFERS_H
 #define SPLITC_TRANSFERS_H
 
-#include <stdatomic.h>
-#include <stddef.h>
-#include <stdint.h>
-
 #include "meeting.h"
-#include "waiting.h"
 
 #define MOST_AXES 32
 
@@ -21,17 +15,8 @@ typedef struct Head {
     int64_t sizes[MOST_AXES];
 } Head;
 
-/* The channels of a meeting, what its ranks wait by, and the last run that failed. */
-typedef struct Channels {
-    int ranks;
-    Bell* bell;
-    const _Atomic uint64_t* failed;
-    char* memory; /* zeroed at first */
-} Channels;
-
-size_t channels_bytes(int ranks);
-/* Defined by the meeting. */
-Channels meeting_channels(Meeting* meeting);
+/* Bytes of a meeting's memory that its transfers take, from its beginning on. */
+size_t transfer_bytes(int ranks);
 
 /* Send a value to the rank `peer`, or its head alone where `bytes` is 0. Returns MEETING_OK, MEETING_FAILED where another
  * rank has failed or the meeting was aborted, MEETING_LATE where the peer did not take it in time, MEETING_APART. */

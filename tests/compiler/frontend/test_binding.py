@@ -198,7 +198,7 @@ def test_branch_that_is_a_value_from_outside(write_model: WriteModel) -> None:
     [
         ({"nobody": 1}, "--set names 'nobody', and the model has no such input: it has x, past, use_past"),
         ({"use_past": 2}, "takes bool, which has no such value"),
-        ({"use_past": "yes"}, "so give a number, true or false"),
+        ({"use_past": "yes"}, "give a number, true or false"),
         ({"use_past": [True, False]}, "so give a value of that shape"),
         ({"x": 1}, "so give a value of that shape"),
     ],

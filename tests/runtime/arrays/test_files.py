@@ -158,7 +158,7 @@ def test_damaged_files_end_in_a_message(kind: str, seed: int, tmp_path: Path) ->
 )
 def test_json_of_other_forms(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.json").write_text(text)
-    with pytest.raises(FeedError, match=r"can't read arrays from|has no numbers for"):
+    with pytest.raises(FeedError, match=r"can't read arrays from|which are no numbers"):
         load_arrays(tmp_path / "a.json")
     assert capsys.readouterr().out == ""
 

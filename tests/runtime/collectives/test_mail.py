@@ -6,7 +6,7 @@ import socket
 from contextlib import closing
 
 from splitc.runtime.collectives import LOADING
-from splitc.runtime.collectives.channel_mail import ProcessMail
+from splitc.runtime.collectives.mail import ProcessMail
 from splitc.runtime.ipc.channel import Channel
 from tests.conftest import until
 

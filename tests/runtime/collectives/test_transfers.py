@@ -16,7 +16,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from splitc.runtime.collectives.engine_meeting import EngineMeeting, MeetingEnd
+from splitc.runtime.collectives.meeting import Meeting, MeetingEnd
 from splitc.runtime.collectives.nccl import NcclCommunicator
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS, open_session
 from splitc.runtime.engines.operator_library import is_built, library_path, load_library
@@ -195,7 +195,7 @@ def test_rank_that_fails_in_the_midst_of_a_value(sessions: Any) -> None:
 
 
 def test_nobody_waits_after_an_abort(engines: tuple[Path, Path]) -> None:
-    meeting = EngineMeeting(2)
+    meeting = Meeting(2)
     ends = [meeting.join(rank) for rank in range(2)]
     helper = open_session(engines[1], 1, ends[1])
     begin(ends)
@@ -245,7 +245,7 @@ def test_ranks_in_different_requests_send_each_other_nothing(
 
 @pytest.mark.parametrize("with_end", [False, True])
 def test_engine_without_its_ranks_says_so(engines: tuple[Path, Path], with_end: bool) -> None:
-    alone = EngineMeeting(1).join(0)
+    alone = Meeting(1).join(0)
     if with_end:
         session = open_session(engines[0], 1, alone)
         message = "with a rank that is not there"
@@ -267,7 +267,7 @@ def test_gpus_that_only_send_are_told_of_a_failed_rank(
     anything = load_library().splitc_begin
     functions = SimpleNamespace(ncclAllReduce=anything, ncclSend=anything, ncclRecv=anything)
     monkeypatch.setattr("splitc.runtime.collectives.nccl._load_nccl", lambda: functions)
-    meeting = EngineMeeting(2)
+    meeting = Meeting(2)
     first, second = meeting.join(0), NcclCommunicator(Future())
     assert not second.fail(0)
     second.meet(meeting, 1)

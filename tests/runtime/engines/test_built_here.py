@@ -18,7 +18,7 @@ from splitc.runtime.serving.serving_file import Serving, write_serving
 from tests.helpers.command import splitc
 from tests.helpers.packages import compile_mode
 
-REFUSED = "its engines bring code that runs in this program.*--host-code, or host_code=True"
+REFUSED = "its engines contain code that runs in this program.*--host-code, or host_code=True"
 
 
 @pytest.fixture

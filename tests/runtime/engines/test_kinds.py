@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 
 from splitc.runtime.engines import kinds
-from splitc.runtime.engines.backends import make_backend
-from splitc.runtime.engines.engine_kind import BackendOptions, EngineKind
-from splitc.runtime.engines.entries import load_entry
-from splitc.runtime.engines.kinds import KINDS, choose_engine, describe_engine, find_kind, has_collectives
+from splitc.runtime.engines.kind import BackendOptions, EngineKind
+from splitc.runtime.engines.kinds import KINDS, choose_engine, describe_engine, find_kind, has_collectives, make_backend
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.devices import Device, parse_devices
 from splitc.runtime.package.manifest import BuildOptions
@@ -29,7 +28,7 @@ class ImaginaryBackend:
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_backends_of_a_kind_are_there(kind: EngineKind) -> None:
     for entry in kind.backends.values():
-        assert callable(load_entry(entry).create)
+        assert callable(resolve_name(entry).create)
 
 
 def test_kind_that_is_in_the_table_is_loaded_and_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

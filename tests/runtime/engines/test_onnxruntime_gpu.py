@@ -14,11 +14,11 @@ import onnxruntime as ort
 import pytest
 
 from splitc.runtime.engines import onnxruntime_gpu
-from splitc.runtime.engines.engine_kind import BackendOptions
+from splitc.runtime.engines.kind import BackendOptions
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.engines.onnxruntime_gpu import OnnxRuntimeGpuBackend
 from splitc.runtime.errors import PackageError
-from splitc.runtime.gpu.weight_places import SwapRoom
+from splitc.runtime.gpu.weight_places import SwapBuffer
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.package.manifest import BuildOptions, Weight
 
@@ -96,7 +96,7 @@ def test_weights_that_can_be_moved_take_turns(tmp_path: Path) -> None:
     values = []
     for number, backend in enumerate(backends):
         backend.attach()
-        backend.take_turns(SwapRoom(-2, 512))
+        backend.swap_weights(SwapBuffer(-2, 512))
         values.append(backend._place(tmp_path / "engine.onnx", None if number == 2 else weights))
     one, other, none = values
     assert one is not None and other is not None and none is None

@@ -28,7 +28,7 @@ def test_library_of_other_sources_is_refused(decoder: Path, tmp_path: Path, monk
     compile_model(plan, tmp_path / "package", verify=False)
     monkeypatch.setattr(operator_library, "INTERFACE", operator_library.INTERFACE + 1)
     operator_library.load_library.cache_clear()
-    with pytest.raises(PackageError, match=r"of interface \d, and its Python code wants \d: .* Install splitc again"):
+    with pytest.raises(PackageError, match=r"has interface \d, and its Python code needs \d: .* Install splitc again"):
         Session(tmp_path / "package")
     with pytest.raises(PackageError, match="Install splitc again"):
         compile_model(plan, tmp_path / "other", verify=False)
@@ -98,10 +98,10 @@ def test_a_domain_that_lacks_operators_is_not_used(register: Callable[[FakeRunti
 # Takes what memory there is, and then ends of a meeting until there is none.
 SHORT = """
 import resource
-from splitc.runtime.collectives.engine_meeting import EngineMeeting
+from splitc.runtime.collectives.meeting import Meeting
 from splitc.runtime.engines.operator_library import load_library
 from splitc.runtime.errors import EngineError
-library, meeting = load_library(), EngineMeeting(1)
+library, meeting = load_library(), Meeting(1)
 pages = int(open("/proc/self/statm").read().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(),) * 2)
 try:
@@ -115,4 +115,4 @@ except EngineError as error:
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at how much memory the process has")
 def test_no_memory_for_an_end_is_an_error() -> None:
     found = subprocess.run([sys.executable, "-c", SHORT], capture_output=True, text=True, timeout=60)
-    assert (found.stdout, found.stderr) == ("this machine has no memory left for what ranks meet by\n", "")
+    assert (found.stdout, found.stderr) == ("this machine has no memory left for the collectives inside engines\n", "")

@@ -79,7 +79,7 @@ def test_one_name_for_two_sizes(mode: str, same: bool, write_model: WriteModel, 
         for rows in (2, 5):
             feeds = {"a": np.random.default_rng(0).random((2, 4), np.float32), "b": np.ones((rows, 4), np.float32)}
             if same and rows != 2:
-                with pytest.raises(FeedError, match="'n' is 5 in the input 'b' and 2 in 'a': this package takes them"):
+                with pytest.raises(FeedError, match="'n' is 5 in the input 'b' and 2 in 'a': this package treats them"):
                     session.run(feeds)
                 continue
             expected = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(None, feeds)

@@ -46,7 +46,7 @@ def test_200_tokens_are_those_of_a_plain_loop(package_of: Path, decoder: Path) -
     """Also after a prompt that is read in pieces, which shows in the first ones."""
     expected = plain_loop(decoder, PROMPT, 200)
     with Session(package_of, threads=1) as session:
-        assert len(session.resident_states) == 2 * DECODER.layers
+        assert len(session.manifest.resident_states) == 2 * DECODER.layers
         timings = Timings()
         assert list(session.generate(PROMPT, max_new_tokens=200, timings=timings)) == expected
         assert (timings.prompt_tokens, timings.tokens) == (len(PROMPT), 199)

@@ -36,8 +36,8 @@ def gpu(gpus: None) -> Iterator[FakeBackend]:
 
 def test_memory_is_unregistered_before_it_is_freed(gpu: FakeBackend) -> None:
     lender = Lender(gpu.pin)
-    arrays = lender.room(SHAPES)
-    lender.room({"a": ((100_000,), np.dtype(np.float32))})
+    arrays = lender.allocate(SHAPES)
+    lender.allocate({"a": ((100_000,), np.dtype(np.float32))})
     assert len(fake_cupy.REGISTERED) == 2
     del lender
     (size,) = fake_cupy.REGISTERED.values()  # of the arrays that are left
@@ -68,7 +68,7 @@ def test_a_gpu_that_hangs_keeps_it(gpu: FakeBackend, monkeypatch: pytest.MonkeyP
     stuck: list[GpuDevice] = []
     monkeypatch.setattr(gpu_device, "_STUCK", stuck)
     lender = Lender(gpu.pin)
-    lender.room(SHAPES)
+    lender.allocate(SHAPES)
 
     def hang(*args: object) -> None:
         raise EngineError("cuda1 did not finish")

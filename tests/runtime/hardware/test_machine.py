@@ -77,7 +77,7 @@ def test_measurements_that_can_t_be_kept_are_shown(place: str, tmp_path: Path, m
     found = CliRunner().invoke(app, ["devices", "--measure", "--json"])
     assert msgspec.json.decode(found.stdout, type=Machine) == measured
     assert isinstance(found.exception, MisuseError)
-    with pytest.raises(MisuseError, match=r"can't be kept for later: .* \(XDG_CACHE_HOME names a folder for them\)"):
+    with pytest.raises(MisuseError, match=r"can't be kept for later: .* \(set XDG_CACHE_HOME to a folder for them\)"):
         raise found.exception
     assert known_machine() == Machine()
     assert CliRunner().invoke(app, ["devices"]).exit_code == 0

@@ -32,12 +32,12 @@ def test_descriptors_come_with_their_messages(channels: tuple[Channel, Channel])
     other.close()
 
 
-def test_what_is_posted_without_room_comes_later_and_whole(channels: tuple[Channel, Channel]) -> None:
+def test_what_does_not_fit_comes_later_and_whole(channels: tuple[Channel, Channel]) -> None:
     one, other = channels
     memory = create_memory(4096)
     posted = [bytes([number]) * 100_000 for number in range(10)]
     for each in posted:
-        one.post(each, memory)
+        one.send_nowait(each, memory)
     os.close(memory)
     got: list[bytes] = []
     while len(got) < len(posted):

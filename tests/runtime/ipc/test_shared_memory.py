@@ -55,21 +55,21 @@ def test_a_buffer_comes_back_when_nobody_has_its_arrays(size: int) -> None:
     assert buffers == {0}
 
 
-def test_arrays_of_room_are_sent_without_a_copy() -> None:
+def test_allocated_arrays_are_sent_without_a_copy() -> None:
     pair = Pair()
-    room = pair.lender.room({"a": ((LARGE,), np.dtype(np.float32))})
-    room["a"][...] = 7
-    _, got = pair.pass_on(room)
-    room["a"][0] = 8
+    arrays = pair.lender.allocate({"a": ((LARGE,), np.dtype(np.float32))})
+    arrays["a"][...] = 7
+    _, got = pair.pass_on(arrays)
+    arrays["a"][0] = 8
     assert got["a"][0] == 8
 
 
-def test_room_of_a_request_that_failed_is_used_again() -> None:
+def test_buffer_of_a_request_that_failed_is_used_again() -> None:
     pair = Pair()
-    failed = pair.lender.room(WANTED)
-    kept = pair.lender.room(WANTED)
+    failed = pair.lender.allocate(WANTED)
+    kept = pair.lender.allocate(WANTED)
     del failed
-    assert pair.pass_on(pair.lender.room(WANTED))[0] == 0
+    assert pair.pass_on(pair.lender.allocate(WANTED))[0] == 0
     assert pair.pass_on(kept)[0] == 1
 
 
@@ -129,19 +129,19 @@ def test_maps_need_no_descriptors() -> None:
         map_memory(9999)
 
 
-def test_room_may_be_taken_while_another_thread_sends() -> None:
+def test_arrays_may_be_allocated_while_another_thread_sends() -> None:
     """No buffer is given to two requests: one would have the outputs of the other."""
-    lender, rooms, ended, twice = Lender(), SimpleQueue[dict[str, Array] | None](), SimpleQueue[int](), list[int]()
+    lender, allocated, ended, twice = Lender(), SimpleQueue[dict[str, Array] | None](), SimpleQueue[int](), list[int]()
 
     def send() -> None:
         held: dict[int, dict[str, Array]] = {}
-        while (room := rooms.get()) is not None:
-            sent, new = lender.send(list(room.items()))
+        while (arrays := allocated.get()) is not None:
+            sent, new = lender.send(list(arrays.items()))
             for descriptor in new:
                 os.close(descriptor)
             assert sent is not None
             twice.extend({sent.buffer} & held.keys())
-            held[sent.buffer] = room
+            held[sent.buffer] = arrays
             if len(held) > 6:
                 held.pop(oldest := next(iter(held)))
                 ended.put(oldest)
@@ -153,12 +153,12 @@ def test_room_may_be_taken_while_another_thread_sends() -> None:
         for number in range(30_000):
             while not ended.empty():
                 lender.give_back([ended.get()])
-            room = lender.room(WANTED)
-            if number % 3 and rooms.qsize() < 8:  # the others are of requests that failed
-                rooms.put(room)
-            del room
+            arrays = lender.allocate(WANTED)
+            if number % 3 and allocated.qsize() < 8:  # the others are of requests that failed
+                allocated.put(arrays)
+            del arrays
     finally:
         sys.setswitchinterval(interval)
-        rooms.put(None)
+        allocated.put(None)
         sender.join()
     assert twice == []

@@ -25,10 +25,9 @@ from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.hardware.gpus import GpuIdentity
 from splitc.runtime.hardware.machine import known_machine
 from splitc.runtime.hardware.profiles import parse_link
-from splitc.runtime.ipc.mapped_files import find_mapped
+from splitc.runtime.ipc.mapped_files import MPI, find_mapped
 from splitc.runtime.mpi import life
-from splitc.runtime.mpi.host_checks import Found, find_contradiction, why_not_placed
-from splitc.runtime.mpi.leftovers import NAMES
+from splitc.runtime.mpi.host_checks import Finding, find_contradiction, why_not_placed
 from tests.conftest import decoder_feeds, until
 from tests.helpers import fake_gpu_sessions
 from tests.helpers.mpi import MPIS, Mpi, TwoHosts, ended, signal_rank, why_no_hosts
@@ -202,12 +201,12 @@ def test_process_that_dies_or_hangs_on_another_host_ends_all(decoder: Path, mpi:
 PRINTS = """
 import os, sys
 from splitc.runtime import Session
-from splitc.runtime.mpi import mpi_rank
-run_rank = mpi_rank.run_rank
+from splitc.runtime.mpi import rank
+run_rank = rank.run_rank
 def print_and_run(*given):
     os.write(1, b"printed by a library")
     run_rank(*given)
-mpi_rank.run_rank = print_and_run
+rank.run_rank = print_and_run
 with Session(sys.argv[1], threads=1) as session:
     print(*session.generate([1], max_new_tokens=1))
 """
@@ -224,8 +223,8 @@ def test_what_a_library_prints_in_a_rank_is_no_result(decoder: Path, mpi: Mpi) -
 STOPPED = """
 import sys, time
 from splitc.runtime import Session
-from splitc.runtime.mpi import life, mpi_ranks
-life.PATIENCE = mpi_ranks.SILENCE = 2.5
+from splitc.runtime.mpi import life, ranks
+life.PATIENCE = ranks.SILENCE = 2.5
 with Session(sys.argv[1], threads=1) as session:
     list(session.generate([1], max_new_tokens=1))
     print("runs", flush=True)
@@ -310,7 +309,7 @@ def test_signal_waits_until_all_processes_have_met(number: int, mpi: Mpi, decode
     assert process.stdout is not None and [process.stdout.readline() for _ in range(2)] == ["begins\n"] * 2
     time.sleep(1)
     children = psutil.Process(process.pid).children(recursive=True)
-    opened = set[str]().union(*(find_mapped(child.pid, name) for child in children for name in NAMES))
+    opened = set[str]().union(*(find_mapped(child.pid, MPI) for child in children))
     process.send_signal(number)
     code, shown = ended(process, 20)
     assert code != 0 and "Traceback" not in shown
@@ -346,8 +345,8 @@ def test_ranks_of_a_planned_host_that_are_on_several_are_refused() -> None:
     assert "-d host0/cpu0,host1/cpu1,host0/cpu0,host1/cpu1" in why
 
 
-def found_on(host: str, machine: int, library: str = "onnxruntime 1.31", needed: int = 0) -> Found:
-    return Found(host, machine, library, GpuIdentity("01:00", "G", 2**30), needed)
+def found_on(host: str, machine: int, library: str = "onnxruntime 1.31", needed: int = 0) -> Finding:
+    return Finding(host, machine, library, GpuIdentity("01:00", "G", 2**30), needed)
 
 
 @pytest.mark.parametrize(
@@ -359,7 +358,7 @@ def found_on(host: str, machine: int, library: str = "onnxruntime 1.31", needed:
         (found_on("b", 1), None),
     ],
 )
-def test_hosts_that_do_not_fit_are_named(second: Found, why: str | None) -> None:
+def test_hosts_that_do_not_fit_are_named(second: Finding, why: str | None) -> None:
     found = find_contradiction([found_on("a", 0), second])
     assert found is None if why is None else found is not None and why in found
 

@@ -11,10 +11,11 @@ import pytest
 
 from splitc.runtime.errors import PackageError
 from splitc.runtime.hardware.devices import parse_devices
-from splitc.runtime.mpi import mpi_rank, mpi_ranks
-from splitc.runtime.mpi.joining import Join, Left
-from splitc.runtime.mpi.mpi_ranks import MpiRanks
-from splitc.runtime.mpi.mpi_wire import OwnControl
+from splitc.runtime.mpi import rank as mpi_rank
+from splitc.runtime.mpi import ranks as mpi_ranks
+from splitc.runtime.mpi.messages import Join, Left
+from splitc.runtime.mpi.ranks import MpiRanks
+from splitc.runtime.mpi.wire import OwnControl
 from splitc.runtime.package.manifest_file import read_seal
 from splitc.runtime.processes.remote import RemoteRanks
 from tests.helpers.packages import compile_mode
@@ -24,7 +25,8 @@ from tests.helpers.packages import compile_mode
 def ranks() -> MpiRanks:
     """Two ranks that load."""
     made: Any = object.__new__(MpiRanks)
-    RemoteRanks.__init__(made, SimpleNamespace(), parse_devices(["2xcpu"]), lambda _: None)  # type: ignore[arg-type]
+    deployment: Any = SimpleNamespace(manifest=None, devices=parse_devices(["2xcpu"]))
+    RemoteRanks.__init__(made, deployment, lambda _: None)
     made._world = SimpleNamespace(broken=threading.Event(), hosts=("here", "here"))
     made._wire = SimpleNamespace(send=lambda _: None)
     made._join = None
@@ -33,7 +35,7 @@ def ranks() -> MpiRanks:
 
 
 def test_rank_that_leaves_before_it_has_loaded_ends_the_wait(ranks: MpiRanks) -> None:
-    ranks.lost(1)
+    ranks._lost(1)
     for loaded in ranks._loaded:
         assert "rank 1 (cpu1 on here) has left the session" in str(loaded.exception(0))
 
@@ -48,8 +50,8 @@ def test_own_rank_that_fails_says_why(ranks: MpiRanks, monkeypatch: pytest.Monke
     own = OwnControl()
     ranks._run_own(own)
     while not isinstance(message := own.outbox.get(timeout=5)[0], Left):
-        ranks.take(0, message)
-    ranks.lost(0)
+        ranks._take(0, message)
+    ranks._lost(0)
     assert "this host has no memory to meet in" in str(ranks._loaded[0].exception(0))
 
 
@@ -61,7 +63,7 @@ def test_host_without_the_library_is_named(decoder: Path, monkeypatch: pytest.Mo
 
     package = compile_mode(decoder, "tensor")
     devices = tuple(parse_devices(["2xcpu"]))
-    join = Join(0, package, read_seal(package), devices, (), 1, "never", False, 0.0)
+    join = Join(0, package, read_seal(package), devices, 1, "never", False, 0.0)
     world: Any = SimpleNamespace(rank=0, size=2, hosts=("one", "other"), machines=(0, 1), here=[0])
     monkeypatch.setattr(mpi_rank, "load_library", missing)
     with pytest.raises(PackageError, match="rank 0 on one: this machine has no library"):

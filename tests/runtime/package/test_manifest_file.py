@@ -142,7 +142,7 @@ def drop(fields: Fields, rank: int, kind: str) -> None:
         (lambda m: m["ranks"][2]["outputs"].append("x"), "rank 2 gives 'x', which is no output"),
         (lambda m: m["ranks"][2]["outputs"].remove("logits"), "no rank gives the output 'logits'"),
         (lambda m: m["inputs"].append(m["inputs"][0]), "is there 2 times"),
-        (lambda m: m["states"][0].update(output="x"), "is none of an output and an input"),
+        (lambda m: m["states"][0].update(output="x"), "is not from an output to an input"),
         (lambda m: m["batch"].update(x=0), "'x', which has a batch"),
     ],
 )
@@ -157,9 +157,9 @@ def shard(fields: Fields, rank: int, name: str) -> Fields:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        (lambda m: m["ranks"][2]["parts"].remove(shard(m, 2, "logits")), "'logits' are not all of it"),
-        (lambda m: m["ranks"][2]["outputs"].remove("logits"), "shard of 'logits', which it neither|not all of it"),
-        (lambda m: shard(m, 2, "logits").update(shard(m, 3, "logits")), "'logits' are not all of it"),
+        (lambda m: m["ranks"][2]["parts"].remove(shard(m, 2, "logits")), "'logits' do not cover it"),
+        (lambda m: m["ranks"][2]["outputs"].remove("logits"), "shard of 'logits', which it neither|do not cover it"),
+        (lambda m: shard(m, 2, "logits").update(shard(m, 3, "logits")), "'logits' do not cover it"),
         (lambda m: shard(m, 2, "logits")["axes"][0].update(axis=3), "'logits'"),
         (lambda m: shard(m, 2, "logits")["axes"][0].update(axis=0), "'logits'"),
         (lambda m: shard(m, 2, "logits")["axes"][0]["ranges"].__setitem__(0, [5, 2]), "no possible shard of 'logits'"),
@@ -183,9 +183,9 @@ def test_groups_that_do_not_fit(stages: Path) -> None:
     engine = next(each for each in json.loads((stages / "manifest.json").read_bytes())["ranks"][0]["engines"])
     if not engine["group"]:
         pytest.skip("without the library of operators, engines do not meet")
-    refused(stages, lambda m: m["ranks"][0]["engines"][0].update(group=[0]), "meet in")
-    refused(stages, lambda m: m["ranks"][0]["engines"][0].update(group=[0, 9]), "meets those of the ranks")
-    refused(stages, lambda m: m["ranks"][0]["engines"][0].update(group=[1]), "meets those of the ranks")
+    refused(stages, lambda m: m["ranks"][0]["engines"][0].update(group=[0]), "another number")
+    refused(stages, lambda m: m["ranks"][0]["engines"][0].update(group=[0, 9]), "has collectives with the ranks")
+    refused(stages, lambda m: m["ranks"][0]["engines"][0].update(group=[1]), "has collectives with the ranks")
 
 
 @pytest.mark.fuzz

@@ -39,7 +39,7 @@ def test_ranks_are_connected_with_those_that_they_send_to(four: Path, decoder: P
     host = DeviceProcess.host
 
     def seen_host(process: DeviceProcess, start: Start, descriptors: Sequence[int]) -> Channel:
-        known[start.number] = set(start.channels)
+        known[start.number] = set(start.peers)
         return host(process, start, descriptors)
 
     monkeypatch.setattr(DeviceProcess, "host", seen_host)

@@ -24,10 +24,9 @@ from splitc.runtime import Session
 from splitc.runtime.errors import EngineError, MisuseError, PackageError, SplitcError
 from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.ipc.channel import MOST, Channel
-from splitc.runtime.ipc.mapped_files import remove_files
+from splitc.runtime.ipc.mapped_files import NCCL, find_mapped, remove_files
 from splitc.runtime.processes.device_processes import DeviceProcess, visible
 from splitc.runtime.processes.messages import Loaded, Report, Start
-from splitc.runtime.processes.nccl_files import find_nccl_files
 from splitc.runtime.processes.rank import RankProcess
 from splitc.runtime.processes.ranks import RankProcesses
 from splitc.runtime.processes.reader import LOOK
@@ -293,10 +292,10 @@ def test_messages_that_come_late_are_dropped(decoder: Path) -> None:
         assert session.notes == []
         ranks = session._workers
         assert isinstance(ranks, RankProcesses)
-        ranks.take(0, Report(None, ()))
+        ranks._take(0, Report(None, ()))
         session.run(decoder_feeds())
         ranks.stop()
-        ranks.take(0, Loaded(None))
+        ranks._take(0, Loaded(None))
 
 
 def test_copy_of_the_caller_is_told_that_it_has_no_session(decoder: Path) -> None:
@@ -341,8 +340,8 @@ def test_files_of_nccl_are_removed(tmp_path: Path) -> None:
     path = Path("/dev/shm/nccl-splitc-test")
     path.write_bytes(b"x" * 4096)
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0):
-        assert find_nccl_files(os.getpid()) == {str(path)}
-    assert find_nccl_files(os.getpid()) == set()
+        assert find_mapped(os.getpid(), NCCL) == {str(path)}
+    assert find_mapped(os.getpid(), NCCL) == set()
     remove_files({str(path), "/dev/shm/nccl-splitc-gone"})
     assert not path.exists()
 

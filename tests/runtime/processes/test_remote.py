@@ -41,9 +41,9 @@ def test_rank_that_answers_another_request_than_is_due_has_missed_one(decoder: P
     with Session(compile_mode(decoder, "layer"), threads=1, ranks="processes") as session:
         session.run(decoder_feeds())
         ranks = ranks_of(session)
-        ranks._requests[2] = InFlightRequest({}, 3, lambda _: None)
+        ranks._requests[2] = InFlightRequest({}, waiting=3)
         with pytest.raises(HandOverError, match=r"rank 1 \(cpu1\) answers request 2 before request 1"):
-            ranks.take(1, Answer(2, None, 0.0, 0.0, (), False, None))
+            ranks._take(1, Answer(2, None, 0.0, 0.0, (), False, None))
         del ranks._requests[2]
 
 

@@ -102,7 +102,7 @@ def test_process_that_dies_or_hangs_breaks_all_modules_in_it(
                 while time.monotonic() < start + BOUND:
                     opened[name].run(feeds)
         # It had no rank there, but one in a process that had to be ended.
-        with pytest.raises(SplitcError, match=r"another model's ranks in it broke: .*rank 1 \(cpu1\)"):
+        with pytest.raises(SplitcError, match=r"ranks of another model in it broke: .*rank 1 \(cpu1\)"):
             while time.monotonic() < start + BOUND:
                 opened["third"].run(feeds)
         assert time.monotonic() < start + BOUND

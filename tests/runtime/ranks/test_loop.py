@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from splitc.runtime.collectives.host import connect
+from splitc.runtime.collectives.threads import connect
 from splitc.runtime.errors import EngineError, HandOverError
 from splitc.runtime.package.steps import Receive, Reduce, Run, Send, Step
 from splitc.runtime.ranks.loop import Program, execute

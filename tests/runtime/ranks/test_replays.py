@@ -367,7 +367,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[InFlightRequest]:
     done = Admission._done
 
     def note(self: Admission, request: InFlightRequest) -> None:
-        if all([type(span.step) for span in each.spans] == [Replay] for each in request.served.values()):
+        if all([type(span.step) for span in each.spans] == [Replay] for each in request.executions.values()):
             replayed.append(request)
         done(self, request)
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from splitc.runtime import Session
-from splitc.runtime.collectives.host import connect
+from splitc.runtime.collectives.threads import connect
 from splitc.runtime.errors import EngineError
 from splitc.runtime.ranks import thread
 from splitc.runtime.ranks.computation import Ran
@@ -76,7 +76,7 @@ def test_failing_request_is_given_up_before_the_next_one_begins(monkeypatch: pyt
     worker = thread.Worker(setup, backend, connect(1)[0], errors.append)
     worker.start()
     for number in range(3):
-        worker.requests.put(InFlightRequest({}, 1, lambda _: None, number=number))
+        worker.requests.put(InFlightRequest({}, number=number))
     other.begin(1)
     array = np.ones(4, np.float32)
     assert other.all_reduce(0, 1, array.ctypes.data, array.ctypes.data, 4) == 1  # another rank failed
@@ -101,7 +101,7 @@ def test_answer_that_can_not_be_given_breaks_the_session(monkeypatch: pytest.Mon
 
     worker = thread.Worker(setup, backend, connect(1)[0], broken.put)
     worker.start()
-    worker.requests.put(InFlightRequest({}, 1, full))
+    worker.requests.put(InFlightRequest({}, done=full))
     assert "Too many open files" in str(broken.get(timeout=20))
     worker.requests.put(None)
     worker.join(20)
@@ -111,7 +111,7 @@ def test_requests_are_answered_in_order_though_a_replay_fails_at_once(monkeypatc
     """The session takes one that is answered too early for one of a rank that has missed others."""
     came, answered = threading.Event(), SimpleQueue[int]()
 
-    def play(_: Any, request: InFlightRequest, __: Any) -> None:
+    def play(request: InFlightRequest, _: Any) -> None:
         if request.number == 1:
             came.set()
             raise EngineError("there is no memory for its states")
@@ -125,13 +125,13 @@ def test_requests_are_answered_in_order_though_a_replay_fails_at_once(monkeypatc
     computation = SimpleNamespace(sequences={}, run=lambda _: (wait, [], False))
     monkeypatch.setattr(thread, "load_rank", lambda *_: LoadedRank(Program([], []), [], None, None, None))
     monkeypatch.setattr(thread, "Computation", lambda *_: computation)
-    setup: Any = SimpleNamespace(number=0, rank=SimpleNamespace(device="cuda0"))
+    monkeypatch.setattr(thread, "RankReplays", lambda *_: SimpleNamespace(play=play, clear=lambda: None))
+    setup: Any = SimpleNamespace(number=0, rank=SimpleNamespace(device="cuda0"), manifest=None)
     backend: Any = SimpleNamespace(asynchronous=True, notes=[], detach=lambda: None)
-    replays: Any = SimpleNamespace(play=play, is_joint=False, clear=lambda: None)
-    worker = thread.Worker(setup, backend, connect(1)[0], errors.append, replays)
+    worker = thread.Worker(setup, backend, connect(1)[0], errors.append, replays_with=())
     worker.start()
     for number in range(2):
-        worker.requests.put(InFlightRequest({}, 1, lambda request: answered.put(request.number), number=number))
+        worker.requests.put(InFlightRequest({}, done=lambda request: answered.put(request.number), number=number))
     assert [answered.get(timeout=20) for _ in range(2)] == [0, 1]
     worker.requests.put(None)
     worker.join(20)

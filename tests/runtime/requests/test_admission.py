@@ -166,7 +166,7 @@ def test_model_whose_rows_meet_is_not_cut(tmp_path: Path) -> None:
     compile_model(plan_model(tmp_path / "model.onnx", ["cpu0"], LAYER), tmp_path / "package")
     with (
         Session(tmp_path / "package") as session,
-        pytest.raises(MisuseError, match="the rows of a batch may depend on each other"),
+        pytest.raises(MisuseError, match="rows of a batch may depend on each other"),
     ):
         session.run(b.feeds, micro_batch=1)
 
@@ -263,14 +263,14 @@ def test_interrupt_comes_after_all_processes_have_the_request(
 ) -> None:
     with Session(package, threads=1, ranks="processes") as session:
         channel = session._workers._wire._channels[1]  # type: ignore[union-attr]
-        post = channel.post
+        send = channel.send_nowait
 
         def interrupted(*message: Any) -> None:
             monkeypatch.undo()
             signal.raise_signal(signal.SIGINT)
-            post(*message)
+            send(*message)
 
-        monkeypatch.setattr(channel, "post", interrupted)
+        monkeypatch.setattr(channel, "send_nowait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             session.run(sized(1))
         for number in range(2, 5):
@@ -284,7 +284,7 @@ def test_request_that_some_processes_can_not_be_given_breaks_the_session(
         raise OSError(errno.EMFILE, "Too many open files")
 
     with Session(package, threads=1, ranks="processes") as session:
-        monkeypatch.setattr(session._workers._wire._channels[1], "post", full)  # type: ignore[union-attr]
+        monkeypatch.setattr(session._workers._wire._channels[1], "send_nowait", full)  # type: ignore[union-attr]
         with pytest.raises(EngineError, match=r"rank 1 could not be given a request: .*Too many open files"):
             session.run(decoder_feeds())
         monkeypatch.undo()
@@ -304,7 +304,7 @@ def test_rank_that_misses_a_request_breaks_the_session(
         if ranks == "threads":
             monkeypatch.setattr(workers[1], "requests", SimpleQueue())
         else:
-            monkeypatch.setattr(workers._wire._channels[1], "post", lambda *_: None)
+            monkeypatch.setattr(workers._wire._channels[1], "send_nowait", lambda *_: None)
         missed = session.submit(sized(2))
         monkeypatch.undo()
         with pytest.raises(SplitcError, match=r"the session is broken: .*(out of step|not given the same)"):

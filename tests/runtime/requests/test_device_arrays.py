@@ -84,8 +84,8 @@ def test_feeds_stay_where_the_rank_is_a_thread(decoder: Path, monkeypatch: pytes
     stayed = []
     submit = Session.submit_request
 
-    def watch(self: Session, arrays: Any, *given: Any, **options: Any) -> Any:
-        future = submit(self, arrays, *given, **options)
+    def watch(self: Session, *given: Any, **options: Any) -> Any:
+        future = submit(self, *given, **options)
         stayed.append(feeds_of(future.result()))
         return future
 
@@ -136,7 +136,7 @@ def test_outputs_without_room_fail_alone(decoder: Path, monkeypatch: pytest.Monk
     with Session(package(decoder, "layer", 1), devices=["cuda0"]) as session:
         with monkeypatch.context() as patch:
             patch.setattr("tests.helpers.fake_gpu_arrays.Memory", full)
-            with pytest.raises(EngineError, match=r"cuda0 has no room for outputs of .* that are to stay there"):
+            with pytest.raises(EngineError, match=r"cuda0 has no memory left for .* of outputs that are to stay there"):
                 session.run(feeds, on_device=True)
         assert_close(numbers(session.run(feeds, on_device=True)), run_whole(decoder, feeds))
 
@@ -153,7 +153,7 @@ def test_where_ranks_have_no_gpu_feeds_go_over_the_host(decoder: Path) -> None:
         with Session(package(decoder, "layer", 2), devices=devices) as session:
             assert_close(session.run(on_gpu), expected)
             assert_close(session.run(on_gpu, micro_batch=1), expected)
-            with pytest.raises(MisuseError, match="outputs stay on a GPU where it has all of the model, as a thread"):
+            with pytest.raises(MisuseError, match="outputs can stay on a GPU if it has the whole model, in a thread"):
                 session.run(on_gpu, on_device=True)
 
 

@@ -125,7 +125,7 @@ def test_recurrent_states_are_states_too(tmp_path: Path) -> None:
     steps = [np.random.default_rng(number).random((1 + number, 2, 6), np.float32) for number in range(4)]
     h = c = np.zeros((1, 2, 5), np.float32)
     with Session(tmp_path / "package") as session, session.start() as sequence:
-        assert {(state.input, state.output, state.grows) for state in session.resident_states} == {
+        assert {(state.input, state.output, state.grows) for state in session.manifest.resident_states} == {
             ("h", "hn", None),
             ("c", "cn", None),
         }

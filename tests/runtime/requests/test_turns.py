@@ -15,7 +15,7 @@ from splitc.runtime.engines import NEW
 from splitc.runtime.errors import EngineError, MisuseError, SplitcError
 from splitc.runtime.gpu.device import GpuDevice
 from splitc.runtime.gpu.swapped_weights import SwappedWeights
-from splitc.runtime.gpu.weight_places import SwapRoom, swappable_bytes
+from splitc.runtime.gpu.weight_places import SwapBuffer, swappable_bytes
 from splitc.runtime.hardware.devices import Device, parse_devices
 from splitc.runtime.package.manifest import Weight
 from splitc.runtime.package.manifest_file import read_manifest
@@ -61,11 +61,11 @@ def test_who_waits_is_told_of_the_end() -> None:
 
     with pytest.raises(SplitcError, match="closed"):
         turns.begin(second, closed)
-    turns.in_callback = True
+    turns.callbacks.active = True
     with pytest.raises(MisuseError, match="in a callback of a request, no request of another module"):
         turns.begin(second, usable)
     turns.begin(first, usable)
-    turns.in_callback = False
+    turns.callbacks.active = False
     assert not turns._waiting and first.requests == 2
 
 
@@ -84,10 +84,10 @@ def test_nobody_waits_for_the_lock_while_a_model_comes_in() -> None:
         assert comes.wait(10)
         same = pool.submit(turns.begin, first, usable)
         until(lambda: len(turns._waiting) == 1)
-        turns.in_callback = True
+        turns.callbacks.active = True
         with pytest.raises(MisuseError, match="in a callback"):
             turns.begin(second, usable)
-        turns.in_callback = False
+        turns.callbacks.active = False
         assert not coming.done() and not same.done()
         may_come.set()
         coming.result(5)
@@ -107,17 +107,17 @@ def test_turn_that_fails_goes_to_the_next() -> None:
 
 
 @pytest.mark.usefixtures("gpus")
-def test_weights_have_the_same_room_in_turn(tmp_path: Path) -> None:
+def test_weights_have_the_same_buffer_in_turn(tmp_path: Path) -> None:
     arrays: dict[str, Any] = {"one": np.arange(300, dtype=np.float32), "other": np.full((20, 30), 7, np.float16)}
     for name, array in arrays.items():
         (tmp_path / name).write_bytes(b"odd" + array.tobytes())
-    room = SwapRoom(-1, 2048)
+    buffer = SwapBuffer(-1, 2048)
     gpus = [GpuDevice(Device("cuda", 0)) for _ in arrays]
     swapped = []
     for gpu, (name, array) in zip(gpus, arrays.items(), strict=True):
         gpu.attach()
         weights = [Weight(name, str(array.dtype), list(array.shape), name, 3)]
-        swapped.append(SwappedWeights(gpu, room, tmp_path, weights))
+        swapped.append(SwappedWeights(gpu, buffer, tmp_path, weights))
     values = [each.values[name] for each, name in zip(swapped, arrays, strict=True)]
     assert values[0].data_ptr() == values[1].data_ptr()
     for _ in range(2):
@@ -217,8 +217,8 @@ def test_several_ranks_of_a_module_on_one_gpu_do_not_swap(decoder: Path) -> None
     with pytest.raises(MisuseError, match="module 'one' has several ranks on one GPU"):
         make_swap({"one": (manifest, parse_devices(["cuda0", "cuda0", "cuda1"]))})
     swap = make_swap({"one": (manifest, parse_devices(["3xcuda"]))})
-    assert [room.bytes for room in swap.rooms.values()] == [swappable_bytes(rank) for rank in manifest.ranks]
-    assert all(room.bytes for room in swap.rooms.values())
+    assert [buffer.bytes for buffer in swap.values()] == [swappable_bytes(rank) for rank in manifest.ranks]
+    assert all(buffer.bytes for buffer in swap.values())
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_modules_give_what_their_models_give(decoder: Path, pipeline: Path) -> N
         (lambda folder, _: Session(folder), r"has several models: say which, with --module \(first, second\)"),
         (lambda folder, _: Session(folder, module="third"), "no module 'third': there are first, second"),
         (lambda folder, _: Pipeline(folder, own={"third": {}}), "no module 'third': there are first, second"),
-        (lambda _, alone: Session(alone, module="first"), "package of one model, and has no modules"),
+        (lambda _, alone: Session(alone, module="first"), "package of one model, and has no module 'first'"),
         (lambda _, alone: Pipeline(alone), "has no modules: open it as a Session"),
     ],
 )

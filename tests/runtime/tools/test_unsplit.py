@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from splitc.runtime.engines import Backend
-from splitc.runtime.engines.backends import make_backend
+from splitc.runtime.engines.kinds import make_backend
 from splitc.runtime.errors import MisuseError, PackageError
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.package.manifest_file import read_manifest

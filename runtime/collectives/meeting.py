@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from splitc.runtime.arrays.array import Array
-from splitc.runtime.collectives.message_post import MessagePost
+from splitc.runtime.collectives.post import Post
 from splitc.runtime.engines.operator_library import library_path, load_library
 from splitc.runtime.errors import PackageError
 from splitc.runtime.gpu.device import GpuDevice
@@ -20,30 +20,30 @@ from splitc.runtime.ipc.shared_memory import create_memory, map_memory
 PATIENCE = 120.0
 # The alignment of a meeting's memory, in bytes.
 LINE = 64
-# The most ranks of a meeting: that of native/meeting.c.
+# The most ranks of a meeting: that of native/meeting.h.
 MOST_RANKS = 1024
 # Bytes that a rank that is a process copies at a time to where others read them.
 STAGING = 1 << 20
 
 
-class EngineMeeting:
+class Meeting:
     """A meeting of ranks: threads of this process, processes that share its `memory`, or one end of those by a `post`.
 
-    `memory` is zeros, or a meeting of as many ranks that another process has made in it; see `shared_bytes`. With a
-    `post` each rank has a meeting of its own. `together` is how many cores all ranks have (default: those that this
-    process may use): if they are fewer than ranks, none looks long for what others do on the core that it keeps from
-    them. Raises PackageError if the C library was not built, or for more than MOST_RANKS.
+    `memory` is zeros, or has a meeting of as many ranks that another process made; see `shared_bytes`. With a `post`
+    each rank has a meeting of its own. `together` is how many cores all ranks have (default: those that this process
+    may use): with fewer cores than ranks, waits hardly spin, since the others need the cores. Raises PackageError if
+    the C library was not built, or for more than MOST_RANKS.
     """
 
     def __init__(
-        self, ranks: int, memory: Array | None = None, post: MessagePost | None = None, together: int | None = None
+        self, ranks: int, memory: Array | None = None, post: Post | None = None, together: int | None = None
     ) -> None:
         library = load_library()
         staging = 0 if memory is None else STAGING
         if ranks > MOST_RANKS:
-            raise PackageError(f"{ranks:,} ranks meet to sum or to send, and {MOST_RANKS:,} can at most")
+            raise PackageError(f"collectives inside engines take at most {MOST_RANKS:,} ranks, and here are {ranks:,}")
         if memory is None:
-            # Each pair of ranks has room to send, and most send nothing. Memory of a file is taken as it is written to.
+            # Each pair of ranks has queues, and most send nothing. A file's pages are only taken when they are written.
             memory = map_memory(create_memory(library.splitc_meeting_bytes(0 if post else ranks, 0)))
         self._memory = memory
         self._post = post  # whose functions the library calls
@@ -60,7 +60,7 @@ class EngineMeeting:
         return self._post is None
 
     def join(self, place: int, patience: float = PATIENCE, gpu: GpuDevice | None = None) -> MeetingEnd:
-        """The end of the rank that has this number in its group. It waits for others for `patience` seconds.
+        """The end of the rank at this place of its group. It waits for others for `patience` seconds.
 
         A rank on a `gpu` copies its arrays to the host and back.
         """
@@ -82,7 +82,7 @@ class MeetingEnd:
     pointer: int | None = None
     capturable = False
 
-    def __init__(self, meeting: EngineMeeting, handle: int) -> None:
+    def __init__(self, meeting: Meeting, handle: int) -> None:
         self._meeting = meeting  # whose memory engines use
         self._library = load_library()
         self._handle = handle
@@ -93,14 +93,14 @@ class MeetingEnd:
             yield path
 
     def connect(self) -> None:
-        pass  # ranks meet without
+        pass  # nothing to connect
 
     def begin(self, request: int) -> int:
         self._library.splitc_begin(self._handle, 1 + request)
         return 1 + request
 
     def check(self) -> None:
-        pass  # what goes wrong in a sum is an error of the engine
+        pass  # an engine raises what goes wrong
 
     def fail(self, run: int) -> bool:
         return bool(self._library.splitc_fail(self._handle, run))
@@ -116,7 +116,7 @@ def shared_bytes(ranks: int) -> int:
 
 
 def release_with(owner: object, handle: int) -> None:
-    """Free an end when its owner is gone, and the last engine that has it."""
+    """Free an end once its owner and the last engine that uses it are gone."""
     released = weakref.finalize(owner, load_library().splitc_end_release, handle)
     released.atexit = False  # an engine may still run
 

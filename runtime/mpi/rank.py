@@ -8,21 +8,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-from splitc.runtime.collectives.channel_mail import Mail, all_gather, tell_all
-from splitc.runtime.collectives.process_collectives import ProcessCollectives
+from splitc.runtime.collectives.mail import Mail, all_gather, tell_all
+from splitc.runtime.collectives.processes import ProcessCollectives
 from splitc.runtime.engines import Backend
-from splitc.runtime.engines.backends import make_backend
 from splitc.runtime.engines.built_here import check_built_here
-from splitc.runtime.engines.kinds import find_kind
+from splitc.runtime.engines.kinds import find_kind, make_backend
 from splitc.runtime.engines.operator_library import load_library
 from splitc.runtime.errors import PackageError, SplitcError
 from splitc.runtime.hardware.gpus import identify_gpu
 from splitc.runtime.ipc.channel import portable
-from splitc.runtime.mpi.host_checks import Found, find_contradiction, why_lacking
-from splitc.runtime.mpi.joining import Call, Join, Leave, Left
+from splitc.runtime.mpi.host_checks import Finding, find_contradiction, why_lacking
 from splitc.runtime.mpi.meetings import Meetings
-from splitc.runtime.mpi.mpi_wire import MpiControl, MpiMail
+from splitc.runtime.mpi.messages import Call, Join, Leave, Left
 from splitc.runtime.mpi.own_device import own_device, own_threads
+from splitc.runtime.mpi.wire import MpiControl, MpiMail
 from splitc.runtime.mpi.world import World
 from splitc.runtime.package.files import files_of
 from splitc.runtime.package.manifest import Manifest
@@ -62,7 +61,7 @@ def run_rank(world: World, join: Join, control: MpiControl) -> None:
     """Load this process's rank, and run it until the session is closed, or can't be opened."""
     mail = MpiMail(world.mail, join.number)
     prepared = attempt(lambda: _prepare(world, join))
-    # Before all ranks know that all of them can go on, none waits for the others in MPI or NCCL.
+    # No rank may block in MPI or NCCL before all know that all can go on.
     failure = _agree(mail, world, prepared)
     if isinstance(prepared, Failure) or failure is not None:
         control.send(Loaded(portable((failure or prepared).error)))
@@ -70,7 +69,7 @@ def run_rank(world: World, join: Join, control: MpiControl) -> None:
     meetings = Meetings(world, find_groups(prepared.manifest))
     by_nccl = all(device.kind == "cuda" for device in join.devices)  # each process has one of its own
     collectives = ProcessCollectives(world.rank, world.size, mail, meetings.ends, prepared.backend, by_nccl)
-    setup = Setup(world.rank, join.package, prepared.manifest, join.states)
+    setup = Setup(world.rank, join.package, prepared.manifest)
     worker = RankProcess(setup, prepared.backend, control, collectives, join.cuda_graphs).worker
     worker.run()
     if control.closed:
@@ -82,11 +81,11 @@ def run_rank(world: World, join: Join, control: MpiControl) -> None:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What a rank is made of, and what it has found on its host."""
+    """What a rank is made of, and its host."""
 
     manifest: Manifest
     backend: Backend
-    found: Found
+    finding: Finding
 
 
 def _prepare(world: World, join: Join) -> _Prepared:
@@ -96,7 +95,7 @@ def _prepare(world: World, join: Join) -> _Prepared:
         _check_files(package, None, rank)
         manifest = read_manifest(package)
         if read_seal(package) != join.seal:
-            raise PackageError(f"{package} is another package than that of the session")
+            raise PackageError(f"{package} is another package than process 0 has opened: copy that one here")
         _check_files(package, manifest, rank)
         verify_files(package, files_of(manifest, rank), join.verify)
         device = own_device(world, join.devices)
@@ -111,7 +110,7 @@ def _prepare(world: World, join: Join) -> _Prepared:
         raise PackageError(f"rank {rank} on {host}: {error}") from error
     library = f"{manifest.engine} {find_kind(manifest.engine).version}"
     needed = manifest.ranks[rank].total_bytes
-    return _Prepared(manifest, backend, Found(host, world.machines[rank], library, gpu, needed))
+    return _Prepared(manifest, backend, Finding(host, world.machines[rank], library, gpu, needed))
 
 
 def _check_files(package: Path, manifest: Manifest | None, rank: int) -> None:
@@ -120,8 +119,8 @@ def _check_files(package: Path, manifest: Manifest | None, rank: int) -> None:
 
 
 def _agree(mail: Mail, world: World, prepared: _Prepared | Failure) -> Failure | None:
-    """Whether any rank can't go on, or they can't together. All must call this."""
-    told = prepared if isinstance(prepared, Failure) else prepared.found
+    """Why any rank can't go on, or all can't run together; None if they can. All must call this."""
+    told = prepared if isinstance(prepared, Failure) else prepared.finding
     agreed = all_gather(mail, world.rank, range(world.size), told)
     if isinstance(agreed, Failure):
         return agreed

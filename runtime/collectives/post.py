@@ -1,4 +1,4 @@
-"""Engines of ranks that share no memory meet by messages: the C library calls these functions to send and to wait."""
+"""How engines of ranks that share no memory exchange messages: callbacks of the C library."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import os
 import sys
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -26,31 +27,20 @@ _TAKE = ctypes.CFUNCTYPE(None, _INT, _POINTER, _SIZE)
 _FAIL = ctypes.CFUNCTYPE(None, _RUN)
 
 
-class Messages(Protocol):
-    """Messages between the ranks of a group, by their places in it. Those of one rank arrive in order."""
-
-    def send(self, peer: int, message: Array) -> None:
-        """Send bytes, which nobody writes to any more. Does not wait until they are received."""
-
-    def receive(self, seconds: float) -> tuple[int, Array] | None:
-        """The next message of any rank, and the rank. None if none comes within these seconds."""
-
-    def broken(self) -> None:
-        """What is above failed, and can't be used again: the others would wait for ever."""
-
-
 class _Post(ctypes.Structure):
     """The C library's `Post`."""
 
     _fields_ = (("send", _SEND), ("wait", _WAIT), ("take", _TAKE), ("fail", _FAIL))
 
 
-class MessagePost:
-    """The end of one rank of a group. `pointer` is that of the C library's `Post`."""
+class Post(ABC):
+    """The end of the rank at a place of a group. `pointer` is that of the C library's `Post`.
 
-    def __init__(self, ranks: int, place: int, messages: Messages) -> None:
+    Ranks are known by their places. What derives from this sends the messages.
+    """
+
+    def __init__(self, ranks: int, place: int) -> None:
         self._others = [rank for rank in range(ranks) if rank != place]
-        self._messages = messages
         self._arrived: dict[int, deque[Array]] = {rank: deque() for rank in self._others}
         # The runs in which a rank failed. A rank may be in a later one by now.
         self._failed: set[int] = set()
@@ -63,8 +53,23 @@ class MessagePost:
         self._post = _Post(*(kind(self._guarded(function)) for kind, function in kinds))
         self.pointer = ctypes.addressof(self._post)
 
+    @abstractmethod
+    def send(self, peer: int, message: Array) -> None:
+        """Send bytes, which nobody writes to any more. Does not wait until they are received."""
+
+    @abstractmethod
+    def receive(self, seconds: float) -> tuple[int, Array] | None:
+        """The next message of any rank, and the rank. None if none comes within these seconds.
+
+        Messages of one rank arrive in the order of sending.
+        """
+
+    @abstractmethod
+    def broken(self) -> None:
+        """This end failed, and can't be used again: the others would wait for ever."""
+
     def _guarded(self, function: Callable[..., int | None]) -> Callable[..., int | None]:
-        """ctypes prints an error and goes on as if nothing was wrong."""
+        """A callback that ends the process on an error: ctypes would print it and go on."""
 
         def guarded(*arguments: Any) -> int | None:
             try:
@@ -72,7 +77,7 @@ class MessagePost:
             except BaseException:
                 traceback.print_exc()
                 sys.stderr.flush()
-                self._messages.broken()
+                self.broken()
                 os._exit(1)
 
         return guarded
@@ -85,7 +90,7 @@ class MessagePost:
         ctypes.memmove(message.ctypes.data + RUN, head, head_size)
         if value is not None:
             ctypes.memmove(message.ctypes.data + RUN + head_size, value, size)
-        self._messages.send(peer, message)
+        self.send(peer, message)
         return OK
 
     def _wait(self, run: int, peer: int, head: int, head_size: int, patience: float) -> int:
@@ -105,14 +110,14 @@ class MessagePost:
 
     def _receive(self, seconds: float) -> bool:
         """Wait for a message, and take all that have arrived. Returns whether there are any."""
-        received = first = self._messages.receive(seconds)
+        received = first = self.receive(seconds)
         while received is not None:
             source, message = received
             if message.size == RUN:
                 self._failed.add(_run_of(message))
             else:
                 self._arrived[source].append(message)
-            received = self._messages.receive(0.0)
+            received = self.receive(0.0)
         return first is not None
 
     def _take(self, peer: int, value: int | None, size: int) -> None:
@@ -124,7 +129,7 @@ class MessagePost:
         self._failed.add(run)
         message = np.array([run], np.uint64).view(np.uint8)
         for other in self._others:
-            self._messages.send(other, message)
+            self.send(other, message)
 
 
 def _run_of(message: Array) -> int:

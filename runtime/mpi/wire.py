@@ -1,4 +1,4 @@
-"""The session's and the ranks' ends of their messages, by MPI; those with the session's own process by queues."""
+"""Both ends of the messages between the session and its ranks: by MPI, and by queues to rank 0, in its own process."""
 
 from __future__ import annotations
 
@@ -15,31 +15,30 @@ from splitc.runtime.arrays.array import Allocate, Array
 from splitc.runtime.collectives import Label
 from splitc.runtime.engines import Backend
 from splitc.runtime.errors import HandOverError
-from splitc.runtime.ipc.mapped_files import remove_files
-from splitc.runtime.ipc.shared_memory import Sent
+from splitc.runtime.ipc.mapped_files import NCCL, find_mapped, remove_files
+from splitc.runtime.ipc.shared_memory import SharedArrays
 from splitc.runtime.mpi.clocks import Clocks
-from splitc.runtime.mpi.joining import AllLoaded, Left, Stop
-from splitc.runtime.mpi.post import Post
+from splitc.runtime.mpi.messages import AllLoaded, Left, Stop
+from splitc.runtime.mpi.messenger import Messenger
 from splitc.runtime.mpi.sending import sleep_after
 from splitc.runtime.processes.messages import Answer, Message, Order
-from splitc.runtime.processes.nccl_files import find_nccl_files
 from splitc.runtime.processes.wire import LOST, Arrays
 
 # A message, and the arrays that it comes with.
 Parcel = tuple[Any, Any]
-# Seconds between two looks at what others have sent while rank 0 works, whose thread needs Python's lock.
+# Seconds between two looks at what other ranks have sent while rank 0's thread works, which needs Python's lock.
 LOOK = 1e-3
 
 
 class MpiWire:
     """The session's end, in process 0, which is also rank 0's: `own` is that one's control.
 
-    `machines` has the number of each rank's machine. When rank 0 has answered, it looks for what others send without a
-    pause, for `spin` seconds.
+    `machines` has the number of each rank's machine. When rank 0 has answered, others' answers are busy-waited for, for
+    `spin` seconds.
     """
 
-    def __init__(self, post: Post, machines: Sequence[int], own: OwnControl, spin: float) -> None:
-        self._post = post
+    def __init__(self, messenger: Messenger, machines: Sequence[int], own: OwnControl, spin: float) -> None:
+        self._messenger = messenger
         self._alive = list(range(len(machines)))
         self._clocks = Clocks(machines)
         self._own = own
@@ -53,7 +52,7 @@ class MpiWire:
         arrays = dict(feeds), dict(initial)
         for rank in self._others:
             try:
-                self._post.send(rank, (order, arrays))
+                self._messenger.send(rank, (order, arrays))
             except Exception as error:  # others have it
                 raise HandOverError(f"rank {rank} could not be given a request: {error!r}") from error
         self._own.inbox.put((order, arrays))
@@ -61,25 +60,25 @@ class MpiWire:
     def send(self, message: Message | AllLoaded | Stop) -> None:
         for rank in self._others:
             with contextlib.suppress(Exception):  # the others are told: a session that breaks could not end otherwise
-                self._post.send(rank, (message, None))
+                self._messenger.send(rank, (message, None))
         self._own.inbox.put((message, None))
 
     @property
     def _others(self) -> list[int]:
         return [rank for rank in self._alive if rank]
 
-    def outputs(self, rank: int, sent: Sent | None) -> dict[str, Array]:
+    def outputs(self, rank: int, shared: SharedArrays | None) -> dict[str, Array]:
         return dict(self._outputs.pop(rank, {}))
 
     def is_ready(self) -> bool:
-        return not self._own.outbox.empty() or self._post.is_ready()
+        return not self._own.outbox.empty() or self._messenger.is_ready()
 
     def take(self, seconds: float) -> list[tuple[int, Any]]:
         begin, waited = time.perf_counter(), 0.0
         while waited <= seconds:
             if (parcel := self._take_own()) is not None:
                 return [self._opened(0, parcel)]
-            if (arrived := self._post.receive(seconds=0.0)) is not None:
+            if (arrived := self._messenger.receive(seconds=0.0)) is not None:
                 return [self._opened(*arrived)]
             if not self._own_due and waited >= self._spin:
                 sleep_after(waited)
@@ -87,7 +86,7 @@ class MpiWire:
         return []
 
     def _take_own(self) -> Parcel | None:
-        """What rank 0 has sent. Its thread needs Python's lock, so while it works it is waited for without that."""
+        """What rank 0 has sent. While its thread works, the wait releases Python's lock, which that needs."""
         try:
             return self._own.outbox.get(timeout=LOOK) if self._own_due else self._own.outbox.get_nowait()
         except Empty:
@@ -110,28 +109,28 @@ class MpiWire:
 
 
 class MpiControl:
-    """The end of a rank in a process of its own. It looks for work for `spin` seconds, if it may.
+    """The end of a rank in a process of its own. It busy-waits for work for `spin` seconds, if it may.
 
     `closed` says whether the session was closed, after all requests, by all ranks.
     """
 
     closed = False
 
-    def __init__(self, post: Post, spin: float = 0.0) -> None:
-        self._post = post
+    def __init__(self, messenger: Messenger, spin: float = 0.0) -> None:
+        self._messenger = messenger
         self._spin = spin
 
     def receive(self, spins: bool) -> Message:
         message, self._arrays = self._receive(spins)
         if isinstance(message, AllLoaded):
-            # NCCL's shared memory needs its names no more, and would leave them behind if the job was killed.
-            remove_files(find_nccl_files(os.getpid()))
+            # All ranks have opened NCCL's shared memory, whose names would be left behind if the job was killed.
+            remove_files(find_mapped(os.getpid(), NCCL))
             return self.receive(spins)
         self.closed = message is None
         return message  # type: ignore[no-any-return]
 
     def _receive(self, spins: bool) -> Parcel:
-        arrived = self._post.receive(0, spin=self._spin if spins else 0.0)
+        arrived = self._messenger.receive(0, spin=self._spin if spins else 0.0)
         assert arrived is not None
         parcel: Parcel = arrived[1]
         return parcel
@@ -141,10 +140,10 @@ class MpiControl:
         return feeds, initial
 
     def send(self, message: Message | Left) -> None:
-        self._post.send(0, (message, None))
+        self._messenger.send(0, (message, None))
 
     def answer(self, answer: Answer, outputs: Mapping[str, Array]) -> None:
-        self._post.send(0, (answer, dict(outputs)))
+        self._messenger.send(0, (answer, dict(outputs)))
 
     def allocator(self, backend: Backend) -> Allocate | None:
         return None
@@ -168,26 +167,26 @@ class OwnControl(MpiControl):
 
 
 class MpiMail:
-    """What ranks tell each other in the session of this number: see Mail."""
+    """A rank's mail in the session of this number: see Mail."""
 
-    def __init__(self, post: Post, session: int) -> None:
-        self._post = post
+    def __init__(self, messenger: Messenger, session: int) -> None:
+        self._messenger = messenger
         self._session = session
 
     def tell(self, target: int, label: Label, value: Any) -> None:
         # A rank goes on at once, and may write to its arrays while MPI still reads from them.
-        self._post.send(target, (self._session, label, _copied(value)))
+        self._messenger.send(target, (self._session, label, _copied(value)))
 
     def hear(self, source: int) -> tuple[Label, Any]:
         while True:
-            arrived = self._post.receive(source)
+            arrived = self._messenger.receive(source)
             assert arrived is not None
             session, label, value = arrived[1]
-            if session == self._session:  # and not of one that could not be opened, whose ranks did not listen any more
+            if session == self._session:  # drop those of a session that could not be opened
                 return label, value
 
 
 def _copied(value: Any) -> Any:
     if isinstance(value, list):
-        return [_copied(each) for each in value]
+        return [_copied(item) for item in value]
     return value.copy() if isinstance(value, np.ndarray) else value

@@ -9,17 +9,17 @@ from queue import SimpleQueue
 from typing import Any
 
 from splitc.runtime.collectives import LOADING, Label, check_label
-from splitc.runtime.collectives.engine_meeting import EngineMeeting
+from splitc.runtime.collectives.meeting import Meeting
 from splitc.runtime.engines import Communicator
 from splitc.runtime.package.steps import Reduce
-from splitc.runtime.threads.failures import Failure, attempt
+from splitc.runtime.threads.failures import Failure, attempt, first_failure
 
-Channels = dict[tuple[int, int], "SimpleQueue[tuple[Label | None, Any]]"]
+Queues = dict[tuple[int, int], "SimpleQueue[tuple[Label | None, Any]]"]
 
 
 @dataclass
-class Meeting:
-    """A meeting of the ranks of a group, each with a value. The last rank to come computes the result for all."""
+class Rendezvous:
+    """Where the ranks of a group each bring a value. The last one to come computes the result for all."""
 
     ranks: Sequence[int]
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -43,13 +43,12 @@ class Meeting:
             if last:
                 handed_in, self.values = self.values, {}
         if last:
-            for each, (sent, _) in handed_in.items():
-                check_label(sent, label, rank, each)
-            ordered = [handed_in[each][1] for each in self.ranks]
-            failed = next((each for each in ordered if isinstance(each, Failure)), None)
-            result = attempt(lambda: combine(ordered)) if failed is None else failed
-            for each in self.ranks:
-                self.results[each].put(result)
+            for other, (sent, _) in handed_in.items():
+                check_label(sent, label, rank, other)
+            ordered = [handed_in[other][1] for other in self.ranks]
+            result = first_failure(ordered) or attempt(lambda: combine(ordered))
+            for other in self.ranks:
+                self.results[other].put(result)
         return self.results[rank].get()
 
     def abort(self, failure: Failure) -> None:
@@ -61,15 +60,15 @@ class Meeting:
 
 @dataclass
 class Hub:
-    """What the ranks of a session share: channels between all pairs, meetings for each group, and the failure."""
+    """What the ranks of a session share: queues between all pairs, where each group meets, and the failure."""
 
-    channels: Channels
+    queues: Queues
+    rendezvous: dict[tuple[int, ...], Rendezvous] = field(default_factory=dict)
     meetings: dict[tuple[int, ...], Meeting] = field(default_factory=dict)
-    engine_meetings: dict[tuple[int, ...], EngineMeeting] = field(default_factory=dict)
     failure: Failure | None = None
 
 
-class HostCollectives:
+class ThreadCollectives:
     """The end of one rank, on a CPU device."""
 
     def __init__(self, rank: int, hub: Hub) -> None:
@@ -81,13 +80,13 @@ class HostCollectives:
         self._label = request, None
 
     def send(self, target: int, name: str, value: Any) -> None:
-        self.hub.channels[self.rank, target].put(((self._label[0], name), value))
+        self.hub.queues[self.rank, target].put(((self._label[0], name), value))
 
     def receive(self, source: int, name: str) -> Any:
-        channel = self.hub.channels[source, self.rank]
-        sent, value = channel.get()
+        queue = self.hub.queues[source, self.rank]
+        sent, value = queue.get()
         if sent is None:
-            channel.put((None, value))  # for the next receiver
+            queue.put((None, value))  # for the next receiver
             return value
         check_label(sent, (self._label[0], name), self.rank, source)
         return value
@@ -96,17 +95,17 @@ class HostCollectives:
         """End all waits: every rank that waits, now or later, gets a Failure."""
         failure = Failure(error)
         self.hub.failure = failure
-        for channel in self.hub.channels.values():
-            channel.put((None, failure))
+        for queue in self.hub.queues.values():
+            queue.put((None, failure))
+        for rendezvous in list(self.hub.rendezvous.values()):
+            rendezvous.abort(failure)
         for meeting in list(self.hub.meetings.values()):
-            meeting.abort(failure)
-        for engine_meeting in list(self.hub.engine_meetings.values()):
-            engine_meeting.abort()
+            meeting.abort()
 
     def create_communicator(self, group: Sequence[int], uses_operators: bool) -> Communicator:
         key = tuple(group)
         # dict.setdefault is atomic: the first rank's meeting is everybody's.
-        meeting = self.hub.engine_meetings.get(key) or self.hub.engine_meetings.setdefault(key, EngineMeeting(len(key)))
+        meeting = self.hub.meetings.get(key) or self.hub.meetings.setdefault(key, Meeting(len(key)))
         return meeting.join(key.index(self.rank))
 
     def all_gather(self, ranks: Sequence[int], value: Any) -> Any:
@@ -127,14 +126,14 @@ class HostCollectives:
 
     def _meet(self, ranks: Sequence[int], value: Any, combine: Callable[[list[Any]], Any]) -> Any:
         group = tuple(ranks)
-        # The first rank to come creates the meeting: dict.setdefault is atomic.
-        meeting = self.hub.meetings.get(group) or self.hub.meetings.setdefault(group, Meeting(group))
-        if self.hub.failure is not None:  # a meeting created after `abort` was not aborted by it
+        # The first rank to come creates the rendezvous: dict.setdefault is atomic.
+        rendezvous = self.hub.rendezvous.get(group) or self.hub.rendezvous.setdefault(group, Rendezvous(group))
+        if self.hub.failure is not None:  # a rendezvous created after `abort` was not aborted by it
             return self.hub.failure
-        return meeting.meet(self.rank, self._label, value, combine)
+        return rendezvous.meet(self.rank, self._label, value, combine)
 
 
-def connect(ranks: int) -> list[HostCollectives]:
-    """The ends of new channels, one for each rank."""
+def connect(ranks: int) -> list[ThreadCollectives]:
+    """The ends of ranks that are connected with each other."""
     hub = Hub({(source, target): SimpleQueue() for source in range(ranks) for target in range(ranks)})
-    return [HostCollectives(rank, hub) for rank in range(ranks)]
+    return [ThreadCollectives(rank, hub) for rank in range(ranks)]

@@ -1,7 +1,7 @@
-"""Collectives of ranks that are processes: arrays go from GPU to GPU by NCCL, or over the host, where they are told.
+"""Collectives of ranks that are processes: arrays go from GPU to GPU by NCCL, or over the host by mail.
 
-NCCL connects GPUs of one rank each, and waits for both sides, on the GPUs. So ranks first tell each other what they are
-about to send: a rank that has failed tells its Failure instead, and nothing is given to NCCL.
+NCCL connects GPUs of one rank each, and blocks a GPU until both sides take part. So ranks first tell each other what
+they are about to send: a rank that has failed sends its Failure instead, and nothing is given to NCCL.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 from splitc.runtime.arrays.array import accumulate_arrays
 from splitc.runtime.collectives import LOADING, Label
-from splitc.runtime.collectives.channel_mail import Mail, all_gather, gather_by_first, hear_labelled
-from splitc.runtime.collectives.engine_meeting import EngineMeeting
+from splitc.runtime.collectives.mail import Mail, all_gather, gather_by_first, hear_labelled
+from splitc.runtime.collectives.meeting import Meeting
 from splitc.runtime.collectives.nccl import NcclCommunicator, NcclCommunicators
 from splitc.runtime.engines import Backend, Communicator
 from splitc.runtime.gpu.device import GpuDevice
@@ -32,7 +32,7 @@ class ProcessCollectives:
         rank: int,
         ranks: int,
         mail: Mail,
-        meetings: Mapping[tuple[int, ...], EngineMeeting],
+        meetings: Mapping[tuple[int, ...], Meeting],
         backend: Backend,
         by_nccl: bool,
     ) -> None:
@@ -100,7 +100,7 @@ class ProcessCollectives:
         return all_gather(self._mail, self.rank, ranks, value, self._label)
 
     def gather_by_first(self, ranks: Sequence[int], value: Any) -> Any:
-        """As `all_gather`, slower, between ranks that may have no way to each other but to the first one."""
+        """As `all_gather`, slower, between ranks that may be connected with the first one only."""
         return gather_by_first(self._mail, self.rank, ranks, value)
 
     def all_reduce(self, step: Reduce, parts: Any, accumulate: Callable[[str, Any, Any], None]) -> Any:

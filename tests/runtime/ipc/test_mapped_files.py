@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from splitc.runtime.processes.nccl_files import find_nccl_files
+from splitc.runtime.ipc.mapped_files import NCCL, find_mapped
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no /proc")
@@ -25,6 +25,6 @@ def test_other_files_in_memory_have_names_of_any_bytes(tmp_path: Path) -> None:
             for path in (other, ours):
                 file = stack.enter_context(path.open("r+b"))
                 stack.enter_context(mmap.mmap(file.fileno(), 0))
-            assert find_nccl_files(os.getpid()) == {str(ours)}
+            assert find_mapped(os.getpid(), NCCL) == {str(ours)}
     finally:
         ours.unlink(missing_ok=True)

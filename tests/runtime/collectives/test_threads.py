@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from splitc.runtime.collectives.host import HostCollectives, connect
+from splitc.runtime.collectives.threads import ThreadCollectives, connect
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.errors import HandOverError
 from splitc.runtime.package.steps import Reduce, Run
@@ -20,11 +20,11 @@ from tests.helpers.engines import FunctionEngine, fail
 RANKS = 4
 
 
-def together(work: Callable[[int, HostCollectives], Any], ranks: int = RANKS) -> list[Any]:
+def together(work: Callable[[int, ThreadCollectives], Any], ranks: int = RANKS) -> list[Any]:
     """What `work` gives on each rank, in a thread of its own."""
     results: list[Any] = [None] * ranks
 
-    def run(rank: int, ends: HostCollectives) -> None:
+    def run(rank: int, ends: ThreadCollectives) -> None:
         try:
             results[rank] = work(rank, ends)
         except Exception as error:
@@ -45,7 +45,7 @@ def test_all_ranks_get_the_same(operation: str, function: Any) -> None:
     arrays = np.random.default_rng(0).standard_normal((RANKS, 3, 1000)).astype(np.float32)
     step = Reduce(operation, ["a", "b"], ["A", "B"], list(range(RANKS)))
 
-    def work(rank: int, ends: HostCollectives) -> Any:
+    def work(rank: int, ends: ThreadCollectives) -> Any:
         for _ in range(50):
             parts = [backend.upload(arrays[rank].copy()), backend.upload(arrays[rank, :1].copy())]
             wholes = ends.all_reduce(step, parts, backend.accumulate)
@@ -61,7 +61,7 @@ def test_all_ranks_get_the_same(operation: str, function: Any) -> None:
 def test_groups_do_not_wait_for_each_other() -> None:
     backend = OnnxRuntimeBackend(1)
 
-    def work(rank: int, ends: HostCollectives) -> float:
+    def work(rank: int, ends: ThreadCollectives) -> float:
         group = [0, 1] if rank < 2 else [2, 3]
         for _ in range(20 if rank < 2 else 3):
             parts = [backend.upload(np.full(1, rank, np.float32))]
@@ -78,7 +78,7 @@ def test_rank_that_fails_does_not_leave_the_others_waiting() -> None:
     def part(x: np.ndarray[Any, Any]) -> Any:
         return backend.upload(x.copy())
 
-    def work(rank: int, ends: HostCollectives) -> Any:
+    def work(rank: int, ends: ThreadCollectives) -> Any:
         outcomes: list[float | str] = []
         for attempt in range(3):
             engine = FunctionEngine(["x"], "a", fail if rank == 2 and attempt == 1 else part)
@@ -94,14 +94,14 @@ def test_rank_that_fails_does_not_leave_the_others_waiting() -> None:
 
 
 def test_all_gather_gives_all_what_each_handed_in() -> None:
-    def work(rank: int, ends: HostCollectives) -> Any:
+    def work(rank: int, ends: ThreadCollectives) -> Any:
         return [ends.all_gather(range(RANKS), (rank, turn)) for turn in range(20)]
 
     assert together(work) == [[[(rank, turn) for rank in range(RANKS)] for turn in range(20)]] * RANKS
 
 
 def test_failure_that_is_handed_in_is_what_all_get() -> None:
-    def work(rank: int, ends: HostCollectives) -> Any:
+    def work(rank: int, ends: ThreadCollectives) -> Any:
         met = ends.all_gather(range(RANKS), Failure(ValueError("no memory")) if rank == 1 else rank)
         return str(met.error)
 
@@ -109,7 +109,7 @@ def test_failure_that_is_handed_in_is_what_all_get() -> None:
 
 
 def test_ranks_in_different_requests_do_not_meet() -> None:
-    def work(rank: int, ends: HostCollectives) -> Any:
+    def work(rank: int, ends: ThreadCollectives) -> Any:
         ends.begin(7 + (rank == 1))
         try:
             return ends.all_gather((0, 1), rank)
@@ -124,7 +124,7 @@ def test_ranks_in_different_requests_do_not_meet() -> None:
 def test_sum_that_can_not_be_made_is_a_failure_of_all() -> None:
     backend = OnnxRuntimeBackend(1)
 
-    def work(rank: int, ends: HostCollectives) -> Any:
+    def work(rank: int, ends: ThreadCollectives) -> Any:
         step = Reduce("sum", ["a"], ["A"] if rank else ["B"], list(range(RANKS)))
         return str(ends.all_reduce(step, [backend.upload(np.ones(1))], backend.accumulate).error)[:37]
 

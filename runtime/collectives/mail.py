@@ -1,4 +1,4 @@
-"""What ranks that are processes tell each other, by a channel for each pair of processes that do."""
+"""Python values between ranks that are processes: by one channel for each pair of processes."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from typing import Any, Protocol, cast
 
 from splitc.runtime.collectives import LOADING, Label, check_label
 from splitc.runtime.ipc.channel import Channel, portable
-from splitc.runtime.threads.failures import Failure
+from splitc.runtime.threads.failures import Failure, first_failure
 
-# Seconds in which a session ends the processes of all ranks if that of one has ended.
+# Seconds within which a session ends the processes of all ranks if that of one has ended.
 ENDING = 5.0
 
 
 class Mail(Protocol):
-    """A rank's end of what ranks tell each other. What one tells another comes in order."""
+    """A rank's end of the values that ranks tell each other. Those of one rank arrive in order."""
 
     def tell(self, target: int, label: Label, value: Any) -> None:
-        """Tell a rank a value. Does not wait until it hears it. Raises RuntimeError if it is gone."""
+        """Send a rank a value. Does not wait until it is received. Raises RuntimeError if the rank is gone."""
 
     def hear(self, source: int) -> tuple[Label, Any]:
-        """Wait for the next value of a rank, and its label."""
+        """Wait for the next value from a rank. Returns it with its label."""
 
 
 def tell_all(mail: Mail, rank: int, ranks: Sequence[int], value: Any, label: Label = LOADING) -> None:
@@ -49,28 +49,28 @@ def all_gather(mail: Mail, rank: int, ranks: Sequence[int], value: Any, label: L
     """See Collectives.all_gather."""
     tell_all(mail, rank, ranks, value, label)
     told = [value if other == rank else hear_labelled(mail, rank, other, label) for other in ranks]
-    return next((each for each in told if isinstance(each, Failure)), told)
+    return first_failure(told) or told
 
 
 def gather_by_first(mail: Mail, rank: int, ranks: Sequence[int], value: Any) -> Any:
-    """As `all_gather` before all requests, by way of the first of the ranks: the others need none to each other."""
+    """As `all_gather` before all requests, through the first rank: the others need no connection with each other."""
     first = ranks[0]
     if rank != first:
         tell_all(mail, rank, [first], value)
         return hear_labelled(mail, rank, first, LOADING)
     told = [value, *(hear_labelled(mail, first, other, LOADING) for other in ranks[1:])]
-    gathered = next((each for each in told if isinstance(each, Failure)), told)
+    gathered = first_failure(told) or told
     tell_all(mail, first, ranks, gathered)
     return gathered
 
 
 class ProcessMail:
-    """What the ranks in this process and those in others tell each other: by one channel to each other process."""
+    """The values between ranks of this process and of others, by one channel to each other process."""
 
     def __init__(self) -> None:
         self._channels: dict[int, Channel] = {}
         self._selector = selectors.DefaultSelector()  # channels come while another thread waits for what arrives
-        # What has arrived, by session, source and target. It may come before the rank that it is for.
+        # What has arrived, by session, source and target: maybe before the target rank has started.
         self._arrived: dict[tuple[int, int, int], SimpleQueue[tuple[Label, Any]]] = {}
 
     def connect(self, process: int, channel: Channel) -> None:
@@ -81,9 +81,9 @@ class ProcessMail:
             threading.Thread(target=self._listen, name="splitc mail", daemon=True).start()
 
     def _listen(self) -> None:
-        """Take what arrives off the channels, so that no rank ever waits until it can send.
+        """Take what arrives, so that no rank is blocked when it sends.
 
-        For the life of the process: another one may be connected after all that were are gone.
+        For the life of the process: another one may be connected after all earlier ones are gone.
         """
         try:
             while True:
@@ -114,13 +114,13 @@ class ProcessMail:
             self._channels[process].send((address, told))
 
     def finish(self) -> None:
-        """Tell nothing more. What connects two processes goes when both have said so."""
+        """Send nothing more. A channel is closed when both ends have said so."""
         for channel in self._channels.values():
             channel.finish()
 
     def forget(self, session: int, rank: int) -> None:
         """The rank has ended."""
-        for address in [each for each in list(self._arrived) if (each[0], each[2]) == (session, rank)]:
+        for address in [known for known in list(self._arrived) if (known[0], known[2]) == (session, rank)]:
             del self._arrived[address]
 
 
@@ -144,5 +144,5 @@ class ChannelMail:
         return self._mail.queue((self._session, source, self._rank)).get()
 
     def finish(self) -> None:
-        """Hear nothing more."""
+        """Receive nothing more."""
         self._mail.forget(self._session, self._rank)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from splitc.runtime.collectives import LOADING, Label
-from splitc.runtime.collectives.process_collectives import ProcessCollectives
+from splitc.runtime.collectives.processes import ProcessCollectives
 from splitc.runtime.errors import EngineError
 from splitc.runtime.gpu.device import GpuDevice
 from splitc.runtime.hardware.devices import Device

@@ -1,6 +1,6 @@
 /* What the operators have in common: the end of a rank, and what ONNX Runtime knows of an operator. */
-#ifndef SPLITC_OPERATORS_H
-#define SPLITC_OPERATORS_H
+#ifndef SPLITC_OPERATOR_H
+#define SPLITC_OPERATOR_H
 
 #include <stdatomic.h>
 
@@ -10,8 +10,6 @@
 
 #define MESSAGE 256
 #define APART "ranks were not given the same requests"
-/* Of the functions and operators that this library has: raised with each change of them, here and in operator_library.py. */
-#define INTERFACE 7
 /* Six kinds, each on the CPU and on CUDA devices. */
 #define OPERATORS 14
 
@@ -50,8 +48,8 @@ typedef struct End {
     CopyAsync copy;
     Synchronize synchronize;
     void* staged;
-    size_t room;
-    int calm; /* how often in a row far less room was needed */
+    size_t staged_bytes;
+    int oversized; /* how often in a row far fewer bytes were needed */
     Operator operators[OPERATORS];
     const OrtApi* api;
     OrtCustomOpDomain* domain;
@@ -76,24 +74,22 @@ static inline OrtStatus* fail(const OrtApi* api, const char* message) {
 }
 
 /* Have this many bytes of the host's memory at `end->staged`. */
-OrtStatus* make_room(const OrtApi* api, End* end, size_t bytes);
+OrtStatus* reserve_staging(const OrtApi* api, End* end, size_t bytes);
+
+/* Drop a reference to an end, which may be NULL. */
+void release_end(End* end);
 
 /* Make a kernel, whose number is the attribute of this name, or none. */
 OrtStatus* make_kernel(const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info, const char* attribute,
                        void** made);
 
+/* What all operators have in common. */
+void init_operator(Operator* made, int on_gpu, End* end);
 /* Set what operators have in common that take and give a value and, optionally, a token: another one came before. */
 void init_value_and_token(Operator* made);
 /* The value is in half precision, and never in another one. */
 void take_halves(Operator* made);
 /* For ONNX Runtime: the first input and the first output may share memory. */
 size_t first_is_first(int** inputs, int** outputs);
-
-/* Make an operator, of which what is common is set, one of these. */
-void init_send(Operator* made);
-void init_receive(Operator* made);
-void init_send_half(Operator* made);
-void init_receive_half(Operator* made);
-void init_after(Operator* made);
 
 #endif

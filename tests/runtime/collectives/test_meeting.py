@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from splitc.runtime.collectives.engine_meeting import EngineMeeting, MeetingEnd
+from splitc.runtime.collectives.meeting import Meeting, MeetingEnd
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS, open_session
 from splitc.runtime.engines.operator_library import is_built, library_path
 from splitc.runtime.errors import PackageError
@@ -75,11 +75,11 @@ ON_ONE_CORE = """
 import os, sys, time
 import numpy as np
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-from splitc.runtime.collectives import engine_meeting
+from splitc.runtime.collectives import meeting
 from tests.helpers.meetings import meet
-from tests.runtime.collectives.test_engine_meeting import SUM, all_reduce, together
+from tests.runtime.collectives.test_meeting import SUM, all_reduce, together
 if sys.argv[1] == "as with two":
-    engine_meeting.cores = lambda: 2
+    meeting.cores = lambda: 2
 ends = meet(2)
 def work(rank):
     for request in range(2000):
@@ -106,9 +106,9 @@ MANY = """
 import sys
 import numpy as np
 import psutil
-from splitc.runtime.collectives.engine_meeting import EngineMeeting
+from splitc.runtime.collectives.meeting import Meeting
 from tests.helpers.meetings import meet
-from tests.runtime.collectives.test_engine_meeting import SUM, all_reduce, together
+from tests.runtime.collectives.test_meeting import SUM, all_reduce, together
 ranks = int(sys.argv[1])
 before = psutil.Process().memory_info().rss
 ends = meet(ranks, kind=sys.argv[2])
@@ -129,8 +129,8 @@ def test_many_ranks_meet_and_take_little_memory(kind: str) -> None:
 
 
 def test_more_ranks_than_can_meet_are_refused() -> None:
-    with pytest.raises(PackageError, match="1,025 ranks meet to sum or to send, and 1,024 can at most"):
-        EngineMeeting(1025)
+    with pytest.raises(PackageError, match="take at most 1,024 ranks, and here are 1,025"):
+        Meeting(1025)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -212,7 +212,7 @@ def test_arrays_that_differ_are_refused_by_all(kind: str) -> None:
 
 
 def test_nobody_waits_after_an_abort() -> None:
-    meeting = EngineMeeting(2)
+    meeting = Meeting(2)
     end = meeting.join(0)
     end.begin(0)
     with ThreadPoolExecutor(1) as pool:

@@ -1,4 +1,4 @@
-"""What the processes that MPI has started say besides what all ranks' processes do."""
+"""Messages of processes that MPI has started, besides those of all ranks that are processes."""
 
 from __future__ import annotations
 
@@ -8,22 +8,20 @@ from pathlib import Path
 
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.mpi.world import World
-from splitc.runtime.package.manifest import State
 
 
 @dataclass(frozen=True)
 class Join:
     """Asks all ranks to load their engines of a package, for the session of this number in process 0.
 
-    `seal` is the hash of the package's manifest. The rest is as for a Session.
+    `seal` is the hash of the package's manifest. For `devices`, `threads` and `cuda_graphs` see Deployment.
     """
 
     number: int
     package: Path
     seal: str
     devices: tuple[Device, ...]
-    states: tuple[State, ...]
-    threads: int | None
+    threads: int
     verify: str
     cuda_graphs: bool
     spin: float
@@ -43,12 +41,12 @@ class AllLoaded:
 
 @dataclass(frozen=True)
 class Stop:
-    """A session ends at once: some ranks may not be able to take part in anything any more."""
+    """A session ends at once: some ranks may hang or be gone."""
 
 
 @dataclass(frozen=True)
 class Leave:
-    """The program in process 0 ends: so does the one that gets this."""
+    """The program in process 0 ends, and so must the process that gets this."""
 
 
 @dataclass(frozen=True)

@@ -5,30 +5,29 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from splitc.runtime.errors import EngineError, MisuseError, PackageError
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.ipc.channel import portable
 from splitc.runtime.mpi.host_checks import why_not_placed
-from splitc.runtime.mpi.joining import AllLoaded, Join, Left, Stop
 from splitc.runtime.mpi.life import SILENCE
-from splitc.runtime.mpi.mpi_rank import run_rank
-from splitc.runtime.mpi.mpi_wire import MpiWire, OwnControl
+from splitc.runtime.mpi.messages import AllLoaded, Join, Left, Stop
+from splitc.runtime.mpi.rank import run_rank
+from splitc.runtime.mpi.wire import MpiWire, OwnControl
 from splitc.runtime.mpi.world import World
-from splitc.runtime.package.manifest import Manifest, State
 from splitc.runtime.package.manifest_file import read_seal
 from splitc.runtime.processes.launch import SPIN, has_spare_cores
 from splitc.runtime.processes.messages import Broken
 from splitc.runtime.processes.reader import LATE, MOST, Reader
 from splitc.runtime.processes.remote import PATIENCE, RemoteRanks
+from splitc.runtime.ranks.deployment import Deployment
 
 # Numbers of sessions.
 _NUMBERS = itertools.count()
 
 
 class MpiRanks(RemoteRanks):
-    """The ranks of a package, once they are started, each a process of MPI's. `states` are those that stay on them.
+    """The ranks of a package, once they are started, each a process of MPI's. For `verify` see Session.
 
     Raises PackageError if hosts have other versions, MisuseError if there are more or fewer processes than ranks, or
     not where they were planned.
@@ -39,16 +38,12 @@ class MpiRanks(RemoteRanks):
     def __init__(
         self,
         world: World,
-        package: Path,
-        manifest: Manifest,
-        states: Sequence[State],
-        devices: Sequence[Device],
-        threads: int | None,
+        deployment: Deployment,
         verify: str,
-        cuda_graphs: bool,
         broken: Callable[[BaseException], None],
     ) -> None:
-        super().__init__(manifest, devices, broken)
+        super().__init__(deployment, broken)
+        devices = deployment.devices
         if world.size != len(devices):
             raise MisuseError(
                 f"the package has {len(devices)} ranks, and MPI started {world.size} processes: use mpirun -n "
@@ -61,13 +56,12 @@ class MpiRanks(RemoteRanks):
         spin = SPIN if has_spare_cores(devices) else 0.0
         self._join = Join(
             number=next(_NUMBERS),
-            package=package,
-            seal=read_seal(package),
+            package=deployment.package,
+            seal=read_seal(deployment.package),
             devices=tuple(devices),
-            states=tuple(states),
-            threads=threads,
+            threads=deployment.threads,
             verify=verify,
-            cuda_graphs=cuda_graphs,
+            cuda_graphs=deployment.cuda_graphs,
             spin=spin,
         )
 
@@ -79,8 +73,8 @@ class MpiRanks(RemoteRanks):
                 world.control.send(rank, (self._join, None))
             threading.Thread(target=self._run_own, args=(own,), name="splitc rank 0", daemon=True).start()
             self._wire = MpiWire(world.control, world.machines, own, LATE * MOST if self._join.spin else 0.0)
-            # It does not look without a pause, which would keep Python's lock from rank 0's thread.
-            self._reader = Reader(self._wire, self, spins=False)
+            # It does not busy-wait, which would keep Python's lock from rank 0's thread.
+            self._reader = Reader(self._wire, self._receive, self._is_waiting, spins=False)
         except BaseException:  # there may be too many threads
             world.broken.set()
             raise
@@ -104,7 +98,7 @@ class MpiRanks(RemoteRanks):
     def _name(self, rank: int) -> str:
         return f"rank {rank} ({self._devices[rank]} on {self._world.hosts[rank]})"
 
-    def lost(self, rank: int) -> None:
+    def _lost(self, rank: int) -> None:
         loaded = self._loaded[rank]
         could_not_load = loaded.done() and loaded.exception() is not None
         if not self._stopped and not self._closing and not could_not_load:

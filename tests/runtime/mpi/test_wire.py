@@ -7,9 +7,9 @@ from typing import Any, cast
 import pytest
 
 from splitc.runtime.errors import HandOverError
-from splitc.runtime.mpi.joining import Left, Stop
-from splitc.runtime.mpi.mpi_wire import MpiWire, OwnControl
-from splitc.runtime.mpi.post import Post
+from splitc.runtime.mpi.messages import Left, Stop
+from splitc.runtime.mpi.messenger import Messenger
+from splitc.runtime.mpi.wire import MpiWire, OwnControl
 from splitc.runtime.processes.messages import Forget, Order
 from splitc.runtime.processes.wire import LOST
 
@@ -23,7 +23,7 @@ class Silent:
 
 def test_what_has_arrived_is_taken_without_time_to_wait() -> None:
     own = OwnControl()
-    wire = MpiWire(cast("Post", Silent()), [0], own, spin=0.0)
+    wire = MpiWire(cast("Messenger", Silent()), [0], own, spin=0.0)
     own.send(Left())
     assert wire.take(0.0) == [(0, LOST)]
     assert wire.take(0.0) == []
@@ -45,7 +45,7 @@ class Noted(Silent):
 def test_request_that_only_some_ranks_get_is_no_request_that_fails_alone() -> None:
     """The next one had its number, and ranks would have computed different requests as one."""
     post = Noted(full=2)
-    wire = MpiWire(cast("Post", post), [0, 0, 0], OwnControl(), spin=0.0)
+    wire = MpiWire(cast("Messenger", post), [0, 0, 0], OwnControl(), spin=0.0)
     with pytest.raises(HandOverError, match="rank 2 could not be given a request: MemoryError"):
         wire.order(Order(0, None, 0, {}, None, False, None, 0, ()), [], [])
     assert [rank for rank, _ in post.sent] == [1]
@@ -53,7 +53,7 @@ def test_request_that_only_some_ranks_get_is_no_request_that_fails_alone() -> No
 
 def test_ranks_are_told_when_that_of_the_session_has_left() -> None:
     post, own, message = Noted(), OwnControl(), Forget(0, True)
-    wire = MpiWire(cast("Post", post), [0, 0, 0], own, spin=0.0)
+    wire = MpiWire(cast("Messenger", post), [0, 0, 0], own, spin=0.0)
     own.send(Left())
     assert wire.take(0.0) == [(0, LOST)]
     wire.send(message)
@@ -63,6 +63,6 @@ def test_ranks_are_told_when_that_of_the_session_has_left() -> None:
 def test_others_are_told_that_the_session_ends_where_one_can_not_be() -> None:
     """Requests in flight were never ended: it was what broke the session that raised the error."""
     post, own = Noted(full=1), OwnControl()
-    MpiWire(cast("Post", post), [0, 0, 0], own, spin=0.0).send(Stop())
+    MpiWire(cast("Messenger", post), [0, 0, 0], own, spin=0.0).send(Stop())
     assert post.sent == [(2, Stop())]
     assert own.inbox.get(timeout=5) == (Stop(), None)
