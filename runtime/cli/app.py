@@ -69,7 +69,7 @@ class Program(Commands):
 
 def installed() -> list[str]:
     """The names of the commands that are installed here."""
-    return [name for name, each in COMMANDS.items() if find_spec(f"splitc.{each.function.partition('.')[0]}")]
+    return [name for name, place in COMMANDS.items() if find_spec(f"splitc.{place.function.partition('.')[0]}")]
 
 
 def add_commands(app: typer.Typer, wanted: list[str]) -> typer.Typer:

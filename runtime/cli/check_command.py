@@ -115,18 +115,18 @@ def check(
         _check_modules(load, check_one, package, pipeline, model, report, as_json)
         return
     source = _find_model(package, pipeline, module, model)
-    found = check_one(partial(load, package), source)
+    checked = check_one(partial(load, package), source)
     if report:
-        _write_report(report, package, {module or "": found}, load.keywords["devices"])
+        _write_report(report, package, {module or "": checked}, load.keywords["devices"])
     if as_json:
-        print_json(found)
+        print_json(checked)
     else:
-        out.print(f"compared with {found}")
-        out.print(differences_table(found.outputs))
-        _print_notes(found)
-        if found.memory:
-            print_memory(found.memory)
-    _conclude(found.failed, len(found.outputs), f"with {source.name}", as_json)
+        out.print(f"compared with {checked}")
+        out.print(differences_table(checked.outputs))
+        _print_notes(checked)
+        if checked.memory:
+            print_memory(checked.memory)
+    _conclude(checked.failed, len(checked.outputs), f"with {source.name}", as_json)
 
 
 def _find_model(package: Path, pipeline: PipelineFile | None, module: str | None, model: Path) -> Path:
@@ -153,28 +153,28 @@ def _check_modules(
 ) -> None:
     """Compare each module of a package with its own model, one after the other."""
     sources = {module.name: _find_model(package, pipeline, module.name, folder) for module in pipeline.modules}
-    found: dict[str, Checked] = {}
+    checked: dict[str, Checked] = {}
     errors: list[SplitcError] = []
     for name, source in sources.items():
         try:
-            found[name] = check_one(partial(load, package, module=name), source)
+            checked[name] = check_one(partial(load, package, module=name), source)
         except SplitcError as error:
             errors.append(named(error, name))
     if report:
-        _write_report(report, package, found, load.keywords["devices"])
+        _write_report(report, package, checked, load.keywords["devices"])
     if as_json:
-        print_json({"modules": found})
-    elif found:
-        out.print(modules_table({name: each.outputs for name, each in found.items()}))
-        for name, each in found.items():
-            out.print(f"{name}: compared with {each}")
-            _print_notes(each, f"{name}: ")
-            if each.memory:
-                print_memory(each.memory)
-    failed = [f"{name}.{output}" for name, each in found.items() for output in each.failed]
-    count = sum(len(each.outputs) for each in found.values())
+        print_json({"modules": checked})
+    elif checked:
+        out.print(modules_table({name: result.outputs for name, result in checked.items()}))
+        for name, result in checked.items():
+            out.print(f"{name}: compared with {result}")
+            _print_notes(result, f"{name}: ")
+            if result.memory:
+                print_memory(result.memory)
+    failed = [f"{name}.{output}" for name, result in checked.items() for output in result.failed]
+    count = sum(len(result.outputs) for result in checked.values())
     try:
-        _conclude(failed, count, f"in {len(found)} modules", as_json)
+        _conclude(failed, count, f"in {len(checked)} modules", as_json)
     except OutputsDifferError as error:
         errors.insert(0, error)
     raise_all(errors)
@@ -185,12 +185,12 @@ def _print_notes(checked: Checked, before: str = "") -> None:
         out.print(f"{before}{note}", soft_wrap=True)
 
 
-def _write_report(path: Path, package: Path, found: Mapping[str, Checked], asked: Sequence[str]) -> None:
+def _write_report(path: Path, package: Path, checks: Mapping[str, Checked], asked: Sequence[str]) -> None:
     from splitc.runtime.reports.package_pages import check_page
 
     checked = {
-        name: (as_run(manifest, choose_devices(manifest, asked)), each.outputs, str(each), each.memory)
-        for name, each in found.items()
+        name: (as_run(manifest, choose_devices(manifest, asked)), result.outputs, str(result), result.memory)
+        for name, result in checks.items()
         for manifest in [read_manifest(find_module(package, name or None))]
     }
     write_page(path, check_page(package.name, checked))

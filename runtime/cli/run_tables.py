@@ -27,26 +27,26 @@ _ERRORS = ("largest error", "relative", "expected", "got")
 _COLUMNS = ("output", *_ERRORS[:2], "at", *_ERRORS[2:], "")
 
 
-def differences_table(found: Sequence[Difference]) -> Table:
+def differences_table(differences: Sequence[Difference]) -> Table:
     """The errors of outputs, the worst first."""
     rows = table(*_COLUMNS, right=_ERRORS)
-    for row in _difference_rows(found, LISTED):
+    for row in _difference_rows(differences, LISTED):
         rows.add_row(*row)
     return rows
 
 
-def modules_table(found: Mapping[str, Sequence[Difference]]) -> Table:
+def modules_table(modules: Mapping[str, Sequence[Difference]]) -> Table:
     """The errors of the modules' outputs, of each module the worst first."""
     rows = table("module", *_COLUMNS, right=_ERRORS)
-    for name, differences in found.items():
+    for name, differences in modules.items():
         for number, row in enumerate(_difference_rows(differences, LISTED // 4)):
             rows.add_row("" if number else name, *row)
     return rows
 
 
-def _difference_rows(found: Sequence[Difference], most: int) -> Iterator[list[str | Text]]:
+def _difference_rows(differences: Sequence[Difference], most: int) -> Iterator[list[str | Text]]:
     """Rows of the worst differences, and of all that failed."""
-    worst = sorted(found, key=lambda difference: (difference.passed, -difference.relative))
+    worst = sorted(differences, key=lambda difference: (difference.passed, -difference.relative))
     listed = [difference for number, difference in enumerate(worst) if number < most or not difference.passed]
     for difference in listed:
         differs = Text.assemble(("differs", "bold red"), f" {difference.problem or ''}")
@@ -55,15 +55,15 @@ def _difference_rows(found: Sequence[Difference], most: int) -> Iterator[list[st
         values = (f"{difference.expected:.6g}", f"{difference.actual:.6g}")
         name, where = fitted(difference.name, out.width - NAMELESS), ",".join(map(str, difference.where))
         yield [name, *errors, where, *values, verdict]
-    if len(found) > len(listed):
-        yield [f"... and {len(found) - len(listed)} more that agree"]
+    if len(differences) > len(listed):
+        yield [f"... and {len(differences) - len(listed)} more that agree"]
 
 
-def print_memory(found: Sequence[RankMemory]) -> None:
+def print_memory(ranks: Sequence[RankMemory]) -> None:
     """Print each rank's measured memory, beside the prediction."""
     sizes = ("weights", "loaded", "predicted", "peak")
     rows = table("rank", *sizes, right=sizes)
-    for number, rank in enumerate(found):
+    for number, rank in enumerate(ranks):
         numbers = (rank.predicted_weights, rank.loaded, rank.predicted_total, rank.peak)
         rows.add_row(f"{number} {rank.device}", *map(format_bytes, numbers))
     out.print(rows)

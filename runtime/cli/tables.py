@@ -33,7 +33,7 @@ def print_manifest(manifest: Manifest, routes: Mapping[str, Sequence[str]]) -> N
         out.print(f"{manifest.collectives} {words.exchanges} a run")
     if (said := describe_collectives(manifest)) is not None:
         out.print(said)
-    print_whole([(each.name, each.bytes, each.reason) for each in manifest.unsplit], manifest.split_mode)
+    print_whole([(weight.name, weight.bytes, weight.reason) for weight in manifest.unsplit], manifest.split_mode)
     for way, pairs in routes.items():
         out.print(f"between GPUs of this machine: {', '.join(pairs)} {way}")
     out.print()
@@ -108,7 +108,7 @@ def print_whole(weights: Sequence[tuple[str, int, str]], split_mode: str) -> Non
         return
     total = format_bytes(sum(size for _, size, _ in weights))
     out.print(f"whole on {words_of(split_mode).whole}: {total} in {len(weights)} weights, the largest:")
-    for name, size, reason in sorted(weights, key=lambda each: -each[1])[:WHOLE]:
+    for name, size, reason in sorted(weights, key=lambda weight: -weight[1])[:WHOLE]:
         out.print(f"  {fitted(name, out.width // 2)} {format_bytes(size)}: {reason}")
 
 

@@ -117,7 +117,7 @@ def _plain(error: UnicodeError) -> tuple[str, int]:
     """Replaces characters that a terminal's encoding lacks: see `codecs.register_error`."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    return "".join(PLAIN.get(each, "?") for each in error.object[error.start : error.end]), error.end
+    return "".join(PLAIN.get(character, "?") for character in error.object[error.start : error.end]), error.end
 
 
 codecs.register_error("splitc.plain", _plain)

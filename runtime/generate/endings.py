@@ -36,8 +36,8 @@ def find_endings(folder: Path, lookup: Lookup) -> list[int]:
         inside = config.get(INSIDE)
         for key in KEYS:
             value = config.get(key, inside.get(key) if isinstance(inside, dict) else None)
-            if found := _tokens(file, key, value, _with_added(config, lookup)):
-                return found
+            if tokens := _tokens(file, key, value, _with_added(config, lookup)):
+                return tokens
     return []
 
 
@@ -57,22 +57,22 @@ def _with_added(config: dict[str, Any], lookup: Lookup) -> Lookup:
         for number, token in (listed.items() if isinstance(listed, dict) else ())
         if isinstance(token, dict) and isinstance(token.get("content"), str) and number.isdecimal()
     }
-    return lambda token: found if (found := lookup(token)) is not None else added.get(token)
+    return lambda token: number if (number := lookup(token)) is not None else added.get(token)
 
 
 def _tokens(file: Path, key: str, value: Any, lookup: Lookup) -> list[int]:
     """The numbers of a token, or of a list of them, each given as a number, as text, or as an object with text."""
-    found = []
-    for each in value if isinstance(value, list) else [value]:
-        token = each.get("content") if isinstance(each, dict) else each
+    tokens = []
+    for entry in value if isinstance(value, list) else [value]:
+        token = entry.get("content") if isinstance(entry, dict) else entry
         number = lookup(token) if isinstance(token, str) else token
         if number is None:  # not given, or not known to the tokenizer
             continue
         if not isinstance(number, int) or isinstance(number, bool):
             raise MisuseError(f"{file}: '{key}' should be the token that ends a text: {_advice(value)}")
         if number >= 0:  # some write -1 for none
-            found.append(number)
-    return found
+            tokens.append(number)
+    return tokens
 
 
 def _advice(value: Any) -> str:

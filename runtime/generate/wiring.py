@@ -45,12 +45,12 @@ def find_wiring(manifests: Mapping[str, Manifest]) -> Wiring:
             f"can't generate with {there}: splitc knows an encoder and its decoder, or a decoder in two uses (without "
             "caches, and with them). Name the one to generate with by --module"
         )
-    first, step = (each[0] if each else None for each in (firsts, steps))
+    first, step = (names[0] if names else None for names in (firsts, steps))
     wanting = {name: find_wanted(manifests[name]) for name in decoders}
     encoders = [
         name
         for name, manifest in manifests.items()
-        if name not in decoders and any(find_links(manifests[each], manifest) for each in decoders)
+        if name not in decoders and any(find_links(manifests[decoder], manifest) for decoder in decoders)
     ]
     if len(encoders) > 1:
         raise MisuseError(f"can't generate with {there}: {' and '.join(encoders)} both make what the decoder reads")
@@ -58,7 +58,7 @@ def find_wiring(manifests: Mapping[str, Manifest]) -> Wiring:
     makers = [manifests[name] for name in (encoder, first) if name is not None]
     for name, wanted in wanting.items():
         known = {key for maker in makers for key in find_links(manifests[name], maker)}
-        if missing := [each for each in wanted if each not in known]:
+        if missing := [needed for needed in wanted if needed not in known]:
             raise MisuseError(
                 f"can't generate with {there}: none makes '{missing[0]}', which {name} reads. Compile the folder with "
                 "the encoder and all uses of the decoder"
@@ -89,7 +89,7 @@ def find_links(reader: Manifest, maker: Manifest) -> dict[str, str]:
     links = {name: output for name, output in handed.items() if name in wanted}
     free = [tensor for tensor in maker.outputs if tensor.name not in links.values()]
     for tensor in reader.inputs:
-        fitting = [each.name for each in free if _fits(tensor, each)]
+        fitting = [output.name for output in free if _fits(tensor, output)]
         if tensor.name in wanted and tensor.name not in links and len(fitting) == 1:
             links[tensor.name] = fitting[0]
     return links

@@ -82,17 +82,21 @@ def _served(kind: Any, name: str, sessions: Mapping[str, Session], answer: Answe
 def _refused(kind: Any, name: str, sessions: Mapping[str, Session]) -> dict[str, Any]:
     """The methods that a model without weights can't have."""
     missing = set() if FORWARD in sessions else {FORWARD, ENCODE, DECODE} - sessions.keys()
-    refused = {each: f"the package has no module for {name}.{each}: export and compile it too" for each in missing}
+    refused = {
+        method: f"the package has no module for {name}.{method}: export and compile it too" for method in missing
+    }
     changed = f"{name} is compiled, and can't be changed: make the change to the model before it is exported"
-    refused |= {each: changed for each in CHANGES if hasattr(kind, each)}
+    refused |= {change: changed for change in CHANGES if hasattr(kind, change)}
     return {method: _refusal(reason) for method, reason in refused.items()}
 
 
 def _method(answer: Answer, method: ModelMethod, session: Session) -> Callable[..., Any]:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         tensors, arguments = method.bind(args, kwargs)
-        feeds = {each.name: _array(tensors[each.name], each) for each in method.inputs}
-        feeds |= {each.name: _array(tensors[each.name], each) for each in method.optional if each.name in tensors}
+        feeds = {tensor.name: _array(tensors[tensor.name], tensor) for tensor in method.inputs}
+        feeds |= {
+            tensor.name: _array(tensors[tensor.name], tensor) for tensor in method.optional if tensor.name in tensors
+        }
         outputs = {name: _tensor(array) for name, array in session.run(feeds).items()}
         made = answer(self, outputs)
         return tuple(made.values()) if arguments.get("return_dict") is False else ModelOutput(**made)
@@ -147,8 +151,10 @@ def _stay(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _number_type(session: Session) -> torch.dtype:
     """The type of a model's floating numbers."""
-    types = [getattr(torch, each.dtype) for each in (*session.inputs, *session.outputs) if hasattr(torch, each.dtype)]
-    return next((each for each in types if each.is_floating_point), torch.float32)
+    types = [
+        getattr(torch, tensor.dtype) for tensor in (*session.inputs, *session.outputs) if hasattr(torch, tensor.dtype)
+    ]
+    return next((dtype for dtype in types if dtype.is_floating_point), torch.float32)
 
 
 def _array(value: Any, tensor: Tensor) -> Array:

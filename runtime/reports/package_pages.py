@@ -64,13 +64,13 @@ def check_page(
 ) -> Page:
     """How outputs differ, by module: its manifest, the differences, what they were compared with, and ranks' memory."""
     chapters = []
-    for title, (manifest, found, compared, measured) in checked.items():
-        agree = sum(each.passed for each in found)
-        facts = [("agree", f"{agree} of {len(found)} outputs"), ("compared with", compared)]
-        chapters.append(Chapter(title, facts, (), [errors_section(found), *_body(manifest, measured)]))
-    differ = sum(not each.passed for _, found, _, _ in checked.values() for each in found)
+    for title, (manifest, differences, compared, measured) in checked.items():
+        agree = sum(difference.passed for difference in differences)
+        facts = [("agree", f"{agree} of {len(differences)} outputs"), ("compared with", compared)]
+        chapters.append(Chapter(title, facts, (), [errors_section(differences), *_body(manifest, measured)]))
+    differ = sum(not difference.passed for _, differences, _, _ in checked.values() for difference in differences)
     verdict = f"{differ} outputs differ" if differ else "all outputs agree"
-    manifests = {title: each[0] for title, each in checked.items()}
+    manifests = {title: check[0] for title, check in checked.items()}
     return Page(f"Check of {name}: {verdict}", _describe(manifests), chapters)
 
 
@@ -81,9 +81,9 @@ def _holds(title: str, manifest: Manifest) -> Chapter:
     if manifest.collectives:
         facts.append((words_of(manifest.split_mode).exchanges, f"{manifest.collectives} a run"))
     rows = [
-        (kind, each.name, each.dtype, format_shape(each.shape))
+        (kind, tensor.name, tensor.dtype, format_shape(tensor.shape))
         for kind, tensors in manifest.tensors.items()
-        for each in tensors
+        for tensor in tensors
     ]
     tensors = Section("Inputs and outputs", tables=[Table("All of them", ("", "name", "type", "shape"), rows)])
     return Chapter(title, facts, (), [*_body(manifest, (), whole=True), tensors])
@@ -107,7 +107,7 @@ def _body(manifest: Manifest, measured: Sequence[RankMemory], whole: bool = Fals
     ]
     words = words_of(manifest.split_mode)
     cuts = [ShownCut(cut.values, cut.bytes) for cut in manifest.cuts]
-    weights = [(each.name, each.bytes, each.reason) for each in manifest.unsplit] if whole else []
+    weights = [(weight.name, weight.bytes, weight.reason) for weight in manifest.unsplit] if whole else []
     labels = [f"{number} {rank.device}" for number, rank in enumerate(ranks)]
     return [
         strip_section(ranks, cuts, words.is_radial),

@@ -80,17 +80,17 @@ def _joined(served: Served, rank: Rank, gap: float) -> list[tuple[str, str, floa
 
     Steps that only told a GPU what to do are followed by the wait for what it does.
     """
-    found: list[tuple[str, str, float, float]] = []
+    joined: list[tuple[str, str, float, float]] = []
     for span in served.spans:
         computes = LAUNCHES if is_launch(span, rank) else COMPUTES
         kind = KINDS.get(type(span.step), computes)  # type: ignore[arg-type]  # others are engines' runs
-        if found and gap and found[-1][0] == kind and span.start - found[-1][3] < gap:
-            found[-1] = (kind, "several steps", found[-1][2], span.end)
+        if joined and gap and joined[-1][0] == kind and span.start - joined[-1][3] < gap:
+            joined[-1] = (kind, "several steps", joined[-1][2], span.end)
         else:
-            found.append((kind, describe(span, rank), span.start, span.end))
-    if any(kind == LAUNCHES for kind, *_ in found):
-        found.append((FINISHES, "its work, and its outputs", found[-1][3], served.end))
-    return found
+            joined.append((kind, describe(span, rank), span.start, span.end))
+    if any(kind == LAUNCHES for kind, *_ in joined):
+        joined.append((FINISHES, "its work, and its outputs", joined[-1][3], served.end))
+    return joined
 
 
 def _section(

@@ -28,7 +28,9 @@ def genai_config(
     text. Raises MisuseError for a package whose ranks are no stages of a decoder, or are not ONNX Runtime's.
     """
     engines = find_stages(manifest, "genai")
-    stages = [_stage(number, *each) for number, each in enumerate(zip(manifest.ranks, engines, strict=True))]
+    stages = [
+        _stage(number, *rank_engine) for number, rank_engine in enumerate(zip(manifest.ranks, engines, strict=True))
+    ]
     if base is not None:
         config = copy.deepcopy(dict(base))
     else:

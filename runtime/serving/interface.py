@@ -58,9 +58,11 @@ def public_form(tensor: Tensor) -> tuple[str, list[int]]:
 def check_native(interface: Interface, option: str) -> None:
     """Raise MisuseError for tensors that only splitc's own model can have in Triton. `option` asks for another."""
     names = {tensor.name for tensor in interface.inputs}
-    for each in (*interface.inputs, *interface.outputs):
-        if each.shape == []:
-            raise MisuseError(f"'{each.name}' is a scalar, which Triton's own backends can't have: leave out {option}")
+    for tensor in (*interface.inputs, *interface.outputs):
+        if tensor.shape == []:
+            raise MisuseError(
+                f"'{tensor.name}' is a scalar, which Triton's own backends can't have: leave out {option}"
+            )
     if passed := [tensor.name for tensor in interface.outputs if tensor.name in names]:
         raise MisuseError(
             f"'{passed[0]}' is an input and an output, which Triton's own backends can't have: leave out {option}"

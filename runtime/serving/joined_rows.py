@@ -37,4 +37,4 @@ def join_rows(requests: Sequence[Feeds]) -> tuple[dict[str, Array], list[int]]:
 def part_rows(outputs: Feeds, starts: Sequence[int]) -> list[dict[str, Array]]:
     """The outputs of each request."""
     parts = {name: np.split(array, starts) for name, array in outputs.items()}
-    return [{name: each[number] for name, each in parts.items()} for number in range(len(starts) + 1)]
+    return [{name: pieces[number] for name, pieces in parts.items()} for number in range(len(starts) + 1)]

@@ -140,11 +140,13 @@ class ServedPackage:
     def _serve(self, feeds: Sequence[Mapping[str, Array]], answers: Sequence[Answer]) -> None:
         """Run requests, together if they are several, and if that fails one by one: the fault is one request's."""
         asked = [
-            (each, answer) for each, answer in zip(feeds, answers, strict=True) if answer.set_running_or_notify_cancel()
+            (request, answer)
+            for request, answer in zip(feeds, answers, strict=True)
+            if answer.set_running_or_notify_cancel()
         ]
         if len(asked) > 1:
             try:
-                joined, starts = join_rows([each for each, _ in asked])
+                joined, starts = join_rows([request for request, _ in asked])
                 parts = part_rows(self._run(joined), starts)
             except Exception:  # each finds its own error below
                 pass
@@ -152,9 +154,9 @@ class ServedPackage:
                 for (_, answer), outputs in zip(asked, parts, strict=True):
                     answer.set_result(outputs)
                 return
-        for each, answer in asked:
+        for request, answer in asked:
             try:
-                outputs = self._run(each)
+                outputs = self._run(request)
             except BaseException as error:  # whoever waits for the answer gets it
                 answer.set_exception(error)
             else:

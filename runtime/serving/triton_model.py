@@ -47,8 +47,8 @@ class TritonPythonModel:
 
     def _read(self, request: Any) -> ServedRequest:
         """The request's arrays, which are views of the server's memory: the host's, or a GPU's."""
-        found = {name: triton.get_input_tensor_by_name(request, name) for name in self._inputs}
-        feeds = {name: _array(tensor) for name, tensor in found.items() if tensor is not None}
+        tensors = {name: triton.get_input_tensor_by_name(request, name) for name in self._inputs}
+        feeds = {name: _array(tensor) for name, tensor in tensors.items() if tensor is not None}
         if not (sequence := request.correlation_id()):
             return ServedRequest(feeds)
         flags = request.flags()

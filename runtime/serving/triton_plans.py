@@ -30,9 +30,9 @@ def export_plans(package: Path, repository: Path, *, module: str | None, name: s
     States are fed and given. All are written, or none. Raises MisuseError for a package that the backend can't run, and
     for a model that is there.
     """
-    found = find_packages(package, module, name)
-    with new_models(repository, found) as folders:
-        for folder, (known, (source, manifest)) in zip(folders, found.items(), strict=True):
+    packages = find_packages(package, module, name)
+    with new_models(repository, packages) as folders:
+        for folder, (known, (source, manifest)) in zip(folders, packages.items(), strict=True):
             plans = find_plans(manifest)
             (folder / "config.pbtxt").write_text(plans_config(known, manifest), encoding="utf-8")
             version = folder / "1"
@@ -40,7 +40,7 @@ def export_plans(package: Path, repository: Path, *, module: str | None, name: s
             for number, plan in enumerate(counted(f"writing files of {known}", plans)):
                 link_file(source / plan.path, version / f"{PLAN}.rank{number}")
             link_file(source / plans[0].path, version / PLAN)
-    return [repository / known for known in found]
+    return [repository / known for known in packages]
 
 
 def plans_config(name: str, manifest: Manifest) -> str:

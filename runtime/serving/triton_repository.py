@@ -40,11 +40,11 @@ def export_triton(
     requests that are joined, by default MOST_ROWS where rows do not meet; 0 joins none, and takes requests of any rows.
     All models are written, or none. Raises MisuseError for what Triton can't serve, and for a model that is there.
     """
-    found = find_packages(package, module, name)
-    with new_models(repository, found) as folders:
-        for folder, (known, (source, manifest)) in zip(folders, found.items(), strict=True):
+    packages = find_packages(package, module, name)
+    with new_models(repository, packages) as folders:
+        for folder, (known, (source, manifest)) in zip(folders, packages.items(), strict=True):
             _write_model(folder, known, source, manifest, serving.of(manifest, sequences), batch)
-    return [repository / known for known in found]
+    return [repository / known for known in packages]
 
 
 def _write_model(

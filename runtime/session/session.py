@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -255,8 +255,8 @@ class Session:
         """The number of another sequence on the ranks."""
         return next(self._sequences)
 
-    def generate(self, prompt: npt.ArrayLike, **options: Any) -> Iterator[int]:
-        """Generate tokens after the prompt, one by one. For the options see `generate.tokens.generate`."""
+    def generate(self, prompt: npt.ArrayLike, **options: Any) -> Generator[int, None, str]:
+        """Yield the tokens that follow a prompt. For the options see `generate.tokens.generate`."""
         return generate(self, prompt, **options)
 
     def submit_request(

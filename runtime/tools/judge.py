@@ -23,7 +23,7 @@ class Judged:
     @property
     def passed(self) -> bool:
         """Whether no output differs for which the split is to blame."""
-        return all(each.passed for each in self.differences)
+        return all(difference.passed for difference in self.differences)
 
 
 def judge(
@@ -47,8 +47,8 @@ def judge(
 
 def _without_random(judged: Judged, own: Sequence[Difference]) -> Judged:
     """Leave out outputs that the unsplit model gives otherwise when it runs again."""
-    differ = {each.name: each for each in own if not each.passed}
-    bad = [each.name for each in judged.differences if not each.passed and each.name in differ]
+    differ = {difference.name: difference for difference in own if not difference.passed}
+    bad = [difference.name for difference in judged.differences if not difference.passed and difference.name in differ]
     if not bad:
         return judged
     largest = max(differ[name].relative for name in bad)
@@ -56,7 +56,9 @@ def _without_random(judged: Judged, own: Sequence[Difference]) -> Judged:
         f"not compared: {first_few(bad)}, since the unsplit model itself gives others when it runs again (by up to "
         f"{largest:.1e} of the largest value, or of another shape), as one that draws random numbers does"
     )
-    return Judged([each for each in judged.differences if each.name not in bad], [*judged.notes, note])
+    return Judged(
+        [difference for difference in judged.differences if difference.name not in bad], [*judged.notes, note]
+    )
 
 
 def _without_optimizations(
@@ -67,16 +69,20 @@ def _without_optimizations(
     compared: Compare,
 ) -> Judged:
     """Compare outputs that differ with those of the unsplit model without optimizations, if these change it."""
-    bad = {each.name for each in judged.differences if not each.passed and each.name in plain}
-    closer = {each.name: each for each in compared(plain, actual) if each.name in bad and each.passed}
+    bad = {difference.name for difference in judged.differences if not difference.passed and difference.name in plain}
+    closer = {
+        difference.name: difference
+        for difference in compared(plain, actual)
+        if difference.name in bad and difference.passed
+    }
     if not closer:
         return judged
-    moved = max(each.relative for each in compared(expected, plain) if each.name in closer)
+    moved = max(difference.relative for difference in compared(expected, plain) if difference.name in closer)
     note = (
         f"ONNX Runtime's own optimizations change {first_few(list(closer))} of the unsplit model by {moved:.1e} of the "
         "largest value: compared without them"
     )
-    return Judged([closer.get(each.name, each) for each in judged.differences], [*judged.notes, note])
+    return Judged([closer.get(difference.name, difference) for difference in judged.differences], [*judged.notes, note])
 
 
 def _without_rounding(judged: Judged, own: Sequence[Sequence[Difference]]) -> Judged:

@@ -19,8 +19,8 @@ NUDGED = (np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64))
 def own_moves(own: Sequence[Sequence[Difference]]) -> dict[str, float]:
     """How far each output moved in some runs of the unsplit model, relative to its largest value."""
     known: dict[str, float] = {}
-    for each in (each for run in own for each in run if each.problem is None):
-        known[each.name] = max(each.relative, known.get(each.name, 0.0))
+    for difference in (difference for run in own for difference in run if difference.problem is None):
+        known[difference.name] = max(difference.relative, known.get(difference.name, 0.0))
     return known
 
 

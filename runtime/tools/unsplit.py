@@ -166,17 +166,17 @@ def fixed_feeds(inputs: Sequence[Tensor], fixed: Sequence[FixedInput], feeds: Ar
         for symbol, size in zip(tensor.shape or (), feeds[tensor.name].shape, strict=False)
         if isinstance(symbol, str)
     }
-    found = {}
-    for each in fixed:
-        shape = [size if isinstance(size, int) else sizes.get(size or "", 1) for size in each.shape or ()]
-        value = np.zeros(shape) if each.value is None else np.asarray(each.value)
-        found[each.name] = value.astype(number_type(each.dtype)).reshape(shape)
-    return found
+    values = {}
+    for tensor in fixed:
+        shape = [size if isinstance(size, int) else sizes.get(size or "", 1) for size in tensor.shape or ()]
+        value = np.zeros(shape) if tensor.value is None else np.asarray(tensor.value)
+        values[tensor.name] = value.astype(number_type(tensor.dtype)).reshape(shape)
+    return values
 
 
 def bound_inputs(manifest: Manifest, settings: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
     """Arrays of other values for bound inputs. Raises MisuseError for inputs that are not bound."""
-    fixed = {each.name: each for each in manifest.fixed}
+    fixed = {tensor.name: tensor for tensor in manifest.fixed}
     if unknown := [name for name in settings if name not in fixed]:
         known = f"it bound {', '.join(fixed)}" if fixed else "it bound none"
         raise MisuseError(f"--set names '{unknown[0]}', which was no constant when the package was compiled: {known}")

@@ -62,7 +62,7 @@ def test_prompts_may_be_arrays(package: Path) -> None:
         for dtype in ("i4", "i8"):
             assert list(session.generate(np.array(PROMPT, dtype), max_new_tokens=4)) == expected
         for wrong in ([PROMPT], np.array(PROMPT, "f4"), "text"):
-            with pytest.raises(MisuseError, match="a prompt is a list of the numbers of tokens"):
+            with pytest.raises(MisuseError, match="a prompt is a list of token ids"):
                 list(session.generate(wrong, max_new_tokens=4))
         for unknown in (-1, 96, 2**40, 2**63, 2**80):
             with pytest.raises(MisuseError, match=f"has the token {unknown}, and the model has a vocabulary of 96"):
