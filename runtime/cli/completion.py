@@ -1,4 +1,4 @@
-"""What a shell completes: the values of options and arguments, as far as they are known at once.
+"""What a shell completes: the values of options and arguments that can be found quickly.
 
 Nothing here opens a model or an engine's library: a user waits for it. What can't be read has no completions. Where
 there are none, the shell completes files.
@@ -42,7 +42,7 @@ def one_of(known: Iterable[str] | Mapping[str, str]) -> Completer:
 
 
 def read_by(find: Callable[[Mapping[str, Any], str], Iterable[str]]) -> Completer:
-    """Values that `find` reads from files, given a command's parameters so far and what is typed of this one."""
+    """Values that `find` reads from files, by the parameters so far and what is typed of this one."""
 
     def complete(ctx: typer.Context, incomplete: str) -> list[Value]:
         try:

@@ -17,8 +17,8 @@ from splitc.runtime.cli.run_options import Load, loading
 from splitc.runtime.cli.shared_options import JSON, PACKAGE
 from splitc.runtime.cli.terminal import err, muted_stderr, print_warning
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.generate.capacity import USUAL
 from splitc.runtime.generate.package_configs import find_tokenizer
-from splitc.runtime.generate.room import USUAL
 from splitc.runtime.generate.sampling import Sampling
 from splitc.runtime.generate.text import Text, read_prompt
 from splitc.runtime.generate.tokens import PROMPT_CHUNK, ROOM
@@ -33,7 +33,7 @@ def generate_command(
     package: Path = PACKAGE,
     prompt: str | None = typer.Option(None, "--prompt", "-p", help="The text to continue, or to translate."),
     prompt_ids: str | None = typer.Option(None, "--prompt-ids", help="The prompt as token ids: 1,2,3."),
-    audio: Path | None = typer.Option(None, "--audio", help="The sound to write down: a WAV file."),
+    audio: Path | None = typer.Option(None, "--audio", help="A WAV file to transcribe or translate."),
     language: str | None = typer.Option(
         None,
         "--language",
@@ -56,10 +56,10 @@ def generate_command(
         min=1,
         help=f"Tokens to generate. Default: what the configs say, or {USUAL}; fewer if the model has no room for more.",
     ),
-    temperature: float = typer.Option(0.0, "--temperature", help="0: the likeliest token. Above 0: random ones."),
+    temperature: float = typer.Option(0.0, "--temperature", help="0: the likeliest token. Above 0: sample."),
     top_k: int = typer.Option(0, "--top-k", help="Choose among this many of the likeliest tokens. 0: all."),
     top_p: float = typer.Option(1.0, "--top-p", help="Choose among the fewest tokens with this total probability."),
-    seed: int = typer.Option(0, "--seed", help="Seed of random tokens."),
+    seed: int = typer.Option(0, "--seed", help="Seed of sampling."),
     stop: list[int] = typer.Option([], "--stop", help="A token id to stop at, repeatable. Default: the tokenizer's."),
     prefill: Path | None = typer.Option(
         None,
@@ -70,7 +70,7 @@ def generate_command(
     prompt_chunk: int = typer.Option(PROMPT_CHUNK, "--prompt-chunk", min=1, help="Tokens of the prompt per run."),
     as_json: bool = JSON,
 ) -> None:
-    """Generate text, or tokens, with a package of a language model, or of an encoder and a decoder."""
+    """Generate text or tokens with a language model, or with an encoder and its decoder."""
     module, devices = load.keywords["module"], load.keywords["devices"]
     pipeline = read_pipeline(package)
     file = tokenizer or (find_tokenizer(package, module) if prompt is not None or audio is not None else None)

@@ -1,4 +1,4 @@
-"""Share a group of options among commands, and say which options belong together."""
+"""Groups of options that commands share, and rules on options that need or exclude each other."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from splitc.runtime.hardware.memory_use import RankMemory
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.package.mode_words import words_of
 from splitc.runtime.tools.bench import BenchResult
+from splitc.runtime.tools.caveats import time_caveats
 from splitc.runtime.tools.compare import Difference
-from splitc.runtime.tools.measured_words import say_measured
 from splitc.runtime.tools.trace import draw_timeline
 from splitc.runtime.units import format_bytes, format_seconds
 
@@ -67,7 +67,7 @@ def print_memory(ranks: Sequence[RankMemory]) -> None:
         numbers = (rank.predicted_weights, rank.loaded, rank.predicted_total, rank.peak)
         rows.add_row(f"{number} {rank.device}", *map(format_bytes, numbers))
     out.print(rows)
-    out.print("weights and predicted are the plan's; loaded and peak were measured, the engine's own memory included.")
+    out.print("weights, predicted: from the plan; loaded, peak: measured, including the engine's own memory")
 
 
 def print_bench(result: BenchResult, manifest: Manifest) -> None:
@@ -90,11 +90,11 @@ def print_bench(result: BenchResult, manifest: Manifest) -> None:
     if result.in_flight > 1:
         out.print(
             f"{own.runs} runs, {result.in_flight} in flight: {result.against_one:.2f} times the rate of one at a time; "
-            "package / unsplit is time a request."
+            "package / unsplit compares the time per request."
         )
     else:
         out.print(f"Medians of {own.runs} runs, one request at a time: {words_of(manifest.split_mode).at_work}.")
-    for text in say_measured(manifest.ranks, result.timeline):
+    for text in time_caveats(manifest.ranks, result.timeline):
         out.print(text)
     for number, line in enumerate(draw_timeline(len(result.ranks), result.timeline[-4 * result.in_flight :])):
         out.print(Text.assemble(f"rank {number} ", (line, "cyan")))

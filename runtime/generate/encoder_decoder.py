@@ -128,8 +128,8 @@ def describe_encoder(encoder: Manifest) -> str:
         return f"its encoder takes the features of a sound ({named}), as of speech; give it as --audio speech.wav"
     what = kinds[len(arrays[0].shape or ())] if len(arrays) == 1 else "something else"
     return (
-        f"its encoder takes {what} ({named}), which generate does not make of a file: in Python, "
-        "EncoderDecoder.encode takes the arrays, and EncoderDecoder.generate goes on with what comes of them"
+        f"its encoder takes {what} ({named}), which generate can't read from a file: in Python, "
+        "EncoderDecoder.encode takes the arrays, and EncoderDecoder.generate its outputs"
     )
 
 

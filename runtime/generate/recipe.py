@@ -11,12 +11,12 @@ from typing import Any
 
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.generate.capacity import USUAL
 from splitc.runtime.generate.conversation import ModelRunner
 from splitc.runtime.generate.decoder_prompt import find_prompt
 from splitc.runtime.generate.encoder_decoder import EncoderDecoder, describe_encoder, find_features
 from splitc.runtime.generate.log_mel import LogMel, read_log_mel
 from splitc.runtime.generate.package_configs import find_beside, generation_config, read_beside, understood
-from splitc.runtime.generate.room import USUAL
 from splitc.runtime.generate.sampling import Sampling
 from splitc.runtime.generate.sound import read_sound
 from splitc.runtime.generate.token_rules import read_rules
@@ -50,8 +50,8 @@ def generate_text(
     the configs in the folder `package`: the decoder's first tokens, those that end a text (without any in the configs:
     `other_stop_tokens`), the most tokens of a text, and those that are permitted. A sound that is longer than the
     encoder takes at once is cut into windows, each a text of its own. `timings` is filled meanwhile, and `warn` is
-    called with what a user should know. Raises MisuseError for modules that can't do that, for an input that the encoder does not
-    take, and for a damaged config.
+    called with what a user should know. Raises MisuseError for modules that can't do that, for an input that the
+    encoder does not take, and for a damaged config.
     """
     model = EncoderDecoder(modules)
     decoder = model.wiring.decoders[-1]

@@ -1,4 +1,4 @@
-"""What a model's generation config permits: logits are changed before a token is chosen."""
+"""Which tokens a generation config permits: logits are changed before a token is chosen."""
 
 from __future__ import annotations
 

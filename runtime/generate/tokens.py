@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from splitc.runtime.arrays.array import number_type
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.generate.capacity import USUAL, count_tokens
 from splitc.runtime.generate.conversation import Conversation, ModelRunner
-from splitc.runtime.generate.room import USUAL, count_tokens
 from splitc.runtime.generate.sampling import Sampling, choose_token
 from splitc.runtime.generate.signature import LanguageSignature, find_signature
 from splitc.runtime.package.manifest import Manifest

@@ -1,4 +1,4 @@
-"""A call of a model's method, as feeds: arguments go into the inputs that have their names."""
+"""The feeds of a call of a model's method: arguments are fed to the inputs of their names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VARIABLE = inspect.Parameter.VAR_POSITIONAL
 
 @dataclass(frozen=True)
 class ModelMethod:
-    """A method that a package's module stands for, with the module's inputs.
+    """A method that a package's module replaces, with the module's inputs.
 
     `name` is what errors call it. The signature is that of the original method.
     """
@@ -62,7 +62,7 @@ class ModelMethod:
                 yield name, value
 
     def _number(self, arguments: Mapping[str, Any], named: Mapping[str, Any], name: str) -> Any:
-        """What goes into an input: a tensor, or a number that is no tensor yet."""
+        """The tensor, or the number, that is fed to an input."""
         value = named.get(name, arguments.get(name))
         return np.asarray(value) if isinstance(value, (bool, int, float)) else value
 
@@ -83,7 +83,7 @@ class ModelMethod:
 
 
 def method_of(owner: type, method: str, name: str, session: Any) -> ModelMethod:
-    """The method of a class that a session stands for."""
+    """The method of a class that a session replaces."""
     plain: Callable[..., Any] = getattr(owner, method)
     parameters = list(inspect.signature(plain).parameters.values())[1:]  # without self
     fixed = session.manifest.fixed

@@ -20,11 +20,11 @@ from splitc.runtime.integrations.arguments import ModelMethod, method_of, number
 from splitc.runtime.package.manifest import Tensor
 from splitc.runtime.session.session import Session
 
-# What a method gives, by name, of a part and its session's outputs.
+# The result of a method, by its name, from a part and its session's outputs.
 Answer = Callable[[Any, Mapping[str, torch.Tensor]], dict[str, Any]]
 FORWARD, ENCODE, DECODE = "forward", "encode", "decode"
 HOST = torch.device("cpu")
-# What changes what a model computes, which is compiled already.
+# Methods that would change what a compiled model computes.
 CHANGES = (
     "_load_ip_adapter_weights",
     "add_adapter",
@@ -71,7 +71,7 @@ def make_part(kind: Any, config: Path, name: str, sessions: Mapping[str, Session
 
 
 def _served(kind: Any, name: str, sessions: Mapping[str, Session], answer: Answer) -> dict[str, Any]:
-    """The methods that sessions are."""
+    """The methods that sessions replace."""
     answers = {FORWARD: answer, ENCODE: _latents, DECODE: answer}
     return {
         method: _method(answers[method], method_of(kind, method, f"{name}.{method}", session), session)
@@ -105,7 +105,7 @@ def _method(answer: Answer, method: ModelMethod, session: Session) -> Callable[.
 
 
 def _diffusers_answer(part: Any, outputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """In diffusers, what a model makes is its `sample`, whatever an exporter calls it; or tuples (ControlNet)."""
+    """In diffusers a model's output is `sample`, whatever its name in the export; or tuples (ControlNet)."""
     made = numbered_together(outputs, {})
     first, *others = made
     if isinstance(made[first], tuple):
@@ -137,7 +137,7 @@ def _refusal(reason: str) -> Callable[..., Any]:
 
 
 def _stay(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Where the part is, and as it is: it takes tensors of any number type. Raises MisuseError for another device."""
+    """The part itself: it takes tensors of any number type. Raises MisuseError for another device."""
     device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
     if device is not None and device.type != HOST.type:
         raise MisuseError(

@@ -12,7 +12,7 @@ from splitc.runtime.units import shortened_middle
 
 # The most outputs that are drawn, the worst first; the table has all.
 SHOWN = 40
-# Where an error of 0 stands on the axis of powers of ten: below all others.
+# The place of an error of 0 on the logarithmic axis: below all others.
 LEAST = 1e-10
 AGREES, DIFFERS = "agrees", "differs"
 PAINT = {AGREES: "var(--good)", DIFFERS: "var(--bad)"}

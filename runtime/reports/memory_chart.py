@@ -17,7 +17,7 @@ PREDICTED = {
     "libraries and loading": "var(--other)",
 }
 MEASURED = {"loaded, measured": "var(--loaded)", "more at the peak, measured": "var(--peak)"}
-# A budget that is more times as large as what is held is drawn up to there only.
+# A budget that is more than so many times as large as what is held is cut off there.
 SHOWN = 4
 
 

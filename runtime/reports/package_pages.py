@@ -17,8 +17,8 @@ from splitc.runtime.reports.timeline_chart import timeline_sections
 from splitc.runtime.reports.times_chart import latencies_table, times_section
 from splitc.runtime.reports.whole_table import whole_section
 from splitc.runtime.tools.bench import BenchResult
+from splitc.runtime.tools.caveats import time_caveats
 from splitc.runtime.tools.compare import Difference
-from splitc.runtime.tools.measured_words import say_measured
 from splitc.runtime.tools.module_sums import IN_TURN, sum_modules
 from splitc.runtime.units import format_shape
 
@@ -52,7 +52,7 @@ def bench_page(name: str, manifest: Manifest, result: BenchResult, measured: Seq
         facts.append(("rate beside one at a time", f"{result.against_one:.2f} times"))
     sections = [
         Section("Latency", tables=[latencies_table(result)]),
-        times_section(result, at_work, say_measured(manifest.ranks, result.timeline)),
+        times_section(result, at_work, time_caveats(manifest.ranks, result.timeline)),
         *timeline_sections(manifest.ranks, [result.alone], streamed),
         *_body(manifest, measured),
     ]
@@ -66,7 +66,7 @@ def check_page(
     chapters = []
     for title, (manifest, differences, compared, measured) in checked.items():
         agree = sum(difference.passed for difference in differences)
-        facts = [("agree", f"{agree} of {len(differences)} outputs"), ("compared with", compared)]
+        facts = [("agree", f"{agree} of {len(differences)} outputs"), ("reference", compared)]
         chapters.append(Chapter(title, facts, (), [errors_section(differences), *_body(manifest, measured)]))
     differ = sum(not difference.passed for _, differences, _, _ in checked.values() for difference in differences)
     verdict = f"{differ} outputs differ" if differ else "all outputs agree"

@@ -20,7 +20,7 @@ def altair() -> Any:
 
 
 def unit_for(largest: float, units: Sequence[tuple[str, float]]) -> tuple[str, float]:
-    """The unit of an axis up to this number, with what it is worth."""
+    """The unit of an axis that ends at this number, and its factor."""
     return next((unit for unit in units if largest >= 1.5 * unit[1]), units[-1])
 
 

@@ -12,7 +12,7 @@ from splitc.runtime.ranks.request import Served
 from splitc.runtime.reports.contents import Section
 from splitc.runtime.reports.strips import COLOURS
 from splitc.runtime.reports.theme import SECONDS, altair, finished, unit_for
-from splitc.runtime.tools.measured_words import is_launch
+from splitc.runtime.tools.caveats import is_launch
 from splitc.runtime.tools.trace import Timeline, describe
 from splitc.runtime.units import format_seconds
 
@@ -29,7 +29,7 @@ PAINT = {
 }
 # What is drawn of a stream.
 AT_WORK = (COMPUTES, LAUNCHES, REPLAYS)
-# The most bars that are drawn as they are: of more, neighbours become one.
+# The most bars that are drawn: of more, neighbouring ones are joined.
 MOST = 3000
 
 Bar = dict[str, Any]
@@ -76,7 +76,7 @@ def _bars(ranks: Sequence[Rank], requests: Timeline) -> list[Bar]:
 
 
 def _joined(served: Served, rank: Rank, gap: float) -> list[tuple[str, str, float, float]]:
-    """The kind, name, start and end of steps, those of one kind that follow within the gap as one.
+    """The kind, name, start and end of steps. Steps of one kind within the gap of each other are one.
 
     Steps that only told a GPU what to do are followed by the wait for what it does.
     """

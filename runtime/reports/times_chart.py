@@ -1,4 +1,4 @@
-"""How long each rank was busy, waiting, and with the runtime's own work, in a request."""
+"""How long each rank was busy, waited, and did the runtime's own work, per request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAINT = {"busy": "var(--busy)", "waiting": "var(--track)", "overhead": "var(--se
 
 
 def times_section(result: BenchResult, at_work: str, caveats: Sequence[str]) -> Section:
-    """The medians of all runs. `at_work` says which ranks work on one request, `caveats` what times have in them."""
+    """The medians of all runs. `at_work` says which ranks work on one request, `caveats` what the times include."""
     alt = altair()
     labels = [f"{number} {rank.device}" for number, rank in enumerate(result.ranks)]
     times = [(rank.busy, rank.waiting, rank.overhead) for rank in result.ranks]

@@ -38,7 +38,7 @@ def export_genai(
     own = find_module(package, module)
     manifest = read_manifest(own)
     if tokenizer is not None and not tokenizer.is_dir():
-        raise MisuseError(f"--tokenizer {tokenizer} is no folder: name the one that tokenizer.json is in")
+        raise MisuseError(f"--tokenizer {tokenizer} is not a folder: name the one that has tokenizer.json")
     base = _find_base([folder for folder in (tokenizer, own, package) if folder is not None])
     if base is not None and (stop or context is not None):
         option = "--stop" if stop else "--context"

@@ -32,7 +32,7 @@ class SplitcModel(MLModel):  # type: ignore[misc]  # MLServer is not there when 
             if (known := explained(error)) is None:
                 raise
             raise MLServerError(str(known), 500) from None
-        # One thread gives requests to the session. It waits where too many are in flight, and the server does not.
+        # One thread submits requests: it waits while too many are in flight, so that the server need not.
         self._submits = ThreadPoolExecutor(1, "splitc takes requests")
         return True
 
@@ -57,7 +57,7 @@ class SplitcModel(MLModel):  # type: ignore[misc]  # MLServer is not there when 
         )
 
     async def unload(self) -> bool:
-        """End the session, when what is in flight has been answered."""
+        """End the session when the requests in flight have been answered."""
         await asyncio.get_running_loop().run_in_executor(None, self._served.close)
         self._submits.shutdown(wait=False)
         return True

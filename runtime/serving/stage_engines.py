@@ -1,4 +1,4 @@
-"""A package whose ranks are stages: other programs can run them, one after the other."""
+"""A package whose ranks are stages, which other programs can run one after another."""
 
 from __future__ import annotations
 

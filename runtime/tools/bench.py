@@ -162,7 +162,7 @@ def _repeat(run: Callable[[], None], count: int) -> float:
 
 
 def _baseline(path: Path, threads: int, feeds: Mapping[str, npt.NDArray[Any]], trusts_data: bool) -> Callable[[], None]:
-    """The unsplit model as it is run best: by IO binding, with inputs uploaded once."""
+    """The unsplit model at its fastest: with IO binding, and inputs uploaded once."""
     backend = OnnxRuntimeBackend(threads, trusts_data)
     engine = load_unsplit(backend, path, trusts_data)
     need_inputs(path, engine.inputs, feeds)

@@ -10,8 +10,10 @@ from splitc.runtime.gpu.weight_places import swappable_bytes
 from splitc.runtime.hardware.devices import device_named
 from splitc.runtime.package.manifest import Manifest, Rank
 
-# What is said of a package, or a plan, with --swap.
-IN_TURN = "Modules work in turn (--swap): of weights that they swap, a device has room for the largest module's."
+# The note on a package, or a plan, with --swap.
+IN_TURN = (
+    "Modules work in turn (--swap): a device holds the swapped weights of one module, and is sized for the largest."
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class HeldTogether:
 
 
 def sum_modules(manifests: Mapping[str, Manifest], swap: bool = False) -> dict[str, HeldTogether]:
-    """What all modules hold, by device. With `swap` they work in turn, and have memory for their weights then."""
+    """What all modules hold, by device. With `swap`, swapped weights count once."""
     sums: dict[str, HeldTogether] = {}
     for manifest in manifests.values():
         for device in dict.fromkeys(rank.device for rank in manifest.ranks):
